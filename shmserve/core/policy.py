@@ -1,0 +1,64 @@
+"""What the core knows of a model: frozen values, compiled from its configuration (`repo.compile`)."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from msgspec import Struct
+
+
+class TimeoutAction(Enum):
+    REJECT = "reject"
+    DELAY = "delay"
+
+
+class TensorSpec(Struct, frozen=True):
+    """An input or output as callers see it. `dims` has no batch dimension; -1 is any size."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+    ragged: bool = False
+
+
+class QueuePolicy(Struct, frozen=True):
+    """How long and how many may wait at one priority level. 0: no limit."""
+
+    action: TimeoutAction = TimeoutAction.REJECT
+    timeout_ns: int = 0
+    allow_override: bool = False
+    max_size: int = 0
+
+
+class BatchPolicy(Struct, frozen=True):
+    """Dynamic batching. `levels` 0: no priorities. Level 1 is the most urgent."""
+
+    preferred: tuple[int, ...] = ()
+    delay_ns: int = 0
+    preserve_ordering: bool = False
+    levels: int = 0
+    default_level: int = 0
+    default_policy: QueuePolicy = QueuePolicy()
+    level_policies: dict[int, QueuePolicy] = {}
+
+
+class InstanceSpec(Struct, frozen=True):
+    """One worker process. `cpus` empty: those of the broker."""
+
+    name: str
+    kind: str = "KIND_CPU"
+    device: int = 0
+    cpus: tuple[int, ...] = ()
+    passive: bool = False
+
+
+class ModelPolicy(Struct, frozen=True):
+    """One version of one model. `max_batch` 0: tensors have no batch dimension. `batching` None: one at a time."""
+
+    name: str
+    version: int
+    max_batch: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batching: BatchPolicy | None = None

@@ -1,0 +1,99 @@
+"""The data types of tensors: their names on the wire, their sizes, and their numpy twins.
+
+numpy is imported inside functions only, so that the core can use the sizes without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ITEM_BYTES = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "UINT16": 2,
+    "UINT32": 4,
+    "UINT64": 8,
+    "INT8": 1,
+    "INT16": 2,
+    "INT32": 4,
+    "INT64": 8,
+    "FP16": 2,
+    "FP32": 4,
+    "FP64": 8,
+    "BF16": 2,
+    "BYTES": 0,
+}
+"""Bytes of one element; 0 where elements differ in length (BYTES: 4-byte little-endian length, then the bytes)."""
+
+FROM_CONFIG = {f"TYPE_{name}": name for name in ITEM_BYTES if name != "BYTES"} | {"TYPE_STRING": "BYTES"}
+TO_CONFIG = {name: config for config, name in FROM_CONFIG.items()}
+
+_NUMPY = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+}
+
+_to_numpy: dict[str, Any] = {}
+_from_numpy: dict[Any, str] = {}
+
+
+def _fill() -> None:
+    import numpy as np
+
+    for name, numpy_name in _NUMPY.items():
+        _to_numpy[name] = np.dtype(numpy_name)
+        _from_numpy[np.dtype(numpy_name)] = name
+    try:
+        import ml_dtypes
+    except ImportError:
+        # Without ml_dtypes, BF16 is its raw 16 bits. uint16 arrays stay UINT16 when sent.
+        _to_numpy["BF16"] = np.dtype("uint16")
+    else:
+        _to_numpy["BF16"] = np.dtype(ml_dtypes.bfloat16)
+        _from_numpy[np.dtype(ml_dtypes.bfloat16)] = "BF16"
+    _to_numpy["BYTES"] = np.dtype("object")
+    _from_numpy[np.dtype("object")] = "BYTES"
+
+
+def to_numpy(name: str) -> np.dtype[Any]:
+    """The numpy dtype for a wire name; KeyError for a name that is not ours."""
+    if not _to_numpy:
+        _fill()
+    found: np.dtype[Any] = _to_numpy[name]
+    return found
+
+
+def from_numpy(dtype: np.dtype[Any]) -> str:
+    """The wire name of a numpy dtype; TypeError, naming the dtype, where there is none."""
+    if not _from_numpy:
+        _fill()
+    name = _from_numpy.get(dtype)
+    if name is None:
+        if dtype.kind in "SU":
+            return "BYTES"
+        native = dtype.newbyteorder("=")
+        name = _from_numpy.get(native)
+        if name is None:
+            raise TypeError(f"numpy dtype {dtype} has no wire type; use one of {', '.join(ITEM_BYTES)}")
+    return name
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    """The product of the dims. Python integers cannot overflow, so neither can this."""
+    count = 1
+    for dim in shape:
+        count *= dim
+    return count
