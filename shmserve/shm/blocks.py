@@ -1,0 +1,206 @@
+"""An allocator that hands out offsets. The rule of the file: it knows numbers, never memory.
+
+A freed block is first kept as it is, in a stack per size: the next request of that size gets the block that was freed
+last, whose pages are warm. Only when none fits, or many have gathered, are these blocks settled: merged with their
+free neighbours into extents, of which the smallest that fits is taken, at its lowest offset.
+
+Pieces of a split block may begin and end anywhere. They are settled the moment they are freed, so that the whole block
+is there again when its last piece comes back. A free extent shorter than one aligned unit waits for its neighbours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from shmserve.errors import Internal, InvalidRequest
+
+RECENT_BLOCKS = 256
+"""So many freed blocks are kept as they are before all of them are settled."""
+
+
+class Blocks:
+    """Blocks within [0, size). Offsets of new blocks and their sizes are multiples of `align`, a power of two."""
+
+    __slots__ = ("_ends", "_fits", "_free", "_live", "_mask", "_pieces", "_recent", "_recent_count", "size", "used")
+
+    def __init__(self, size: int, align: int = 64) -> None:
+        if size <= 0 or align <= 0 or align & (align - 1):
+            raise Internal(f"blocks need a size above 0 and a power of two to align to, not {size} and {align}")
+        self.size = size
+        self.used = 0
+        self._mask = align - 1
+        self._live: dict[int, int] = {}  # offset -> size of what is allocated
+        self._pieces: set[int] = set()  # offsets in _live that came from a split
+        self._recent: dict[int, list[int]] = {}  # size -> offsets freed and not settled, latest last
+        self._recent_count = 0
+        self._free: dict[int, int] = {}  # start -> end of every free extent
+        self._ends: dict[int, int] = {}  # end -> start of the same
+        self._fits: list[tuple[int, int]] = []  # (aligned bytes, start) of those that can hold a block, sorted
+        self._add_free(0, size)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.size - self.used
+
+    @property
+    def largest_free(self) -> int:
+        """The largest request that would succeed now."""
+        self._settle()
+        return self._fits[-1][0] & ~self._mask if self._fits else 0
+
+    def allocate(self, size: int) -> int | None:
+        """The offset of a new block of at least `size` bytes, or None where it does not fit. 0 bytes take one unit."""
+        if size < 0:
+            raise InvalidRequest(f"a block of {size} bytes was asked for")
+        mask = self._mask
+        size = (size + mask) & ~mask or mask + 1
+        stack = self._recent.get(size)
+        if stack:
+            offset = stack.pop()
+            self._recent_count -= 1
+        else:
+            found = self._carve(size)
+            if found is None:
+                return None
+            offset = found
+        self._live[offset] = size
+        self.used += size
+        return offset
+
+    def free(self, offset: int) -> int:
+        """Takes a block or piece back and says how many bytes it had."""
+        size = self._live.pop(offset, 0)
+        if not size:
+            raise InvalidRequest(f"no block is held at offset {offset}: it was returned twice, or never given")
+        self.used -= size
+        if offset in self._pieces:
+            self._pieces.remove(offset)
+            self._release(offset, offset + size)
+            return size
+        stack = self._recent.get(size)
+        if stack is None:
+            if len(self._recent) >= RECENT_BLOCKS:
+                self._settle()
+            self._recent[size] = [offset]
+        else:
+            stack.append(offset)
+        self._recent_count += 1
+        if self._recent_count > RECENT_BLOCKS:
+            self._settle()
+        return size
+
+    def split(self, offset: int, sizes: Sequence[int]) -> list[int]:
+        """Turns a block into adjacent pieces, each freed on its own. Bytes left over belong to the last piece.
+
+        Every size must be above 0: two pieces may not share an offset, for it is all that a holder has to name one.
+        """
+        whole = self._live.get(offset)
+        if whole is None:
+            raise InvalidRequest(f"no block is held at offset {offset}, so it cannot be split")
+        if not sizes or min(sizes) <= 0 or sum(sizes) > whole:
+            raise InvalidRequest(
+                f"a block of {whole} bytes cannot be split into {len(sizes)} pieces of {sum(sizes)} bytes in all"
+                f"{', the smallest ' + str(min(sizes)) if sizes else ''}; each needs at least 1"
+            )
+        live, start = self._live, offset
+        offsets = []
+        for size in sizes:
+            live[start] = size
+            offsets.append(start)
+            start += size
+        live[offsets[-1]] += offset + whole - start
+        self._pieces.update(offsets)
+        return offsets
+
+    def size_of(self, offset: int) -> int:
+        size = self._live.get(offset)
+        if size is None:
+            raise InvalidRequest(f"no block is held at offset {offset}")
+        return size
+
+    # ------------------------------------------------------------------------------------ free extents
+
+    def _carve(self, size: int) -> int | None:
+        fits = self._fits
+        at = bisect_left(fits, (size, -1))
+        if at == len(fits):
+            if not self._recent_count:
+                return None
+            self._settle()
+            at = bisect_left(fits, (size, -1))
+            if at == len(fits):
+                return None
+        start = fits.pop(at)[1]
+        end = self._free.pop(start)
+        del self._ends[end]
+        offset = (start + self._mask) & ~self._mask
+        if offset > start:
+            self._add_free(start, offset)
+        if offset + size < end:
+            self._add_free(offset + size, end)
+        return offset
+
+    def _settle(self) -> None:
+        if not self._recent_count:
+            self._recent.clear()
+            return
+        for size, stack in self._recent.items():
+            for offset in stack:
+                self._release(offset, offset + size)
+        self._recent.clear()
+        self._recent_count = 0
+
+    def _release(self, start: int, end: int) -> None:
+        """[start, end) is free: one extent with the free neighbours."""
+        after = self._free.get(end)
+        if after is not None:
+            self._drop_free(end, after)
+            end = after
+        before = self._ends.get(start)
+        if before is not None:
+            self._drop_free(before, start)
+            start = before
+        self._add_free(start, end)
+
+    def _add_free(self, start: int, end: int) -> None:
+        self._free[start] = end
+        self._ends[end] = start
+        room = end - ((start + self._mask) & ~self._mask)
+        if room > self._mask:
+            insort(self._fits, (room, start))
+
+    def _drop_free(self, start: int, end: int) -> None:
+        del self._free[start]
+        del self._ends[end]
+        room = end - ((start + self._mask) & ~self._mask)
+        if room > self._mask:
+            del self._fits[bisect_left(self._fits, (room, start))]
+
+    # ------------------------------------------------------------------------------------ checking
+
+    def check(self) -> None:
+        """Raises Internal unless live blocks, recent blocks and free extents tile [0, size) and the books agree."""
+        recent = [(offset, size, "recent") for size, stack in self._recent.items() for offset in stack]
+        spans = [(offset, size, "live") for offset, size in self._live.items()] + recent
+        spans += [(start, end - start, "free") for start, end in self._free.items()]
+        spans.sort()
+        at, before = 0, ""
+        for start, size, kind in spans:
+            if start != at or size <= 0:
+                raise Internal(f"{kind} span at {start} of {size} bytes does not begin where the last ended, at {at}")
+            if kind == before == "free":
+                raise Internal(f"two free extents meet at {start}")
+            at, before = start + size, kind
+        mask = self._mask
+        rooms = sorted((end - ((start + mask) & ~mask), start) for start, end in self._free.items())
+        agree = (
+            at == self.size
+            and self.used == sum(self._live.values())
+            and self._recent_count == len(recent)
+            and self._ends == {end: start for start, end in self._free.items()}
+            and self._fits == [fit for fit in rooms if fit[0] > mask]
+            and self._pieces <= self._live.keys()
+        )
+        if not agree:
+            raise Internal(f"the books of the blocks do not agree: they end at {at} of {self.size}, {self.used} used")
