@@ -1,0 +1,336 @@
+"""A pytest plug-in: after every test nothing may be left behind. What is left is an error of that test.
+
+Watched are open descriptors, threads (also those that native libraries start), descendant processes, names in
+/dev/shm that begin with our prefix, and mappings of shared memory. The rule of the file: it waits only for things
+that are already ending (a thread is joined, a process's pidfd polled), never for time to pass.
+
+A test is compared from before its first function-scoped fixture to after the last one is torn down; a class, module
+or session likewise around the fixtures of that scope. What a fixture of a wider scope creates while a narrower node is
+being watched belongs to the wider one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import select
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+SHM = Path("/dev/shm")
+PREFIX = "shmserve"
+STANDARD = ("0", "1", "2")
+"""pytest's capture turns these descriptors to and fro."""
+
+ONCE = (
+    # multiprocessing starts one resource tracker per process at the first use of a semaphore and keeps it for good.
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+)
+PR_SET_CHILD_SUBREAPER = 36
+PIDFD_THREAD = os.O_EXCL
+
+
+class Thing(NamedTuple):
+    """One resource. `key` tells it from all others, `kind` is what it may stand in for, `text` is for the reader."""
+
+    sort: str
+    key: tuple[Any, ...]
+    kind: str
+    text: str
+
+
+Things = dict[tuple[Any, ...], Thing]
+
+
+class Leaked(Exception):
+    """Something was left behind."""
+
+
+# ------------------------------------------------------------------------------------------------ what there is
+
+
+def _descriptors() -> Generator[Thing, None, None]:
+    for name in os.listdir("/proc/self/fd"):
+        if name in STANDARD:
+            continue
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the descriptor that listed the folder
+        yield Thing("fd", ("fd", name, target), re.sub(r"\[\d+\]", "", target), f"descriptor {name} -> {target}")
+
+
+def _threads() -> Generator[Thing, None, None]:
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for tid in os.listdir("/proc/self/task"):
+        try:
+            comm = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
+        except OSError:
+            continue  # ended meanwhile
+        name = names.get(int(tid))
+        yield Thing("thread", ("thread", tid), name or comm, f"thread {name!r}" if name else f"native thread {comm!r}")
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _stat(pid: str) -> tuple[str, int, int] | None:
+    """State, parent and start time of a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[1]), int(fields[19])
+
+
+def _processes() -> Generator[Thing, None, None]:
+    """All descendants. Orphans among them are ours too, as this process is a subreaper."""
+    if not _has_children():
+        return
+    children: dict[int, list[tuple[int, str, int]]] = {}
+    for name in os.listdir("/proc"):
+        found = _stat(name) if name.isdigit() else None
+        if found:
+            children.setdefault(found[1], []).append((int(name), found[0], found[2]))
+    todo = [os.getpid()]
+    while todo:
+        for pid, state, started in children.get(todo.pop(), ()):
+            todo.append(pid)
+            command = _command(pid)
+            if not any(part in command for part in ONCE):
+                what = f"zombie {pid}, never waited for" if state == "Z" else f"process {pid}: {command}"
+                yield Thing("process", ("process", pid, started), str(pid), what)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _names() -> Generator[Thing, None, None]:
+    for name in os.listdir(SHM) if SHM.is_dir() else ():
+        if name.removeprefix("sem.").startswith(PREFIX):
+            yield Thing("shm", ("shm", name), name, f"shared memory {SHM / name}")
+
+
+def _mappings() -> Generator[Thing, None, None]:
+    data = Path("/proc/self/maps").read_bytes()
+    if b"/memfd:" not in data and b"/dev/shm/" not in data:
+        return
+    for line in data.splitlines():
+        fields = line.split(None, 5)
+        if len(fields) == 6 and fields[5].startswith((b"/memfd:", b"/dev/shm/")):
+            place, path = fields[0].decode(), fields[5].decode(errors="replace")
+            yield Thing("map", ("map", place, fields[4]), path, f"mapping of {path} ({int(fields[4])})")
+
+
+SORTS: tuple[Callable[[], Generator[Thing, None, None]], ...] = (
+    _descriptors,
+    _threads,
+    _processes,
+    _names,
+    _mappings,
+)
+
+
+def snapshot() -> Things:
+    return {thing.key: thing for sort in SORTS for thing in sort()}
+
+
+def grown(before: Things, after: Things) -> list[Thing]:
+    """What is new. New things that stand in for vanished ones of their kind do not count: a fixture's client that
+    reconnects has another socket, but no more of them."""
+    gone = Counter((thing.sort, thing.kind) for key, thing in before.items() if key not in after)
+    new = []
+    for key, thing in after.items():
+        if key not in before:
+            if gone[thing.sort, thing.kind] > 0:
+                gone[thing.sort, thing.kind] -= 1
+            else:
+                new.append(thing)
+    return new
+
+
+# --------------------------------------------------------------------------------- waiting for what is ending
+
+_spawned: set[int] = set()
+"""The processes that this one started itself, as far as known. The other children are orphans that came to us."""
+
+
+def _note_spawns() -> None:
+    def noting(function: Callable[..., int]) -> Callable[..., int]:
+        def noted(*args: Any, **kwargs: Any) -> int:
+            pid = function(*args, **kwargs)
+            _spawned.add(pid)
+            return pid
+
+        return noted
+
+    execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def noted_execute_child(self: Any, *args: Any, **kwargs: Any) -> None:
+        execute_child(self, *args, **kwargs)
+        _spawned.add(self.pid)
+
+    subprocess.Popen._execute_child = noted_execute_child  # type: ignore[attr-defined]
+    for name in ("fork", "posix_spawn", "posix_spawnp"):
+        setattr(os, name, noting(getattr(os, name)))
+
+
+def _reap_orphans() -> None:
+    """Ended orphans have nobody but us to wait for them."""
+    for thing in list(_processes()):
+        pid = thing.key[1]
+        found = _stat(str(pid))
+        if found and found[0] == "Z" and found[1] == os.getpid() and pid not in _spawned:
+            os.waitpid(pid, 0)
+
+
+def _wait(things: list[Thing], seconds: float) -> None:
+    """Until all these threads and processes have ended, or the next end takes longer than that."""
+    poll = select.poll()
+    opened = []
+    for thing in things:
+        try:
+            if thing.sort == "process":
+                opened.append(os.pidfd_open(thing.key[1]))
+            elif thing.sort == "thread":
+                opened.append(os.pidfd_open(int(thing.key[1]), PIDFD_THREAD))
+        except ProcessLookupError:
+            continue  # ended meanwhile
+        except OSError:  # a kernel before 6.9 has no pidfd for a thread
+            for thread in threading.enumerate():
+                if thread.native_id == int(thing.key[1]):
+                    thread.join(seconds)
+    waiting = set(opened)
+    for descriptor in opened:
+        poll.register(descriptor, select.POLLIN)
+    while waiting:
+        ready = poll.poll(seconds * 1000)
+        for descriptor, _ in ready:
+            poll.unregister(descriptor)
+            waiting.discard(descriptor)
+        if not ready:
+            break
+    for descriptor in opened:
+        os.close(descriptor)
+
+
+def _settled(before: Things, seconds: float) -> list[Thing]:
+    """What is left after everything that can still end has ended."""
+    left = grown(before, snapshot())
+    if not left:
+        return []
+    gc.collect()
+    left = grown(before, snapshot())
+    if any(thing.sort in ("thread", "process") for thing in left):
+        _wait(left, seconds)
+        _reap_orphans()
+        left = grown(before, snapshot())
+    return left
+
+
+KILL_S = 10.0
+
+
+def _clear(left: list[Thing]) -> None:
+    """Leaked processes and names are reported, then removed: the machine stays clean, and the next test as well."""
+    for thing in left:
+        if thing.sort == "process":
+            try:
+                os.kill(thing.key[1], signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        elif thing.sort == "shm":
+            (SHM / thing.key[1]).unlink(missing_ok=True)
+    _wait([thing for thing in left if thing.sort == "process"], KILL_S)
+    _reap_orphans()
+
+
+# ------------------------------------------------------------------------------------------------- the plug-in
+
+
+class Watch:
+    """What was there before each node that is being watched: the session, a module, a class, a test."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.before: dict[Any, Things] = {}
+
+    def begin(self, node: Any) -> None:
+        if node in self.before:
+            return
+        self.before[node] = snapshot()
+        node.addfinalizer(lambda: self.end(node))  # the first one added is the last to run
+
+    def end(self, node: Any) -> None:
+        left = _settled(self.before.pop(node), self.seconds)
+        if not left:
+            return
+        _clear(left)
+        after = snapshot()
+        for before in self.before.values():
+            before.update(after)  # told once is enough
+        raise Leaked(f"{node.nodeid or 'the session'} left behind:\n" + "\n".join(f"  {thing.text}" for thing in left))
+
+    def belongs_to_wider(self, node: Any, before: Things) -> None:
+        """What a fixture of `node` has created is none of the narrower nodes' business."""
+        chain = node.listchain()
+        created = {key: thing for key, thing in snapshot().items() if key not in before}
+        for watched, known in self.before.items():
+            if watched not in chain:
+                known.update(created)
+
+
+_watch = pytest.StashKey[Watch]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("leaks_wait", "seconds that threads and processes get to end after a test", default="5")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import numpy  # noqa: F401  # its BLAS starts its threads at import
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    _note_spawns()
+    config.stash[_watch] = Watch(float(config.getini("leaks_wait")))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, Any, Any]:
+    watch = request.config.stash[_watch]
+    watch.begin(request.node)
+    before = snapshot() if fixturedef.scope != "function" else None
+    try:
+        return (yield)
+    finally:
+        if before is not None:
+            watch.belongs_to_wider(request.node, before)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    item.config.stash[_watch].begin(item)
+    return (yield)
