@@ -1,0 +1,119 @@
+"""Processes of a measurement: each is a fresh interpreter that is told what to do in lines of JSON.
+
+    child = Child("bench.engine:engine", model=path, batch=32)   # returns when its set-up is done
+    child.ask(seconds=1.0)                                       # -> what its handler returned
+
+The rule of the file: a child does nothing between orders, so that A and B can take turns on the same cores, and it
+ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Answer = dict[str, Any]
+Handler = Callable[..., Answer]
+
+
+class ChildFailed(RuntimeError):
+    """The child ended or raised instead of answering; its own words are on standard error."""
+
+
+class Child:
+    def __init__(self, target: str, **setup: Any) -> None:
+        self._target = target
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.child", target, json.dumps(setup)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.pid = self._process.pid
+        self._waiting = True
+
+    def ready(self) -> Answer:
+        """Waits for the end of the set-up. Called by `ask` where nobody did; alone, it starts several at once."""
+        return self.answer() if self._waiting else {}
+
+    def tell(self, **order: Any) -> None:
+        self.ready()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._waiting = True
+
+    def answer(self) -> Answer:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self._waiting = False
+        if not line:
+            raise ChildFailed(f"{self._target} ended with {self._process.wait()} instead of an answer")
+        answer: Answer = json.loads(line)
+        return answer
+
+    def ask(self, **order: Any) -> Answer:
+        self.tell(**order)
+        return self.answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Team:
+    """Several children that do the same thing at the same time."""
+
+    def __init__(self, children: list[Child]) -> None:
+        self.children = children
+        for child in children:
+            child.ready()
+
+    def ask(self, **order: Any) -> list[Answer]:
+        for child in self.children:
+            child.tell(**order)
+        return [child.answer() for child in self.children]
+
+    def close(self) -> None:
+        for child in self.children:
+            child.close()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def main() -> int:
+    # What models and libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    module, _, name = sys.argv[1].partition(":")
+    handler: Handler = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
+    answers.write("{}\n")
+    for line in sys.stdin:
+        answers.write(json.dumps(handler(**json.loads(line))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

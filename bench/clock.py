@@ -1,0 +1,44 @@
+"""Timed loops. The rule of the file: wall time of the caller, monotonic, in nanoseconds until it is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+
+def durations(call: Callable[[], Any], seconds: float, warm: int = 5) -> list[int]:
+    """How long each call took, in ns, calling again and again for so many seconds."""
+    for _ in range(warm):
+        call()
+    taken: list[int] = []
+    note = taken.append
+    now = perf_counter_ns()
+    end = now + int(seconds * 1e9)
+    while now < end:
+        start = perf_counter_ns()
+        call()
+        now = perf_counter_ns()
+        note(now - start)
+    return taken
+
+
+def summary(taken: list[int]) -> dict[str, float]:
+    """Median, 99th percentile and calls per second of one caller."""
+    taken = sorted(taken)
+    return {
+        "median_us": median(taken) / 1e3,
+        "p99_us": taken[min(len(taken) - 1, len(taken) * 99 // 100)] / 1e3,
+        "per_s": len(taken) * 1e9 / sum(taken),
+        "calls": len(taken),
+    }
+
+
+def in_turn(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
+    """A B A B ...: what each party returned in each round."""
+    found: list[list[float]] = [[] for _ in parties]
+    for _ in range(rounds):
+        for party, values in zip(parties, found, strict=True):
+            values.append(party())
+    return found

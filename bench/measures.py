@@ -1,0 +1,223 @@
+"""The measures, by name. Each takes its parties in turn within one run and returns rows with their bounds.
+
+The rule of the file: a ratio's two sides are taken in the same rounds, and both stand beside it in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from bench import models, processes
+from bench.child import Child, Team
+from bench.clock import in_turn
+from bench.setting import Served, Setting, serving
+from bench.table import Row, micros
+
+Measure = Callable[[Setting], list[Row]]
+MIB = 1 << 20
+
+
+def _rate(child: Child, setting: Setting) -> Callable[[], float]:
+    return lambda: float(child.ask(seconds=setting.seconds)["per_s"])
+
+
+def _team_rate(team: Team, setting: Setting) -> Callable[[], float]:
+    return lambda: float(sum(answer["per_s"] for answer in team.ask(seconds=setting.seconds)))
+
+
+def _median(child: Child, setting: Setting, **order: Any) -> Callable[[], float]:
+    return lambda: float(child.ask(seconds=setting.seconds, **order)["median_us"])
+
+
+def _share(name: str, rates: list[float], bare: list[float], at_least: float) -> Row:
+    rate, limit = median(rates), median(bare)
+    beside = f"{rate:,.0f}/s, {micros(1e6 / rate)} a row; bare {limit:,.0f}/s, {micros(1e6 / limit)} a row"
+    return Row(name, rate / limit, "of bare", at_least=at_least, beside=beside)
+
+
+def throughput(setting: Setting) -> list[Row]:
+    """mlp, share of the bare engine at batch 32: lane and ZeroMQ with 64 in flight, 8 processes with 8 each."""
+    path = setting.onnx("mlp")
+    repository = setting.repository("mlp")
+    models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
+    load = partial(Child, "bench.load:stream", model="mlp", shape=models.MLP_SHAPE, oracle=str(path))
+    with (
+        serving(repository) as server,
+        Child("bench.engine:engine", model=str(path), batch=32, shape=models.MLP_SHAPE) as bare,
+        load(url=server.lane, flight=64) as lane,
+        load(url=server.zmq, flight=64) as zmq,
+        Team([load(url=server.lane, flight=8) for _ in range(8)]) as eight,
+    ):
+        bares, lanes, zmqs, eights = in_turn(
+            setting.rounds,
+            _rate(bare, setting),
+            _rate(lane, setting),
+            _rate(zmq, setting),
+            _team_rate(eight, setting),
+        )
+    return [
+        _share("throughput, lane, 64 in flight", lanes, bares, 0.85),
+        _share("throughput, ZeroMQ, 64 in flight", zmqs, bares, 0.65),
+        _share("throughput, lane, 8 processes x 8", eights, bares, 0.75),
+    ]
+
+
+def cnn(setting: Setting) -> list[Row]:
+    """A CNN with 600 KB inputs in shared memory, 2 instances, 16 in flight: share of two bare processes."""
+    path = setting.onnx("cnn")
+    repository = setting.repository("cnn")
+    models.write(repository, "cnn", models.onnx_model(models.CNN_SHAPE, 1000, 8, 2), {"model.onnx": path})
+    oracle = {"shape": models.CNN_SHAPE, "oracle": str(path), "shared": True}
+    with (
+        serving(repository) as server,
+        Team([_bare_cnn(str(path)) for _ in range(2)]) as bare,
+        Child("bench.load:stream", url=server.lane, model="cnn", flight=16, **oracle) as load,
+    ):
+        bares, rates = in_turn(setting.rounds, _team_rate(bare, setting), _rate(load, setting))
+    return [_share("CNN, 600 KB inputs, 2 instances, 16 in flight", rates, bares, 0.95)]
+
+
+def _bare_cnn(path: str) -> Child:
+    return Child("bench.engine:engine", model=path, batch=1, shape=models.CNN_SHAPE)
+
+
+RELAYS = {
+    "seqpacket": [("bench.relays:seqpacket", way) for way in ("blocking", "epoll")],
+    "zeromq": [("bench.relays:zeromq", way) for way in ("blocking", "poll")],
+}
+
+
+def lone(setting: Setting) -> list[Row]:
+    """One request at a time over lane and ZeroMQ: time over the bare run, in round trips of a raw relay."""
+    path = setting.onnx("mlp")
+    repository = setting.repository("lone")
+    models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
+    call = partial(Child, "bench.load:lone", model="mlp", shape=models.MLP_SHAPE, oracle=str(path))
+    sides = [("lane", "seqpacket", 3.0), ("zmq", "zeromq", 1.5)]
+    rows = []
+    with (
+        serving(repository) as server,
+        Child("bench.engine:engine", model=str(path), batch=1, shape=models.MLP_SHAPE) as bare,
+    ):
+        for link, kind, at_most in sides:
+            ways = [Child(target, size=size, relay=way) for target, way in RELAYS[kind] for size in (60, 1024)]
+            with call(url=getattr(server, link)) as caller, Team(ways) as relays:
+                parties = [bare, caller, *relays.children]
+                found = in_turn(setting.rounds, *(_median(party, setting) for party in parties))
+            alone, whole, *trips = (median(values) for values in found)
+            trip = min(trips)
+            named = [f"{way} {size} B {micros(t)}" for (way, size), t in zip(_labels(kind), trips, strict=True)]
+            beside = f"{micros(whole)} whole, bare {micros(alone)}, over it {micros(whole - alone)}; " + ", ".join(
+                named
+            )
+            name = {"lane": "one request, lane, over bare", "zmq": "one request, ZeroMQ, over bare"}[link]
+            rows.append(Row(name, (whole - alone) / trip, "relay trips", at_most=at_most, beside=beside))
+    return rows
+
+
+def _labels(kind: str) -> list[tuple[str, int]]:
+    return [(way, size) for _, way in RELAYS[kind] for size in (60, 1024)]
+
+
+def large_input(setting: Setting) -> list[Row]:
+    """A model that returns the first element: a 64 MiB input from empty() against one of 4 KiB."""
+    repository = setting.repository("first")
+    models.write(repository, "first", models.first_element(), {"model.py": models.FIRST})
+    sizes = [64 * MIB, 4096]
+    with serving(repository) as server, Child("bench.load:first", url=server.lane, model="first", sizes=sizes) as load:
+        times = in_turn(setting.rounds, *(_median(load, setting, size=size) for size in sizes))
+    large, small = (median(values) for values in times)
+    beside = f"64 MiB {micros(large)}, 4 KiB {micros(small)}"
+    return [Row("first element of 64 MiB, over 4 KiB", large / small, "x", at_most=1.3, beside=beside)]
+
+
+def large_identity(setting: Setting) -> list[Row]:
+    """Identity of 16 MiB, from empty() into empty(), over one warm memcpy of 16 MiB."""
+    repository = setting.repository("identity")
+    models.write(repository, "identity", models.identity(), {})
+    with (
+        serving(repository) as server,
+        Child("bench.engine:memcpy", size=16 * MIB) as copy,
+        Child("bench.load:whole", url=server.lane, model="identity", size=16 * MIB) as load,
+    ):
+        copies, times = in_turn(setting.rounds, _median(copy, setting), _median(load, setting))
+    beside = f"request {micros(median(times))}, memcpy {micros(median(copies))}"
+    return [
+        Row("identity, 16 MiB in and out, over memcpy", median(times) / median(copies), "x", at_most=2.0, beside=beside)
+    ]
+
+
+def memory(setting: Setting) -> list[Row]:
+    """Private memory of the broker with 10 models and 64 clients, shared segments not counted."""
+    repository = setting.repository("memory")
+    names = [f"model{number}" for number in range(10)]
+    for name in names:
+        models.write(repository, name, models.identity(), {})
+    with serving(repository) as server:
+        before = processes.private_bytes(server.broker_pid())
+        with Team([_sixteen(server, names) for _ in range(4)]) as clients:
+            clients.ask(requests=40)
+            used = processes.private_bytes(server.broker_pid())
+    beside = f"{before / MIB:.1f} MiB before the first client; 4 processes x 16 clients, 40 requests each"
+    return [Row("broker memory, 10 models, 64 clients", used / MIB, "MiB", at_most=120.0, beside=beside)]
+
+
+def _sixteen(server: Served, names: list[str]) -> Child:
+    return Child("bench.load:many", urls=[server.lane, server.zmq], models=names, each=16)
+
+
+def startup(setting: Setting) -> list[Row]:
+    """From serve to ready with the sample models, over one script that creates the same sessions."""
+    examples = processes.sample_repository()
+
+    def serve() -> float:
+        start = perf_counter()
+        with serving(examples):
+            return perf_counter() - start
+
+    def script() -> float:
+        start = perf_counter()
+        with Child("bench.engine:create_sessions", repository=str(examples)) as child:
+            child.ready()
+            return perf_counter() - start
+
+    script()  # the first one reads the files from disk
+    serves, scripts = (median(values) for values in in_turn(max(3, setting.rounds), serve, script))
+    beside = f"serve to ready {serves:.2f} s, script {scripts:.2f} s"
+    return [Row("serve to ready, beyond the script", serves - scripts, "s", at_most=1.0, beside=beside)]
+
+
+def soak(setting: Setting) -> list[Row]:
+    """Mixed soak, 8 client processes: requests lost, answered twice or answered wrongly, and what is left behind."""
+    from bench.soak import run_soak
+
+    found = run_soak(setting.repository("soak"), setting.soak_seconds)
+    bad = found.lost + found.twice + found.wrong
+    rows = [Row("soak: lost, answered twice, wrong", bad, "", at_most=0, beside=found.text())]
+    rows.append(Row("soak: left behind (processes, segments)", found.left, "", at_most=0))
+    return rows
+
+
+def hostile(setting: Setting) -> list[Row]:
+    """A hostile client, 200,000 messages or as long as the soak: wrong answers to an honest client beside it."""
+    from bench.hostile import run_hostile
+
+    found = run_hostile(setting.repository("hostile"), 200_000, setting.soak_seconds)
+    return [Row("hostile client: harm to the honest one", found.harm, "", at_most=0, beside=found.text())]
+
+
+ALL: dict[str, Measure] = {
+    "throughput": throughput,
+    "cnn": cnn,
+    "lone": lone,
+    "large-input": large_input,
+    "large-identity": large_identity,
+    "memory": memory,
+    "startup": startup,
+    "soak": soak,
+    "hostile": hostile,
+}

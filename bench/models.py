@@ -1,0 +1,179 @@
+"""The models and repositories that are measured, all made here from fixed seeds.
+
+The rule of the file: a repository is plain files in the layout that the server documents; nothing of the server is
+imported to write one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SEED = 20
+MLP_SHAPE = [256]
+CNN_SHAPE = [3, 224, 224]
+
+FIRST = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy()[:1].copy())
+            ])
+            for request in requests
+        ]
+"""
+
+
+class _Graph:
+    """Collects nodes and weights; each layer returns the name of its output."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.nodes: list[Any] = []
+        self.weights: list[Any] = []
+        self._random = np.random.default_rng(SEED)
+
+    def node(self, kind: str, inputs: list[str], output: str | None = None, **attributes: Any) -> str:
+        from onnx import helper
+
+        output = output or f"t{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, inputs, [output], **attributes))
+        return output
+
+    def weight(self, shape: tuple[int, ...], scale: float) -> str:
+        import numpy as np
+        from onnx import numpy_helper
+
+        name = f"w{len(self.weights)}"
+        values = (self._random.standard_normal(shape) * scale).astype(np.float32)
+        self.weights.append(numpy_helper.from_array(values, name))
+        return name
+
+    def dense(self, x: str, inner: int, outer: int, output: str | None = None) -> str:
+        weights = self.weight((inner, outer), inner**-0.5)
+        return self.node("Gemm", [x, weights, self.weight((outer,), 0.01)], output)
+
+    def conv(self, x: str, inner: int, outer: int, kernel: int, stride: int, relu: bool = True) -> str:
+        scale = (2.0 / (inner * kernel * kernel)) ** 0.5
+        weights = self.weight((outer, inner, kernel, kernel), scale)
+        x = self.node("Conv", [x, weights], strides=[stride] * 2, pads=[kernel // 2] * 4, kernel_shape=[kernel] * 2)
+        return self.node("Relu", [x]) if relu else x
+
+    def save(self, path: Path, shape: list[int], classes: int) -> None:
+        import onnx
+        from onnx import TensorProto, helper
+
+        graph = helper.make_graph(
+            self.nodes,
+            path.stem,
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", *shape])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", classes])],
+            self.weights,
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+        model.ir_version = 9
+        onnx.checker.check_model(model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        onnx.save(model, str(path))
+
+
+def make_mlp(path: Path) -> None:
+    """FP32 256-1024-1024-64 with ReLU between: about 1.4 MFLOP multiply-adds a row."""
+    graph = _Graph()
+    x = graph.node("Relu", [graph.dense("x", 256, 1024)])
+    x = graph.node("Relu", [graph.dense(x, 1024, 1024)])
+    graph.dense(x, 1024, 64, "y")
+    graph.save(path, MLP_SHAPE, 64)
+
+
+def make_cnn(path: Path, base: int = 32) -> None:
+    """A residual network of 18 layers at half width, about 0.5 G multiply-adds an image of 3x224x224 (600 KB)."""
+    graph = _Graph()
+    x = graph.conv("x", 3, base, 7, 2)
+    x = graph.node("MaxPool", [x], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    width = base
+    for stage in range(4):
+        wider = base << stage
+        for block in range(2):
+            stride = 2 if stage and not block else 1
+            y = graph.conv(x, width, wider, 3, stride)
+            y = graph.conv(y, wider, wider, 3, 1, relu=False)
+            if stride != 1 or width != wider:
+                x = graph.conv(x, width, wider, 1, stride, relu=False)
+            x = graph.node("Relu", [graph.node("Add", [x, y])])
+            width = wider
+    x = graph.node("Flatten", [graph.node("GlobalAveragePool", [x])])
+    graph.dense(x, width, 1000, "y")
+    graph.save(path, CNN_SHAPE, 1000)
+
+
+@dataclass
+class Model:
+    """What goes into one model's config.pbtxt. `dims` are without the batch dimension."""
+
+    backend: str
+    inputs: dict[str, tuple[str, list[int]]]
+    outputs: dict[str, tuple[str, list[int]]]
+    max_batch: int = 0
+    dynamic: bool = False
+    instances: int = 1
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+def config(name: str, model: Model) -> str:
+    lines = [f'name: "{name}"', f'backend: "{model.backend}"', f"max_batch_size: {model.max_batch}"]
+    for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
+        for tensor, (dtype, dims) in tensors.items():
+            lines.append(f'{kind} [ {{ name: "{tensor}" data_type: TYPE_{dtype} dims: {dims} }} ]')
+    lines.append(f"instance_group [ {{ count: {model.instances} kind: KIND_CPU }} ]")
+    if model.dynamic:
+        lines.append("dynamic_batching { }")
+    for key, value in model.parameters.items():
+        lines.append(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
+    return "\n".join(lines) + "\n"
+
+
+def write(root: Path, name: str, model: Model, files: dict[str, str | Path]) -> None:
+    """One model, version 1. A file is given as its text, or as the path of one to link."""
+    folder = root / name / "1"
+    folder.mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(config(name, model))
+    for file, content in files.items():
+        if isinstance(content, Path):
+            (folder / file).hardlink_to(content)
+        else:
+            (folder / file).write_text(content)
+
+
+def onnx_model(shape: list[int], classes: int, max_batch: int, instances: int = 1) -> Model:
+    return Model(
+        "onnxruntime",
+        {"x": ("FP32", shape)},
+        {"y": ("FP32", [classes])},
+        max_batch=max_batch,
+        dynamic=max_batch > 1,
+        instances=instances,
+        parameters={"intra_op_thread_count": "1"},
+    )
+
+
+def first_element() -> Model:
+    return Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [1])})
+
+
+def identity(dtype: str = "FP32", dims: list[int] | None = None, max_batch: int = 0, instances: int = 1) -> Model:
+    dims = [-1] if dims is None else dims
+    return Model(
+        "identity",
+        {"x": (dtype, dims)},
+        {"y": (dtype, dims)},
+        max_batch=max_batch,
+        dynamic=max_batch > 1,
+        instances=instances,
+    )

@@ -1,0 +1,80 @@
+"""`python -m bench.run`: takes the measures in turn, prints the table, keeps it in bench/results.
+
+The rule of the file: it knows no measure; a measure is a function that takes a `Setting` and returns rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from time import perf_counter
+
+from bench import measures, table
+from bench.setting import Setting
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description="Measure shmserve against its machine.")
+    parser.add_argument("--list", action="store_true", help="name the measures and stop")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this measure only; may be given again")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of one turn (default 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each party (default 5)")
+    parser.add_argument("--soak-seconds", type=float, default=60.0, help="length of the mixed soak (default 60)")
+    parser.add_argument("--quick", action="store_true", help="short turns, few rounds, a soak of 10 s; nothing is kept")
+    parser.add_argument("--cpus", metavar="LIST", help="run everything, baselines too, on these cores (as 0,1)")
+    parser.add_argument("--save", action="store_true", help="keep the result also of a run with --only")
+    return parser.parse_args(words)
+
+
+def take(names: list[str], setting: Setting) -> list[table.Row]:
+    rows: list[table.Row] = []
+    for name in names:
+        started = perf_counter()
+        print(f"... {name}", end="", flush=True, file=sys.stderr)
+        try:
+            found = measures.ALL[name](setting)
+        except Exception as error:
+            traceback.print_exc()
+            found = [table.Row(name, None, "", failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])]
+        rows += found
+        print(f" {perf_counter() - started:.0f} s", file=sys.stderr)
+        print(table.plain(found), file=sys.stderr, flush=True)
+    return rows
+
+
+def main(words: list[str]) -> int:
+    chosen = arguments(words)
+    if chosen.list:
+        for name, measure in measures.ALL.items():
+            print(f"{name:18} {(measure.__doc__ or '').splitlines()[0]}")
+        return 0
+    names = chosen.only or list(measures.ALL)
+    unknown = [name for name in names if name not in measures.ALL]
+    if unknown:
+        print(f"no measure named {', '.join(unknown)}; there are: {', '.join(measures.ALL)}", file=sys.stderr)
+        return 2
+    if chosen.cpus:
+        os.sched_setaffinity(0, {int(cpu) for cpu in chosen.cpus.split(",")})
+    with tempfile.TemporaryDirectory(prefix="bench-") as work:
+        setting = Setting(Path(work), chosen.seconds, chosen.rounds, chosen.soak_seconds)
+        if chosen.quick:
+            setting = Setting(Path(work), min(0.7, chosen.seconds), min(3, chosen.rounds), 10.0)
+        rows = take(names, setting)
+    print(table.plain(rows))
+    if (not chosen.only and not chosen.quick) or chosen.save:
+        notes = {
+            "cores used": chosen.cpus or "all, no pinning",
+            "turns": f"{setting.rounds} of {setting.seconds:g} s each, in turn with the baseline, medians",
+        }
+        path = table.save(rows, shlex.join(["python", "-m", "bench.run", *words]), notes)
+        print(f"kept in bench/results/{path.name}")
+    return 1 if any(row.verdict == "FAILED" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""What a measure is given: how long to take, where to work, and servers to measure.
+
+The rule of the file: the one place of bench that knows how a server is started.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import models
+
+
+@dataclass
+class Served:
+    """A running server, as its clients see it."""
+
+    runtime_dir: Path
+
+    @property
+    def lane(self) -> str:
+        return f"unix://{self.runtime_dir}/lane.sock"
+
+    @property
+    def zmq(self) -> str:
+        return f"ipc://{self.runtime_dir}/broker.sock"
+
+    def broker_pid(self) -> int:
+        """The kernel's word for who listens on the lane."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as lane:
+            lane.connect(f"{self.runtime_dir}/lane.sock")
+            credentials = lane.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid: int = struct.unpack("3i", credentials)[0]
+        return pid
+
+
+@contextmanager
+def serving(repository: Path) -> Iterator[Served]:
+    from shmserve.testing import Server
+
+    with Server(repository) as server:
+        yield Served(Path(server.runtime_dir))
+
+
+@dataclass
+class Setting:
+    work: Path
+    seconds: float
+    rounds: int
+    soak_seconds: float
+    _made: dict[str, Path] = field(default_factory=dict)
+
+    def onnx(self, name: str) -> Path:
+        """mlp or cnn, made once."""
+        if name not in self._made:
+            path = self.work / "onnx" / f"{name}.onnx"
+            {"mlp": models.make_mlp, "cnn": models.make_cnn}[name](path)
+            self._made[name] = path
+        return self._made[name]
+
+    def repository(self, name: str) -> Path:
+        """A new and empty repository."""
+        path = self.work / f"repository-{name}-{len(list(self.work.iterdir()))}"
+        path.mkdir()
+        return path
