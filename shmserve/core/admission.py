@@ -1,0 +1,304 @@
+"""What clients say: they come, announce memory, ask, cancel, give back, and go."""
+
+from __future__ import annotations
+
+from shmserve.core.clients import Client
+from shmserve.core.dispatch import Dispatcher
+from shmserve.core.effects import Close, Free, Query
+from shmserve.core.events import Closed, Framed, Garbled, Opened
+from shmserve.core.request import Request
+from shmserve.core.state import State, Timer
+from shmserve.core.states import RequestState, VersionState
+from shmserve.core.versions import Version
+from shmserve.errors import (
+    InvalidRequest,
+    NotFound,
+    ProtocolError,
+    ServeError,
+    Unavailable,
+    Unsupported,
+)
+from shmserve.messages import (
+    FRAME_BYTES,
+    INLINE_BYTES,
+    OWNER_SHIFT,
+    PACKET_BYTES,
+    PROTOCOL,
+    Ask,
+    Bye,
+    Cancel,
+    Fail,
+    Goodbye,
+    Handle,
+    Hello,
+    Infer,
+    Map,
+    Ping,
+    Pong,
+    Reclaim,
+    Return,
+    Unmap,
+    Welcome,
+)
+
+_PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
+"""How large outputs can come back, by the kind of link."""
+
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+
+class Admission:
+    def __init__(self, state: State, dispatcher: Dispatcher, server: str) -> None:
+        self._state = state
+        self._dispatcher = dispatcher
+        self._server = server
+
+    # ------------------------------------------------------------------------------------ coming and going
+
+    def opened(self, peer: int, event: Opened, now: int) -> None:
+        self._state.clients[event.peer] = Client(event.peer, event.audience, event.plane)
+
+    def hello(self, peer: int, message: Hello, now: int) -> None:
+        client = self._state.clients[peer]
+        if message.protocol != PROTOCOL:
+            text = f"protocol {message.protocol} is not spoken here, only {PROTOCOL}; use a client of this version"
+            self._goodbye(client, ProtocolError(text))
+        elif client.outputs:
+            self._goodbye(client, ProtocolError("Hello was said twice on one connection"))
+        elif message.outputs not in _PLANES[client.plane]:
+            allowed = " or ".join(_PLANES[client.plane])
+            text = f"outputs '{message.outputs}' cannot come over this kind of link; ask for {allowed}"
+            self._goodbye(client, ProtocolError(text))
+        else:
+            client.outputs = message.outputs
+            client.name = message.name
+            client.audience = {"memfd": "", "posix": "posix:", "frames": "internal"}[message.outputs] + (
+                client.audience if message.outputs != "frames" else ""
+            )
+            limits = self._state.limits
+            known = {
+                "packet_bytes": PACKET_BYTES,
+                "inline_bytes": INLINE_BYTES,
+                "frame_bytes": FRAME_BYTES,
+                "client_requests": limits.client_requests,
+                "client_segments": limits.client_segments,
+                "client_held_bytes": limits.client_held_bytes,
+            }
+            self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
+
+    def closed(self, peer: int, event: Closed, now: int) -> None:
+        """The client has gone, in one call: its requests, its holds, its segments."""
+        client = self._state.clients.pop(event.peer, None)
+        if client is None:
+            return
+        client.gone = True
+        for request in list(client.requests.values()):
+            if request.state is RequestState.QUEUED:
+                request.version.statistics.cancelled += 1
+                self._dispatcher.fail_early(request, "CANCELLED", "its client has gone", now)
+            else:
+                self._dispatcher.linger(request)
+        self._state.ledger.client_died(client)
+
+    def bye(self, peer: int, message: Bye, now: int) -> None:
+        self._state.effects.append(Close(peer))
+
+    def _goodbye(self, client: Client, error: ServeError) -> None:
+        self._state.send(client.number, Goodbye(error.code, error.message))
+        self._state.effects.append(Close(client.number))
+
+    def garbled(self, peer: int, event: Garbled, now: int) -> None:
+        if peer in self._state.clients:
+            self._state.send(peer, Fail(event.request, ProtocolError.code, event.text))
+
+    def _greeted(self, peer: int) -> Client | None:
+        """The client, if it has said Hello. Otherwise it is told, and its link ends."""
+        client = self._state.clients.get(peer)
+        if client is not None and not client.outputs:
+            self._goodbye(client, ProtocolError("the first message of a connection must be Hello"))
+            return None
+        return client
+
+    # ------------------------------------------------------------------------------------ inference
+
+    def infer(self, peer: int, message: Infer, now: int, blocks: tuple[Handle, ...] = ()) -> None:
+        client = self._state.clients.get(peer)
+        if client is None or not client.outputs:
+            self._greeted(peer)
+            if blocks:
+                self._state.effects.append(Free(blocks))
+            return
+        try:
+            self._admit(client, message, now, blocks)
+        except ServeError as error:
+            if blocks:
+                self._state.effects.append(Free(blocks))
+            number = 0 if message.request in client.requests else message.request
+            self._state.send(peer, Fail(number, error.code, error.message))
+
+    def framed(self, peer: int, event: Framed, now: int) -> None:
+        self.infer(peer, event.infer, now, event.blocks)
+
+    def _admit(self, client: Client, message: Infer, now: int, blocks: tuple[Handle, ...]) -> None:
+        state = self._state
+        number = message.request
+        if number == 0 or number in client.requests:
+            raise InvalidRequest(f"request number {number} is 0, or that of a request in flight")
+        if state.draining:
+            raise Unavailable(STOPPING)
+        if len(client.requests) >= state.limits.client_requests:
+            raise Unavailable(
+                f"{len(client.requests)} requests of this client are in flight, its limit (client_requests); "
+                f"wait for answers first"
+            )
+        version = None if message.version else state.ready.get(message.model)
+        if version is None:
+            version = self._look_up(message.model, message.version)
+        inputs, outputs = message.inputs, message.outputs
+        checker = version.checker
+        assert checker is not None, version.label
+        rows, signature, inline = checker.check(inputs, outputs)
+        segments, pins = self._memory(client, message, blocks)
+        if client.held_bytes > state.limits.client_held_bytes:
+            self._over_held(client)
+        options = message.options
+        if options is not None and options.sequence != 0:
+            raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
+        queue = version.queue
+        level_number = queue.level_of(options.priority) if options is not None else queue.default_level
+        policy = queue.level(level_number).policy
+        if policy.max_size and len(queue.level(level_number)) >= policy.max_size:
+            version.statistics.rejected += 1
+            raise Unavailable(
+                f"Exceeds maximum queue size: {policy.max_size} requests wait for model '{version.model}'; "
+                f"raise max_queue_size or add instances"
+            )
+        request = Request(
+            state.next_number(), client, number, version, inputs, outputs, options, rows, rows or 1, inline,
+            signature, segments, pins, blocks, now, level_number,
+        )  # fmt: skip
+        client.requests[number] = state.requests[request.number] = request
+        if message.timeout_us:
+            request.deadline = now + message.timeout_us * 1000
+            state.set_timer(request.deadline, Timer.DEADLINE, request)
+        if policy.timeout_ns:
+            limit = policy.timeout_ns
+            if policy.allow_override and options is not None and options.queue_timeout_us:
+                limit = min(limit, options.queue_timeout_us * 1000)
+            request.queue_expires = now + limit
+            state.set_timer(request.queue_expires, Timer.QUEUE, request)
+        queue.add(request)
+        if version.order is not None:
+            version.order.append(request)
+        state.dirty[version] = None
+
+    def _look_up(self, name: str, number: int) -> Version:
+        model = self._state.models.get(name)
+        if model is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if not number:
+            broken = [version for version in model.versions.values() if version.reason]
+            why = broken[0].reason if broken else model.reason
+            loading = any(version.state is VersionState.LOADING for version in model.versions.values())
+            note = "; it is loading" if loading else f": {why}" if why else ""
+            raise (Unavailable if loading else NotFound)(
+                f"Request for unknown model: '{name}' has no available versions{note}"
+            )
+        version = model.versions.get(number)
+        if version is None:
+            raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
+        if version.state is not VersionState.READY:
+            why = f": {version.reason}" if version.reason else f", it is {version.state.value}"
+            raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state{why}")
+        return version
+
+    def _memory(
+        self, client: Client, message: Infer, blocks: tuple[Handle, ...]
+    ) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
+        """The segments that a worker must have mapped for this request, and the holds that it pins."""
+        segments: list[int] = []
+        places = []
+        ledger = self._state.ledger
+        for tensor in message.inputs:
+            if not isinstance(tensor.data, tuple):
+                continue
+            for handle in tensor.data:
+                if blocks and handle in blocks:
+                    segments.append(handle.segment)
+                    continue
+                place = ledger.resolve(client, handle)
+                segments.append(handle.segment)
+                if place is not None:
+                    places.append(place)
+        for wanted in message.outputs or ():
+            if wanted.place is not None:
+                if wanted.place.segment >> OWNER_SHIFT != client.number:
+                    raise InvalidRequest(f"output '{wanted.name}' can only be placed in memory of the caller's own")
+                ledger.resolve(client, wanted.place)
+                segments.append(wanted.place.segment)
+        if not segments:
+            return (), ()
+        return tuple(segments), tuple([ledger.pin(place) for place in places])
+
+    def _over_held(self, client: Client) -> None:
+        if not client.reclaiming:
+            client.reclaiming = True
+            self._state.send(client.number, Reclaim())
+        raise Unavailable(
+            f"this client holds {client.held_bytes} bytes of answers, over the limit of "
+            f"{self._state.limits.client_held_bytes} (client_held_bytes); drop arrays that are no longer needed"
+        )
+
+    def cancel(self, peer: int, message: Cancel, now: int) -> None:
+        client = self._greeted(peer)
+        request = client.requests.get(message.request) if client else None
+        if request is not None:  # else it has been answered: the answer and the Cancel have crossed
+            request.version.statistics.cancelled += 1
+            self._dispatcher.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
+
+    # ------------------------------------------------------------------------------------ memory and the rest
+
+    def map(self, peer: int, message: Map, now: int) -> None:
+        client = self._greeted(peer)
+        if client is None:
+            return
+        limit = self._state.limits.client_segments
+        try:
+            if len(client.segments) >= limit:
+                raise Unavailable(f"this client has {limit} segments, its limit (client_segments)")
+            if (message.name is None) != (client.plane == "lane"):
+                raise InvalidRequest("over the lane a segment comes as a descriptor, over ZeroMQ by its name")
+            self._state.ledger.announce(peer, message, client.audience)
+            client.segments.add(message.segment)
+        except ServeError as error:
+            self._goodbye(client, error)
+
+    def unmap(self, peer: int, message: Unmap, now: int) -> None:
+        client = self._greeted(peer)
+        if client is not None:
+            try:
+                self._state.ledger.withdraw(peer, message.segment)
+                client.segments.discard(message.segment)
+            except ServeError as error:
+                self._state.send(peer, Fail(0, error.code, error.message))
+
+    def give_back(self, peer: int, message: Return, now: int) -> None:
+        client = self._greeted(peer)
+        if client is None:
+            return
+        client.reclaiming = False
+        for handle in message.handles:
+            try:
+                self._state.ledger.take_back(client, handle)
+            except ServeError as error:
+                self._state.send(peer, Fail(0, error.code, error.message))
+
+    def ask(self, peer: int, message: Ask, now: int) -> None:
+        if self._greeted(peer) is not None:
+            self._state.effects.append(Query(peer, message))
+
+    def ping(self, peer: int, message: Ping, now: int) -> None:
+        self._state.send(peer, Pong(message.number))
+
+    def pong(self, peer: int, message: Pong, now: int) -> None:
+        """Hearing from a peer at all is what it was pinged for; the shell has noted that."""

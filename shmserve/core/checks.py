@@ -1,0 +1,203 @@
+"""Is a request one that the model can take? Texts begin with the words that users of Triton know.
+
+What was found good is remembered by (name, dtype, shape), so that the usual request costs one look-up per input.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shmserve.core.policy import ModelPolicy, TensorSpec
+from shmserve.dtypes import ITEM_BYTES, elements
+from shmserve.errors import InvalidRequest
+from shmserve.messages import FIELD_BYTES, Tensor, WantedOutputs
+
+_REMEMBERED = 4096
+"""Shapes remembered per model version; a model with more distinct shapes than this just looks again."""
+
+_MAX_BYTES = 1 << 46
+"""No tensor is larger: what a process can map. Dims whose product is more are refused before anyone multiplies."""
+
+
+class Good(NamedTuple):
+    """What is known of an input that has been looked at. `size` -1: elements differ in length (BYTES)."""
+
+    bit: int
+    rows: int
+    size: int
+    shape: tuple[int, ...]
+
+
+class Checked(NamedTuple):
+    rows: int
+    signature: object
+    inline: int
+
+
+class Checker:
+    """Checks requests against one model version."""
+
+    def __init__(self, policy: ModelPolicy) -> None:
+        self._policy = policy
+        self._specs = {spec.name: spec for spec in policy.inputs}
+        self._outputs = {spec.name for spec in policy.outputs}
+        self._bits = {spec.name: 1 << index for index, spec in enumerate(policy.inputs)}
+        self._required = sum(self._bits[spec.name] for spec in policy.inputs if not spec.optional)
+        self._good: dict[tuple[str, str, tuple[int, ...]], Good] = {}
+        self.varies = any(spec.optional or (-1 in spec.dims and not spec.ragged) for spec in policy.inputs)
+        self._uneven = {spec.name for spec in policy.inputs if not spec.ragged}
+
+    def check(self, inputs: tuple[Tensor, ...], outputs: WantedOutputs | None) -> Checked:
+        mask = inline = 0
+        rows = -1
+        signature: list[tuple[str, tuple[int, ...]]] | None = [] if self.varies else None
+        for tensor in inputs:
+            good = self._good.get((tensor.name, tensor.dtype, tensor.shape)) or self._look(tensor)
+            if mask & good.bit:
+                raise InvalidRequest(f"input '{tensor.name}' is given twice for model '{self._policy.name}'")
+            mask |= good.bit
+            if good.rows != rows:
+                rows = self._same_rows(rows, good.rows, tensor.name)
+            data = tensor.data
+            if isinstance(data, bytes):
+                size = len(data)
+                inline += size
+            else:
+                size = self._size_of_parts(tensor)
+            if size != good.size:
+                self._wrong_size(tensor, size, good.size)
+            if signature is not None and tensor.name in self._uneven:
+                signature.append((tensor.name, good.shape))
+        if mask & self._required != self._required:
+            self._missing(inputs)
+        if inline > FIELD_BYTES:
+            raise InvalidRequest(
+                f"{inline} bytes of tensors are inside the message, over the limit of {FIELD_BYTES}; "
+                f"put large ones into shared memory"
+            )
+        if outputs is not None:
+            self._check_outputs(outputs)
+        if signature is not None:
+            signature.sort()
+            return Checked(max(rows, 0), tuple(signature), inline)
+        return Checked(rows if rows > 0 else 0, None, inline)
+
+    # ------------------------------------------------------------------------------------ one input
+
+    def _look(self, tensor: Tensor) -> Good:
+        """The whole check of name, type and shape; remembered if good."""
+        policy, name, shape = self._policy, tensor.name, tensor.shape
+        spec = self._specs.get(name)
+        if spec is None:
+            allowed = ", ".join(self._specs) or "none"
+            raise InvalidRequest(
+                f"unexpected inference input '{name}', allowed inputs are: {allowed} (model '{policy.name}')"
+            )
+        if tensor.dtype != spec.dtype:
+            raise InvalidRequest(
+                f"inference input '{name}' data-type is '{tensor.dtype}', but model '{policy.name}' expects "
+                f"'{spec.dtype}'"
+            )
+        self._check_shape(spec, shape)
+        rows = shape[0] if policy.max_batch else 0
+        if policy.max_batch and rows > policy.max_batch:
+            raise InvalidRequest(
+                f"inference request batch-size must be <= {policy.max_batch} for '{policy.name}' (input '{name}' has "
+                f"{rows} rows; max_batch_size in the model's configuration is the limit)"
+            )
+        item = ITEM_BYTES[spec.dtype]
+        count = elements(shape)
+        if count * max(item, 4) > _MAX_BYTES:
+            raise InvalidRequest(f"input '{name}' of shape {_dims(shape)} has {count} elements: too many to exist here")
+        tail = shape[1:] if policy.max_batch else shape
+        good = Good(self._bits[name], rows if policy.max_batch else -1, count * item if item else -1, tail)
+        if len(self._good) < _REMEMBERED:
+            self._good[name, tensor.dtype, shape] = good
+        return good
+
+    def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+        policy = self._policy
+        if any(dim < 0 for dim in shape):
+            raise InvalidRequest(
+                f"input '{spec.name}' for model '{policy.name}' has shape {_dims(shape)}: no dimension can be negative"
+            )
+        expected = (-1, *spec.dims) if policy.max_batch else spec.dims
+        if len(shape) == len(expected) and all(e in (-1, d) for e, d in zip(expected, shape, strict=True)):
+            return
+        note = ""
+        if policy.max_batch and len(shape) == len(spec.dims):
+            note = (
+                " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+                "prepended to each input shape."
+            )
+        raise InvalidRequest(
+            f"unexpected shape for input '{spec.name}' for model '{policy.name}'. Expected {_dims(expected)}, "
+            f"got {_dims(shape)}.{note}"
+        )
+
+    def _same_rows(self, rows: int, found: int, name: str) -> int:
+        if rows not in (-1, found):
+            raise InvalidRequest(
+                f"input '{name}' batch size does not match other inputs for '{self._policy.name}': {found} here, "
+                f"{rows} before"
+            )
+        return found
+
+    def _size_of_parts(self, tensor: Tensor) -> int:
+        if isinstance(tensor.data, int):
+            raise InvalidRequest(
+                f"input '{tensor.name}' refers to frame {tensor.data}, but no such frame came with the message; "
+                f"frames travel over ZeroMQ only"
+            )
+        assert isinstance(tensor.data, tuple)
+        return sum(handle.size for handle in tensor.data)
+
+    def _wrong_size(self, tensor: Tensor, size: int, expected: int) -> None:
+        """Not called for the usual request. BYTES come here always, as only their least size is known (expected -1)."""
+        if expected == -1:
+            least = 4 * elements(tensor.shape)
+            if size >= least and not (size and not least):
+                return
+            raise InvalidRequest(
+                f"expected {elements(tensor.shape)} string elements for inference input '{tensor.name}' for model "
+                f"'{self._policy.name}', which take at least {least} bytes, got {size} bytes"
+            )
+        raise InvalidRequest(
+            f"input byte size mismatch for input '{tensor.name}' for model '{self._policy.name}'. "
+            f"Expected {expected}, got {size}"
+        )
+
+    # ------------------------------------------------------------------------------------ the whole request
+
+    def _missing(self, inputs: tuple[Tensor, ...]) -> None:
+        required = [spec.name for spec in self._policy.inputs if not spec.optional]
+        given = [tensor.name for tensor in inputs]
+        missing = [name for name in required if name not in given]
+        total = len(self._policy.inputs)
+        expected = f"{total}" if len(required) == total else f"number of inputs between {len(required)} and {total}"
+        words = f"expected {expected} inputs" if len(required) == total else f"expected {expected}"
+        raise InvalidRequest(
+            f"{words} but got {len(given)} inputs for model '{self._policy.name}'. Got input(s) {_names(given)}, "
+            f"but missing required input(s) {_names(missing)}. Please provide all required input(s)."
+        )
+
+    def _check_outputs(self, outputs: WantedOutputs) -> None:
+        seen = set()
+        for wanted in outputs:
+            if wanted.name not in self._outputs:
+                allowed = ", ".join(sorted(self._outputs))
+                raise InvalidRequest(
+                    f"unexpected inference output '{wanted.name}' for model '{self._policy.name}', "
+                    f"its outputs are: {allowed}"
+                )
+            if wanted.name in seen:
+                raise InvalidRequest(f"output '{wanted.name}' is asked for twice for model '{self._policy.name}'")
+            seen.add(wanted.name)
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def _names(names: list[str]) -> str:
+    return "[" + ",".join(f"'{name}'" for name in names) + "]"

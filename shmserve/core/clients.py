@@ -1,0 +1,27 @@
+"""What the core knows of a client."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shmserve.core.request import Request
+
+
+class Client(Struct, eq=False):
+    """`outputs` is how it takes large answers: memfd, posix or frames; empty until it has said Hello.
+
+    Answers are placed for its `audience`: whoever shares it may map them.
+    """
+
+    number: int
+    audience: str
+    plane: str
+    outputs: str = ""
+    name: str = ""
+    requests: dict[int, Request] = {}
+    segments: set[int] = set()
+    mapped: set[int] = set()
+    holds: set[tuple[int, int]] = set()
+    held_bytes: int = 0
+    gone: bool = False
+    reclaiming: bool = False

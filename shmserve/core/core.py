@@ -1,0 +1,209 @@
+"""The core: told everything, also the time. It decides; the shell does.
+
+    core.handle([(peer, message), (0, event), ...], now) -> effects     one turn: all that has come since the last one
+    core.deadline() -> ns or None                                       when to call tick though nothing comes
+    core.tick(now) -> effects
+
+Events of a turn are taken in their order; then batches are formed. So requests that came together can run together.
+Times are CLOCK_MONOTONIC ns, the clock of the workers' reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from shmserve.core import events
+from shmserve.core.admission import Admission
+from shmserve.core.dispatch import Dispatcher
+from shmserve.core.effects import Effect
+from shmserve.core.events import Event
+from shmserve.core.instances import Instance
+from shmserve.core.lifecycle import Lifecycle
+from shmserve.core.limits import Limits
+from shmserve.core.request import Request
+from shmserve.core.state import WORKERS_FROM, State, Timer
+from shmserve.core.states import BatchState, InstanceState, RequestState
+from shmserve.messages import (
+    Ask,
+    Bye,
+    Cancel,
+    Done,
+    Hello,
+    Infer,
+    LoadFailed,
+    Map,
+    Ping,
+    Pong,
+    Return,
+    Rows,
+    Started,
+    Unmap,
+    Withdrawn,
+)
+
+Handler = Callable[[int, Any, int], None]
+
+
+class Core:
+    def __init__(self, server: str = "shmserve", limits: Limits | None = None) -> None:
+        self.state = State(limits or Limits())
+        self._dispatcher = Dispatcher(self.state)
+        self._admission = Admission(self.state, self._dispatcher, server)
+        self._lifecycle = Lifecycle(self.state, self._dispatcher)
+        admission, lifecycle = self._admission, self._lifecycle
+        self._of_clients: dict[type, Handler] = {
+            Infer: admission.infer,
+            events.Framed: admission.framed,
+            Return: admission.give_back,
+            Cancel: admission.cancel,
+            Hello: admission.hello,
+            Ask: admission.ask,
+            Map: admission.map,
+            Unmap: admission.unmap,
+            Ping: admission.ping,
+            Pong: admission.pong,
+            Bye: admission.bye,
+            events.Opened: admission.opened,
+            events.Closed: admission.closed,
+            events.Garbled: admission.garbled,
+            events.Deploy: lifecycle.deploy,
+            events.Refuse: lifecycle.refuse,
+            events.Exited: lifecycle.exited,
+            events.Drain: lifecycle.drain,
+        }
+        self._of_workers: dict[type, Handler] = {
+            Done: self._done,
+            Rows: self._rows,
+            Started: self._started,
+            Withdrawn: self._withdrawn,
+            Map: lifecycle.map,
+            Unmap: lifecycle.unmap,
+            Return: lifecycle.give_back,
+            LoadFailed: lifecycle.load_failed,
+            events.Compiled: lifecycle.compiled,
+            Pong: admission.pong,
+        }
+
+    # ------------------------------------------------------------------------------------ the three calls
+
+    def handle(self, turn: Iterable[Event], now: int) -> list[Effect]:
+        effects = self.state.begin()
+        of_clients, of_workers = self._of_clients, self._of_workers
+        for peer, message in turn:
+            if peer < WORKERS_FROM:
+                of_clients[type(message)](peer, message, now)
+            elif peer in self.state.instances:  # else it has been reported dead, and this is its echo
+                of_workers[type(message)](peer, message, now)
+        self._settle(now)
+        return effects
+
+    def deadline(self) -> int | None:
+        return self.state.deadline()
+
+    def tick(self, now: int) -> list[Effect]:
+        effects = self.state.begin()
+        for kind, subject in self.state.due(now):
+            self._timer(kind, subject, now)
+        for version, wake in list(self.state.wakes.items()):
+            if wake <= now:
+                self.state.dirty[version] = None
+        self._settle(now)
+        return effects
+
+    def _settle(self, now: int) -> None:
+        state = self.state
+        while state.dirty:
+            version, _ = state.dirty.popitem()
+            self._dispatcher.dispatch(version, now)
+        state.ledger.flush()
+        if state.draining:
+            self._lifecycle.settle_drain()
+
+    def _timer(self, kind: Timer, subject: Request | Instance | None, now: int) -> None:
+        if kind is Timer.DRAIN:
+            self._lifecycle.drain_over(now)
+        elif kind is Timer.RETRY:
+            instance = cast(Instance, subject)
+            for model in self.state.models.values():
+                for version in model.versions.values():
+                    if instance in version.instances:
+                        self._lifecycle.retry(instance, version)
+        else:
+            request = cast(Request, subject)
+            if kind is Timer.DEADLINE:
+                text = "the request's own timeout passed before it was answered"
+                self._dispatcher.fail_early(request, "DEADLINE_EXCEEDED", text, now)
+            elif request.state is RequestState.QUEUED and not request.delayed:
+                self._queue_timeout(request, now)
+
+    def _queue_timeout(self, request: Request, now: int) -> None:
+        version = request.version
+        if version.queue.expire(request):
+            version.statistics.rejected += 1
+            text = f"Request timeout expired: it waited longer than the queue policy of '{version.model}' allows"
+            self._dispatcher.end_failed(request, "QUEUE_TIMEOUT", text, now)
+        self.state.dirty[version] = None
+
+    # ------------------------------------------------------------------------------------ workers' reports
+
+    def _done(self, peer: int, message: Done, now: int) -> None:
+        version, instance = self.state.instances[peer]
+        self._dispatcher.done(version, instance, message, now)
+
+    def _rows(self, peer: int, message: Rows, now: int) -> None:
+        version, instance = self.state.instances[peer]
+        self._dispatcher.rows(version, instance, message, now)
+
+    def _started(self, peer: int, message: Started, now: int) -> None:
+        version, instance = self.state.instances[peer]
+        self._dispatcher.started(version, instance, message)
+
+    def _withdrawn(self, peer: int, message: Withdrawn, now: int) -> None:
+        version, instance = self.state.instances[peer]
+        self._dispatcher.withdrawn(version, instance, message, now)
+
+    # ------------------------------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """Everything that must be true between turns. For tests and simulations: it looks at every request."""
+        state = self.state
+        state.ledger.check(state.clients)
+        assert not state.dirty
+        queued: dict[object, int] = {}
+        for number, request in state.requests.items():
+            story = request.story()
+            assert request.number == number
+            if request.state is RequestState.QUEUED:
+                queued[request.version] = queued.get(request.version, 0) + 1
+                assert request in request.version.queue.in_order(), story
+            else:
+                assert request.state in (RequestState.SENT, RequestState.LINGERING), story
+                assert request.instance is not None, story
+                assert request.batch in request.instance.batches(), story
+            if request.state is not RequestState.LINGERING:
+                assert request.client.requests.get(request.client_number) is request, story
+        for client in state.clients.values():
+            assert not client.gone
+            assert all(state.requests.get(request.number) is request for request in client.requests.values())
+        for model in state.models.values():
+            for version in model.versions.values():
+                assert version.queue.count == queued.get(version, 0), version.label
+                assert version.queue.count == len(version.queue.in_order()), version.label
+                for instance in version.instances:
+                    self._check_instance(version.idle, instance)
+
+    def _check_instance(self, idle: list[Instance], instance: Instance) -> None:
+        story = instance.story()
+        known = self.state.instances.get(instance.peer)
+        assert (known is not None and known[1] is instance) == bool(instance.peer), story
+        assert idle.count(instance) == int(instance.usable and instance.idle), story
+        if instance.running is not None:
+            assert instance.running.state is BatchState.RUNNING, story
+        if instance.waiting is not None:
+            assert instance.waiting.state is BatchState.OPEN, story
+        for batch in instance.batches():
+            assert instance.state in (InstanceState.READY, InstanceState.STOPPING, InstanceState.FAILED), story
+            assert batch.rows == sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch) or (
+                batch.state is BatchState.RUNNING
+            )

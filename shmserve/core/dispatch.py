@@ -1,0 +1,312 @@
+"""Requests to workers and results back: batches are sent, extended, started, done, and taken back."""
+
+from __future__ import annotations
+
+from shmserve.core.batcher import Plan
+from shmserve.core.effects import Free, Kill
+from shmserve.core.instances import Batch, Instance
+from shmserve.core.request import Request
+from shmserve.core.state import State
+from shmserve.core.states import BatchState, RequestState
+from shmserve.core.versions import Version
+from shmserve.messages import (
+    CHUNK_BYTES,
+    OWNER_SHIFT,
+    Done,
+    Execute,
+    Fail,
+    FailHeld,
+    Released,
+    Reply,
+    Row,
+    Rows,
+    Started,
+    Withdraw,
+    Withdrawn,
+    Work,
+)
+
+_SENT, _LINGERING, _ENDED = RequestState.SENT, RequestState.LINGERING, RequestState.ENDED
+
+
+class Dispatcher:
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    # ------------------------------------------------------------------------------------ out
+
+    def dispatch(self, version: Version, now: int) -> None:
+        """Sends all that may go now."""
+        queue = version.queue
+        wake = 0
+        while queue.count:
+            instance = version.idle[-1] if version.idle else version.ahead(self._state.limits.prefetch_ns)
+            if instance is not None:
+                plan = version.plan(now)
+                if plan.count:
+                    self._start_batch(version, instance, plan, now)
+                    continue
+                wake = plan.wake
+            if not self._extend_any(version, now):
+                break
+            wake = 0
+        if wake:
+            self._state.wakes[version] = wake
+        else:
+            self._state.wakes.pop(version, None)
+
+    def _start_batch(self, version: Version, instance: Instance, plan: Plan, now: int) -> None:
+        requests = version.queue.take(plan.count)
+        batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
+        if instance.running is None:
+            version.idle.remove(instance)
+            instance.running = batch
+            batch.move(BatchState.RUNNING)
+        else:
+            instance.waiting = batch
+        self._send(instance, batch, requests, 0)
+
+    def _extend_any(self, version: Version, now: int) -> bool:
+        """Adds to a batch that waits at a worker. False: there is none that can grow."""
+        for instance in version.instances:
+            batch = instance.waiting
+            if batch is None or not instance.usable:
+                continue
+            plan = version.plan_extension(batch, now)
+            if plan.count:
+                batch.rows += plan.rows
+                batch.reason = plan.reason
+                self._send(instance, batch, version.queue.take(plan.count), batch.pieces[0][0])
+                return True
+        return False
+
+    def _send(self, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
+        """Execute, in as many messages as the inline bytes need."""
+        state, peer = self._state, instance.peer
+        is_open = batch.state is BatchState.OPEN
+        works: list[Work] = []
+        piece: list[Request] = []
+        inline = 0
+        for request in requests:
+            if works and inline + request.inline > CHUNK_BYTES:
+                number = state.next_number()
+                state.send(peer, Execute(number, join, tuple(works), True, is_open))
+                batch.pieces.append((number, piece))
+                join = join or number
+                works, piece, inline = [], [], 0
+            inline += request.inline
+            for segment in request.segments:
+                state.ledger.show(segment, peer)
+            client = request.client
+            works.append(
+                Work(request.number, request.rows, request.inputs, request.outputs, client.audience, request.options)
+            )
+            request.move(_SENT)
+            request.instance = instance
+            request.batch = batch
+            piece.append(request)
+        number = state.next_number()
+        state.send(peer, Execute(number, join, tuple(works), False, is_open))
+        batch.pieces.append((number, piece))
+
+    # ------------------------------------------------------------------------------------ back
+
+    def started(self, version: Version, instance: Instance, message: Started) -> None:
+        self._run_waiting(version, instance, message.batch, message.through)
+
+    def rows(self, version: Version, instance: Instance, message: Rows, now: int) -> None:
+        batch = instance.running
+        if batch is None or message.batch not in batch.numbers:
+            self._confused(version, instance, f"Rows of batch {message.batch}")
+            return
+        for row in message.rows:
+            self._row(version, instance, batch, row, now, 0)
+
+    def done(self, version: Version, instance: Instance, message: Done, now: int) -> None:
+        batch = instance.running
+        if batch is None or message.batch not in batch.numbers:
+            self._confused(version, instance, f"Done of batch {message.batch}")
+            return
+        times = message.times
+        taken = times[0]
+        for row in message.rows:
+            self._row(version, instance, batch, row, now, taken)
+        batch.move(BatchState.ENDED)
+        instance.running = None
+        instance.deaths = 0
+        for request in batch.requests():
+            self.end_failed(request, "INTERNAL", f"{version.label} did not answer this request of its batch", now)
+        version.served(times[3] - taken)
+        version.statistics.batch_done(batch.rows, batch.reason, times, now)
+        if message.next:
+            self._run_waiting(version, instance, message.next, message.through)
+        elif instance.waiting is None and instance.usable:
+            version.idle.append(instance)
+        self._state.dirty[version] = None
+
+    def _run_waiting(self, version: Version, instance: Instance, number: int, through: int) -> None:
+        batch = instance.waiting
+        if batch is None or instance.running is not None or number not in batch.numbers:
+            self._confused(version, instance, f"start of batch {number}")
+            return
+        instance.waiting = batch.split(through)
+        instance.running = batch
+        batch.move(BatchState.RUNNING)
+        self._state.dirty[version] = None
+
+    def withdrawn(self, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
+        """These requests never ran. They had been answered before: nothing else withdraws."""
+        for number in message.requests:
+            request = self._state.requests.get(number)
+            if request is None or request.instance is not instance:
+                self._confused(version, instance, f"Withdrawn request {number}")
+                return
+            batch = request.batch
+            if batch is not None:
+                batch.rows -= request.cost
+            self._released(request)
+        waiting = instance.waiting
+        if waiting is not None and not waiting.requests():
+            waiting.move(BatchState.ENDED)
+            instance.waiting = None
+            if instance.running is None and instance.usable:
+                version.idle.append(instance)
+        self._state.dirty[version] = None
+
+    def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
+        request = self._state.requests.get(row.request)
+        if request is None or request.batch is not batch:
+            self._state.log("error", f"{instance.spec.name} reported on request {row.request}, which it does not have")
+            return
+        lingering = request.state is _LINGERING
+        if not lingering and row.error is None:
+            if self._reply(version, instance, request, row, now, taken):
+                return
+        self._send_back(instance, row)
+        if lingering:
+            self._released(request)
+        elif row.error is not None:
+            self.end_failed(request, row.error.code, row.error.text, now)
+        else:
+            text = f"{version.label} answered with memory that is not its own"
+            self.end_failed(request, "INTERNAL", text, now)
+
+    def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
+        """The answer. False: it refers to memory that it may not refer to; nothing has been done."""
+        client = request.client
+        handles = []
+        for tensor in row.outputs:
+            data = tensor.data
+            if isinstance(data, bytes):
+                continue
+            if isinstance(data, int):
+                return False
+            for handle in data:
+                owner = handle.segment >> OWNER_SHIFT
+                if owner == instance.peer and handle.segment in self._state.ledger.segments:
+                    handles.append(handle)
+                elif owner != client.number:
+                    return False
+        if handles and client.outputs != "frames":
+            ledger = self._state.ledger
+            for handle in handles:
+                ledger.show(handle.segment, client.number)
+                ledger.give(client, handle)
+        self._answer(version, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+        if handles and client.outputs == "frames":
+            for handle in handles:
+                self._state.ledger.send_back(handle)
+        statistics = version.statistics
+        statistics.success_count += 1
+        statistics.inference_count += request.cost
+        statistics.success_ns += now - request.arrived
+        if taken > request.arrived:
+            statistics.queue_ns += taken - request.arrived
+        self.end(request)
+        return True
+
+    def _send_back(self, instance: Instance, row: Row) -> None:
+        """Outputs that nobody will be given."""
+        for tensor in row.outputs:
+            if isinstance(tensor.data, tuple):
+                for handle in tensor.data:
+                    if handle.segment >> OWNER_SHIFT == instance.peer:
+                        self._state.ledger.send_back(handle)
+
+    def _confused(self, version: Version, instance: Instance, what: str) -> None:
+        """A worker that contradicts the protocol is a worker whose memory cannot be trusted either."""
+        self._state.log("error", f"{instance.spec.name} of {version.label}: unexpected {what}")
+        self._state.effects.append(Kill(instance.peer, f"it broke the protocol: unexpected {what}"))
+
+    # ------------------------------------------------------------------------------------ ends
+
+    def _answer(self, version: Version, request: Request, message: object) -> None:
+        """Sends the answer, or keeps it until those before it are out (preserve_ordering)."""
+        if version.order is None:
+            self._state.send(request.client.number, message)
+            return
+        request.reply = message
+        self.answer_in_order(version)
+
+    def answer_in_order(self, version: Version) -> None:
+        order = version.order
+        while order and (order[0].reply is not None or order[0].state in (_ENDED, _LINGERING)):
+            request = order.popleft()
+            if request.reply is not None and not request.client.gone:
+                self._state.send(request.client.number, request.reply)
+
+    def end(self, request: Request) -> None:
+        """Over: nothing of it stays here."""
+        if request.state is not _LINGERING:  # a lingering one has left already; its number may be in use again
+            del request.client.requests[request.client_number]
+        request.move(_ENDED)
+        state = self._state
+        del state.requests[request.number]
+        for handle in request.pins:
+            state.ledger.unpin(handle)
+        if request.blocks:
+            state.effects.append(Free(request.blocks))
+
+    def end_failed(self, request: Request, code: str, text: str, now: int) -> None:
+        """The answer is an error, and no worker has the request any more."""
+        if request.state is _LINGERING:
+            self._released(request)
+            return
+        version = request.version
+        version.statistics.fail_count += 1
+        version.statistics.fail_ns += now - request.arrived
+        if not request.client.gone:
+            self._answer(version, request, Fail(request.client_number, code, text))
+        self.end(request)
+
+    def fail_early(self, request: Request, code: str, text: str, now: int) -> None:
+        """The answer is an error, now, wherever the request is. A worker that could still drop it is told to."""
+        version, client = request.version, request.client
+        if request.state is RequestState.QUEUED:
+            version.queue.remove(request)
+            self.end_failed(request, code, text, now)
+            if version.order is not None:
+                self.answer_in_order(version)
+            self._state.dirty[version] = None
+            return
+        version.statistics.fail_count += 1
+        version.statistics.fail_ns += now - request.arrived
+        if not client.gone:
+            kind = FailHeld if request.segments else Fail
+            self._state.send(client.number, kind(request.client_number, code, text))
+        self.linger(request)
+
+    def linger(self, request: Request) -> None:
+        """Answered (or nobody left to answer) while a worker has it."""
+        request.move(_LINGERING)
+        request.client.requests.pop(request.client_number, None)
+        instance, batch = request.instance, request.batch
+        if instance is not None and batch is not None and batch.state is BatchState.OPEN:
+            self._state.send(instance.peer, Withdraw((request.number,)))
+        if request.version.order is not None:
+            self.answer_in_order(request.version)
+
+    def _released(self, request: Request) -> None:
+        if request.segments and not request.client.gone:
+            self._state.send(request.client.number, Released(request.client_number))
+        self.end(request)

@@ -1,0 +1,72 @@
+"""What the core wants done. The shell carries effects out in their order and decides nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.core.policy import InstanceSpec
+from shmserve.messages import Ask, Handle
+
+
+class Send(Struct, gc=False):
+    """Put the message into the outbox of that peer (client or worker). A Map carries its descriptor with it."""
+
+    peer: int
+    message: Any
+
+
+class Spawn(Struct):
+    """Start a worker process for this instance; it is known as `peer` from now on."""
+
+    peer: int
+    model: str
+    version: int
+    instance: InstanceSpec
+
+
+class Kill(Struct):
+    """End this worker process now. Exited follows when it has gone."""
+
+    peer: int
+    reason: str
+
+
+class Close(Struct):
+    """End this client's connection, after what is in its outbox."""
+
+    peer: int
+
+
+class Free(Struct):
+    """Blocks of the broker's own arena that nobody needs any more."""
+
+    handles: tuple[Handle, ...]
+
+
+class Forget(Struct):
+    """The segment has gone: close its descriptor."""
+
+    segment: int
+
+
+class Log(Struct):
+    """For the operator. `level` is a name of logging's."""
+
+    level: str
+    text: str
+
+
+class Query(Struct):
+    """Answer this question about the server or its models. Nothing changes by it."""
+
+    peer: int
+    ask: Ask
+
+
+class Drained(Struct):
+    """Nothing is in flight and every worker has gone: the process may end."""
+
+
+Effect = Send | Spawn | Kill | Close | Free | Forget | Log | Query | Drained

@@ -1,0 +1,87 @@
+"""Worker processes as the core sees them, and the batches that they have.
+
+An instance runs one batch and may have one more waiting at its worker, which stays open until the worker says that it
+has started. An extension that came too late is a batch of its own there; `Batch.split` does the same here.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shmserve.core.batcher import Reason
+from shmserve.core.policy import InstanceSpec
+from shmserve.core.request import Request
+from shmserve.core.states import BATCH_MOVES, INSTANCE_MOVES, BatchState, InstanceState, RequestState, legal
+
+
+class Batch(Struct, eq=False):
+    """`pieces`: each Execute's number, and the requests that it brought, in the order of their sending."""
+
+    pieces: list[tuple[int, list[Request]]]
+    rows: int
+    reason: Reason
+    signature: object
+    sent: int
+    state: BatchState = BatchState.OPEN
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.pieces]
+
+    def requests(self) -> list[Request]:
+        """Those that the worker has not reported on yet."""
+        return [
+            request
+            for _, piece in self.pieces
+            for request in piece
+            if request.batch is self and request.state is not RequestState.ENDED
+        ]
+
+    def move(self, finish: BatchState) -> None:
+        self.state = legal(BATCH_MOVES, f"batch {self.numbers}", self.state, finish, f"{self.rows} rows")
+
+    def split(self, through: int) -> Batch | None:
+        """What came after `through` has become a batch of its own."""
+        late = [(number, piece) for number, piece in self.pieces if number > through]
+        if not late:
+            return None
+        self.pieces = [(number, piece) for number, piece in self.pieces if number <= through]
+        rest = Batch(late, 0, self.reason, self.signature, self.sent)
+        for _, piece in late:
+            for request in piece:
+                if request.batch is self:
+                    request.batch = rest
+                    rest.rows += request.cost
+        self.rows -= rest.rows
+        return rest
+
+
+class Instance(Struct, eq=False):
+    """A place for a worker process. `peer` is the process that it has now, 0 for none."""
+
+    spec: InstanceSpec
+    state: InstanceState = InstanceState.STARTING
+    peer: int = 0
+    running: Batch | None = None
+    waiting: Batch | None = None
+    deaths: int = 0
+    """In a row: with no batch done between them."""
+    retry_at: int = 0
+    reason: str = ""
+
+    def move(self, finish: InstanceState) -> None:
+        self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())
+
+    def story(self) -> str:
+        return f"peer {self.peer}, {self.deaths} deaths in a row, last reason {self.reason or 'none'}"
+
+    @property
+    def usable(self) -> bool:
+        return self.state is InstanceState.READY and not self.spec.passive
+
+    @property
+    def idle(self) -> bool:
+        return self.running is None and self.waiting is None
+
+    def batches(self) -> list[Batch]:
+        return [batch for batch in (self.running, self.waiting) if batch is not None]

@@ -1,0 +1,226 @@
+"""Who owns which segment, and who holds which handle. Bytes are not known here, only numbers.
+
+A handle in a segment of a worker (or of the broker's own arena) is held by clients, and pinned by requests that use
+it as an input. When nobody holds or pins it any more it goes back to the owner. Handles into a client's own segments
+need no entry: the client knows from the answer that its request is done with them.
+
+A segment whose owner has died stays as an orphan while somebody holds a part of it: its pages live as long as they
+are mapped, and it can still be passed on.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from shmserve.core.clients import Client
+from shmserve.core.effects import Effect, Forget, Send
+from shmserve.errors import InvalidRequest
+from shmserve.messages import OWNER_SHIFT, Handle, Map, Return, Unmap
+
+Place = tuple[int, int]
+"""(segment, offset): two live blocks never share one."""
+
+
+class Segment(Struct, eq=False):
+    number: int
+    size: int
+    owner: int
+    audience: str
+    announcement: Map
+    mapped_by: set[int] = set()
+    holds: int = 0
+    orphan: bool = False
+
+
+class Hold(Struct, eq=False, gc=False):
+    """`clients` counts per client: the same block may be given to one client by two answers (a cache does that)."""
+
+    handle: Handle
+    clients: dict[int, int]
+    pins: int = 0
+
+
+class Ledger:
+    """All segments and holds. What must be sent is appended to `effects`, which the core sets for each turn."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, Segment] = {}
+        self.holds: dict[Place, Hold] = {}
+        self.effects: list[Effect] = []
+        self._returns: dict[int, list[Handle]] = {}
+
+    # ------------------------------------------------------------------------------------ segments
+
+    def announce(self, owner: int, message: Map, audience: str) -> Segment:
+        """A peer has made a segment."""
+        number = message.segment
+        if number >> OWNER_SHIFT != owner:
+            raise InvalidRequest(
+                f"segment {number} is not in this connection's range: its upper bits must be {owner}, "
+                f"the owner number from Welcome"
+            )
+        if number in self.segments:
+            raise InvalidRequest(f"segment {number} has been announced already; numbers are never used again")
+        segment = self.segments[number] = Segment(number, message.size, owner, audience, message)
+        return segment
+
+    def withdraw(self, owner: int, number: int) -> None:
+        """The owner will use this segment no more."""
+        segment = self.segments.get(number)
+        if segment is None or segment.owner != owner:
+            raise InvalidRequest(f"segment {number} is not one that this connection has announced")
+        segment.orphan = True
+        if not segment.holds:
+            self._drop(segment)
+
+    def show(self, number: int, peer: int) -> None:
+        """Makes sure that the peer has been told of the segment, before a handle into it is sent."""
+        segment = self.segments[number]
+        if peer not in segment.mapped_by:
+            segment.mapped_by.add(peer)
+            self.effects.append(Send(peer, segment.announcement))
+
+    def _drop(self, segment: Segment) -> None:
+        for peer in segment.mapped_by:
+            self.effects.append(Send(peer, Unmap(segment.number)))
+        self.effects.append(Forget(segment.number))
+        del self.segments[segment.number]
+
+    # ------------------------------------------------------------------------------------ handles
+
+    def resolve(self, client: Client, handle: Handle) -> Place | None:
+        """Checks that the client may name these bytes. None: they are its own; else the place of the hold."""
+        number, offset, size = handle.segment, handle.offset, handle.size
+        segment = self.segments.get(number)
+        if segment is not None and segment.owner == client.number:
+            if offset + size > segment.size:
+                raise InvalidRequest(
+                    f"handle of {size} bytes at offset {offset} is outside its segment, which has {segment.size} bytes"
+                )
+            return None
+        place = self._held(client, number, offset, size)
+        if segment is None or place is None:
+            raise InvalidRequest(
+                f"handle ({number}, {offset}, {size}) is neither in a segment of this client nor one that it holds"
+            )
+        return place
+
+    def _held(self, client: Client, number: int, offset: int, size: int) -> Place | None:
+        """The hold of the client that contains these bytes: nearly always the very one, else a slice of one."""
+        if (number, offset) in client.holds and size <= self.holds[number, offset].handle.size:
+            return number, offset
+        for place in client.holds:
+            if place[0] == number:
+                held = self.holds[place].handle
+                if held.offset <= offset and offset + size <= held.offset + held.size:
+                    return place
+        return None
+
+    def give(self, client: Client, handle: Handle) -> None:
+        """The client now holds the handle (once more)."""
+        place = (handle.segment, handle.offset)
+        hold = self.holds.get(place)
+        if hold is None:
+            hold = self.holds[place] = Hold(handle, {})
+            self.segments[handle.segment].holds += 1
+        hold.clients[client.number] = hold.clients.get(client.number, 0) + 1
+        client.holds.add(place)
+        client.held_bytes += handle.size
+
+    def take_back(self, client: Client, handle: Handle) -> None:
+        """The client returns a handle. It must be one that it holds, just as it was given."""
+        place = (handle.segment, handle.offset)
+        hold = self.holds.get(place)
+        if hold is None or client.number not in hold.clients or hold.handle.size != handle.size:
+            raise InvalidRequest(
+                f"handle ({handle.segment}, {handle.offset}, {handle.size}) was returned by one that does not hold it; "
+                f"a handle is returned once, as it was given"
+            )
+        client.held_bytes -= handle.size
+        left = hold.clients[client.number] - 1
+        if left:
+            hold.clients[client.number] = left
+            return
+        del hold.clients[client.number]
+        client.holds.discard(place)
+        self._release(place, hold)
+
+    def pin(self, place: Place) -> Handle:
+        """A request uses the block as an input. Gives the handle to unpin later."""
+        hold = self.holds[place]
+        hold.pins += 1
+        return hold.handle
+
+    def unpin(self, handle: Handle) -> None:
+        place = (handle.segment, handle.offset)
+        hold = self.holds[place]
+        hold.pins -= 1
+        self._release(place, hold)
+
+    def send_back(self, handle: Handle) -> None:
+        """A block that nobody was given goes straight back to its owner."""
+        self._returns.setdefault(handle.segment >> OWNER_SHIFT, []).append(handle)
+
+    def _release(self, place: Place, hold: Hold) -> None:
+        if hold.clients or hold.pins:
+            return
+        del self.holds[place]
+        segment = self.segments[place[0]]
+        segment.holds -= 1
+        if not segment.orphan:
+            self.send_back(hold.handle)
+        elif not segment.holds:
+            self._drop(segment)
+
+    def flush(self) -> None:
+        """Sends what has gone back in this turn, in one message an owner."""
+        if not self._returns:
+            return
+        for owner, handles in self._returns.items():
+            for start in range(0, len(handles), 4096):
+                self.effects.append(Send(owner, Return(tuple(handles[start : start + 4096]))))
+        self._returns.clear()
+
+    # ------------------------------------------------------------------------------------ deaths
+
+    def client_died(self, client: Client) -> None:
+        """Everything that the client held or owned, in one call."""
+        for place in list(client.holds):
+            hold = self.holds[place]
+            del hold.clients[client.number]
+            self._release(place, hold)
+        client.holds.clear()
+        client.held_bytes = 0
+        self._forget_peer(client.number)
+
+    def worker_died(self, peer: int) -> None:
+        self._returns.pop(peer, None)
+        self._forget_peer(peer)
+
+    def _forget_peer(self, peer: int) -> None:
+        for segment in list(self.segments.values()):
+            segment.mapped_by.discard(peer)
+            if segment.owner == peer:
+                segment.orphan = True
+                if not segment.holds:
+                    self._drop(segment)
+
+    def check(self, clients: dict[int, Client]) -> None:
+        """Every invariant between segments, holds and clients."""
+        counted: dict[int, int] = {}
+        for place, hold in self.holds.items():
+            assert hold.clients or hold.pins, f"hold {place} is held by nobody"
+            assert hold.pins >= 0
+            assert place == (hold.handle.segment, hold.handle.offset)
+            counted[place[0]] = counted.get(place[0], 0) + 1
+            for number, count in hold.clients.items():
+                assert count > 0
+                assert place in clients[number].holds, f"client {number} does not know of its hold {place}"
+        for number, segment in self.segments.items():
+            assert segment.holds == counted.get(number, 0), f"segment {number} miscounts its holds"
+            assert not segment.orphan or segment.holds, f"orphan segment {number} outlived its holds"
+        for client in clients.values():
+            held = sum(
+                self.holds[place].handle.size * self.holds[place].clients[client.number] for place in client.holds
+            )
+            assert held == client.held_bytes, f"client {client.number} miscounts held bytes"

@@ -1,0 +1,56 @@
+"""A request, from its arrival to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from shmserve.core.states import REQUEST_MOVES, IllegalMove, RequestState
+from shmserve.messages import Handle, Options, Tensor, WantedOutputs
+
+if TYPE_CHECKING:
+    from shmserve.core.clients import Client
+    from shmserve.core.instances import Batch, Instance
+    from shmserve.core.versions import Version
+
+
+class Request(Struct, eq=False, gc=False):
+    """`number` is the broker's, `client_number` the client's. `cost` is max(1, rows): what it takes of a batch."""
+
+    number: int
+    client: Client
+    client_number: int
+    version: Version
+    inputs: tuple[Tensor, ...]
+    outputs: WantedOutputs | None
+    options: Options | None
+    rows: int
+    cost: int
+    inline: int
+    signature: object
+    segments: tuple[int, ...]
+    pins: tuple[Handle, ...]
+    blocks: tuple[Handle, ...]
+    arrived: int
+    level: int = 0
+    tag: int = 0
+    deadline: int = 0
+    queue_expires: int = 0
+    delayed: bool = False
+    state: RequestState = RequestState.QUEUED
+    instance: Instance | None = None
+    batch: Batch | None = None
+    reply: object = None
+
+    def move(self, finish: RequestState) -> None:
+        if finish not in REQUEST_MOVES[self.state]:
+            raise IllegalMove(f"request {self.number}", self.state, finish, self.story())
+        self.state = finish
+
+    def story(self) -> str:
+        at = f" at {self.instance.spec.name}" if self.instance else ""
+        return (
+            f"request {self.number} ({self.client_number} of client {self.client.number}) for {self.version.label}, "
+            f"{self.rows} rows, arrived {self.arrived}, deadline {self.deadline}, {self.state.name.lower()}{at}"
+        )

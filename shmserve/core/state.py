@@ -1,0 +1,110 @@
+"""What the parts of the core share: every table, the effects of this turn, and the timers."""
+
+from __future__ import annotations
+
+import heapq
+from enum import Enum
+
+from shmserve.core.clients import Client
+from shmserve.core.effects import Effect, Log, Send
+from shmserve.core.instances import Instance
+from shmserve.core.ledger import Ledger
+from shmserve.core.limits import Limits
+from shmserve.core.request import Request
+from shmserve.core.states import RequestState
+from shmserve.core.versions import Model, Version
+
+WORKERS_FROM = 1 << 30
+"""Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""
+
+
+class Timer(Enum):
+    DEADLINE = 1  # a request's own
+    QUEUE = 2  # the queue policy's
+    RETRY = 3  # an instance's next start
+    DRAIN = 4  # the end of patience at shutdown
+
+
+class State:
+    """One for a core. Parts of the core change it; nobody else does."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.clients: dict[int, Client] = {}
+        self.models: dict[str, Model] = {}
+        self.ready: dict[str, Version] = {}
+        """Model name -> its default version. What a request without a version goes to."""
+        self.requests: dict[int, Request] = {}
+        self.instances: dict[int, tuple[Version, Instance]] = {}
+        """Worker -> what it serves. Entries go when the process has ended."""
+        self.ledger = Ledger()
+        self.effects: list[Effect] = []
+        self.dirty: dict[Version, None] = {}
+        """Versions to look at when all events of this turn are in."""
+        self.wakes: dict[Version, int] = {}
+        self.draining = False
+        self.drained = False
+        self._timers: list[tuple[int, int, Timer, Request | Instance | None]] = []
+        self._numbers = 0
+        self._workers = WORKERS_FROM
+
+    def begin(self) -> list[Effect]:
+        effects: list[Effect] = []
+        self.effects = self.ledger.effects = effects
+        return effects
+
+    def next_number(self) -> int:
+        """For requests and Executes alike: rising, never used twice."""
+        self._numbers += 1
+        return self._numbers
+
+    def next_worker(self) -> int:
+        self._workers += 1
+        return self._workers
+
+    def send(self, peer: int, message: object) -> None:
+        self.effects.append(Send(peer, message))
+
+    def log(self, level: str, text: str) -> None:
+        self.effects.append(Log(level, text))
+
+    def refresh(self, name: str) -> None:
+        """The default version of a model may have changed."""
+        model = self.models.get(name)
+        default = model.default() if model else None
+        if default is None:
+            self.ready.pop(name, None)
+        else:
+            self.ready[name] = default
+
+    # ------------------------------------------------------------------------------------ time
+
+    def set_timer(self, at: int, kind: Timer, subject: Request | Instance | None) -> None:
+        heapq.heappush(self._timers, (at, self.next_number(), kind, subject))
+        if len(self._timers) > 4096 and len(self._timers) > 4 * len(self.requests) + 256:
+            self._timers = [entry for entry in self._timers if _live(entry[3])]
+            heapq.heapify(self._timers)
+
+    def due(self, now: int) -> list[tuple[Timer, Request | Instance | None]]:
+        found = []
+        timers = self._timers
+        while timers and (timers[0][0] <= now or not _live(timers[0][3])):
+            _, _, kind, subject = heapq.heappop(timers)
+            if _live(subject):
+                found.append((kind, subject))
+        return found
+
+    def deadline(self) -> int | None:
+        """The earliest time at which something is to be done though nothing happens."""
+        timers = self._timers
+        while timers and not _live(timers[0][3]):
+            heapq.heappop(timers)
+        first = timers[0][0] if timers else None
+        if self.wakes:
+            wake = min(self.wakes.values())
+            return wake if first is None or wake < first else first
+        return first
+
+
+def _live(subject: Request | Instance | None) -> bool:
+    return not isinstance(subject, Request) or subject.state in (RequestState.QUEUED, RequestState.SENT)

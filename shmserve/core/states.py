@@ -1,0 +1,95 @@
+"""The states of everything that has any, and the legal moves between them. Two rules: every move goes through a
+`move` that consults these tables, and a move that is not here is a bug of ours, told with the story of the thing.
+
+A request leaves the broker for a worker once (SENT) and may be answered before the worker is done with it
+(LINGERING: its inputs are still in use). Whether a sent request runs yet is the state of its batch.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import TypeVar
+
+
+class RequestState(IntEnum):  # integers hash fast, and requests move thousands of times a second
+    QUEUED = 1  # in the model's queue, here
+    SENT = 2  # in a batch at a worker
+    LINGERING = 3  # answered early; the worker may still read its inputs
+    ENDED = 4
+
+
+class BatchState(Enum):
+    OPEN = "open"  # waits at the worker and may be extended
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class InstanceState(Enum):
+    STARTING = "starting"  # its process runs, its model is loading
+    READY = "ready"
+    BACKOFF = "backoff"  # its process ended; the next one starts at a known time
+    FAILED = "failed"  # given up, or could not load
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+class VersionState(Enum):
+    LOADING = "LOADING"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
+    UNLOADING = "UNLOADING"
+
+
+_R, _B, _I, _V = RequestState, BatchState, InstanceState, VersionState
+
+REQUEST_MOVES = {
+    _R.QUEUED: {_R.SENT, _R.ENDED},
+    _R.SENT: {_R.LINGERING, _R.ENDED},
+    _R.LINGERING: {_R.ENDED},
+    _R.ENDED: set[RequestState](),
+}
+
+BATCH_MOVES = {
+    _B.OPEN: {_B.RUNNING, _B.ENDED},
+    _B.RUNNING: {_B.ENDED},
+    _B.ENDED: set[BatchState](),
+}
+
+INSTANCE_MOVES = {
+    _I.STARTING: {_I.READY, _I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED},
+    _I.READY: {_I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED},
+    _I.BACKOFF: {_I.STARTING, _I.STOPPED, _I.FAILED},
+    _I.FAILED: {_I.STOPPED},
+    _I.STOPPING: {_I.STOPPED},
+    _I.STOPPED: set[InstanceState](),
+}
+
+VERSION_MOVES = {
+    _V.LOADING: {_V.READY, _V.UNAVAILABLE, _V.UNLOADING},
+    _V.READY: {_V.UNAVAILABLE, _V.UNLOADING},
+    _V.UNLOADING: {_V.UNAVAILABLE},
+    _V.UNAVAILABLE: set[VersionState](),
+}
+
+TABLES = {
+    RequestState: REQUEST_MOVES,
+    BatchState: BATCH_MOVES,
+    InstanceState: INSTANCE_MOVES,
+    VersionState: VERSION_MOVES,
+}
+
+S = TypeVar("S", bound=Enum)
+
+
+class IllegalMove(AssertionError):
+    """Never expected: the core has contradicted itself. The text ends with the story of the thing that moved."""
+
+    def __init__(self, what: str, start: Enum, finish: Enum, story: str) -> None:
+        super().__init__(f"{what}: {start.name} -> {finish.name} is not a legal move; story: {story}")
+
+
+def legal(moves: dict[S, set[S]], what: str, start: S, finish: S, story: str) -> S:
+    """`finish`, if the table allows it. For things that move rarely; requests check inline (see request.py)."""
+    if finish not in moves[start]:
+        raise IllegalMove(what, start, finish, story)
+    return finish

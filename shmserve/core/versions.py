@@ -1,0 +1,132 @@
+"""A version of a model: its state, what waits for it, and who runs it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from msgspec import Struct
+
+from shmserve.core.batcher import Plan, Reason, Shape, form
+from shmserve.core.checks import Checker
+from shmserve.core.instances import Batch, Instance
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy
+from shmserve.core.queue import RequestQueue
+from shmserve.core.request import Request
+from shmserve.core.states import VERSION_MOVES, VersionState, legal
+from shmserve.core.statistics import Statistics
+
+
+class Version:
+    """`policy`, `checker` and `queue` are made when the first worker has said what the model looks like."""
+
+    __slots__ = (
+        "checker",
+        "idle",
+        "instances",
+        "model",
+        "number",
+        "order",
+        "policy",
+        "prefetch",
+        "queue",
+        "reason",
+        "service_ns",
+        "shape",
+        "state",
+        "statistics",
+        "wake",
+    )
+
+    def __init__(self, model: str, number: int, instances: list[Instance]) -> None:
+        self.model = model
+        self.number = number
+        self.instances = instances
+        self.state = VersionState.LOADING
+        self.reason = ""
+        self.policy: ModelPolicy | None = None
+        self.checker: Checker | None = None
+        self.queue = RequestQueue(None)
+        self.shape: Shape | None = None
+        self.prefetch = True
+        self.order: deque[Request] | None = None
+        """With preserve_ordering: the requests not answered yet, in the order of their arrival."""
+        self.idle: list[Instance] = []
+        """Those with nothing to do; the one that became idle last is at the end, and used first: it is warm."""
+        self.service_ns = 0
+        """About how long a batch takes: an exponential mean, 0 before the first."""
+        self.wake = 0
+        """When to look at the queue again though nothing happens; 0: not."""
+        self.statistics = Statistics()
+
+    @property
+    def label(self) -> str:
+        return f"model '{self.model}' version {self.number}"
+
+    def adopt(self, policy: ModelPolicy) -> None:
+        self.policy = policy
+        self.checker = Checker(policy)
+        self.queue = RequestQueue(policy.batching)
+        batching = policy.batching
+        if batching is not None:
+            if policy.max_batch > 0:
+                self.shape = Shape.of(policy.max_batch, batching, self.checker.varies)
+            self.prefetch = sends_ahead(batching)
+            if batching.preserve_ordering:
+                self.order = deque()
+
+    def move(self, finish: VersionState, reason: str = "") -> None:
+        self.state = legal(VERSION_MOVES, self.label, self.state, finish, f"{len(self.instances)} instances")
+        self.reason = reason
+
+    @property
+    def healthy(self) -> bool:
+        """Can somebody run a request now, or after the batches that run?"""
+        return self.state is VersionState.READY and any(instance.usable for instance in self.instances)
+
+    # ------------------------------------------------------------------------------------ what to do next
+
+    def plan(self, now: int) -> Plan:
+        waiting = self.queue.in_order()
+        if self.shape is None:
+            return Plan(1, waiting[0].cost, Reason.SINGLE)
+        return form(waiting, self.shape, now)
+
+    def plan_extension(self, batch: Batch, now: int) -> Plan:
+        shape = self.shape
+        if shape is None or batch.rows in shape.preferred or batch.rows >= shape.max_batch:
+            return Plan(0, 0, batch.reason)
+        return form(self.queue.in_order(), shape, now, batch.rows, batch.signature)
+
+    def ahead(self, prefetch_ns: int) -> Instance | None:
+        """A busy instance to which a batch may be sent ahead: the one that has been busy for longest."""
+        if not self.prefetch or (len(self.instances) > 1 and self.service_ns > prefetch_ns):
+            return None
+        best: Instance | None = None
+        for instance in self.instances:
+            running = instance.running
+            if running is not None and instance.waiting is None and instance.usable:
+                if best is None or best.running is None or running.sent < best.running.sent:
+                    best = instance
+        return best
+
+    def served(self, service_ns: int) -> None:
+        self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8
+
+
+class Model(Struct):
+    """All versions of one name that are or were known."""
+
+    name: str
+    versions: dict[int, Version] = {}
+    reason: str = ""
+
+    def default(self) -> Version | None:
+        """The highest version that is READY."""
+        ready = [version for version in self.versions.values() if version.state is VersionState.READY]
+        return max(ready, key=lambda version: version.number, default=None)
+
+
+def sends_ahead(policy: BatchPolicy) -> bool:
+    """Requests whose place in the queue may still change stay here until an instance is idle."""
+    plain = QueuePolicy()
+    return policy.levels == 0 and policy.default_policy == plain
