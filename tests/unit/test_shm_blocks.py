@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.shm import blocks as blocks_module
@@ -50,7 +50,7 @@ class Naive(RuleBasedStateMachine):
         return best
 
     @rule(target=held, size=st.one_of(st.integers(0, 300), st.integers(0, SIZE + 64)))
-    def allocate(self, size: int) -> object:
+    def allocate(self, size: int) -> MultipleResults[int] | int:
         offset = self.blocks.allocate(size)
         rounded = max(64, -(-size // 64) * 64)
         if offset is None:
@@ -61,7 +61,7 @@ class Naive(RuleBasedStateMachine):
         return offset
 
     @rule(target=held, offset=consumes(held), data=st.data())
-    def split(self, offset: int, data: st.DataObject) -> object:
+    def split(self, offset: int, data: st.DataObject) -> MultipleResults[int]:
         whole = self.drop(offset)
         sizes = data.draw(st.lists(st.integers(1, 1 + whole // 4), min_size=1, max_size=4))
         while sum(sizes) > whole:

@@ -1,0 +1,283 @@
+"""An arena: segments of one owner, in which only this owner allocates. The rule of the file: all counts are private to
+the owner; whoever else holds a block gives it back by message, and the owner frees it here.
+
+An arena starts with nothing, makes a small first segment when it is needed, and doubles until segments have their
+full size. One thread at a time may call it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import Internal, InvalidRequest, Unavailable
+from shmserve.messages import OWNER_SHIFT, Handle, Map
+from shmserve.shm import views
+from shmserve.shm.blocks import Blocks
+from shmserve.shm.extents import Extent
+
+FIRST_BYTES = 1024 * 1024
+SEGMENT_BYTES = 32 * 1024 * 1024
+ALIGN = 64
+
+
+class Segment:
+    """One extent of an arena. `id` is never used for another."""
+
+    __slots__ = ("address", "blocks", "extent", "id", "memory", "pages", "size")
+
+    def __init__(self, id: int, extent: Extent) -> None:
+        self.id = id
+        self.extent = extent
+        self.size = extent.size
+        self.pages = extent.pages
+        self.address = extent.address
+        self.memory = extent.memory
+        self.blocks = Blocks(extent.size, ALIGN)
+
+    @property
+    def name(self) -> str | None:
+        return self.extent.name
+
+    @property
+    def fd(self) -> int:
+        return self.extent.fd
+
+    def map(self, audience: str = "") -> Map:
+        """The message that tells others of this segment; without a name, `fd` goes with it."""
+        return Map(self.id, self.size, self.extent.name, audience)
+
+
+class Block:
+    """Some bytes of a segment, held until the arena is told to free them."""
+
+    __slots__ = ("address", "home", "offset", "size")
+
+    def __init__(self, home: Segment, offset: int, size: int) -> None:
+        self.home = home
+        self.offset = offset
+        self.size = size
+        self.address = home.address + offset
+
+    def __repr__(self) -> str:
+        return f"Block(segment={self.home.id}, offset={self.offset}, size={self.size})"
+
+    @property
+    def segment(self) -> int:
+        return self.home.id
+
+    def handle(self) -> Handle:
+        return Handle(self.home.id, self.offset, self.size)
+
+    def memory(self) -> memoryview:
+        return self.home.memory[self.offset : self.offset + self.size]
+
+    def array(
+        self,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        *,
+        on_drop: Callable[[Block], object] | None = None,
+    ) -> views.Array:
+        """A writable array over the block. `on_drop(block)`: it and all that was cut from it are gone (see views)."""
+        size = views.byte_count(dtype, shape)
+        if size > self.size:
+            raise InvalidRequest(
+                f"a {dtype} array of shape {list(shape)} needs {size} bytes, the block has {self.size}"
+            )
+        return views.make(self.home.pages, self.address, dtype, shape, True, self, on_drop)
+
+
+class Arena:
+    """`make(size)` creates an extent, `announce(segment)` is called before the first handle into it is given out,
+    `withdraw(id)` after the arena itself gave a segment up to make room. `knob` is the name of what sets the limit."""
+
+    def __init__(
+        self,
+        owner: int,
+        make: Callable[[int], Extent],
+        *,
+        limit_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        announce: Callable[[Segment], object] | None = None,
+        withdraw: Callable[[int], object] | None = None,
+        knob: str = "limit_bytes",
+    ) -> None:
+        self._owner = owner
+        self._make = make
+        self._limit = limit_bytes
+        self._segment_bytes = segment_bytes
+        self._announce = announce
+        self._withdraw = withdraw
+        self._knob = knob
+        self._count = 0
+        self._segments: dict[int, Segment] = {}
+        self._warm: Segment | None = None  # where a block was freed or allocated last
+        self._closed = False
+        self.committed = 0
+        """Bytes of all segments."""
+
+    @property
+    def used(self) -> int:
+        """Bytes of the blocks that are not freed, with what alignment adds."""
+        return sum(segment.blocks.used for segment in self._segments.values())
+
+    @property
+    def held(self) -> int:
+        """Bytes of the segments that have such a block in them, which `trim` cannot give back."""
+        return sum(segment.size for segment in self._segments.values() if segment.blocks.used)
+
+    @property
+    def segments(self) -> list[Segment]:
+        return list(self._segments.values())
+
+    def allocate(self, size: int) -> Block:
+        """A block of `size` bytes, aligned; Unavailable where the limit, or the machine, has no more."""
+        warm = self._warm
+        if warm is not None:
+            offset = warm.blocks.allocate(size)
+            if offset is not None:
+                return Block(warm, offset, size)
+        return self._allocate_elsewhere(size)
+
+    def _allocate_elsewhere(self, size: int) -> Block:
+        if self._closed:
+            raise Unavailable("the arena is closed")
+        if size < 0:
+            raise InvalidRequest(f"a block of {size} bytes was asked for")
+        for segment in self._segments.values():
+            if segment is self._warm or segment.blocks.free_bytes < size:
+                continue
+            offset = segment.blocks.allocate(size)
+            if offset is not None:
+                self._warm = segment
+                return Block(segment, offset, size)
+        segment = self._warm = self._grow(size)
+        offset = segment.blocks.allocate(size)
+        if offset is None:
+            raise Internal(f"a new segment of {segment.size} bytes has no room for {size}")
+        return Block(segment, offset, size)
+
+    def split(self, block: Block, sizes: Sequence[int]) -> list[Block]:
+        """Turns a block into adjacent blocks, each freed on its own; `block` is no more. Bytes left over belong to
+        the last. A size of 0 gets a block somewhere else, as a holder must be able to name each one."""
+        home = block.home
+        if home.blocks.size_of(block.offset) < sum(sizes) or (sizes and min(sizes) < 0):
+            raise InvalidRequest(f"a block of {block.size} bytes cannot be split into {list(sizes)}")
+        if all(sizes):
+            offsets = home.blocks.split(block.offset, sizes)
+            return [Block(home, offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+        empty: list[Block] = []
+        filled: list[Block] = []
+        try:
+            for size in sizes:
+                if not size:
+                    empty.append(self.allocate(0))
+            solid = [size for size in sizes if size]
+            if solid:
+                filled = self.split(block, solid)
+            else:
+                self.free(block.home.id, block.offset)
+        except BaseException:
+            for made in empty:
+                self.free(made.home.id, made.offset)
+            raise
+        pieces, blanks = iter(filled), iter(empty)
+        return [next(pieces) if size else next(blanks) for size in sizes]
+
+    def free(self, segment: int, offset: int, size: int | None = None) -> None:
+        """Takes a block back. Where `size` is given, as in a handle that came back, it must be the block's."""
+        home = self._segments.get(segment)
+        if home is None:
+            raise InvalidRequest(f"segment {segment} is not one of this arena's")
+        if size is not None:
+            whole = home.blocks.size_of(offset)
+            if not 0 <= size <= whole:
+                raise InvalidRequest(f"the block at offset {offset} has {whole} bytes, {size} were returned")
+        home.blocks.free(offset)
+        self._warm = home
+
+    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """(segment, offset) if these bytes lie within one segment."""
+        for segment in self._segments.values():
+            offset = address - segment.address
+            if offset >= 0 and nbytes >= 0 and offset + nbytes <= segment.size:
+                return segment.id, offset
+        return None
+
+    # ------------------------------------------------------------------------------------ segments
+
+    def _grow(self, size: int) -> Segment:
+        page = mmap.PAGESIZE
+        needed = max(page, -(-size // page) * page)
+        if self.committed + needed > self._limit and self._withdraw is not None:
+            for segment in [segment for segment in self._segments.values() if not segment.blocks.used]:
+                self._give_up(segment)
+                self._withdraw(segment.id)
+        left = self._limit - self.committed
+        if needed > left:
+            raise Unavailable(
+                f"no room for {size} bytes of shared memory: {self.used} bytes are in use and {self.committed} of "
+                f"{self._limit} committed; raise {self._knob}, or drop results that are no longer needed"
+            )
+        step = min(self._segment_bytes, max(FIRST_BYTES, self.committed))
+        extent = self._make(min(max(step, needed), left // page * page))
+        self._count += 1
+        segment = Segment((self._owner << OWNER_SHIFT) | self._count, extent)
+        if self._announce is not None:
+            try:
+                self._announce(segment)
+            except BaseException:
+                extent.close()
+                raise
+        self._segments[segment.id] = segment
+        self.committed += segment.size
+        return segment
+
+    def _give_up(self, segment: Segment) -> None:
+        del self._segments[segment.id]
+        self.committed -= segment.size
+        if segment is self._warm:
+            self._warm = None
+        segment.extent.close()
+
+    def trim(self) -> list[int]:
+        """Gives up the segments in which nothing is allocated, except one; says which, for Unmap to be sent."""
+        idle = [segment for segment in self._segments.values() if not segment.blocks.used]
+        if self._warm in idle:
+            idle.remove(self._warm)
+        elif idle:
+            idle.remove(max(idle, key=lambda segment: segment.size))
+        for segment in idle:
+            self._give_up(segment)
+        return [segment.id for segment in idle]
+
+    def renumber(self, owner: int) -> None:
+        """The other side knows this owner by a new number, after a new connection: every segment gets a new id and
+        is announced again. Blocks stay as they are and name the new id from now on."""
+        self._owner = owner
+        segments = self.segments
+        self._segments = {}
+        for segment in segments:
+            self._count += 1
+            segment.id = (owner << OWNER_SHIFT) | self._count
+            self._segments[segment.id] = segment
+        if self._announce is not None:
+            for segment in segments:
+                self._announce(segment)
+
+    def check(self) -> None:
+        """Raises Internal unless the books of the arena and of each segment agree."""
+        for segment in self._segments.values():
+            segment.blocks.check()
+        if self.committed != sum(segment.size for segment in self._segments.values()):
+            raise Internal(f"the arena says {self.committed} bytes committed, its segments have another sum")
+
+    def close(self) -> None:
+        """Gives up everything. Arrays over it stay valid, as their pages stay mapped. May be called again."""
+        self._closed = True
+        for segment in self.segments:
+            self._give_up(segment)

@@ -1,0 +1,106 @@
+"""What an extent is: a piece of memory that processes can share. The rule of the file: an extent never moves, grows or
+shrinks, and closing it never takes pages from under a view.
+
+The kinds are in files of their own: memfd (descriptors), posix (names), heap (tests).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Protocol
+
+import numpy as np
+
+from shmserve.errors import Internal, Unavailable
+from shmserve.shm import views
+from shmserve.shm.pages import Pages
+
+_BYTE = np.dtype("uint8")
+
+
+class Extent(Protocol):
+    """`fd` is -1 and `name` None where there is none. `memory` is writable only where `writable` says so."""
+
+    kind: str
+    name: str | None
+    fd: int
+    size: int
+    writable: bool
+
+    @property
+    def memory(self) -> memoryview: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def pages(self) -> Pages: ...
+
+    def close(self) -> None:
+        """Gives up the descriptor and, by the maker, the name. Pages stay mapped for views. May be called again."""
+
+
+class MappedExtent:
+    """What all kinds have in common."""
+
+    kind = "?"
+
+    def __init__(self, pages: Pages, *, fd: int = -1, name: str | None = None) -> None:
+        self._pages: Pages | None = pages
+        self.fd = fd
+        self.name = name
+        self.size = pages.size
+        self.writable = pages.writable
+
+    @property
+    def pages(self) -> Pages:
+        if self._pages is None:
+            raise Internal(f"a closed {self.kind} extent was used")
+        return self._pages
+
+    @property
+    def address(self) -> int:
+        return self.pages.address
+
+    @property
+    def memory(self) -> memoryview:
+        pages = self.pages
+        return views.make(pages, pages.address, _BYTE, (pages.size,), pages.writable).data
+
+    def close(self) -> None:
+        self._pages = None
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_REASONS = {
+    errno.ENOSPC: "the file system of shared memory is full",
+    errno.EDQUOT: "the quota of shared memory is used up",
+    errno.EFBIG: "the process may not make objects that large (limit of file size, ulimit -f)",
+    errno.ENOMEM: "the machine or its control group has no memory left",
+}
+
+
+def reserve(fd: int, size: int) -> None:
+    """Gives the object behind `fd` its size and pages, so that no later touch can fail; Unavailable if it cannot."""
+    try:
+        os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, size)
+    except (OSError, OverflowError) as error:
+        raise failed("reserve", size, error, fd) from error
+
+
+def failed(doing: str, size: int, error: OSError | OverflowError, fd: int = -1) -> Unavailable:
+    """The error for an operation on shared memory that the system refused, in numbers and with what would help."""
+    number = error.errno if isinstance(error, OSError) else errno.EFBIG
+    reason = _REASONS.get(number or 0) or str(error.strerror if isinstance(error, OSError) else error)
+    if number == errno.ENOSPC and fd >= 0:
+        found = os.fstatvfs(fd)
+        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        reason += f": {free} of {total} bytes free (its mount option `size`, or --shm-size of a container)"
+    return Unavailable(f"cannot {doing} {size} bytes of shared memory: {reason}")

@@ -1,0 +1,159 @@
+"""What this process maps of the segments of others. The rule of the file: nothing that a peer says about its memory is
+believed: sizes, seals and bounds are checked here before any address is made of them.
+
+A segment is mapped at once, read-only, and its descriptor closed. Its pages stay mapped until the last view is gone,
+also after `remove`. One thread at a time may add and remove; views may be made and dropped by any.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import HandleLost, InvalidRequest
+from shmserve.messages import Handle
+from shmserve.shm import memfd, posix, views
+from shmserve.shm.extents import Extent
+from shmserve.shm.pages import Pages
+
+_BYTE = np.dtype("uint8")
+
+
+class _Mapping:
+    __slots__ = ("address", "memory", "pages", "size", "writable")
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+        self.address = pages.address
+        self.size = pages.size
+        self.memory = views.make(pages, pages.address, _BYTE, (pages.size,), False).data
+        self.writable: Pages | None = None
+
+    def for_writing(self) -> Pages:
+        """A second mapping, so that a stray write to an array that was given as input still faults."""
+        if self.writable is None:
+            self.writable = self.pages.writable_twin()
+        if self.writable is None:
+            raise InvalidRequest("the segment is sealed against writing: only its owner can write it")
+        return self.writable
+
+
+class Mapped:
+    def __init__(self) -> None:
+        self._segments: dict[int, _Mapping] = {}
+        self.committed = 0
+        """Bytes of all segments that are mapped and not removed."""
+
+    def __contains__(self, segment: int) -> bool:
+        return segment in self._segments
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def add(
+        self,
+        segment: int,
+        size: int,
+        *,
+        fd: int | None = None,
+        name: str | None = None,
+        writable: bool = False,
+        uid: int | None = None,
+    ) -> None:
+        """Maps a segment, by its descriptor, which is closed here in every case, or by its name, then with `uid` only
+        if it belongs to that user. `writable`: fail now, and not at the first write, if it cannot be written."""
+        if segment in self._segments:
+            if fd is not None:
+                os.close(fd)
+            raise InvalidRequest(f"segment {segment} is mapped already: ids of segments are never used twice")
+        extent: Extent
+        if fd is not None:
+            extent = memfd.attach(fd, size, False)
+        elif name is not None:
+            extent = posix.attach(name, size, False, uid=uid)
+        else:
+            raise InvalidRequest(f"segment {segment} came with neither a descriptor nor a name")
+        mapping = _Mapping(extent.pages)
+        extent.close()
+        if writable:
+            mapping.for_writing()
+        self._segments[segment] = mapping
+        self.committed += size
+
+    def remove(self, segment: int) -> None:
+        mapping = self._segments.pop(segment, None)
+        if mapping is None:
+            raise InvalidRequest(f"segment {segment} is not mapped")
+        self.committed -= mapping.size
+
+    def close(self) -> None:
+        self._segments.clear()
+        self.committed = 0
+
+    # ------------------------------------------------------------------------------------ handles
+
+    def _find(self, handle: Handle) -> _Mapping:
+        mapping = self._segments.get(handle.segment)
+        if mapping is None:
+            raise HandleLost(f"segment {handle.segment} is not mapped here: its owner has gone or never announced it")
+        if handle.offset < 0 or handle.size < 0 or handle.offset + handle.size > mapping.size:
+            raise InvalidRequest(
+                f"handle with offset {handle.offset} and size {handle.size} is outside its segment of "
+                f"{mapping.size} bytes"
+            )
+        return mapping
+
+    def view(
+        self,
+        handle: Handle,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        *,
+        on_drop: Callable[[Handle], object] | None = None,
+    ) -> views.Array:
+        """A read-only array over the handle's bytes. `on_drop(handle)` is called once, when it and all that was cut
+        from it are gone, in whatever thread that happens, and never in a forked child."""
+        mapping = self._find(handle)
+        if views.byte_count(dtype, shape) != handle.size:
+            raise _wrong_size(handle, dtype, shape)
+        return views.make(mapping.pages, mapping.address + handle.offset, dtype, shape, False, handle, on_drop)
+
+    def writable(self, handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> views.Array:
+        """A writable array over the handle's bytes, for an output that the owner wants placed there."""
+        mapping = self._find(handle)
+        if views.byte_count(dtype, shape) != handle.size:
+            raise _wrong_size(handle, dtype, shape)
+        pages = mapping.for_writing()
+        return views.make(pages, pages.address + handle.offset, dtype, shape, True, handle)
+
+    def memory(self, handle: Handle) -> memoryview:
+        """The handle's bytes, read-only."""
+        return self._find(handle).memory[handle.offset : handle.offset + handle.size]
+
+    def address(self, handle: Handle) -> int:
+        """Where the handle's bytes begin, for engines that read by pointer. Only reading is allowed there."""
+        return self._find(handle).address + handle.offset
+
+    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """(segment, offset) if these bytes lie within one segment that is mapped."""
+        for segment, mapping in self._segments.items():
+            offset = address - mapping.address
+            if offset >= 0 and nbytes >= 0 and offset + nbytes <= mapping.size:
+                return segment, offset
+        return None
+
+    def locate_base(self, array: views.Array) -> Handle | None:
+        """The handle of the view that the array is, or was cut from: whole, as its holder was given it."""
+        hold = views.hold_of(array)
+        if hold is None or not isinstance(hold.what, Handle):
+            return None
+        mapping = self._segments.get(hold.what.segment)
+        return hold.what if mapping is not None and mapping.pages is hold.pages else None
+
+
+def _wrong_size(handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> InvalidRequest:
+    size = views.byte_count(dtype, shape)
+    return InvalidRequest(f"a {dtype} tensor of shape {list(shape)} has {size} bytes, its handle {handle.size}")
