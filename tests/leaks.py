@@ -28,6 +28,8 @@ import pytest
 
 SHM = Path("/dev/shm")
 PREFIX = "shmserve"
+OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
+"""A name of ours begins with the pid and the start time of its owner."""
 STANDARD = ("0", "1", "2")
 """pytest's capture turns these descriptors to and fro."""
 
@@ -126,8 +128,23 @@ def _command(pid: int) -> str:
 
 def _names() -> Generator[Thing, None, None]:
     for name in os.listdir(SHM) if SHM.is_dir() else ():
-        if name.removeprefix("sem.").startswith(PREFIX):
+        if name.removeprefix("sem.").startswith(PREFIX) and not _of_a_stranger(name):
             yield Thing("shm", ("shm", name), name, f"shared memory {SHM / name}")
+
+
+def _of_a_stranger(name: str) -> bool:
+    """Whether a live process that does not descend from this one owns it: another server, or suite, on the machine."""
+    owner = OWNER.match(name)
+    found = _stat(owner[1]) if owner else None
+    if owner is None or found is None or found[2] != int(owner[2]):
+        return False
+    pid = int(owner[1])
+    while pid != os.getpid():
+        found = _stat(str(pid))
+        if found is None or found[1] == 0:
+            return found is not None
+        pid = found[1]
+    return False
 
 
 def _mappings() -> Generator[Thing, None, None]:

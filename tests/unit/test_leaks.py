@@ -13,7 +13,7 @@ LEAKY = """
     import mmap, os, socket, subprocess, sys, threading
     import pytest
 
-    kept = []
+    kept, strange = [], []
 
     def test_descriptor():
         kept.append(os.memfd_create("kept"))
@@ -41,6 +41,16 @@ LEAKY = """
     def test_name():
         with open("/dev/shm/shmserve-test-leaks", "w"):
             pass
+
+    def test_name_of_a_stranger():
+        with open("/proc/1/stat") as file:
+            started = file.read().rpartition(")")[2].split()[19]
+        path = f"/dev/shm/shmserve-1-{started}-test-leaks"
+        os.close(os.open(path, os.O_CREAT))
+        strange.append(path)
+
+    def test_removes_it():
+        os.unlink(strange.pop())
 
     def test_mapping():
         descriptor = os.memfd_create("mapped")
@@ -140,7 +150,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tests: str, 
 
 def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(pytester, monkeypatch, LEAKY, "-o", "leaks_wait=0.2")
-    result.assert_outcomes(passed=9, errors=8)
+    result.assert_outcomes(passed=11, errors=8)
     text = result.stdout.str()
     for piece in (
         "test_descriptor left behind:",

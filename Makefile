@@ -1,0 +1,73 @@
+# Two commands for a newcomer: `make serve` and `make test`. `make help` lists the rest.
+# Needs Python 3.10 or later with pip and venv; everything else is put into .venv. Another Python: make PYTHON=...
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+SAMPLES := build/samples
+# Its wheel holds the OCR network. What the package itself needs to run is large and not needed here.
+OCR := rapidocr-onnxruntime==1.4.4
+ARGS ?=
+
+.PHONY: help serve samples test check fmt bench clean distclean
+.SUFFIXES:
+
+help:
+	@echo 'make serve       set up if needed, then serve the sample models; Ctrl-C stops'
+	@echo 'make test        set up if needed, then run the whole test suite     (ARGS="-k name" for some of it)'
+	@echo 'make check       linter, formatter, types, import directions'
+	@echo 'make fmt         format the code'
+	@echo 'make bench       measure, print the table, keep it in bench/results  (ARGS="..." for options)'
+	@echo 'make clean       remove what was built; make distclean: the environment as well'
+
+serve: $(VENV)/.serve samples
+	@$(BIN)/shmserve serve --model-repository $(SAMPLES) $(ARGS)
+
+samples: $(VENV)/.serve
+	@echo 'the sample models, in $(SAMPLES):'
+	@$(BIN)/python -m shmserve.repo.samples $(SAMPLES)
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --strict
+	@$(BIN)/lint-imports
+
+fmt: $(VENV)/.dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	@$(BIN)/python -m bench.run $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+# ------------------------------------------------------------------------------------------- the environment
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else \
+	  "shmserve needs Python 3.10 or later, this is %d.%d; name another: make PYTHON=python3.11" % sys.version_info[:2])'
+	@echo 'creating the environment in $(VENV) with' "$$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.made setup.cfg pyproject.toml
+	@echo 'installing shmserve and ONNX Runtime (about a minute) ...'
+	@$(PIP) --editable '.[cpu]'
+	@echo 'fetching the network of the OCR sample (15 MB) ...'
+	@$(PIP) --no-deps $(OCR) || echo 'it could not be had; all but the OCR sample will work'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve setup.cfg pyproject.toml
+	@echo 'installing the tools for tests and checks (about a minute) ...'
+	@$(PIP) --editable '.[cpu,dev]'
+	@touch $@

@@ -1,0 +1,182 @@
+"""The rules of the tree that no linter knows. The rule of the file: it looks at what git would commit, nothing else."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import io
+import os
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILE_LINES = 500
+FUNCTION_LINES = 70
+FILE_BYTES = 1024 * 1024
+CODE = ("shmserve", "workers", "repo", "clients", "tests", "bench")
+PACKAGES = ("shmserve", "workers", "repo", "clients")
+LINKS = {"shmserve/workers": "../workers", "shmserve/repo": "../repo", "shmserve/clients": "../clients"}
+
+BANNED_CODE = {
+    "waiting for time to pass is not waiting for an event": r"\btime\.sleep\b|\bfrom time import\b.*\bsleep\b",
+    "unpickling runs what the sender likes": r"\b(c?[Pp]ickle|dill|cloudpickle|marshal|shelve)\b",
+    "a shell parses what it is given": r"\bshell\s*=\s*True\b|\bos\.(system|popen)\b",
+    "runs text": r"(?<![.\w])(eval|exec)\s*\(",
+    "builds any object": r"\byaml\.(load|unsafe_load|full_load)\b",
+}
+UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
+MACHINE = re.compile(r"(?<![\w.])/(home|root|work)/")
+
+
+def committed() -> list[Path]:
+    """Files that are tracked, or would be: not ignored."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    return sorted(ROOT / name for name in set(names) if name and os.path.lexists(ROOT / name))
+
+
+def code(*folders: str) -> Iterator[tuple[str, str]]:
+    for path in committed():
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix == ".py" and name.partition("/")[0] in folders and not name.endswith("_pb2.py"):
+            yield name, path.read_text()
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    for path in committed():
+        if path.is_file() and not path.is_symlink():
+            data = path.read_bytes()
+            if b"\0" not in data:
+                yield path.relative_to(ROOT).as_posix(), data.decode()
+
+
+def without_words(source: str) -> str:
+    """The code alone: no comments, and strings emptied."""
+    lines: dict[int, list[str]] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            continue
+        text = '""' if token.type == tokenize.STRING else token.string
+        if not token.string.isspace():
+            lines.setdefault(token.start[0], []).append(text)
+    return "\n".join(" ".join(parts).replace(" . ", ".") for _, parts in sorted(lines.items()))
+
+
+def setup() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def test_files_are_short() -> None:
+    long = [f"{name}: {len(text.splitlines())} lines" for name, text in code(*CODE) if text.count("\n") > FILE_LINES]
+    assert not long
+
+
+def test_functions_are_short() -> None:
+    long = []
+    for name, text in code(*CODE):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES:
+                    long.append(f"{name}:{node.lineno} {node.name}: {lines} lines")
+    assert not long
+
+
+def test_modules_say_what_they_are() -> None:
+    silent = [name for name, text in code(*CODE) if text.strip() and not ast.get_docstring(ast.parse(text))]
+    assert not silent
+
+
+@pytest.mark.parametrize("reason", BANNED_CODE)
+def test_banned(reason: str) -> None:
+    pattern = re.compile(BANNED_CODE[reason])
+    found = []
+    for name, text in code(*CODE):
+        found += [f"{name}: {line}" for line in without_words(text).split("\n") if pattern.search(line)]
+    assert not found, reason
+
+
+def test_the_ban_sees() -> None:
+    """The patterns match what they are meant to match, and strings and comments do not count."""
+    seen = {
+        "import time\ntime.sleep(1)": True,
+        "from time import monotonic, sleep": True,
+        "import pickle": True,
+        "run(x, shell=True)": True,
+        "os.system(x)": True,
+        "eval(x)": True,
+        "yaml.load(x)": True,
+        "ast.literal_eval(x)": False,
+        "model.eval()": False,
+        "x = 'no pickle, no time.sleep'  # no eval(": False,
+        "yaml.safe_load(x)": False,
+    }
+    for source, banned in seen.items():
+        hit = any(re.search(pattern, without_words(source + "\n")) for pattern in BANNED_CODE.values())
+        assert hit is banned, source
+
+
+def test_nothing_is_left_for_later() -> None:
+    found = [name for name, text in texts() if name != "LICENSE" and UNFINISHED.search(text)]
+    assert not found
+
+
+def test_no_paths_of_one_machine() -> None:
+    found = [f"{name}: {match[0]}" for name, text in texts() if (match := MACHINE.search(text))]
+    assert not [line for line in found if not line.startswith("tests/test_tidy.py")]
+
+
+def test_no_large_files() -> None:
+    assert not [str(path) for path in committed() if path.is_file() and path.stat().st_size > FILE_BYTES]
+
+
+def test_links() -> None:
+    for link, target in LINKS.items():
+        assert (ROOT / link).is_symlink()
+        assert os.readlink(ROOT / link) == target
+    assert {path.relative_to(ROOT).as_posix() for path in committed() if path.is_symlink()} == set(LINKS)
+
+
+def test_packages_in_setup_cfg_are_the_folders() -> None:
+    listed = set(words(setup()["options"]["packages"]))
+    names = set()
+    for path in committed():
+        parts = path.relative_to(ROOT).parts
+        if parts[-1] == "__init__.py" and parts[0] in PACKAGES:
+            names.add(".".join((*(() if parts[0] == "shmserve" else ("shmserve",)), *parts[:-1])))
+    assert listed == names
+
+
+def test_every_data_file_is_packaged() -> None:
+    patterns = {}
+    for package, value in setup()["options.package_data"].items():
+        folder = ROOT / package.replace(".", "/")
+        patterns[folder.resolve()] = words(value)
+    missing = []
+    for path in committed():
+        top = path.relative_to(ROOT).parts[0]
+        module = path.suffix == ".py" and (path.parent / "__init__.py").exists()
+        if top not in PACKAGES or path.is_symlink() or module:
+            continue
+        name = path.relative_to(ROOT / top).as_posix()
+        if not any(fnmatch(name, pattern) for pattern in patterns.get(ROOT / top, ())):
+            missing.append(path.relative_to(ROOT).as_posix())
+    assert set(missing) <= {"repo/examples/make_models.py", "repo/examples/make_picture.py"}
+
+
+def test_the_change_log_has_a_place_for_the_next_change() -> None:
+    assert re.search(r"^## \[?Unreleased\]?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
