@@ -1,0 +1,187 @@
+"""Where things stand in a text-format file: blocks, fields and values with line and column.
+
+protobuf's text_format decides what a file means, but it stops at the first error and forgets the positions. The
+outline lets load report every error at once, and rules that run on the finished configuration still name a line.
+The rule of the file: no recursion on input; nesting is capped before anything else sees the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+DEPTH = 32
+"""How deep blocks may nest. The schema itself needs eight."""
+
+_TOKEN = re.compile(
+    r"""
+    (?P<space>[ \t\r\f\v\n]+ | \#[^\n]*)
+  | (?P<word>[A-Za-z_][A-Za-z0-9_+-]*)
+  | (?P<number>(?:[0-9+-]|\.[0-9])[A-Za-z0-9_.+-]*)
+  | (?P<string>"(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*')
+  | (?P<symbol>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+_CLOSER = {"{": "}", "<": ">"}
+
+
+class Token(NamedTuple):
+    """`kind` is word, number, string, symbol or end."""
+
+    kind: str
+    text: str
+    line: int
+    column: int
+
+
+class Field(NamedTuple):
+    """A field as written: `values` has one, or those of a `[..]` list (`listed`)."""
+
+    name: Token
+    values: list[Token | Block]
+    listed: bool
+
+
+class Block(NamedTuple):
+    """What stands between braces, or the whole file."""
+
+    start: Token
+    fields: list[Field]
+
+
+class OutlineError(Exception):
+    """The text is not text format. `final`: nothing else should try to read it."""
+
+    def __init__(self, token: Token, text: str, final: bool = False) -> None:
+        super().__init__(text)
+        self.token = token
+        self.text = text
+        self.final = final
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """A piece of the file for a message: one line, no control characters, not long."""
+    cut = text if len(text) <= limit else text[:limit] + "..."
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
+
+
+def tokens(text: str) -> Iterator[Token]:
+    """Every token but space and comments, then one of kind `end`."""
+    line, line_start = 1, 0
+    for match in _TOKEN.finditer(text):
+        kind = str(match.lastgroup)
+        if kind != "space":
+            yield Token(kind, match.group(), line, match.start() - line_start + 1)
+        newlines = text.count("\n", match.start(), match.end())
+        if newlines:
+            line += newlines
+            line_start = text.rindex("\n", match.start(), match.end()) + 1
+    yield Token("end", "end of file", line, len(text) - line_start + 1)
+
+
+class _Reader:
+    """The tokens with one to look at."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = tokens(text)
+        self.head = next(self._tokens)
+
+    def take(self) -> Token:
+        token = self.head
+        if token.kind != "end":
+            self.head = next(self._tokens)
+        return token
+
+
+class _Open(NamedTuple):
+    """A block or list that is not closed yet. `field` is set for a list, and `block` is where it stands."""
+
+    block: Block
+    closer: str
+    start: Token
+    field: Field | None
+
+
+def outline(text: str) -> Block:
+    """The file as a tree; OutlineError where it is not text format."""
+    reader = _Reader(text)
+    root = Block(Token("symbol", "", 1, 1), [])
+    opened = [_Open(root, "", root.start, None)]
+    while opened:
+        here = opened[-1]
+        token = reader.take()
+        if token.text == here.closer or (token.kind == "end" and not here.closer):
+            opened.pop()
+        elif token.kind == "end":
+            start = here.start
+            raise OutlineError(
+                start, f'"{start.text}" is never closed: expected "{here.closer}" before the end of file'
+            )
+        elif here.field is not None:
+            _list_item(reader, token, here.field, opened)
+        elif token.kind == "word":
+            _field(reader, token, here.block, opened)
+        elif token.text not in (",", ";"):
+            raise OutlineError(token, f"found {_named(token)}, expected a field name" + _or_closer(here))
+        if len(opened) > DEPTH:
+            raise OutlineError(token, f"nested deeper than {DEPTH} levels", final=True)
+    return root
+
+
+def _field(reader: _Reader, name: Token, block: Block, opened: list[_Open]) -> None:
+    colon = reader.head.text == ":"
+    if colon:
+        reader.take()
+    token = reader.take()
+    found = Field(name, [], token.text == "[")
+    block.fields.append(found)
+    if found.listed:
+        opened.append(_Open(block, "]", token, found))
+    elif token.text in _CLOSER:
+        _open_block(token, found, opened)
+    elif not colon:
+        raise OutlineError(token, f'found {_named(token)} after "{shown(name.text)}", expected ":" and a value or "{{"')
+    else:
+        found.values.append(_scalar(reader, token))
+
+
+def _list_item(reader: _Reader, token: Token, field: Field, opened: list[_Open]) -> None:
+    if field.values:
+        if token.text != ",":
+            raise OutlineError(token, f'found {_named(token)} in a list, expected "," or "]"')
+        token = reader.take()
+    if token.text in _CLOSER:
+        _open_block(token, field, opened)
+    else:
+        field.values.append(_scalar(reader, token))
+
+
+def _open_block(token: Token, field: Field, opened: list[_Open]) -> None:
+    block = Block(token, [])
+    field.values.append(block)
+    opened.append(_Open(block, _CLOSER[token.text], token, None))
+
+
+def _scalar(reader: _Reader, token: Token) -> Token:
+    if token.text in ('"', "'"):
+        raise OutlineError(token, "this string is not closed on its line")
+    if token.kind not in ("word", "number", "string"):
+        raise OutlineError(token, f"found {_named(token)}, expected a value")
+    if token.kind == "string":
+        pieces = [token.text]
+        while reader.head.kind == "string":
+            pieces.append(reader.take().text)
+        if len(pieces) > 1:
+            token = token._replace(text=" ".join(pieces))
+    return token
+
+
+def _named(token: Token) -> str:
+    return token.text if token.kind == "end" else f'"{shown(token.text)}"'
+
+
+def _or_closer(here: _Open) -> str:
+    return f' or "{here.closer}"' if here.closer else ""

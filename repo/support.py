@@ -1,0 +1,184 @@
+"""What is done with each field of a configuration: honoured, accepted without effect, or refused.
+
+The rule of the file: a field whose absence could change an answer is refused until it is honoured. Every field of
+every message has its row; `python -m shmserve.repo.support` prints the table that docs/repository.md shows.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Status(Enum):
+    HONOURED = "honoured"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+class Support(NamedTuple):
+    """`note` says what is done, or why it is not: the text of the warning or the problem."""
+
+    status: Status
+    note: str
+
+
+TABLE: dict[str, Support] = {}
+"""`Message.field` -> what is done with it. Nested messages are written `Outer.Inner.field`."""
+
+
+def _rows(message: str, status: Status, note: str, *fields: str) -> None:
+    for field in fields:
+        TABLE[f"{message}.{field}"] = Support(status, note)
+
+
+_Y, _N, _X = Status.HONOURED, Status.NO_EFFECT, Status.REFUSED
+
+_rows("ModelConfig", _Y, "must equal the directory; taken from it when empty", "name")
+_rows("ModelConfig", _Y, "the older way to name the backend", "platform")
+_rows("ModelConfig", _Y, "taken from the platform, the files or the model's name when empty", "backend")
+_rows("ModelConfig", _X, "another library than the backend's own cannot be loaded", "runtime")
+_rows("ModelConfig", _Y, "which versions are served; default latest 1", "version_policy")
+_rows("ModelConfig", _Y, "0: tensors have no batch dimension", "max_batch_size")
+_rows("ModelConfig", _Y, "the tensors that callers send and get", "input", "output")
+_rows("ModelConfig", _X, "inputs computed for ragged batches are not made yet", "batch_input")
+_rows("ModelConfig", _X, "outputs of ragged batches are not cut back yet", "batch_output")
+_rows("ModelConfig", _Y, "see its fields", "optimization")
+_rows("ModelConfig", _Y, "requests are gathered into batches", "dynamic_batching")
+_rows("ModelConfig", _X, "sequences are not scheduled yet", "sequence_batching")
+_rows("ModelConfig", _X, "ensembles are not run yet", "ensemble_scheduling")
+_rows("ModelConfig", _Y, "the worker processes of the model", "instance_group")
+_rows("ModelConfig", _Y, "the model's file in its version directory", "default_model_filename")
+_rows("ModelConfig", _N, "models run on the CPU, so the default file is used", "cc_model_filenames")
+_rows("ModelConfig", _N, "metrics carry no labels of the model's own yet", "metric_tags")
+_rows("ModelConfig", _Y, "given to the backend", "parameters")
+_rows("ModelConfig", _N, "no warm-up is run yet: the first requests may be slow", "model_warmup")
+_rows("ModelConfig", _Y, "see its fields", "model_operations", "model_transaction_policy", "response_cache")
+_rows(
+    "ModelConfig",
+    _X,
+    "an agent may replace or refuse the model's files, and none can be run",
+    "model_repository_agents",
+)
+_rows("ModelConfig", _N, "the metrics are those of every model", "model_metrics")
+
+_NO_LIMITER = "instances run as soon as they are idle; there is no rate limiter yet"
+_rows("ModelRateLimiter", _N, _NO_LIMITER, "resources", "priority")
+_rows("ModelRateLimiter.Resource", _N, _NO_LIMITER, "name", "global", "count")
+
+_rows("ModelInstanceGroup", _Y, "default the model's name, `_` and the group's number", "name")
+_rows("ModelInstanceGroup", _Y, "KIND_AUTO becomes KIND_CPU; KIND_GPU is refused without such a GPU", "kind")
+_rows("ModelInstanceGroup", _Y, "default 1, or 2 for onnxruntime on the CPU", "count")
+_rows("ModelInstanceGroup", _N, _NO_LIMITER, "rate_limiter")
+_rows("ModelInstanceGroup", _N, "no instance runs on a GPU yet", "gpus")
+_rows("ModelInstanceGroup", _N, "there is no backend that uses a secondary device", "secondary_devices")
+_rows("ModelInstanceGroup", _X, "only TensorRT has optimisation profiles", "profile")
+_rows("ModelInstanceGroup", _Y, "loaded, never scheduled", "passive")
+_rows("ModelInstanceGroup", _N, "instances use the CPU cores of the server", "host_policy")
+_SECONDARY = "with `ModelInstanceGroup.secondary_devices`"
+_rows("ModelInstanceGroup.SecondaryDevice", _N, _SECONDARY, "kind", "device_id")
+
+_RESHAPE = "the model sees the shape that callers send; other shapes are not made yet"
+_rows("ModelTensorReshape", _X, "with `reshape`", "shape")
+
+_rows("ModelInput", _Y, "checked in every request", "name", "data_type", "dims")
+_rows("ModelInput", _Y, "a hint: image formats need 3 dims", "format")
+_rows("ModelInput", _X, _RESHAPE, "reshape")
+_rows("ModelInput", _X, "only TensorRT has shape tensors", "is_shape_tensor")
+_rows("ModelInput", _X, "requests of different shapes cannot share a batch yet", "allow_ragged_batch")
+_rows("ModelInput", _Y, "a request may leave it out", "optional")
+_rows("ModelInput", _X, "only TensorRT has such layouts", "is_non_linear_format_io")
+
+_rows("ModelOutput", _Y, "checked against what the model returns", "name", "data_type", "dims")
+_rows("ModelOutput", _X, _RESHAPE, "reshape")
+_rows("ModelOutput", _N, "no classification results are made yet", "label_filename")
+_rows("ModelOutput", _X, "only TensorRT has shape tensors", "is_shape_tensor")
+_rows("ModelOutput", _X, "only TensorRT has such layouts", "is_non_linear_format_io")
+
+_rows("BatchInput", _X, "with `ModelConfig.batch_input`", "kind", "target_name", "data_type", "source_input")
+_rows("BatchOutput", _X, "with `ModelConfig.batch_output`", "target_name", "kind", "source_input")
+
+_rows("ModelVersionPolicy", _Y, "the numerically highest versions", "latest")
+_rows("ModelVersionPolicy", _Y, "every version directory", "all")
+_rows("ModelVersionPolicy", _Y, "those listed that exist", "specific")
+_rows("ModelVersionPolicy.Latest", _Y, "0 counts as 1", "num_versions")
+_rows("ModelVersionPolicy.Specific", _Y, "a version without a directory is a warning", "versions")
+
+_ENGINE = "a hint for speed; the engine keeps its default"
+_ON_CPU = "a hint for GPUs; models run on the CPU"
+_MEMORY = "tensors are read where they lie; there is no staging on the CPU"
+_rows("ModelOptimizationPolicy", _Y, "see its fields", "graph", "cuda", "execution_accelerators")
+_rows("ModelOptimizationPolicy", _N, _ON_CPU, "priority", "gather_kernel_buffer_threshold")
+_rows("ModelOptimizationPolicy", _N, _MEMORY, "input_pinned_memory", "output_pinned_memory")
+_rows("ModelOptimizationPolicy", _N, "the waiting batch stays open until it starts", "eager_batching")
+_rows("ModelOptimizationPolicy.Graph", _N, _ENGINE, "level")
+_rows("ModelOptimizationPolicy.Cuda", _N, _ON_CPU, "graphs", "busy_wait_events", "graph_spec", "output_copy_stream")
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec", _N, _ON_CPU, "batch_size", "input", "graph_lower_bound")
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec.Shape", _N, _ON_CPU, "dim")
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound", _N, _ON_CPU, "batch_size", "input")
+_ACCELERATORS = "ModelOptimizationPolicy.ExecutionAccelerators"
+_rows(_ACCELERATORS, _N, _ON_CPU, "gpu_execution_accelerator")
+_rows(_ACCELERATORS, _N, _ENGINE, "cpu_execution_accelerator")
+_rows(_ACCELERATORS + ".Accelerator", _N, "with the list that it stands in", "name", "parameters")
+_rows("ModelOptimizationPolicy.PinnedMemoryBuffer", _N, _MEMORY, "enable")
+
+_rows("ModelQueuePolicy", _Y, "REJECT, or DELAY: served when nothing else waits", "timeout_action")
+_rows("ModelQueuePolicy", _Y, "0: no limit", "default_timeout_microseconds", "max_queue_size")
+_rows("ModelQueuePolicy", _Y, "a request may ask for a shorter time", "allow_timeout_override")
+
+_rows("ModelDynamicBatching", _Y, "default the largest batch", "preferred_batch_size")
+_rows("ModelDynamicBatching", _Y, "how long the oldest request waits for company", "max_queue_delay_microseconds")
+_rows("ModelDynamicBatching", _Y, "answers leave in the order of arrival", "preserve_ordering")
+_rows("ModelDynamicBatching", _Y, "0: no priorities; level 1 is the most urgent", "priority_levels")
+_rows("ModelDynamicBatching", _Y, "for requests that name no level", "default_priority_level")
+_rows("ModelDynamicBatching", _Y, "limits of the queue", "default_queue_policy", "priority_queue_policy")
+
+_SEQUENCE = "with `ModelConfig.sequence_batching`"
+_rows("ModelSequenceBatching", _X, _SEQUENCE, "direct", "oldest", "max_sequence_idle_microseconds")
+_rows("ModelSequenceBatching", _X, _SEQUENCE, "control_input", "state", "iterative_sequence")
+_CONTROL = ("kind", "int32_false_true", "fp32_false_true", "bool_false_true", "data_type")
+_rows("ModelSequenceBatching.Control", _X, _SEQUENCE, *_CONTROL)
+_rows("ModelSequenceBatching.ControlInput", _X, _SEQUENCE, "name", "control")
+_INITIAL = ("data_type", "dims", "zero_data", "data_file", "name")
+_rows("ModelSequenceBatching.InitialState", _X, _SEQUENCE, *_INITIAL)
+_STATE = ("input_name", "output_name", "data_type", "dims", "initial_state")
+_rows("ModelSequenceBatching.State", _X, _SEQUENCE, *_STATE)
+_rows("ModelSequenceBatching.State", _X, _SEQUENCE, "use_same_buffer_for_input_output", "use_growable_memory")
+_DIRECT = ("max_queue_delay_microseconds", "minimum_slot_utilization")
+_rows("ModelSequenceBatching.StrategyDirect", _X, _SEQUENCE, *_DIRECT)
+_OLDEST = ("max_candidate_sequences", "preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering")
+_rows("ModelSequenceBatching.StrategyOldest", _X, _SEQUENCE, *_OLDEST)
+
+_ENSEMBLE = "with `ModelConfig.ensemble_scheduling`"
+_rows("ModelEnsembling", _X, _ENSEMBLE, "step", "max_inflight_requests")
+_STEP = ("model_name", "model_version", "input_map", "output_map", "model_namespace")
+_rows("ModelEnsembling.Step", _X, _ENSEMBLE, *_STEP)
+
+_rows("ModelParameter", _Y, "given to the backend as it is", "string_value")
+
+_WARMUP = "with `ModelConfig.model_warmup`"
+_rows("ModelWarmup", _N, _WARMUP, "name", "batch_size", "inputs", "count")
+_rows("ModelWarmup.Input", _N, _WARMUP, "data_type", "dims", "zero_data", "random_data", "input_data_file")
+
+_rows("ModelOperations", _X, "libraries of custom operators cannot be loaded yet", "op_library_filename")
+_rows("ModelTransactionPolicy", _X, "a request gets one answer; decoupled models are not run yet", "decoupled")
+_rows("ModelRepositoryAgents", _X, "with `ModelConfig.model_repository_agents`", "agents")
+_rows("ModelRepositoryAgents.Agent", _X, "with `ModelConfig.model_repository_agents`", "name", "parameters")
+_rows("ModelResponseCache", _N, "there is no cache yet: every request is computed", "enable")
+
+_METRICS = "with `ModelConfig.model_metrics`"
+_rows("ModelMetrics", _N, _METRICS, "metric_control")
+_rows("ModelMetrics.MetricControl", _N, _METRICS, "metric_identifier", "histogram_options")
+_rows("ModelMetrics.MetricControl.MetricIdentifier", _N, _METRICS, "family")
+_rows("ModelMetrics.MetricControl.HistogramOptions", _N, _METRICS, "buckets")
+
+
+def markdown() -> str:
+    """The table as docs/repository.md has it."""
+    lines = ["| Field | What is done | |", "| --- | --- | --- |"]
+    lines += [f"| `{field}` | {entry.status.value} | {entry.note} |" for field, entry in TABLE.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
