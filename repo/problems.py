@@ -10,11 +10,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.outline import shown
 
 LIMIT = 50
 """Problems listed for one file; the rest is counted."""
 
 _LONGEST_NAME = 100
+_LONGEST_PATH = 200
+_LONGEST_TEXT = 1000
 
 Place = tuple[int, int]
 """Line and column, from 1; (0, 0) where there is none."""
@@ -59,19 +62,25 @@ class Report:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
+        """In the order of the file; those without a place come first."""
+        found = sorted(self._problems, key=lambda problem: (problem.line, problem.column))
         if not self._more:
-            return tuple(self._problems)
-        return (*self._problems, Problem(self.file, 0, 0, "", f"and {self._more} more problems"))
+            return tuple(found)
+        return (*found, Problem(self.file, 0, 0, "", f"and {self._more} more problems"))
 
     def problem(self, path: str, text: str, place: Place | None = None) -> None:
         if self.full:
             self._more += 1
         else:
-            self._problems.append(Problem(self.file, *(place or self.place(path)), path, text))
+            self._problems.append(self._at(path, text, place))
 
     def warn(self, path: str, text: str, place: Place | None = None) -> None:
         if len(self.warnings) < LIMIT:
-            self.warnings.append(Problem(self.file, *(place or self.place(path)), path, text))
+            self.warnings.append(self._at(path, text, place))
+
+    def _at(self, path: str, text: str, place: Place | None) -> Problem:
+        line, column = place or self.place(path)
+        return Problem(self.file, line, column, shown(path, _LONGEST_PATH), shown(text, _LONGEST_TEXT))
 
     def place(self, path: str) -> Place:
         """Where the field stands, or the nearest message around it that the file has."""

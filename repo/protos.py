@@ -49,7 +49,7 @@ def is_map(field: Field) -> bool:
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
-def local_name(descriptor: Descriptor) -> str:
+def local_name(descriptor: Any) -> str:
     """`ModelSequenceBatching.Control`, without the package."""
     return str(descriptor.full_name).removeprefix(PACKAGE + ".")
 

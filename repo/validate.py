@@ -6,6 +6,7 @@ groups and the general rules are here, the schedulers' in validate_schedulers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.messages import DIMS, NAME_LENGTH, TENSORS
 from shmserve.repo.complete import COMPLETING, ENGINES, ENSEMBLE, is_ensemble, needs_completion
+from shmserve.repo.outline import shown
 from shmserve.repo.problems import meant, nearest
 from shmserve.repo.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 from shmserve.repo.validate_schedulers import validate_scheduler
@@ -39,7 +41,7 @@ class Host(NamedTuple):
 def validate(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
     """Reports every rule that a completed configuration breaks."""
     if not MODEL_NAME.fullmatch(config.name):
-        problem("name", f'found "{config.name[:NAME_LENGTH]}", expected {NAME_RULE}')
+        problem("name", f'found "{shown(config.name)}", expected {NAME_RULE}')
     _engine(config, host, problem)
     if config.max_batch_size < 0:
         problem("max_batch_size", f"found {config.max_batch_size}, expected 0 or more")
@@ -55,14 +57,14 @@ def _engine(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
     platforms = [engine.platform for engine in ENGINES if engine.platform]
     if is_ensemble(config):
         if config.backend:
-            problem("backend", f'found "{config.backend}", but an ensemble has no backend')
+            problem("backend", f'found "{shown(config.backend)}", but an ensemble has no backend')
         return
     if config.platform and config.platform not in platforms:
-        text = f'found "{config.platform}", not a platform; {meant(config.platform, [*platforms, ENSEMBLE])}'
+        text = f'found "{shown(config.platform)}", not a platform; {meant(config.platform, [*platforms, ENSEMBLE])}'
         problem("platform", text)
     for engine in ENGINES:
         if engine.platform and engine.platform == config.platform and engine.backend != config.backend:
-            text = f'found "{config.backend}", but platform "{config.platform}" is backend "{engine.backend}"'
+            text = f'found "{shown(config.backend)}", but platform "{config.platform}" is backend "{engine.backend}"'
             problem("backend", text)
             return
     if not config.backend:
@@ -72,8 +74,8 @@ def _engine(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
             problem("backend", f"{text}; name one of {_listed(host.backends)}, or bring one of {files}")
     elif config.backend not in host.backends:
         near = nearest(config.backend, host.backends)
-        hint = f'; did you mean "{near}"?' if near else ""
-        problem("backend", f'"{config.backend}" is not here{hint} This server has {_listed(host.backends)}')
+        hint = f'did you mean "{near}"?' if near else f"it has {_listed(host.backends)}"
+        problem("backend", f'found "{shown(config.backend)}", which this server does not have; {hint}')
     elif config.backend not in COMPLETING:
         for field, tensors in (("input", config.input), ("output", config.output)):
             if not tensors:
@@ -228,7 +230,7 @@ def _instance_group(path: str, group: ModelInstanceGroup, host: Host, problem: P
                     problem(f"{path}.gpus[{place}]", f"no GPU {gpu} here; there are {sorted(host.gpus)}")
     for place, profile in enumerate(group.profile):
         if not (profile.isascii() and profile.isdigit()):
-            problem(f"{path}.profile[{place}]", f"found {profile[:60]!a}, expected a whole number, 0 or more")
+            problem(f"{path}.profile[{place}]", f'found "{shown(profile)}", expected a whole number, 0 or more')
 
 
 def _others(config: ModelConfig, problem: ProblemFunction) -> None:
@@ -239,8 +241,11 @@ def _others(config: ModelConfig, problem: ProblemFunction) -> None:
         path = f"model_metrics.metric_control[{index}]"
         if control.metric_identifier is None or not control.metric_identifier.family:
             problem(f"{path}.metric_identifier.family", "not given")
-        if control.histogram_options is not None and not control.histogram_options.buckets:
+        buckets = control.histogram_options.buckets if control.histogram_options is not None else None
+        if buckets is not None and not buckets:
             problem(f"{path}.histogram_options.buckets", "empty; expected at least one")
+        elif buckets and not all(math.isfinite(bucket) for bucket in buckets):
+            problem(f"{path}.histogram_options.buckets", "expected finite numbers")
     file_name("default_model_filename", config.default_model_filename, problem)
     for capability, name in config.cc_model_filenames.items():
         file_name(f'cc_model_filenames["{capability}"]', name, problem)
@@ -252,4 +257,4 @@ def _others(config: ModelConfig, problem: ProblemFunction) -> None:
 def file_name(path: str, name: str, problem: ProblemFunction) -> None:
     """A file of the model stays in the model's directory."""
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-        problem(path, f"found {name[:60]!a}, expected a file in the model's directory, without .. or a leading /")
+        problem(path, f'found "{shown(name)}", expected a file of the model, without .. or a / in front')
