@@ -1,0 +1,128 @@
+"""A hostile client on each link, an honest one beside them, and what is different in the server afterwards.
+
+The rule of the file: the server is looked at from outside only (its answers, /proc), before and after.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+from bench import models, processes
+from bench.child import Child, Team
+from bench.hostile_client import settle
+from bench.raw import Lane
+from bench.setting import Served, serving
+
+SETTLE = 20.0
+"""Seconds within which the server must have let go of everything: a death notice, not a test of speed."""
+MIB = 1 << 20
+
+
+@dataclass
+class Hostile:
+    sent: int = 0
+    right: int = 0
+    harm: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    def blame(self, text: str, times: int = 1) -> None:
+        self.harm += times
+        self.examples.append(text)
+
+    def text(self) -> str:
+        counts = ", ".join(f"{key} {count:,}" for key, count in self.counts.most_common())
+        words = f"{self.sent:,} hostile packets ({counts}); honest client right {self.right:,} times"
+        return "; ".join([words, *self.examples[:5]])
+
+
+@dataclass
+class Picture:
+    """The server as /proc shows it."""
+
+    workers: set[int]
+    descriptors: Counter[str]
+    segments: set[str]
+    resident: int
+
+    @classmethod
+    def of(cls, broker: int) -> Picture:
+        return cls(
+            set(processes.descendants(broker)),
+            Counter(processes.descriptors(broker)),
+            processes.segments(),
+            processes.resident_bytes(broker),
+        )
+
+    def worse(self, before: Picture) -> list[str]:
+        """What is there now that was not there before."""
+        found = []
+        if self.workers != before.workers:
+            found.append(f"{len(self.workers ^ before.workers)} worker processes ended or came")
+        if more := self.descriptors - before.descriptors:
+            found.append(f"descriptors more than before: {dict(more)}")
+        if more_segments := self.segments - before.segments:
+            found.append(f"{len(more_segments)} segments more than before")
+        return found
+
+
+def write_repository(root: Path) -> None:
+    models.write(root, "identity", models.identity(max_batch=8), {})
+    models.write(root, "strings", models.identity("STRING", max_batch=8), {})
+
+
+def compare(server: Served, before: Picture, seconds: float = SETTLE) -> tuple[Picture, list[str]]:
+    """Until the picture is no worse, or the time is over. Each look waits for a round trip through the server."""
+    end = monotonic() + seconds
+    broker = server.broker_pid()
+    with Lane(str(server.runtime_dir / "lane.sock")) as lane:
+        lane.hello("memfd")
+        extra = Counter({"socket": 1})  # this very connection
+        while True:
+            alive = settle(lane, 5.0)
+            now = Picture.of(broker)
+            now.descriptors -= extra
+            worse = now.worse(before)
+            if not alive:
+                worse.append("the server does not answer")
+            if not worse or monotonic() > end:
+                return now, worse
+
+
+def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, ...] = ("lane", "zmq")) -> Hostile:
+    write_repository(repository)
+    found = Hostile()
+    with serving(repository) as server:
+        broker = server.broker_pid()
+        paths = {"lane": str(server.runtime_dir / "lane.sock"), "zmq": str(server.runtime_dir / "broker.sock")}
+        with Team([Child("bench.hostile_client:honest", url=server.lane, model="identity")]) as honest:
+            honest.ask(seconds=0.5)
+            before = Picture.of(broker)
+            attacks = [
+                Child("bench.hostile_client:attack", link=link, path=paths[link], seed=seed, model="identity")
+                for seed, link in enumerate(links)
+            ]
+            with Team(attacks) as team:
+                # The honest one works as long as the others may; they stop at their count.
+                honest.children[0].tell(seconds=seconds)
+                answers = team.ask(count=count // len(links), seconds=seconds)
+                beside = honest.children[0].answer()
+            now, worse = compare(server, before)
+            after = honest.ask(seconds=0.5)[0]
+    for link, answer in zip(links, answers, strict=True):
+        found.sent += answer["sent"]
+        found.counts.update(answer["counts"])
+        for text in answer["leaks"]:
+            found.blame(f"{link}: a text tells too much: {text}")
+    for text in worse:
+        found.blame(text)
+    found.right = beside["right"]
+    wrong = beside["wrong"] + after["wrong"]
+    if wrong:
+        found.blame(f"honest client: {(beside['examples'] + after['examples'])[0]}", wrong)
+    if now.resident > before.resident + 256 * MIB:
+        found.blame(f"the broker grew from {before.resident // MIB} to {now.resident // MIB} MiB")
+    return found

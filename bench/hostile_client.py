@@ -1,0 +1,154 @@
+"""The two sides of the hostile run: who sends mischief, and who works beside him and must notice nothing.
+
+The rule of the file: whatever comes back to the hostile one is read as a client would, and its texts are searched for
+what no client may learn: paths, names of segments, addresses of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+from collections import Counter
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from bench.child import Answer, Handler
+from bench.mischief import Mischief
+from bench.raw import Ended, Lane, Link, Segment, Zmq
+from shmserve import messages
+from shmserve.messages import Fail, FailHeld, Goodbye, Welcome
+
+SECRETS = re.compile(r"/(?:tmp|run|dev|home|work|usr|proc|var|root)\b|0x[0-9a-f]{6,}|shmserve[-_][0-9a-f]{8}|Traceback")
+TOGETHER = 50
+"""Packets sent before the answers are looked at."""
+
+
+class Attack:
+    def __init__(self, link: str, path: str, seed: int, model: str) -> None:
+        self._kind = link
+        self._path = path
+        self._mischief = Mischief(seed, model, "x")
+        self._link: Link | None = None
+        self._segment: Segment | None = None
+        self.counts: Counter[str] = Counter()
+        self.leaks: list[str] = []
+
+    def _connect(self) -> Link:
+        link: Link
+        if self._kind == "lane":
+            link = Lane(self._path)
+            link.settimeout(5.0)
+        else:
+            link = Zmq(self._path)
+        self.counts["connections"] += 1
+        if self._mischief.random.random() < 0.9:
+            answer = link.hello("memfd" if self._kind == "lane" else "frames")
+            assert isinstance(answer, Welcome), answer
+            self._mischief.owner = link.owner
+            if isinstance(link, Lane):
+                self._segment = Segment(link, 4096)
+        return link
+
+    def _leave(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+    def _descriptors(self) -> tuple[int, ...]:
+        """Few packets bring descriptors along, and then the wrong ones, or none where they should."""
+        roll = self._mischief.random.random()
+        if roll > 0.05:
+            return ()
+        if roll < 0.01:
+            return tuple(os.open("/dev/null", os.O_RDWR) for _ in range(self._mischief.random.choice((1, 8, 250))))
+        descriptor = os.memfd_create("unsealed", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, 4096)
+        return (descriptor,)
+
+    def _send(self, link: Link) -> None:
+        packet = self._mischief.packet()
+        if isinstance(link, Lane):
+            descriptors = self._descriptors()
+            try:
+                link.send_bytes(packet, descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        elif isinstance(link, Zmq):
+            frames = [self._mischief.random.randbytes(self._mischief.random.choice((0, 64, 5000)))] * (
+                self._mischief.random.choice((0, 0, 0, 1, 2, 40))
+            )
+            link.send_bytes(packet, tuple(frames))
+
+    def _look(self, link: Link) -> None:
+        for message in link.drain():
+            self.counts[type(message).__name__] += 1
+            if isinstance(message, (Fail, FailHeld, Goodbye)):
+                self.counts[message.code] += 1
+                if SECRETS.search(message.text) and len(self.leaks) < 5:
+                    self.leaks.append(message.text)
+                if isinstance(message, Goodbye):
+                    raise Ended(message.text)
+
+    def run(self, count: int, seconds: float) -> Answer:
+        end = perf_counter() + seconds
+        sent = 0
+        while sent < count and perf_counter() < end:
+            try:
+                link = self._link = self._link or self._connect()
+                for _ in range(TOGETHER):
+                    self._send(link)
+                    sent += 1
+                self._look(link)
+                if self._mischief.random.random() < 0.01:
+                    self._leave()
+            except (TimeoutError, Ended, ConnectionError, BrokenPipeError):
+                self.counts["cut off"] += 1
+                self._leave()
+        self._leave()
+        return {"sent": sent, "counts": dict(self.counts), "leaks": self.leaks}
+
+
+def attack(link: str, path: str, seed: int, model: str) -> Handler:
+    return lambda count, seconds: Attack(link, path, seed, model).run(count, seconds)
+
+
+def honest(url: str, model: str) -> Handler:
+    """Infers until told to stop by `seconds`; counts what was wrong."""
+    from shmserve import Client, ServeError
+
+    client = Client(url)
+
+    def handle(seconds: float) -> Answer:
+        found: dict[str, Any] = {"right": 0, "wrong": 0, "examples": []}
+        rng = np.random.default_rng(5)
+        end = perf_counter() + seconds
+        while perf_counter() < end:
+            x = rng.standard_normal((1, int(rng.choice((4, 900, 40_000))))).astype(np.float32)
+            try:
+                good = np.array_equal(client.infer(model, {"x": x}, timeout=20.0)["y"], x)
+                text = "" if good else f"other bytes for {x.shape}"
+            except ServeError as error:
+                good, text = False, f"{type(error).__name__}: {error}"
+            found["right" if good else "wrong"] += 1
+            if not good and len(found["examples"]) < 3:
+                found["examples"].append(text)
+        return found
+
+    return handle
+
+
+def settle(link: Link, seconds: float) -> bool:
+    """One Ping and its Pong: what was sent to the server before has been handled."""
+    link.send(messages.Ping(7))
+    try:
+        link.receive_kind(messages.Pong, seconds=seconds)
+    except (TimeoutError, Ended):
+        return False
+    return bool(select.select([], [link], [], seconds)[1])

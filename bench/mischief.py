@@ -1,0 +1,152 @@
+"""What a hostile client sends: packets from a seed, near enough to good ones to get far, and wrong in every way.
+
+The rule of the file: the same seed gives the same packets, so that a failure can be replayed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from shmserve import messages
+
+ODD_NUMBERS = (0, 1, -1, 2, 5, 4096, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1.5, True)
+ODD_NAMES = ("", "x", "y", "model", "nobody", "n" * 128, "n" * 129, "n" * 300, "../../etc", "a\nb", "\x00", "é" * 90)
+ODD_TYPES = ("FP32", "INT64", "BYTES", "BOOL", "fp32", "", "FLOAT999", None, 7)
+
+
+class Mischief:
+    """`owner` is the number that Welcome gave; `model`, `tensor` a good model with an FP32 input [-1]."""
+
+    def __init__(self, seed: int, model: str, tensor: str) -> None:
+        self.random = random.Random(seed)
+        self.owner = 0
+        self._model = model
+        self._tensor = tensor
+        self._request = 0
+        self._kinds: list[tuple[int, Callable[[], Any]]] = [
+            (30, self._infer),
+            (5, self._return),
+            (4, self._cancel),
+            (4, self._map),
+            (3, self._unmap),
+            (4, self._ask),
+            (4, self._ping),
+            (3, self._stray),
+            (1, self._hello),
+            (4, lambda: self._tree(3)),
+        ]
+        self._weights = [weight for weight, _ in self._kinds]
+
+    def packet(self) -> bytes:
+        roll = self.random.random()
+        if roll < 0.03:
+            return self.random.randbytes(self.random.randint(0, 200))
+        if roll < 0.032:
+            return self.random.randbytes(messages.PACKET_BYTES)
+        count = self.random.choice((1, 1, 1, 2, 3, 8))
+        packet = bytes(msgpack.packb([self._message() for _ in range(count)], default=str))
+        return self._mutate(packet) if self.random.random() < 0.4 else packet
+
+    def _message(self) -> Any:
+        return self.random.choices(self._kinds, self._weights)[0][1]()
+
+    def _mutate(self, packet: bytes) -> bytes:
+        changed = bytearray(packet)
+        for _ in range(self.random.randint(1, 3)):
+            at = self.random.randrange(len(changed) + 1)
+            roll = self.random.random()
+            if roll < 0.4 and at < len(changed):
+                changed[at] = self.random.randrange(256)
+            elif roll < 0.6:
+                del changed[at : at + self.random.randint(1, 10)]
+            elif roll < 0.8:
+                changed[at:at] = self.random.randbytes(self.random.randint(1, 6))
+            else:
+                del changed[at:]
+        return bytes(changed)
+
+    # ------------------------------------------------------------------------------------ messages
+
+    def _odd(self, good: Any, odd: tuple[Any, ...], share: float = 0.15) -> Any:
+        return self.random.choice(odd) if self.random.random() < share else good
+
+    def _number(self) -> Any:
+        return self._odd(self.random.getrandbits(self.random.choice((3, 12, 31, 63))), ODD_NUMBERS)
+
+    def _handle(self) -> Any:
+        segment = self._odd(
+            self.owner << messages.OWNER_SHIFT | 1, (0, 1, 1 << 32 | 1, 2 << 32 | 1, self._number()), 0.4
+        )
+        return [segment, self._odd(0, (*ODD_NUMBERS, 64, 100), 0.4), self._odd(64, ODD_NUMBERS, 0.4)]
+
+    def _tensor_of(self) -> Any:
+        width = self.random.choice((0, 1, 4, 16, 1024))
+        shape: Any = self._odd(
+            [1, width], ([], [width], [-1, width], [9, 4], [1] * 33, [2**62, 4], [1, 2**63 - 1], "x")
+        )
+        data: Any = bytes(4 * width)
+        roll = self.random.random()
+        if roll < 0.3:
+            data = [self._handle() for _ in range(self.random.choice((1, 1, 2, 40)))]
+        elif roll < 0.4:
+            data = self._odd(0, (*ODD_NUMBERS, b"short", b"b" * 5000, None, {}), 0.7)
+        return [self._odd(self._tensor, ODD_NAMES), self._odd("FP32", ODD_TYPES), shape, data]
+
+    def _infer(self) -> Any:
+        self._request += 1
+        inputs: Any = [self._tensor_of() for _ in range(self.random.choice((1, 1, 1, 1, 0, 2, 300)))]
+        wanted: Any = self._odd(None, ([["y"]], [["y", self._handle()]], [["nothing"]], [["y"]] * 300, 5), 0.2)
+        options: Any = self._odd(
+            None, ({"priority": self._number()}, {"sequence": 5}, {"unknown": 1}, {"parameters": {"a": []}}, []), 0.2
+        )
+        fields = [
+            self._odd(self._request, ODD_NUMBERS, 0.05),
+            self._odd(self._model, ODD_NAMES, 0.08),
+            self._odd(0, ODD_NUMBERS, 0.05),
+            self._odd(inputs, (5, None, [[]], {}), 0.05),
+            wanted,
+            self._odd(0, (1, 100, *ODD_NUMBERS)),
+            options,
+        ]
+        return [7, *fields[: self.random.choice((7, 7, 7, 4, 2))]]
+
+    def _return(self) -> Any:
+        return [3, [self._handle() for _ in range(self.random.choice((1, 1, 5, 300)))]]
+
+    def _cancel(self) -> Any:
+        return [8, self._odd(self._request, ODD_NUMBERS)]
+
+    def _map(self) -> Any:
+        segment = self._odd(self.owner << messages.OWNER_SHIFT | self.random.randint(1, 40), (self._number(), 1), 0.2)
+        name = self._odd(None, (*ODD_NAMES, "/shmserve-00", "/dev/null"), 0.3)
+        return [1, segment, self._odd(4096, ODD_NUMBERS, 0.3), name, ""]
+
+    def _unmap(self) -> Any:
+        return [2, self._odd(self.owner << messages.OWNER_SHIFT | self.random.randint(1, 40), ODD_NUMBERS)]
+
+    def _ask(self) -> Any:
+        what = self._odd("statistics", ("live", "ready", "models", "metadata", "config", "nothing", 5, "q" * 300), 0.7)
+        return [9, self._number(), what, self._odd(self._model, ODD_NAMES, 0.3), self._odd(0, ODD_NUMBERS), b""]
+
+    def _ping(self) -> Any:
+        return [self.random.choice((4, 5)), self._number()]
+
+    def _hello(self) -> Any:
+        return [6, self._odd(1, ODD_NUMBERS), os.getpid(), self._odd("again", ODD_NAMES), self._odd("memfd", ("", "x"))]
+
+    def _stray(self) -> Any:
+        """A message that goes the other way, or between the broker and its workers, or nowhere."""
+        return [self.random.choice((*range(32, 40), *range(64, 68), *range(96, 102), 11, 127, -1, "7")), self._number()]
+
+    def _tree(self, depth: int) -> Any:
+        roll = self.random.random()
+        if depth and roll < 0.5:
+            return [self._tree(depth - 1) for _ in range(self.random.randint(0, 5))]
+        if depth and roll < 0.6:
+            return {str(number): self._tree(depth - 1) for number in range(3)}
+        return self.random.choice((*ODD_NUMBERS, *ODD_NAMES, None, b"bytes"))

@@ -1,0 +1,232 @@
+"""Clients of the bare protocol, lane and ZeroMQ: for what the public client would never send, and to count answers.
+
+The rule of the file: every message that comes is kept and counted; nothing is retried, nothing is hidden.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import socket
+from array import array
+from collections import deque
+from time import monotonic
+from typing import Any
+
+from shmserve import messages, wire
+from shmserve.messages import Handle, Hello, Map, Return, Tensor, Unmap, Welcome
+
+ROOM = messages.PACKET_BYTES + 4096
+
+
+class Ended(ConnectionError):
+    """The other side closed the connection."""
+
+
+class Link:
+    """What both kinds share: reading messages one at a time, with a limit."""
+
+    owner = 0
+
+    def __init__(self) -> None:
+        self.inbox: deque[Any] = deque()
+        self._codec = wire.Codec(messages.BrokerMessage)
+
+    def fileno(self) -> int:
+        raise AssertionError
+
+    def send_bytes(self, packet: bytes) -> None:
+        raise AssertionError
+
+    def _fill(self) -> bool:
+        """Takes in one packet; False when none is there."""
+        raise AssertionError
+
+    def send(self, *batch: Any) -> None:
+        self.send_bytes(wire.encode(batch))
+
+    def receive(self, seconds: float = 10.0) -> Any:
+        """The next message; TimeoutError when none comes."""
+        end = monotonic() + seconds
+        while not self.inbox:
+            if not self._fill():
+                left = end - monotonic()
+                if left <= 0 or not select.select([self], [], [], left)[0]:
+                    raise TimeoutError(f"no message within {seconds:g} s")
+        return self.inbox.popleft()
+
+    def receive_kind(self, *kinds: type[Any], seconds: float = 10.0) -> Any:
+        """The next message of these kinds; others are dropped."""
+        end = monotonic() + seconds
+        while True:
+            message = self.receive(max(0.0, end - monotonic()))
+            if isinstance(message, kinds):
+                return message
+
+    def drain(self) -> list[Any]:
+        """Everything that is there now."""
+        while self._fill():
+            pass
+        found = list(self.inbox)
+        self.inbox.clear()
+        return found
+
+    def hello(self, outputs: str, protocol: int = messages.PROTOCOL) -> Any:
+        """Welcome, or the Goodbye that came instead."""
+        self.send(Hello(protocol, os.getpid(), "raw", outputs))
+        answer = self.receive_kind(Welcome, messages.Goodbye)
+        if isinstance(answer, Welcome):
+            self.owner = answer.owner
+        return answer
+
+    def close(self) -> None:
+        raise AssertionError
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Lane(Link):
+    """A SEQPACKET connection; segments that come with descriptors are mapped into `maps`."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(path)
+        self._room = bytearray(ROOM)
+        self.maps: dict[int, mmap.mmap] = {}
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send_bytes(self, packet: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+        self._socket.sendmsg([packet], ancillary)
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._socket.settimeout(seconds)
+
+    def _fill(self) -> bool:
+        try:
+            size, ancillary, flags, _ = self._socket.recvmsg_into([self._room], 4096, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError as error:
+            raise Ended("the connection was reset") from error
+        if not size:
+            raise Ended("the connection was closed")
+        assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC), "a packet was cut"
+        descriptors: list[int] = []
+        for _, kind, data in ancillary:
+            assert kind == socket.SCM_RIGHTS
+            descriptors += array("i", data[: len(data) - len(data) % 4])
+        for message in self._codec.decode(bytes(memoryview(self._room)[:size])):
+            self._note(message, descriptors)
+            self.inbox.append(message)
+        assert not descriptors, "descriptors came that no Map explains"
+        return True
+
+    def _note(self, message: Any, descriptors: list[int]) -> None:
+        if isinstance(message, Map) and message.name is None:
+            fd = descriptors.pop(0)
+            self.maps[message.segment] = mmap.mmap(fd, message.size, prot=mmap.PROT_READ)
+            os.close(fd)
+        elif isinstance(message, Unmap):
+            self.maps.pop(message.segment).close()
+
+    def read(self, tensor: Tensor) -> bytes:
+        """The bytes of a tensor, copied out; what it held is given back."""
+        if isinstance(tensor.data, bytes):
+            return tensor.data
+        assert isinstance(tensor.data, tuple)
+        found = b"".join(self.maps[h.segment][h.offset : h.offset + h.size] for h in tensor.data)
+        self.send(Return(tensor.data))
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+        for mapped in self.maps.values():
+            mapped.close()
+        self.maps.clear()
+
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Segment:
+    """A memfd of one client, with a counter for an allocator: enough for a client that never reuses."""
+
+    def __init__(self, lane: Lane, size: int, number: int = 1, seals: int = SEALS) -> None:
+        self.id = lane.owner << messages.OWNER_SHIFT | number
+        self.size = size
+        self.fd = os.memfd_create("raw", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        if seals:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        self.memory = mmap.mmap(self.fd, size)
+        lane.send_bytes(wire.encode([Map(self.id, size)]), (self.fd,))
+
+    def put(self, offset: int, content: bytes) -> tuple[Handle, ...]:
+        self.memory[offset : offset + len(content)] = content
+        return (Handle(self.id, offset, len(content)),)
+
+    def close(self) -> None:
+        self.memory.close()
+        os.close(self.fd)
+
+
+class Zmq(Link):
+    """A DEALER; tensors may go as frames behind the packet, and those that come so are put where their index was."""
+
+    def __init__(self, path: str) -> None:
+        import zmq
+
+        super().__init__()
+        self._zmq = zmq
+        self._context: Any = zmq.Context()
+        self._socket: Any = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(f"ipc://{path}")
+
+    def __enter__(self) -> Zmq:
+        return self
+
+    def fileno(self) -> int:
+        return int(self._socket.fileno())
+
+    def send_bytes(self, packet: bytes, frames: tuple[bytes, ...] = ()) -> None:
+        self._socket.send_multipart([packet, *frames])
+
+    def _fill(self) -> bool:
+        try:
+            parts = self._socket.recv_multipart(self._zmq.NOBLOCK)
+        except self._zmq.Again:
+            return False
+        packet, *frames = parts
+        used = 0
+        for message in self._codec.decode(packet):
+            for tensor in getattr(message, "outputs", ()):
+                if isinstance(tensor.data, int):
+                    tensor.data = frames[tensor.data]
+                    used += 1
+            self.inbox.append(message)
+        assert used == len(frames), "frames came that no tensor names"
+        return True
+
+    def receive(self, seconds: float = 10.0) -> Any:
+        # The descriptor of a ZeroMQ socket is edge-triggered: its own poll is the only safe wait.
+        end = monotonic() + seconds
+        while not self.inbox:
+            if not self._socket.poll(max(0, int((end - monotonic()) * 1000))):
+                raise TimeoutError(f"no message within {seconds:g} s")
+            self._fill()
+        return self.inbox.popleft()
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,197 @@
+"""The clients of the soak that speak the bare protocol, and so can see an answer that comes twice.
+
+The rule of the file: each request number is sent once; every Reply, Fail and FailHeld is counted against it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from time import perf_counter
+from typing import Any
+
+from bench.child import Answer, Handler
+from bench.raw import Lane, Link, Segment, Zmq
+from bench.soak import batch_of
+from bench.variety import DTYPES, Maker, to_bytes
+from shmserve import messages, wire
+from shmserve.messages import Cancel, Fail, FailHeld, Infer, Released, Reply, Tensor
+
+FLIGHT = 32
+SLOT = 64 * 1024
+PATIENCE = 30.0
+
+
+class Asker:
+    """One connection, its requests in flight, and the counts."""
+
+    def __init__(self, link: Link, seed: int) -> None:
+        self.link = link
+        self.random = random.Random(seed)
+        self.maker = Maker(seed)
+        self.out: dict[int, tuple[tuple[int, ...], bytes, bool, bool]] = {}
+        self.answered: Counter[int] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.examples: list[str] = []
+        self.number = self.twice = self.wrong = 0
+        self.held: set[int] = set()
+
+    def fault(self, text: str) -> None:
+        self.wrong += 1
+        if len(self.examples) < 5:
+            self.examples.append(text)
+
+    def place(self, number: int, content: bytes) -> tuple[Any, tuple[bytes, ...]]:
+        """What goes into Tensor.data, and the frames behind the packet."""
+        raise AssertionError
+
+    def content(self, tensor: Tensor) -> bytes:
+        raise AssertionError
+
+    def free(self, number: int) -> None:
+        """The inputs of this request may be overwritten."""
+
+    def ask(self) -> None:
+        self.number += 1
+        dtype = self.random.choice(DTYPES)
+        model = f"identity_{dtype}" if self.random.random() < 0.8 else "slow"
+        dtype = dtype if model != "slow" else "FP32"
+        shape = self.maker.shape(dtype, self.maker.size(SLOT // 4), batch_of(model))
+        content = to_bytes(self.maker.tensor(dtype, shape))
+        data, frames = self.place(self.number, content)
+        timeout = self.random.choice([500, 5000, 50_000]) if self.random.random() < 0.08 else 0
+        cancel = self.random.random() < 0.1
+        self.out[self.number] = (shape, content, bool(timeout), cancel)
+        infer = Infer(self.number, model, 0, (Tensor("x", dtype, shape, data),), None, timeout)
+        self.post([infer], frames)
+        if cancel:
+            self.post([Cancel(self.random.choice(list(self.out)) if self.random.random() < 0.5 else self.number)], ())
+
+    def post(self, batch: list[Any], frames: tuple[bytes, ...]) -> None:
+        self.link.send(*batch)
+
+    def take(self, message: Any) -> None:
+        if isinstance(message, Released):
+            if message.request not in self.held:
+                self.fault(f"Released({message.request}) without FailHeld before it")
+            self.held.discard(message.request)
+            self.free(message.request)
+            return
+        if not isinstance(message, (Reply, Fail, FailHeld)):
+            return
+        number = message.request
+        self.answered[number] += 1
+        if number not in self.out:
+            self.twice += self.answered[number] > 1
+            if self.answered[number] == 1:
+                self.fault(f"an answer to request {number}, which was never sent: {message}")
+            return
+        shape, content, timed, _ = self.out.pop(number)
+        if isinstance(message, Reply):
+            self.counts["right"] += 1
+            if message.outputs[0].shape != shape or self.content(message.outputs[0]) != content:
+                self.fault(f"request {number}: other bytes or shape than were sent")
+        elif message.code == "CANCELLED":
+            self.counts["cancelled"] += 1  # a Cancel may name any request in flight
+        elif message.code in ("DEADLINE_EXCEEDED", "QUEUE_TIMEOUT") and timed:
+            self.counts["timed out"] += 1
+        else:
+            self.fault(f"request {number}: {message.code}: {message.text}")
+        if isinstance(message, FailHeld):
+            self.held.add(number)
+        else:
+            self.free(number)
+
+    def talk(self, seconds: float) -> Answer:
+        end = perf_counter() + seconds
+        while perf_counter() < end:
+            while len(self.out) < FLIGHT and self.may_ask():
+                self.ask()
+            self.take(self.link.receive(PATIENCE))
+        last = perf_counter() + PATIENCE
+        while (self.out or self.held) and perf_counter() < last:
+            try:
+                self.take(self.link.receive(PATIENCE))
+            except TimeoutError:
+                break
+        # An answer that comes twice would come before this one.
+        self.link.send(messages.Ping(1))
+        while not isinstance(message := self.link.receive(PATIENCE), messages.Pong):
+            self.take(message)
+        if self.held:
+            self.fault(f"Released never came for {len(self.held)} requests")
+        return {
+            "sent": self.number,
+            "lost": len(self.out),
+            "twice": self.twice,
+            "wrong": self.wrong,
+            "counts": dict(self.counts),
+            "examples": self.examples,
+        }
+
+    def may_ask(self) -> bool:
+        return True
+
+
+class LaneAsker(Asker):
+    """Its large inputs lie in slots of one memfd; a slot is free again when the answer, or Released, has come."""
+
+    link: Lane
+
+    def __init__(self, link: Lane, seed: int) -> None:
+        super().__init__(link, seed)
+        link.hello("memfd")
+        self._segment = Segment(link, 2 * FLIGHT * SLOT)
+        self._free = list(range(2 * FLIGHT))
+        self._used: dict[int, int] = {}
+
+    def may_ask(self) -> bool:
+        return bool(self._free)
+
+    def place(self, number: int, content: bytes) -> tuple[Any, tuple[bytes, ...]]:
+        if len(content) <= messages.INLINE_BYTES and self.random.random() < 0.8:
+            return content, ()
+        slot = self._used[number] = self._free.pop()
+        return self._segment.put(slot * SLOT, content), ()
+
+    def free(self, number: int) -> None:
+        slot = self._used.pop(number, None)
+        if slot is not None:
+            self._segment.put(slot * SLOT, b"\xee" * SLOT)  # whoever still reads it will show it
+            self._free.append(slot)
+
+    def content(self, tensor: Tensor) -> bytes:
+        return self.link.read(tensor)
+
+
+class ZmqAsker(Asker):
+    """Its large tensors go and come as frames."""
+
+    link: Zmq
+
+    def __init__(self, link: Zmq, seed: int) -> None:
+        super().__init__(link, seed)
+        link.hello("frames")
+
+    def place(self, number: int, content: bytes) -> tuple[Any, tuple[bytes, ...]]:
+        if len(content) <= messages.INLINE_BYTES and self.random.random() < 0.8:
+            return content, ()
+        return 0, (content,)
+
+    def post(self, batch: list[Any], frames: tuple[bytes, ...]) -> None:
+        self.link.send_bytes(wire.encode(batch), frames)
+
+    def content(self, tensor: Tensor) -> bytes:
+        assert isinstance(tensor.data, bytes), "a large output came as neither bytes nor frame"
+        return tensor.data
+
+
+def raw(link: str, path: str, seed: int) -> Handler:
+    asker: Asker = LaneAsker(Lane(path), seed) if link == "lane" else ZmqAsker(Zmq(path), seed)
+
+    def handle(seconds: float) -> Answer:
+        found = asker.talk(seconds)
+        asker.link.close()
+        return found
+
+    return handle

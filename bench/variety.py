@@ -1,0 +1,83 @@
+"""Random tensors of every dtype, and what they must be equal to: NaN patterns, empty strings, tensors of no elements.
+
+The rule of the file: equality is of bytes, never of values, so that a NaN or a negative zero must come back as it went.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from shmserve.dtypes import ITEM_BYTES, to_numpy
+
+DTYPES = tuple(ITEM_BYTES)
+POOL_BYTES = 8 << 20
+
+
+class Maker:
+    """Tensors from a pool of random bytes: as good as fresh ones, without the time to make them."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._pool = np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
+
+    def size(self, largest: int) -> int:
+        """Bytes: half of them small enough to go inside a message, some empty, few large."""
+        roll = self._random.random()
+        if roll < 0.02:
+            return 0
+        if roll < 0.5:
+            return self._random.randint(1, 4096)
+        if roll < 0.55:
+            return self._random.choice([4096, 4097, 65536, 65537])
+        return int(4096 * (largest / 4096) ** (self._random.random() ** 2))
+
+    def shape(self, dtype: str, size: int, most_rows: int) -> tuple[int, ...]:
+        """A batch of rows whose tensor has about so many bytes; several requests often share a shape."""
+        rows = self._random.randint(1, most_rows) if most_rows else 0
+        width = max(0, size) // (ITEM_BYTES[dtype] or 24) // max(1, rows)
+        if self._random.random() < 0.6 and width > 8:
+            width = 1 << (width.bit_length() - 1)
+        return (rows, width) if most_rows else (width,)
+
+    def tensor(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        count = int(np.prod(shape))
+        if dtype == "BYTES":
+            return self._strings(count).reshape(shape)
+        size = count * ITEM_BYTES[dtype]
+        start = self._random.randrange(0, POOL_BYTES - size) // 8 * 8
+        raw = self._pool[start : start + size]
+        if dtype == "BOOL":
+            return (raw & 1).astype(bool).reshape(shape)
+        return raw.view(to_numpy(dtype)).reshape(shape)
+
+    def _strings(self, count: int) -> Any:
+        found = np.empty(count, object)
+        for number in range(count):
+            length = self._random.randrange(0, 60)
+            start = self._random.randrange(0, POOL_BYTES - length)
+            found[number] = self._pool[start : start + length].tobytes()
+        return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Dtype, shape and every byte."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.dtype == object:
+        return bool(one.tolist() == other.tolist())
+    return bool(np.array_equal(_bits(one), _bits(other)))
+
+
+def _bits(array: Any) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def to_bytes(array: Any) -> bytes:
+    """As on the wire; strings each behind its length, 4 bytes, little-endian."""
+    if array.dtype == object:
+        return b"".join(len(item).to_bytes(4, "little") + item for item in array.reshape(-1).tolist())
+    found: bytes = array.tobytes()
+    return found
