@@ -5,7 +5,7 @@ from __future__ import annotations
 from shmserve.core.clients import Client
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Close, Free, Query
-from shmserve.core.events import Closed, Framed, Garbled, Opened
+from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment
 from shmserve.core.request import Request
 from shmserve.core.state import State, Timer
 from shmserve.core.states import RequestState, VersionState
@@ -109,7 +109,7 @@ class Admission:
 
     def garbled(self, peer: int, event: Garbled, now: int) -> None:
         if peer in self._state.clients:
-            self._state.send(peer, Fail(event.request, ProtocolError.code, event.text))
+            self._state.send(peer, Fail(event.request, event.code, event.text))
 
     def _greeted(self, peer: int) -> Client | None:
         """The client, if it has said Hello. Otherwise it is told, and its link ends."""
@@ -257,6 +257,9 @@ class Admission:
             self._dispatcher.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
 
     # ------------------------------------------------------------------------------------ memory and the rest
+
+    def own_segment(self, peer: int, event: OwnSegment, now: int) -> None:
+        self._state.ledger.announce(0, event.announcement, "internal")
 
     def map(self, peer: int, message: Map, now: int) -> None:
         client = self._greeted(peer)

@@ -67,6 +67,7 @@ class Core:
             events.Opened: admission.opened,
             events.Closed: admission.closed,
             events.Garbled: admission.garbled,
+            events.OwnSegment: admission.own_segment,
             events.Deploy: lifecycle.deploy,
             events.Refuse: lifecycle.refuse,
             events.Exited: lifecycle.exited,
@@ -82,6 +83,7 @@ class Core:
             Return: lifecycle.give_back,
             LoadFailed: lifecycle.load_failed,
             events.Compiled: lifecycle.compiled,
+            events.Garbled: lifecycle.garbled,
             Pong: admission.pong,
         }
 

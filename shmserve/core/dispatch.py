@@ -137,7 +137,7 @@ class Dispatcher:
         for request in batch.requests():
             self.end_failed(request, "INTERNAL", f"{version.label} did not answer this request of its batch", now)
         version.served(times[3] - taken)
-        version.statistics.batch_done(batch.rows, batch.reason, times, now)
+        version.statistics.batch_done(batch.rows, len(message.rows), batch.reason, times, now)
         if message.next:
             self._run_waiting(version, instance, message.next, message.through)
         elif instance.waiting is None and instance.usable:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec, ModelPolicy
-from shmserve.messages import Handle, Infer
+from shmserve.messages import Handle, Infer, Map
 
 
 class Opened(Struct):
@@ -37,6 +37,13 @@ class Garbled(Struct):
 
     request: int
     text: str
+    code: str = "PROTOCOL"
+
+
+class OwnSegment(Struct):
+    """The broker's own arena has grown."""
+
+    announcement: Map
 
 
 class Deploy(Struct):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Drained, Kill, Spawn
-from shmserve.core.events import Compiled, Deploy, Drain, Exited, Refuse
+from shmserve.core.events import Compiled, Deploy, Drain, Exited, Garbled, Refuse
 from shmserve.core.instances import Instance
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
@@ -153,6 +153,9 @@ class Lifecycle:
             self._state.ledger.withdraw(peer, message.segment)
         except ServeError as error:
             self._state.effects.append(Kill(peer, f"it broke the protocol: {error}"))
+
+    def garbled(self, peer: int, event: Garbled, now: int) -> None:
+        self._state.effects.append(Kill(peer, f"it broke the protocol: {event.text}"))
 
     def give_back(self, peer: int, message: Return, now: int) -> None:
         """Workers hold nothing of others beyond their batches; nothing to do."""

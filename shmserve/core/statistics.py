@@ -31,7 +31,8 @@ class Statistics(Struct):
     reasons: dict[Reason, int] = {}
     batches: dict[int, BatchCount] = {}
 
-    def batch_done(self, rows: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
+    def batch_done(self, rows: int, requests: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
+        """The times of a batch count once for the batch, and for each of its requests."""
         taken, ready, computed, placed = times
         count = self.batches.get(rows)
         if count is None:
@@ -40,6 +41,9 @@ class Statistics(Struct):
         count.input_ns += ready - taken
         count.infer_ns += computed - ready
         count.output_ns += placed - computed
+        self.input_ns += (ready - taken) * requests
+        self.infer_ns += (computed - ready) * requests
+        self.output_ns += (placed - computed) * requests
         self.execution_count += 1
         self.last_inference_ns = now
         self.reasons[reason] = self.reasons.get(reason, 0) + 1

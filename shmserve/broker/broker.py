@@ -1,0 +1,314 @@
+"""The broker's loop: what comes in goes to the core, what the core wants is done, one timer is armed.
+
+A turn of the loop takes all that has come since the last one. If a line here decides something about requests,
+models or memory, it is in the wrong file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmserve import wire
+from shmserve.broker.catalog import Catalog, read_descriptor
+from shmserve.broker.control import Control
+from shmserve.broker.link import Link, close_all
+from shmserve.broker.segments import Segments
+from shmserve.broker.workers import Workers
+from shmserve.broker.zmqdoor import Outbox, ZmqDoor, free
+from shmserve.core import effects, events
+from shmserve.core.core import Core
+from shmserve.core.effects import Effect, Send
+from shmserve.core.events import Event
+from shmserve.core.state import WORKERS_FROM
+from shmserve.errors import ServeError
+from shmserve.messages import ClientMessage, Hello, Loaded, LoadFailed, Map, Ping, Reply
+from shmserve.paths import BROKER, LANE
+from shmserve.shm import memfd
+from shmserve.shm.arena import Arena, Segment
+
+log = logging.getLogger("shmserve")
+
+PING_S = 10.0
+"""How often silent ZeroMQ clients whose process is not known are asked whether they live; twice unanswered is gone."""
+LANE_BACKLOG = 512
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_CREDENTIALS = struct.Struct("3i")
+_client_codec = wire.Codec(ClientMessage)
+
+
+class Broker:
+    def __init__(
+        self, loop: Any, runtime_dir: Path, core: Core, catalog: Catalog, control: Control, arena_bytes: int
+    ) -> None:
+        self.core = core
+        self.drained: Callable[[], None] = lambda: None
+        """Called when the last worker has gone after a drain."""
+        self.turned: Callable[[], None] | None = None
+        """Called after each turn, while somebody wants to watch models load."""
+        self._loop = loop
+        self._catalog = catalog
+        self._control = control
+        self._segments = Segments()
+        self._arena = Arena(
+            0, memfd.create, limit_bytes=arena_bytes, announce=self._own_segment, knob="broker-arena-bytes"
+        )
+        self._workers = Workers(loop, self._deliver, self._worker_exited, self._say)
+        self._peers = count(1)
+        self._links: dict[int, Link | Outbox] = {}
+        self._dirty: dict[Link | Outbox, None] = {}
+        self._inbox: list[Event] = []
+        self._turn_is_due = False
+        self._timer: Any = None
+        self._timer_at = 0
+        self._forgotten: list[int] = []
+        self._door = ZmqDoor(
+            runtime_dir / BROKER, loop, self._segments, self._arena, self._zmq_opened, self._deliver, self._ended
+        )
+        self._door_used = False
+        self._lane = self._listen(runtime_dir / LANE)
+        self._pings = count(1)
+        self._keepalive = loop.call_later(PING_S, self._ping_silent)
+        self._actions: dict[type, Callable[[Any], None]] = {
+            Send: self._send,
+            effects.Spawn: self._spawn,
+            effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
+            effects.Close: self._close,
+            effects.Free: lambda effect: free(self._arena, effect.handles),
+            effects.Forget: lambda effect: self._forgotten.append(effect.segment),
+            effects.Log: lambda effect: self._say(effect.level, effect.text),
+            effects.Query: self._query,
+            effects.Drained: lambda effect: self.drained(),
+        }
+
+    # ------------------------------------------------------------------------------------ doors
+
+    def _listen(self, path: Path) -> socket.socket:
+        lane = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        lane.bind(str(path))
+        lane.listen(LANE_BACKLOG)
+        self._loop.add_reader(lane.fileno(), self._accept)
+        return lane
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._lane.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors, say: the others go on
+            log.error("cannot accept a connection: %s", error.strerror)
+            return
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        peer = next(self._peers)
+        self._links[peer] = Link(sock, peer, _client_codec, self._deliver, self._ended, self._loop)
+        self._put(0, events.Opened(peer, f"uid:{uid}", "lane"))
+
+    def _zmq_opened(self, outbox: Outbox) -> int:
+        peer = next(self._peers)
+        self._links[peer] = outbox
+        self._door_used = True
+        self._put(0, events.Opened(peer, f"uid:{os.geteuid()}", "zmq"))
+        return peer
+
+    def _ended(self, peer: int, reason: str) -> None:
+        if reason:
+            log.info("client %d: %s", peer, reason)
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._dirty.pop(link, None)
+        self._put(0, events.Closed(peer, reason))
+
+    def _ping_silent(self) -> None:
+        ask, lost = self._door.silent()
+        for outbox in ask:
+            self._send(Send(outbox.peer, Ping(next(self._pings))))
+        for outbox in lost:
+            outbox.close("it has not answered for two pings")
+        self._flush()
+        self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
+
+    # ------------------------------------------------------------------------------------ in
+
+    def _put(self, peer: int, message: Any) -> None:
+        self._inbox.append((peer, message))
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._loop.call_soon(self._turn)
+
+    def put(self, event: Any) -> None:
+        """Something that happened to the broker as a whole."""
+        self._put(0, event)
+
+    def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
+        """Messages of a packet. Those that carry a descriptor, or none that can be read, are seen to first."""
+        inbox = self._inbox
+        for message in messages:
+            kind = type(message)
+            if kind is wire.Refused:
+                message = events.Garbled(message.request, message.text)
+            elif kind is Map or kind is Loaded or kind is Hello:
+                message = self._prepare(peer, message, descriptors)
+            inbox.append((peer, message))
+        if descriptors:
+            close_all(descriptors)
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._loop.call_soon(self._turn)
+
+    def _prepare(self, peer: int, message: Map | Loaded | Hello, descriptors: list[int]) -> Any:
+        """Takes the descriptor that belongs to the message. `descriptors` loses it; what is left over is closed."""
+        if isinstance(message, Hello):
+            link = self._links.get(peer)
+            if isinstance(link, Outbox) and message.pid:
+                self._door.watch(link, message.pid)
+            return message
+        if isinstance(message, Map) and message.name is not None:
+            return message
+        if not descriptors:
+            return events.Garbled(0, f"{type(message).__name__} came without its descriptor")
+        descriptor = descriptors.pop(0)
+        try:
+            if isinstance(message, Map):
+                self._segments.add(peer, message, descriptor)
+                return message
+            return self._compiled(peer, read_descriptor(descriptor))
+        except ServeError as error:
+            return events.Garbled(0, error.message, error.code)
+
+    def _compiled(self, peer: int, config: bytes) -> Any:
+        worker = self.core.state.instances.get(peer)
+        if worker is None:
+            return events.Garbled(0, "Loaded from nobody")
+        version, _ = worker
+        try:
+            return events.Compiled(self._catalog.complete(version.model, version.number, config))
+        except (ServeError, msgspec.MsgspecError) as error:
+            self._workers.kill(peer, "its completed configuration is wrong")
+            return LoadFailed("INVALID_ARG", f"the completed configuration is wrong: {error}")
+
+    def _own_segment(self, segment: Segment) -> None:
+        message = segment.map("internal")
+        self._segments.lend(message, segment.fd)
+        self._put(0, events.OwnSegment(message))
+
+    # ------------------------------------------------------------------------------------ the turn
+
+    def _turn(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        self._turn_is_due = False
+        self._carry_out(self.core.handle(inbox, time.monotonic_ns()))
+
+    def _tick(self) -> None:
+        self._timer = None
+        # A timer may fire a hair early by this clock; it must count as fired all the same.
+        self._carry_out(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
+
+    def _carry_out(self, wanted: list[Effect]) -> None:
+        actions = self._actions
+        for effect in wanted:
+            actions[type(effect)](effect)
+        self._flush()
+        for segment in self._forgotten:
+            self._segments.forget(segment)
+        self._forgotten.clear()
+        self._arm()
+        if self.turned is not None:
+            self.turned()
+
+    def _send(self, effect: Send) -> None:
+        link = self._links.get(effect.peer)
+        if link is None:
+            return
+        message = effect.message
+        kind = type(message)
+        if kind is Map:
+            link.maps = True
+        elif kind is Reply and type(link) is Outbox:
+            self._door.reply(link, message)
+            self._dirty[link] = None
+            return
+        link.outbox.append(message)
+        self._dirty[link] = None
+
+    def _flush(self) -> None:
+        dirty = self._dirty
+        if not dirty:
+            return
+        self._dirty = {}
+        descriptor_of = self._segments.descriptor
+        for link in dirty:
+            link.flush(descriptor_of)
+        if self._door_used:
+            self._door.look()
+
+    def _arm(self) -> None:
+        """One timer, moved only if the core's deadline has."""
+        at = self.core.deadline()
+        if at is None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        if self._timer is not None:
+            if at == self._timer_at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_later(max(0, at - time.monotonic_ns()) / 1e9, self._tick)
+
+    # ------------------------------------------------------------------------------------ effects
+
+    def _spawn(self, effect: effects.Spawn) -> None:
+        load, descriptor = self._catalog.load_order(effect.peer, effect.model, effect.version, effect.instance.name)
+        try:
+            worker = self._workers.spawn(effect.peer, effect.instance)
+            self._links[effect.peer] = worker.link
+            worker.link.send_now([load], [descriptor])
+        except OSError as error:
+            self._put(0, events.Exited(effect.peer, f"cannot start a process: {error.strerror}"))
+        finally:
+            os.close(descriptor)
+
+    def _worker_exited(self, peer: int, reason: str, loading_error: str, detail: str) -> None:
+        self._links.pop(peer, None)
+        self._put(0, events.Exited(peer, reason, loading_error, detail))
+
+    def _close(self, effect: effects.Close) -> None:
+        link = self._links.get(effect.peer)
+        if link is not None:
+            link.closing = True
+            self._dirty[link] = None
+
+    def _query(self, effect: effects.Query) -> None:
+        for message in self._control.answer(effect.ask):
+            self._send(Send(effect.peer, message))
+
+    def _say(self, level: str, text: str) -> None:
+        log.log(_LEVELS[level], "%s", text)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Everything that is open. The workers have gone."""
+        self._keepalive.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(self._lane.fileno())
+        self._lane.close()
+        for peer, link in list(self._links.items()):
+            if peer < WORKERS_FROM:
+                link.close("")
+        self._door.close()
+        self._segments.close()
+        self._arena.close()

@@ -1,0 +1,234 @@
+"""A SEQPACKET link of the broker: to a client on the lane, or to a worker. It moves packets and decides nothing.
+
+A packet's descriptors belong to its nameless Maps, one each, in order. What cannot be sent at once is kept, up to a
+limit; a peer that does not read for so long is cut off.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shmserve import wire
+from shmserve.errors import ProtocolError
+from shmserve.messages import PACKET_BYTES, Map
+
+DESCRIPTORS = 253
+"""The most descriptors that the kernel passes with one packet (SCM_MAX_FD)."""
+SEND_BUFFER = 1 << 20
+"""Asked for; the kernel gives as much as net.core.wmem_max allows, by default twice 208 KiB."""
+OUTBOX_BYTES = 64 << 20
+"""Bytes kept for a peer that does not read. 64 MiB is a second of answers at the rate at which Python can make them;
+a peer that is further behind than that does not come back."""
+MANY = 4
+"""A packet with as many messages as this is likely to be followed by another: then look at once, without polling."""
+
+_INT = array.array("i").itemsize
+_ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS * _INT)
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+
+
+class Link:
+    """`deliver(peer, messages, descriptors)` gets what comes; `ended(peer, reason)` is called once, at the end."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: int,
+        codec: wire.Codec,
+        deliver: Callable[[int, list[Any], list[int]], None],
+        ended: Callable[[int, str], None],
+        loop: Any,
+    ) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self.peer = peer
+        self.outbox: list[Any] = []
+        self.maps = False
+        """The outbox has a Map in it, which needs its descriptor."""
+        self.closing = False
+        self._sock: socket.socket | None = sock
+        self._fd = sock.fileno()
+        self._decode = codec.decode
+        self._deliver = deliver
+        self._ended = ended
+        self._loop = loop
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._unsent_bytes = 0
+        self._buffer = _shared_buffer
+        loop.add_reader(self._fd, self._readable)
+
+    @property
+    def open(self) -> bool:
+        return self._sock is not None
+
+    # ------------------------------------------------------------------------------------ in
+
+    def _readable(self) -> None:
+        for _ in range(8):  # then the others have their turn
+            sock = self._sock
+            if sock is None:
+                return
+            try:
+                size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], _ANCILLARY, _FLAGS)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.close(error.strerror or "the link broke")
+                return
+            descriptors = _descriptors(ancillary) if ancillary else []
+            if size == 0 or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                close_all(descriptors)
+                if size == 0:
+                    self.close("")
+                    return
+                self._deliver(self.peer, [wire.Refused(0, f"packet is over the limit of {PACKET_BYTES} bytes")], [])
+                continue
+            try:
+                messages = self._decode(_shared_view[:size])
+            except ProtocolError as error:
+                messages = [wire.Refused(0, error.message)]
+            self._deliver(self.peer, messages, descriptors)
+            if len(messages) < MANY:
+                return
+
+    def drain(self) -> None:
+        """Reads what is left of a peer that has ended."""
+        while self._sock is not None:
+            before = self._sock
+            self._readable()
+            if self._sock is before and not _has_more(before):
+                return
+
+    # ------------------------------------------------------------------------------------ out
+
+    def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
+        """Sends the outbox, in as few packets as it fits."""
+        if self._sock is None:
+            return
+        messages, self.outbox = self.outbox, []
+        if not messages:
+            pass
+        elif self.maps:
+            self.maps = False
+            for packet, numbers in _pack_with_maps(messages, descriptor_of):
+                self._send(packet, numbers)
+        else:
+            for packet in wire.pack(messages):
+                self._send(packet, [])
+        if self.closing and not self._unsent:
+            self.close("")
+
+    def send_now(self, messages: list[Any], descriptors: list[int]) -> None:
+        """Ahead of the outbox: the first order to a worker, and the descriptor that belongs to it."""
+        self._send(wire.encode(messages), descriptors)
+
+    def _send(self, packet: bytes, descriptors: list[int]) -> None:
+        if self._sock is None:
+            return
+        if not self._unsent and self._try(packet, descriptors):
+            return
+        # It waits: the descriptors must outlive their segments' records here, so they are doubled.
+        self._unsent.append((packet, [os.dup(number) for number in descriptors]))
+        self._unsent_bytes += len(packet)
+        if len(self._unsent) == 1:
+            self._loop.add_writer(self._fd, self._writable)
+        if self._unsent_bytes > OUTBOX_BYTES:
+            self.close(f"it does not read: {self._unsent_bytes} bytes wait for it, over the limit of {OUTBOX_BYTES}")
+
+    def _try(self, packet: bytes, descriptors: list[int]) -> bool:
+        """False: not now. An end of the link counts as sent; the reader will see it."""
+        sock = self._sock
+        assert sock is not None
+        try:
+            if descriptors:
+                rights = array.array("i", descriptors)
+                sock.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_DONTWAIT)
+            else:
+                sock.send(packet, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.close(error.strerror or "the link broke")
+        return True
+
+    def _writable(self) -> None:
+        while self._unsent and self._sock is not None:
+            packet, descriptors = self._unsent[0]
+            if not self._try(packet, descriptors):
+                return
+            if self._unsent:  # closing has emptied it if the link broke
+                self._unsent.popleft()
+                self._unsent_bytes -= len(packet)
+                close_all(descriptors)
+        if self._sock is not None:
+            self._loop.remove_writer(self._fd)
+            if self.closing:
+                self.close("")
+
+    def close(self, reason: str) -> None:
+        """Ends the link and tells so, once."""
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        sock.close()
+        for _, descriptors in self._unsent:
+            close_all(descriptors)
+        self._unsent.clear()
+        self.outbox = []
+        self._ended(self.peer, reason)
+
+
+_shared_buffer = bytearray(PACKET_BYTES + 1)
+"""One for all links: a packet is decoded before the next is read, and decoding copies."""
+_shared_view: Any = memoryview(_shared_buffer)
+
+
+def close_all(descriptors: list[int]) -> None:
+    for number in descriptors:
+        os.close(number)
+
+
+def _has_more(sock: socket.socket) -> bool:
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # the next read will tell
+    return True
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % _INT])
+    return list(found)
+
+
+def _pack_with_maps(messages: list[Any], descriptor_of: Callable[[int], int | None]) -> list[tuple[bytes, list[int]]]:
+    """Packets, each with the descriptors of its own nameless Maps. A Map whose segment has gone meanwhile is left out:
+    nothing can follow that needs it."""
+    kept: list[Any] = []
+    numbers: list[int] = []
+    for message in messages:
+        if isinstance(message, Map) and message.name is None:
+            number = descriptor_of(message.segment)
+            if number is None:
+                continue
+            numbers.append(number)
+        kept.append(message)
+    if not kept:
+        return []
+    packet = wire.encode(kept)
+    if (len(packet) <= PACKET_BYTES and len(numbers) <= DESCRIPTORS) or len(kept) == 1:
+        return [(packet, numbers)]
+    half = len(kept) // 2
+    return _pack_with_maps(kept[:half], descriptor_of) + _pack_with_maps(kept[half:], descriptor_of)

@@ -1,0 +1,173 @@
+"""The broker's process: settings, signals, start and end. Exit codes: 0 stopped, 1 failed, 2 wrong use."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from shmserve.broker import settings as setting
+from shmserve.broker.broker import Broker
+from shmserve.broker.catalog import Catalog
+from shmserve.broker.control import Control
+from shmserve.broker.progress import Progress, hints
+from shmserve.core import events
+from shmserve.core.core import Core
+from shmserve.errors import ServeError
+from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
+from shmserve.shm import posix
+
+log = logging.getLogger("shmserve")
+
+LOCK = "broker.lock"
+
+
+class CannotStart(Exception):
+    """For the person who started us, in one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    settings = setting.parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s",
+        level=logging.DEBUG if settings.log_verbose else logging.INFO,
+        stream=sys.stderr,
+    )
+    try:
+        with _runtime_dir(settings.runtime_dir):
+            return _serve(settings)
+    except CannotStart as error:
+        print(f"shmserve: {error}", file=sys.stderr)
+        return 1
+
+
+class _runtime_dir(contextlib.AbstractContextManager[None]):
+    """Ours alone while we run: a lock that the kernel drops with us. Sockets of a dead broker are removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        try:
+            make_runtime_dir(self._path)
+            self._lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise CannotStart(f"cannot use runtime directory {self._path}: {error}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            text = f"another server runs in {self._path}; stop it, or name another directory by --runtime-dir"
+            raise CannotStart(text) from None
+        self._remove()
+
+    def _remove(self) -> None:
+        for name in (LANE, BROKER):
+            (self._path / name).unlink(missing_ok=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+        (self._path / LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def _version() -> str:
+    try:
+        return version("shmserve")
+    except PackageNotFoundError:  # from a checkout that is not installed
+        return "0"
+
+
+class Server:
+    """Broker, signals and progress, from start to end."""
+
+    def __init__(self, settings: argparse.Namespace, loop: Any) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._code = 0
+        self._core = Core(f"shmserve {_version()}")
+        self._catalog = Catalog(settings.model_repository, setting.backend_settings(settings))
+        self._control = Control(self._core, self._catalog, _version(), settings.strict_readiness)
+        self._broker = Broker(
+            loop, settings.runtime_dir, self._core, self._catalog, self._control, settings.broker_arena_bytes
+        )
+        self._broker.drained = loop.stop
+        self._progress = Progress(self._core, self._loaded, lambda line: log.info("%s", line))
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+        try:
+            found, warnings = self._catalog.scan()
+            for text in warnings:
+                log.warning("%s", text)
+            deployed = sum(isinstance(event, events.Deploy) for _, event in found)
+            log.info("serving %s; loading %d model version(s)", self._settings.runtime_dir, deployed)
+            for _, event in found:
+                self._broker.put(event)
+            self._broker.turned = self._turned
+            self._broker.put(events.Closed(0))  # so that there is a turn even if there is no model
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(50_000, 20, 50)  # requests make no cycles; the collector need not look after each of them
+            self._loop.run_forever()
+        finally:
+            self._broker.close()
+        return self._code
+
+    def _turned(self) -> None:
+        if self._progress.look():
+            self._broker.turned = None
+
+    def _loaded(self, failed: int) -> None:
+        """The first round of loading has ended."""
+        total = len(self._progress.versions())
+        if failed and self._settings.exit_on_error:
+            log.error("%d model(s) failed to load and --exit-on-error is set: stopping", failed)
+            self._code = 1
+            self._stop("exit-on-error")
+            return
+        log.info("ready: %d of %d model version(s) are served", total - min(failed, total), total)
+        if self._settings.ready_fd >= 0:
+            os.write(self._settings.ready_fd, b"READY\n")
+            os.close(self._settings.ready_fd)
+        if self._settings.hints:
+            where = self._settings.runtime_dir
+            print(hints(where, where == default_runtime_dir()), file=sys.stderr, flush=True)
+
+    def _stop(self, why: str) -> None:
+        if not self._core.state.draining:
+            log.info("%s: finishing the requests in flight, for up to %g s", why, self._settings.exit_timeout_secs)
+        self._broker.put(events.Drain(int(self._settings.exit_timeout_secs * 1e9)))
+
+
+def _serve(settings: argparse.Namespace) -> int:
+    removed = posix.sweep()
+    if removed:
+        log.info("removed %d shared memory segment(s) of processes that have ended", removed)
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        return Server(settings, loop).run()
+    except ServeError as error:
+        raise CannotStart(str(error)) from None
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+        log.info("stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The descriptors of segments that others own. The broker keeps them to pass them on; it maps no client's memory.
+
+Only worker outputs for clients that take frames are ever mapped here, read-only.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shmserve.errors import InvalidRequest, ServeError
+from shmserve.messages import OWNER_SHIFT, Handle, Map
+from shmserve.shm import memfd
+from shmserve.shm.mapped import Mapped
+
+
+class Segments:
+    def __init__(self) -> None:
+        self._descriptors: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._mapped = Mapped()
+
+    def __len__(self) -> int:
+        return len(self._descriptors)
+
+    def add(self, peer: int, message: Map, descriptor: int) -> None:
+        """Takes the descriptor over. InvalidRequest if it is not a sealed memfd of the size it was announced with."""
+        try:
+            if message.segment >> OWNER_SHIFT != peer or message.segment in self._descriptors:
+                raise InvalidRequest(
+                    f"segment {message.segment} is not a new one in this connection's range; its upper bits must be "
+                    f"{peer}, the owner number from Welcome"
+                )
+            memfd.verify(descriptor, message.size)
+        except (ServeError, OSError):
+            os.close(descriptor)
+            raise
+        self._descriptors[message.segment] = descriptor
+        self._sizes[message.segment] = message.size
+
+    def lend(self, message: Map, descriptor: int) -> None:
+        """One of the broker's own; the arena keeps its descriptor, this is a double."""
+        self._descriptors[message.segment] = os.dup(descriptor)
+        self._sizes[message.segment] = message.size
+
+    def descriptor(self, segment: int) -> int | None:
+        return self._descriptors.get(segment)
+
+    def read(self, handle: Handle) -> bytes:
+        """The bytes of a worker's output, copied into a frame."""
+        segment = handle.segment
+        if segment not in self._mapped:
+            self._mapped.add(segment, self._sizes[segment], fd=os.dup(self._descriptors[segment]))
+        return bytes(self._mapped.memory(handle))
+
+    def forget(self, segment: int) -> None:
+        descriptor = self._descriptors.pop(segment, None)
+        if descriptor is not None:
+            os.close(descriptor)
+            del self._sizes[segment]
+        if segment in self._mapped:
+            self._mapped.remove(segment)
+
+    def close(self) -> None:
+        for segment in list(self._descriptors):
+            self.forget(segment)
+        self._mapped.close()

@@ -1,0 +1,161 @@
+"""Worker processes: started as fresh interpreters, heard over their link, listened to on stderr, waited for.
+
+Whether a worker should run is decided elsewhere; here it is only done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve import wire
+from shmserve.broker.link import Link
+from shmserve.core.policy import InstanceSpec
+from shmserve.messages import WorkerReport
+
+STDERR_LINES = 20
+"""The last lines of a worker's stderr, told to operators when it dies."""
+LINE_BYTES = 4096
+GRACE_S = 10.0
+"""A worker whose link has ended has this long to end itself."""
+
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_PASSED_ON_PREFIXES = ("OMP_", "MKL_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
+"""What of the environment a worker gets. Not more: it may hold the server's secrets."""
+
+_codec = wire.Codec(WorkerReport)
+
+
+class Worker(Struct, eq=False):
+    peer: int
+    name: str
+    process: subprocess.Popen[bytes]
+    link: Link
+    pidfd: int
+    stderr: deque[str]
+    loading_error: str = ""
+    partial: bytes = b""
+    killed: str = ""
+
+
+class Workers:
+    """`exited(peer, reason, loading_error, detail)` is called once for each, when its process has ended."""
+
+    def __init__(
+        self,
+        loop: Any,
+        deliver: Callable[[int, list[Any], list[int]], None],
+        exited: Callable[[int, str, str, str], None],
+        say: Callable[[str, str], None],
+    ) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._exited = exited
+        self._say = say
+        self._workers: dict[int, Worker] = {}
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def get(self, peer: int) -> Worker | None:
+        return self._workers.get(peer)
+
+    def spawn(self, peer: int, spec: InstanceSpec) -> Worker:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno()), "--name", spec.name]
+        if spec.cpus:
+            command += ["--cpus", ",".join(map(str, spec.cpus))]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=worker_environment(),
+                start_new_session=True,  # a terminal's Ctrl-C is for the broker, which stops its workers in order
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        pidfd = os.pidfd_open(process.pid)
+        link = Link(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
+        worker = Worker(peer, spec.name, process, link, pidfd, deque(maxlen=STDERR_LINES))
+        self._workers[peer] = worker
+        self._loop.add_reader(pidfd, self._ended, worker)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._loop.add_reader(process.stdout.fileno(), self._listen, worker)
+        return worker
+
+    def kill(self, peer: int, reason: str) -> None:
+        worker = self._workers.get(peer)
+        if worker is not None and not worker.killed:
+            worker.killed = reason
+            worker.process.kill()
+
+    def _link_ended(self, peer: int, reason: str) -> None:
+        """Usually the process is ending too, and tells more; one that does not end is no worker any more."""
+        self._loop.call_later(GRACE_S, self.kill, peer, "it closed its link and did not end")
+
+    def _listen(self, worker: Worker) -> None:
+        assert worker.process.stdout is not None
+        try:
+            data = os.read(worker.process.stdout.fileno(), 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(worker.process.stdout.fileno())
+            data = b"\n" if worker.partial else b""
+        *lines, worker.partial = (worker.partial + data).split(b"\n")
+        if len(worker.partial) > LINE_BYTES:
+            lines.append(worker.partial)
+            worker.partial = b""
+        for line in lines:
+            text = printable(line[:LINE_BYTES])
+            worker.stderr.append(text)
+            self._say("info", f"[{worker.name}] {text}")
+
+    def _ended(self, worker: Worker) -> None:
+        """The process has ended. What it still said on its link and its stderr comes first."""
+        code = worker.process.wait()
+        worker.link.drain()
+        worker.link.close("")
+        assert worker.process.stdout is not None
+        if not worker.process.stdout.closed:
+            self._listen(worker)
+            self._loop.remove_reader(worker.process.stdout.fileno())
+            worker.process.stdout.close()
+        self._loop.remove_reader(worker.pidfd)
+        os.close(worker.pidfd)
+        del self._workers[worker.peer]
+        reason = _reason(code) + (f" ({worker.killed})" if worker.killed else "")
+        self._exited(worker.peer, reason, worker.loading_error, "\n".join(worker.stderr))
+
+
+def worker_environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)}
+    return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def _reason(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
+    return f"signal {name}" + (", perhaps out of memory" if -code == signal.SIGKILL else "")
+
+
+def printable(line: bytes) -> str:
+    """A line that cannot forge another: control characters are escaped."""
+    text = line.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,262 @@
+"""The ZeroMQ door: a ROUTER on ipc. Every identity is a client; a message is [packet, frame, frame, ...].
+
+Frames are tensors' bytes. They are copied once, into the broker's own arena (or inline, if small), on their way in;
+and out of a worker's segment on their way out, for clients that asked for frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from shmserve import wire
+from shmserve.broker.segments import Segments
+from shmserve.core.events import Framed, Garbled
+from shmserve.errors import InvalidRequest, ProtocolError, ServeError
+from shmserve.messages import FRAME_BYTES, INLINE_BYTES, PACKET_BYTES, ClientMessage, Fail, Handle, Infer, Reply, Tensor
+from shmserve.shm.arena import Arena, Block
+
+MESSAGE_BYTES = 8 * 1024 * 1024
+"""What libzmq takes at all: above it, it ends the connection. Between FRAME_BYTES and this we can say what is wrong."""
+QUEUE = 1000
+"""Messages that libzmq keeps for a client that does not read."""
+OUTBOX_BYTES = 64 << 20
+BURST = 64
+"""Messages read before the others have their turn."""
+
+
+class Outbox:
+    """One ZeroMQ client's. It has the same face as a Link, so that the loop need not know the difference."""
+
+    def __init__(self, door: ZmqDoor, identity: bytes, peer: int) -> None:
+        self.peer = peer
+        self.identity = identity
+        self.outbox: list[Any] = []
+        self.maps = False
+        self.closing = False
+        self.unsent: list[list[bytes]] = []
+        self.unsent_bytes = 0
+        self.heard = True
+        self.watch: int | None = None
+        """A pidfd of the client's process, once it has said which it is."""
+        self._door = door
+
+    def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
+        messages, self.outbox = self.outbox, []
+        self.maps = False
+        if messages:
+            for packet in wire.pack(messages):
+                self._door.send(self, [packet])
+        if self.closing:
+            self.close("")
+
+    def send_with_frames(self, message: Any, frames: list[bytes]) -> None:
+        """At once, behind what is in the outbox: frames belong to one message."""
+        before, self.outbox = self.outbox, []
+        for packet in wire.pack(before) if before else []:
+            self._door.send(self, [packet])
+        self._door.send(self, [wire.encode([message]), *frames])
+
+    def close(self, reason: str) -> None:
+        self._door.drop(self, reason)
+
+
+class ZmqDoor:
+    """`opened() -> peer`, `deliver(peer, messages, [])`, `ended(peer, reason)` are the loop's."""
+
+    def __init__(
+        self,
+        path: Path,
+        loop: Any,
+        segments: Segments,
+        arena: Arena,
+        opened: Callable[[Outbox], int],
+        deliver: Callable[[int, list[Any], list[int]], None],
+        ended: Callable[[int, str], None],
+    ) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.bind(f"ipc://{path}")
+        self._loop = loop
+        self._segments = segments
+        self._arena = arena
+        self._opened = opened
+        self._deliver = deliver
+        self._ended = ended
+        self._decode = wire.Codec(ClientMessage).decode
+        self._outboxes: dict[bytes, Outbox] = {}
+        self._stuck: set[Outbox] = set()
+        self._fd = self._socket.getsockopt(zmq.FD)
+        loop.add_reader(self._fd, self._readable)
+
+    # ------------------------------------------------------------------------------------ in
+
+    def _readable(self) -> None:
+        """The descriptor tells only that something changed, so read until there is nothing."""
+        receive = self._socket.recv_multipart
+        for _ in range(BURST):
+            try:
+                parts = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                if self._stuck:
+                    self._retry()
+                return
+            self._take(parts)
+        self._loop.call_soon(self.look)
+
+    def look(self) -> None:
+        """Sending may have swallowed the signal that something came; so the loop asks after each turn that sent."""
+        if not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._readable()
+
+    def _take(self, parts: list[bytes]) -> None:
+        identity = parts[0]
+        outbox = self._outboxes.get(identity)
+        if outbox is None:
+            outbox = self._outboxes[identity] = Outbox(self, identity, 0)
+            outbox.peer = self._opened(outbox)
+        outbox.heard = True
+        packet = parts[1] if len(parts) > 1 else b""
+        try:
+            messages = self._decode(packet)
+        except ProtocolError as error:
+            messages = [wire.Refused(0, error.message)]
+        if len(parts) > 2:
+            frames = parts[2:]
+            messages = [self._with_frames(message, frames) if isinstance(message, Infer) else message
+                        for message in messages]  # fmt: skip
+        self._deliver(outbox.peer, messages, [])
+
+    def _with_frames(self, infer: Infer, frames: Sequence[bytes]) -> Any:
+        """The Infer with handles, or bytes, in the place of frame numbers."""
+        total = sum(map(len, frames))
+        if total > FRAME_BYTES:
+            text = f"{total} bytes of frames came with one message, over the limit of {FRAME_BYTES}; use shared memory"
+            return Garbled(infer.request, text, InvalidRequest.code)
+        blocks: list[Block] = []
+        try:
+            for tensor in infer.inputs:
+                number = tensor.data
+                if isinstance(number, int) and 0 <= number < len(frames):
+                    self._place(tensor, frames[number], blocks)
+        except ServeError as error:
+            for block in blocks:
+                self._arena.free(block.segment, block.offset)
+            return Garbled(infer.request, error.message, error.code)
+        return Framed(infer, tuple([block.handle() for block in blocks])) if blocks else infer
+
+    def _place(self, tensor: Tensor, frame: bytes, blocks: list[Block]) -> None:
+        if len(frame) <= INLINE_BYTES:
+            tensor.data = frame
+            return
+        block = self._arena.allocate(len(frame))
+        block.memory()[: len(frame)] = frame
+        blocks.append(block)
+        tensor.data = (block.handle(),)
+
+    # ------------------------------------------------------------------------------------ out
+
+    def reply(self, outbox: Outbox, reply: Reply) -> None:
+        """An answer to a client that takes frames."""
+        frames: list[bytes] = []
+        outputs = []
+        total = 0
+        for tensor in reply.outputs:
+            if isinstance(tensor.data, tuple):
+                total += sum(handle.size for handle in tensor.data)
+                if total > FRAME_BYTES:
+                    text = (
+                        f"the answer has more than {FRAME_BYTES} bytes, which is all that frames may carry; ask for "
+                        f"fewer outputs, or connect with outputs in shared memory"
+                    )
+                    outbox.outbox.append(Fail(reply.request, InvalidRequest.code, text))
+                    return
+                frame = b"".join([self._segments.read(handle) for handle in tensor.data])
+                outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, len(frames)))
+                frames.append(frame)
+            else:
+                outputs.append(tensor)
+        if frames:
+            outbox.send_with_frames(Reply(reply.request, reply.version, tuple(outputs), reply.parameters), frames)
+        else:
+            outbox.outbox.append(reply)
+
+    def send(self, outbox: Outbox, parts: list[bytes]) -> None:
+        if outbox.unsent or not self._try(outbox, parts):
+            outbox.unsent.append(parts)
+            outbox.unsent_bytes += sum(map(len, parts))
+            self._stuck.add(outbox)
+            if outbox.unsent_bytes > OUTBOX_BYTES:
+                size = outbox.unsent_bytes
+                outbox.close(f"it does not read: {size} bytes wait for it, over the limit of {OUTBOX_BYTES}")
+
+    def _try(self, outbox: Outbox, parts: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart([outbox.identity, *parts], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._loop.call_soon(outbox.close, "it has gone")
+        return True
+
+    def _retry(self) -> None:
+        for outbox in list(self._stuck):
+            while outbox.unsent and self._try(outbox, outbox.unsent[0]):
+                outbox.unsent_bytes -= sum(map(len, outbox.unsent.pop(0)))
+            if not outbox.unsent:
+                self._stuck.discard(outbox)
+
+    # ------------------------------------------------------------------------------------ coming and going
+
+    def watch(self, outbox: Outbox, pid: int) -> None:
+        """The client has said which process it is: its end is known at once. Without that, silence is what tells."""
+        with contextlib.suppress(OSError):  # another pid name space, say
+            if outbox.watch is None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
+                outbox.watch = os.pidfd_open(pid)
+                self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has ended")
+
+    def silent(self) -> tuple[list[Outbox], list[Outbox]]:
+        """Clients not watched that have said nothing since the last call: (to ping, to give up)."""
+        ask: list[Outbox] = []
+        lost: list[Outbox] = []
+        for outbox in self._outboxes.values():
+            if outbox.watch is None:
+                (ask if outbox.heard else lost).append(outbox)
+                outbox.heard = False
+        self._retry()
+        return ask, lost
+
+    def drop(self, outbox: Outbox, reason: str) -> None:
+        if self._outboxes.pop(outbox.identity, None) is None:
+            return
+        self._stuck.discard(outbox)
+        if outbox.watch is not None:
+            self._loop.remove_reader(outbox.watch)
+            os.close(outbox.watch)
+        self._ended(outbox.peer, reason)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        for outbox in list(self._outboxes.values()):
+            self.drop(outbox, "")
+        self._socket.close()
+        self._context.term()
+
+
+def free(arena: Arena, handles: tuple[Handle, ...]) -> None:
+    for handle in handles:
+        arena.free(handle.segment, handle.offset)
+
+
+assert MESSAGE_BYTES > FRAME_BYTES + PACKET_BYTES
