@@ -9,8 +9,9 @@ SAMPLES := build/samples
 # Its wheel holds the OCR network. What the package itself needs to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
 ARGS ?=
+export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test check fmt bench clean distclean
+.PHONY: help serve samples test check fmt bench proto clean distclean
 .SUFFIXES:
 
 help:
@@ -19,10 +20,11 @@ help:
 	@echo 'make check       linter, formatter, types, import directions'
 	@echo 'make fmt         format the code'
 	@echo 'make bench       measure, print the table, keep it in bench/results  (ARGS="..." for options)'
+	@echo 'make proto       repo/model_config.binpb, after an edit of repo/model_config.proto'
 	@echo 'make clean       remove what was built; make distclean: the environment as well'
 
 serve: $(VENV)/.serve samples
-	@$(BIN)/shmserve serve --model-repository $(SAMPLES) $(ARGS)
+	@$(BIN)/shmserve serve --model-repository $(SAMPLES) --hints $(ARGS)
 
 samples: $(VENV)/.serve
 	@echo 'the sample models, in $(SAMPLES):'
@@ -43,6 +45,10 @@ fmt: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench.run $(ARGS)
+
+proto: $(VENV)/.dev
+	@$(PIP) grpcio-tools
+	@$(BIN)/python -m grpc_tools.protoc -I repo --descriptor_set_out=repo/model_config.binpb repo/model_config.proto
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,4 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+# Read when onnxruntime is imported: without it the engine keeps a database and an uploading thread in this process.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
 pytest_plugins = ("tests.leaks", "pytester")

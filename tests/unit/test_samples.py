@@ -1,0 +1,153 @@
+"""The sample models: made again bit for bit, built from the package, and the picture read by the bare engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shmserve.repo import samples
+
+TEXT = "Handles travel, tensors stay: 64 MiB, 0 copies"
+OCR_MISSING = samples.ocr_model_file() is None
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, samples.EXAMPLES / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def session(model: Path) -> Any:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+
+
+def test_the_models_are_made_again_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    files = script("make_models").make(tmp_path)
+    assert [file.relative_to(tmp_path).parts[0] for file in files] == ["mlp", "cnn"]
+    for file in files:
+        assert file.read_bytes() == (samples.EXAMPLES / file.relative_to(tmp_path)).read_bytes()
+
+
+def test_mlp_is_what_it_says() -> None:
+    onnx = pytest.importorskip("onnx")
+    file = samples.EXAMPLES / "mlp" / "1" / "model.onnx"
+    data = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer}
+    x = np.random.default_rng(5).standard_normal((3, 64), np.float32)
+    h = x.astype(np.float64)
+    for layer in range(3):
+        h = h @ data[f"w{layer}"].T.astype(np.float64) + data[f"b{layer}"]
+        h = np.maximum(h, 0) if layer < 2 else np.exp(h - h.max(1, keepdims=True))
+    np.testing.assert_allclose(session(file).run(None, {"x": x})[0], h / h.sum(1, keepdims=True), rtol=1e-4)
+
+
+def test_build(tmp_path: Path) -> None:
+    said: list[str] = []
+    names = samples.build(tmp_path, said.append)
+    expected = ["add_sub", "cnn", "mlp"] + ([] if OCR_MISSING else ["ocr_rec"])
+    assert names == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
+    for name in names:
+        files = sorted(path.name for path in (tmp_path / name / "1").iterdir())
+        assert files == (["model.py"] if name == "add_sub" else ["model.onnx"])
+        assert f'name: "{name}"' in (tmp_path / name / "config.pbtxt").read_text()
+    marks = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    samples.build(tmp_path, said.append)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == marks
+
+
+def test_build_without_the_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "OCR_PACKAGE", "surely_not_installed")
+    said: list[str] = []
+    assert samples.build(tmp_path, said.append) == ["add_sub", "cnn", "mlp"]
+    assert any("ocr_rec: left out; `pip install --no-deps rapidocr-onnxruntime`" in line for line in said)
+    with pytest.raises(FileNotFoundError, match="the OCR sample is not installed"):
+        samples.ocr_characters()
+
+
+def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert samples.main([str(tmp_path / "new" / "place")]) == 0
+    assert (tmp_path / "new" / "place" / "add_sub" / "1" / "model.py").is_file()
+    assert samples.main([]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------- OCR
+
+
+def test_the_picture() -> None:
+    picture = samples.sample_picture()
+    assert picture.dtype == np.uint8
+    assert picture.shape == (48, 800, 3)
+    assert picture.std() > 20
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 800), (24, 30), (96, 1000), (7, 3)])
+def test_input_has_the_height_of_the_model(height: int, width: int) -> None:
+    picture = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)
+    made = samples.ocr_input(picture)
+    scaled = -(-48 * width // height)
+    assert made.dtype == np.float32
+    assert made.shape == (1, 3, 48, max(320, scaled))
+    assert made.min() >= -1
+    assert made.max() <= 1
+    assert not made[..., scaled:].any()
+
+
+def test_input_of_the_right_height_is_not_resampled() -> None:
+    picture = np.random.default_rng(2).integers(0, 256, (48, 400, 3), np.uint8)
+    expected = picture[:, :, ::-1].transpose(2, 0, 1).astype(np.float32) / 127.5 - 1
+    np.testing.assert_allclose(samples.ocr_input(picture)[0], expected, atol=1e-6)
+
+
+def test_resizing_keeps_a_plane() -> None:
+    """Bilinear sampling is exact on a plane, away from the border: an oracle without another library."""
+    rows, columns = np.mgrid[0:24, 0:40].astype(np.float32)
+    plane = np.repeat((2 * rows + 3 * columns)[:, :, None], 3, 2)
+    made = samples._resize(plane, 48, 80)
+    rows, columns = (np.mgrid[0:48, 0:80] + 0.5) / 2 - 0.5
+    expected = 2 * rows + 3 * columns
+    np.testing.assert_allclose(made[1:-1, 1:-1, 0], expected[1:-1, 1:-1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("classes", "text"),
+    [([0, 1, 1, 0, 2, 2], "ab"), ([1, 0, 1], "aa"), ([1, 1, 1], "a"), ([0, 0], ""), ([3, 1, 3, 2, 3], "a b")],
+)
+def test_text_is_greedy_ctc(classes: list[int], text: str) -> None:
+    probabilities: NDArray[Any] = np.eye(4, dtype=np.float32)[classes]
+    characters = ["", "a", "b", " "]
+    assert samples.ocr_text(probabilities, characters) == text
+    assert samples.ocr_text(probabilities[None], characters) == text
+
+
+@pytest.mark.skipif(OCR_MISSING, reason="rapidocr-onnxruntime is not installed")
+def test_the_engine_reads_the_picture() -> None:
+    model = samples.ocr_model_file()
+    assert model
+    reader = session(model)
+    characters = samples.ocr_characters()
+    assert characters[1:-1] == reader.get_modelmeta().custom_metadata_map["character"].splitlines()
+    answer = reader.run([samples.OCR_OUTPUT], {samples.OCR_INPUT: samples.ocr_input(samples.sample_picture())})[0]
+    assert answer.shape[-1] == len(characters)
+    assert samples.ocr_text(answer, characters) == TEXT
+
+
+@pytest.mark.parametrize("data", [b"\x0f", b"\x12\x05abc", b"\x0b"])
+def test_what_is_no_model_file_is_an_error(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "model.onnx"
+    file.write_bytes(data)
+    with pytest.raises(ValueError):
+        samples.ocr_characters(file)
