@@ -1,0 +1,290 @@
+"""Workers and clients that do what the docstrings of `shmserve.messages` say, for tests of the core.
+
+They are written from the messages alone, and they complain: a fake asserts whatever the other side owes it. So a
+handle into memory that was never announced, an answer given twice or a batch over the limit end the test at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from shmserve.core.policy import ModelPolicy
+from shmserve.messages import (
+    OWNER_SHIFT,
+    Answer,
+    Done,
+    Execute,
+    Fail,
+    FailHeld,
+    Goodbye,
+    Handle,
+    Load,
+    Map,
+    Ping,
+    Pong,
+    Reclaim,
+    Released,
+    Reply,
+    Return,
+    Row,
+    Rows,
+    Started,
+    Stop,
+    Tensor,
+    Unmap,
+    Welcome,
+    Withdraw,
+    Withdrawn,
+    Work,
+)
+
+SEGMENT_BYTES = 1 << 40
+"""Arenas of fake workers never run out: blocks are numbered on, so that no place is ever used for two blocks."""
+
+
+def references(tensors: tuple[Tensor, ...]) -> list[Handle]:
+    return [handle for tensor in tensors if isinstance(tensor.data, tuple) for handle in tensor.data]
+
+
+class WaitingBatch:
+    def __init__(self, order: Execute) -> None:
+        self.number = self.through = order.batch
+        self.works: list[Work] = list(order.works)
+        self.more = order.more
+        self.open = order.open
+
+
+class FakeWorker:
+    """A worker of one instance. `inbox` is what the broker has sent, `outbox` what the broker has not yet read."""
+
+    def __init__(self, peer: int, name: str, policy: ModelPolicy, large: frozenset[str] = frozenset()) -> None:
+        self.peer, self.name, self.policy, self.large = peer, name, policy, large
+        self.inbox: list[Any] = []
+        self.outbox: list[Any] = []
+        self.mapped: set[int] = set()
+        self.waiting: list[WaitingBatch] = []
+        self.running: WaitingBatch | None = None
+        self.started: list[list[int]] = []
+        self.arenas: dict[str, int] = {}
+        self.next_offset = 0
+        self.out: Counter[Handle] = Counter()
+        self.last = 0
+        self.stopping = self.dead = False
+
+    # ------------------------------------------------------------------------------------ what the broker says
+
+    def read(self, count: int | None = None) -> None:
+        """Takes messages in; all of them, or the first few."""
+        messages, self.inbox = self.inbox[:count], self.inbox[len(self.inbox[:count]) :]
+        for message in messages:
+            self.take(message)
+
+    def take(self, message: Any) -> None:
+        if isinstance(message, Execute):
+            self._execute(message)
+        elif isinstance(message, Withdraw):
+            self._withdraw(message)
+        elif isinstance(message, Map):
+            assert message.segment not in self.mapped, f"segment {message.segment} was announced twice to {self.name}"
+            assert message.segment not in self.arenas.values(), f"{self.name} was told of a segment of its own"
+            self.mapped.add(message.segment)
+        elif isinstance(message, Unmap):
+            assert message.segment in self.mapped
+            assert message.segment not in self.needed(), f"{self.name} still needs segment {message.segment}"
+            self.mapped.discard(message.segment)
+        elif isinstance(message, Return):
+            for handle in message.handles:
+                assert self.out[handle] == 1, f"{self.name} got back {handle}, which is not out"
+                del self.out[handle]
+        elif isinstance(message, Stop):
+            self.stopping = True
+        else:
+            assert isinstance(message, (Ping, Load)), message
+
+    def needed(self) -> set[int]:
+        batches = self.waiting + ([self.running] if self.running else [])
+        works = [work for batch in batches for work in batch.works]
+        found = {handle.segment for work in works for handle in references(work.inputs)}
+        return found | {w.place.segment for work in works for w in work.outputs or () if w.place is not None}
+
+    def _execute(self, order: Execute) -> None:
+        assert order.batch > self.last, "batch numbers rise"
+        self.last = order.batch
+        assert order.works
+        for work in order.works:
+            for handle in references(work.inputs):
+                own = handle.segment in self.arenas.values()
+                assert own or handle.segment in self.mapped, f"{self.name} was never told of segment {handle.segment}"
+            for wanted in work.outputs or ():
+                assert wanted.place is None or wanted.place.segment in self.mapped
+        newest = self.waiting[-1] if self.waiting else None
+        batch = newest if newest is not None and newest.more else None
+        if batch is None and order.join:
+            batch = next((known for known in self.waiting if known.number == order.join), None)
+        if batch is None:
+            self.waiting.append(WaitingBatch(order))
+            return
+        batch.works += order.works
+        batch.through, batch.more, batch.open = order.batch, order.more, batch.open or order.open
+
+    def _withdraw(self, order: Withdraw) -> None:
+        found = []
+        for batch in self.waiting:
+            found += [work.request for work in batch.works if work.request in order.requests]
+            batch.works = [work for work in batch.works if work.request not in order.requests]
+        self.outbox.append(Withdrawn(tuple(found)))
+
+    # ------------------------------------------------------------------------------------ what it does
+
+    def take_up(self) -> WaitingBatch | None:
+        """The next batch starts, if there is one."""
+        assert self.running is None
+        for position, batch in enumerate(self.waiting):
+            if batch.works:
+                if batch.more:
+                    return None
+                del self.waiting[: position + 1]
+                self._verify(batch)
+                self.running = batch
+                self.started.append([work.request for work in batch.works])
+                return batch
+        return None
+
+    def start(self) -> WaitingBatch | None:
+        """When nothing runs: what waits is started, and said if it must be."""
+        batch = self.take_up() if self.running is None else None
+        if batch is not None and batch.open:
+            self.outbox.append(Started(batch.number, batch.through))
+        return batch
+
+    def _verify(self, batch: WaitingBatch) -> None:
+        """What a model may rely on."""
+        policy = self.policy
+        works = batch.works
+        if policy.max_batch == 0 or policy.batching is None:
+            assert len(works) == 1, f"{self.name} takes one request at a time, got {len(works)}"
+        if policy.max_batch == 0:
+            return
+        rows = sum(max(1, work.rows) for work in works)
+        assert rows <= policy.max_batch, f"{rows} rows in a batch of {self.name}, over {policy.max_batch}"
+        specs = {spec.name: spec for spec in policy.inputs}
+        kinds = set()
+        for work in works:
+            names = frozenset(tensor.name for tensor in work.inputs)
+            shapes = frozenset((t.name, t.shape[1:]) for t in work.inputs if not specs[t.name].ragged)
+            kinds.add((names, shapes))
+        assert len(kinds) == 1, f"a batch of {self.name} mixes {kinds}"
+
+    def finish(self, now: int, took: int = 0, rows_first: int = 0, error: tuple[str, str] | None = None) -> None:
+        """The running batch is done: its results go out, and the next batch starts."""
+        assert self.running is not None, f"{self.name} runs nothing"
+        done, self.running = self.running, None
+        rows = tuple(self._row(work, error) for work in done.works)
+        if rows_first:
+            self.outbox.append(Rows(done.number, rows[:rows_first]))
+        following = self.take_up()
+        times = (now - took, now - took, now, now)
+        message = Done(done.number, rows[rows_first:], times)
+        if following is not None:
+            message.next, message.through = following.number, following.through
+        self.outbox.append(message)
+
+    def _row(self, work: Work, error: tuple[str, str] | None) -> Row:
+        from shmserve.messages import Failure
+
+        if error is not None:
+            return Row(work.request, (), Failure(*error))
+        places = {wanted.name: wanted.place for wanted in work.outputs or ()}
+        names = list(places) if work.outputs is not None else [spec.name for spec in self.policy.outputs]
+        shape = (work.rows, 1) if self.policy.max_batch else (1,)
+        size = 4 * max(1, work.rows)
+        tensors = []
+        for name in names:
+            place = places.get(name)
+            if place is not None:
+                data: Any = (Handle(place.segment, place.offset, size),)
+            elif name in self.large:
+                data = (self._allocate(work.audience, size),)
+            else:
+                data = bytes(size)
+            tensors.append(Tensor(name, "FP32", shape, data))
+        return Row(work.request, tuple(tensors))
+
+    def _allocate(self, audience: str, size: int) -> Handle:
+        segment = self.arenas.get(audience)
+        if segment is None:
+            segment = self.arenas[audience] = (self.peer << OWNER_SHIFT) + 1 + len(self.arenas)
+            self.outbox.append(Map(segment, SEGMENT_BYTES, None, audience))
+        handle = Handle(segment, self.next_offset, size)
+        self.next_offset += size
+        self.out[handle] += 1
+        return handle
+
+
+class FakeClient:
+    """A client that keeps book of what it is owed."""
+
+    def __init__(self, peer: int, name: str, plane: str, outputs: str) -> None:
+        self.peer, self.name, self.plane, self.outputs = peer, name, plane, outputs
+        self.open: set[int] = set()
+        self.held_inputs: set[int] = set()
+        self.answers: dict[int, Any] = {}
+        self.order: list[int] = []
+        self.mapped: set[int] = set()
+        self.own: dict[int, int] = {}
+        self.holds: Counter[Handle] = Counter()
+        self.errors: list[Fail] = []
+        self.welcomed = self.ended = False
+
+    def sends(self, request: int) -> None:
+        """Before an Infer that is expected to get its own answer."""
+        assert request not in self.open
+        assert request not in self.answers, "the tests number requests on and on"
+        self.open.add(request)
+
+    def receive(self, message: Any) -> None:
+        if isinstance(message, Reply):
+            self._answered(message.request, message)
+            for handle in references(message.outputs):
+                if handle.segment not in self.own:
+                    if self.outputs != "frames":
+                        assert handle.segment in self.mapped, f"{self.name} was never told of {handle.segment}"
+                        self.holds[handle] += 1
+                else:
+                    assert handle.offset + handle.size <= self.own[handle.segment]
+        elif isinstance(message, (Fail, FailHeld)):
+            if message.request == 0:
+                assert isinstance(message, Fail)
+                self.errors.append(message)
+                return
+            self._answered(message.request, message)
+            if isinstance(message, FailHeld):
+                self.held_inputs.add(message.request)
+        elif isinstance(message, Released):
+            assert message.request in self.held_inputs, f"{self.name} got Released {message.request} without need"
+            self.held_inputs.remove(message.request)
+        elif isinstance(message, Map):
+            assert message.segment not in self.mapped
+            self.mapped.add(message.segment)
+        elif isinstance(message, Unmap):
+            assert message.segment in self.mapped
+            assert not [handle for handle in self.holds if handle.segment == message.segment]
+            self.mapped.discard(message.segment)
+        elif isinstance(message, Welcome):
+            self.welcomed = True
+        elif isinstance(message, Goodbye):
+            self.ended = True
+        else:
+            assert isinstance(message, (Reclaim, Answer, Pong)), message
+
+    def _answered(self, request: int, message: Any) -> None:
+        assert request in self.open, f"{self.name} got {message} for {request}: never asked, or answered before"
+        self.open.remove(request)
+        self.answers[request] = message
+        self.order.append(request)
+
+    def give_back(self, handle: Handle) -> None:
+        self.holds[handle] -= 1
+        if not self.holds[handle]:
+            del self.holds[handle]
