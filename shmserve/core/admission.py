@@ -33,6 +33,7 @@ from shmserve.messages import (
     Hello,
     Infer,
     Map,
+    Options,
     Ping,
     Pong,
     Reclaim,
@@ -43,6 +44,8 @@ from shmserve.messages import (
 
 _PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
 """How large outputs can come back, by the kind of link."""
+
+_NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
@@ -154,43 +157,53 @@ class Admission:
         version = None if message.version else state.ready.get(message.model)
         if version is None:
             version = self._look_up(message.model, message.version)
-        inputs, outputs = message.inputs, message.outputs
-        checker = version.checker
-        assert checker is not None, version.label
-        rows, signature, inline = checker.check(inputs, outputs)
-        segments, pins = self._memory(client, message, blocks)
+        inputs, outputs, options = message.inputs, message.outputs, message.options
+        assert version.checker is not None, version.label
+        rows, signature, inline, outside = version.checker.check(inputs, outputs)
         if client.held_bytes > state.limits.client_held_bytes:
             self._over_held(client)
-        options = message.options
         if options is not None and options.sequence != 0:
             raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
-        queue = version.queue
-        level_number = queue.level_of(options.priority) if options is not None else queue.default_level
-        policy = queue.level(level_number).policy
-        if policy.max_size and len(queue.level(level_number)) >= policy.max_size:
-            version.statistics.rejected += 1
-            raise Unavailable(
-                f"Exceeds maximum queue size: {policy.max_size} requests wait for model '{version.model}'; "
-                f"raise max_queue_size or add instances"
-            )
+        level = 0 if version.plain else self._level(version, options)
+        segments, pins = self._memory(client, message, blocks) if outside else _NOTHING
+        own = state.next_number()
         request = Request(
-            state.next_number(), client, number, version, inputs, outputs, options, rows, rows or 1, inline,
-            signature, segments, pins, blocks, now, level_number,
+            own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
+            signature, segments, pins, blocks, now, level,
         )  # fmt: skip
-        client.requests[number] = state.requests[request.number] = request
+        client.requests[number] = state.requests[own] = request
         if message.timeout_us:
             request.deadline = now + message.timeout_us * 1000
             state.set_timer(request.deadline, Timer.DEADLINE, request)
+        if not version.plain:
+            self._set_queue_timeout(version, request)
+        version.queue.add(request)
+        state.dirty[version] = None
+
+    def _level(self, version: Version, options: Options | None) -> int:
+        """The priority level, if there is room in its queue."""
+        queue = version.queue
+        number = queue.level_of(options.priority) if options is not None else queue.default_level
+        level = queue.level(number)
+        limit = level.policy.max_size
+        if limit and len(level) >= limit:
+            version.statistics.rejected += 1
+            raise Unavailable(
+                f"Exceeds maximum queue size: {limit} requests wait for model '{version.model}'; "
+                f"raise max_queue_size or add instances"
+            )
+        return number
+
+    def _set_queue_timeout(self, version: Version, request: Request) -> None:
+        policy, options = version.queue.level(request.level).policy, request.options
         if policy.timeout_ns:
             limit = policy.timeout_ns
             if policy.allow_override and options is not None and options.queue_timeout_us:
                 limit = min(limit, options.queue_timeout_us * 1000)
-            request.queue_expires = now + limit
-            state.set_timer(request.queue_expires, Timer.QUEUE, request)
-        queue.add(request)
+            request.queue_expires = request.arrived + limit
+            self._state.set_timer(request.queue_expires, Timer.QUEUE, request)
         if version.order is not None:
             version.order.append(request)
-        state.dirty[version] = None
 
     def _look_up(self, name: str, number: int) -> Version:
         model = self._state.models.get(name)

@@ -25,13 +25,10 @@ class Good(NamedTuple):
     bit: int
     rows: int
     size: int
-    shape: tuple[int, ...]
 
 
-class Checked(NamedTuple):
-    rows: int
-    signature: object
-    inline: int
+Checked = tuple[int, object, int, bool]
+"""(rows, signature, inline bytes, has handles). Two requests with equal signatures may share a batch."""
 
 
 class Checker:
@@ -50,24 +47,25 @@ class Checker:
     def check(self, inputs: tuple[Tensor, ...], outputs: WantedOutputs | None) -> Checked:
         mask = inline = 0
         rows = -1
-        signature: list[tuple[str, tuple[int, ...]]] | None = [] if self.varies else None
+        outside = False
+        known = self._good
         for tensor in inputs:
-            good = self._good.get((tensor.name, tensor.dtype, tensor.shape)) or self._look(tensor)
-            if mask & good.bit:
-                raise InvalidRequest(f"input '{tensor.name}' is given twice for model '{self._policy.name}'")
-            mask |= good.bit
-            if good.rows != rows:
-                rows = self._same_rows(rows, good.rows, tensor.name)
+            name = tensor.name
+            bit, its_rows, expected = known.get((name, tensor.dtype, tensor.shape)) or self._look(tensor)
+            if mask & bit:
+                raise InvalidRequest(f"input '{name}' is given twice for model '{self._policy.name}'")
+            mask |= bit
+            if its_rows != rows:
+                rows = self._same_rows(rows, its_rows, name)
             data = tensor.data
             if isinstance(data, bytes):
                 size = len(data)
                 inline += size
             else:
+                outside = True
                 size = self._size_of_parts(tensor)
-            if size != good.size:
-                self._wrong_size(tensor, size, good.size)
-            if signature is not None and tensor.name in self._uneven:
-                signature.append((tensor.name, good.shape))
+            if size != expected:
+                self._wrong_size(tensor, size, expected)
         if mask & self._required != self._required:
             self._missing(inputs)
         if inline > FIELD_BYTES:
@@ -77,10 +75,13 @@ class Checker:
             )
         if outputs is not None:
             self._check_outputs(outputs)
-        if signature is not None:
-            signature.sort()
-            return Checked(max(rows, 0), tuple(signature), inline)
-        return Checked(rows if rows > 0 else 0, None, inline)
+            outside = outside or any(wanted.place is not None for wanted in outputs)
+        return rows if rows > 0 else 0, self._signature(inputs) if self.varies else None, inline, outside
+
+    def _signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and shapes without the batch dimension, in one order, of the inputs that must agree in a batch."""
+        lead = 1 if self._policy.max_batch else 0
+        return tuple(sorted((t.name, t.shape[lead:]) for t in inputs if t.name in self._uneven))
 
     # ------------------------------------------------------------------------------------ one input
 
@@ -109,8 +110,7 @@ class Checker:
         count = elements(shape)
         if count * max(item, 4) > _MAX_BYTES:
             raise InvalidRequest(f"input '{name}' of shape {_dims(shape)} has {count} elements: too many to exist here")
-        tail = shape[1:] if policy.max_batch else shape
-        good = Good(self._bits[name], rows if policy.max_batch else -1, count * item if item else -1, tail)
+        good = Good(self._bits[name], rows if policy.max_batch else -1, count * item if item else -1)
         if len(self._good) < _REMEMBERED:
             self._good[name, tensor.dtype, shape] = good
         return good

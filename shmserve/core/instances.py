@@ -23,6 +23,8 @@ class Batch(Struct, eq=False):
     signature: object
     sent: int
     state: BatchState = BatchState.OPEN
+    left: int = 0
+    """Requests that the worker has not reported on yet."""
 
     @property
     def numbers(self) -> list[int]:
@@ -52,7 +54,9 @@ class Batch(Struct, eq=False):
                 if request.batch is self:
                     request.batch = rest
                     rest.rows += request.cost
+                    rest.left += 1
         self.rows -= rest.rows
+        self.left -= rest.left
         return rest
 
 

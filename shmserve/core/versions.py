@@ -26,6 +26,7 @@ class Version:
         "model",
         "number",
         "order",
+        "plain",
         "policy",
         "prefetch",
         "queue",
@@ -48,6 +49,8 @@ class Version:
         self.queue = RequestQueue(None)
         self.shape: Shape | None = None
         self.prefetch = True
+        self.plain = True
+        """No priorities, no queue policy, no order to preserve: the short way in and out."""
         self.order: deque[Request] | None = None
         """With preserve_ordering: the requests not answered yet, in the order of their arrival."""
         self.idle: list[Instance] = []
@@ -71,6 +74,7 @@ class Version:
             if policy.max_batch > 0:
                 self.shape = Shape.of(policy.max_batch, batching, self.checker.varies)
             self.prefetch = sends_ahead(batching)
+            self.plain = self.prefetch and not batching.preserve_ordering
             if batching.preserve_ordering:
                 self.order = deque()
 
