@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,8 @@ from shmserve.shm import views
 from shmserve.shm.pages import Pages
 
 _BYTE = np.dtype("uint8")
+_AVAILABLE = re.compile(rb"^MemAvailable: +(\d+) kB$", re.MULTILINE)
+_GROUP = re.compile(rb"^0::(/.*)$", re.MULTILINE)
 
 
 class Extent(Protocol):
@@ -88,11 +92,40 @@ _REASONS = {
 
 def reserve(fd: int, size: int) -> None:
     """Gives the object behind `fd` its size and pages, so that no later touch can fail; Unavailable if it cannot."""
+    check_room(size)
     try:
         os.ftruncate(fd, size)
         os.posix_fallocate(fd, 0, size)
     except (OSError, OverflowError) as error:
         raise failed("reserve", size, error, fd) from error
+
+
+def check_room(size: int) -> None:
+    """Unavailable where the machine has less. The kernel would not say so: it takes page after page for a descriptor
+    without a name, and then kills processes, perhaps others than the one that asked."""
+    room = _available()
+    if size > room:
+        raise Unavailable(
+            f"cannot reserve {size} bytes of shared memory: the machine, or the control group, has {room} bytes left"
+        )
+
+
+def _available() -> int:
+    with open("/proc/meminfo", "rb") as file:
+        found = _AVAILABLE.search(file.read())
+    if found is None:
+        raise Internal("the kernel does not say how much memory is available")
+    room = int(found[1]) * 1024
+    with open("/proc/self/cgroup", "rb") as file:
+        group = _GROUP.search(file.read())
+    if group is not None:
+        folder = "/sys/fs/cgroup" + os.fsdecode(group[1]).rstrip("/")
+        # The root group has no limit, and a group above the namespace cannot be seen.
+        with suppress(OSError), open(folder + "/memory.max", "rb") as file:
+            limit = file.read().strip()
+            if limit.isdigit():
+                room = min(room, int(limit))
+    return room
 
 
 def failed(doing: str, size: int, error: OSError | OverflowError, fd: int = -1) -> Unavailable:

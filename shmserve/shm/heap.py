@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shmserve.errors import Unavailable
-from shmserve.shm.extents import MappedExtent
+from shmserve.errors import Internal
+from shmserve.shm.extents import MappedExtent, check_room, failed
 from shmserve.shm.pages import map_private
 
 
@@ -12,8 +12,12 @@ class HeapExtent(MappedExtent):
 
 
 def create(size: int) -> HeapExtent:
+    if size <= 0:
+        raise Internal(f"an extent of {size} bytes was asked for")
+    check_room(size)
     try:
         pages = map_private(size)
-    except OSError as error:
-        raise Unavailable(f"cannot reserve {size} bytes: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        raise failed("make", size, error) from error
+    pages.warm()
     return HeapExtent(pages)

@@ -1,0 +1,180 @@
+"""Descriptors: the seals are real, and what is not sealed is not mapped."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.shm import memfd, pages
+
+SIZE = 1 << 16
+
+
+def count_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def refused(fd: int, says: str, size: int = SIZE, writable: bool = False) -> None:
+    """The attempt fails, and takes the descriptor with it."""
+    with pytest.raises(InvalidRequest, match=says):
+        memfd.attach(fd, size, writable)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_nobody_can_cut_it_short_or_unseal_it() -> None:
+    extent = memfd.create(SIZE)
+    for size in (0, SIZE - 1, SIZE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(extent.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(extent.fd, fcntl.F_ADD_SEALS, memfd.SEAL_FUTURE_WRITE)
+    assert os.fstat(extent.fd).st_size == SIZE
+    extent.close()
+
+
+def test_it_is_reserved_and_not_inherited() -> None:
+    extent = memfd.create(SIZE)
+    assert os.fstat(extent.fd).st_blocks * 512 >= SIZE
+    assert not os.get_inheritable(extent.fd)
+    extent.close()
+
+
+def test_after_future_write_only_the_maker_writes() -> None:
+    extent = memfd.create(SIZE, seal_future_write=True)
+    extent.memory[:2] = b"hi"
+    with pytest.raises(PermissionError):
+        os.pwrite(extent.fd, b"no", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(extent.fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(InvalidRequest, match="sealed against writing"):
+        memfd.attach(os.dup(extent.fd), SIZE, True)
+    other = memfd.attach(os.dup(extent.fd), SIZE, False)
+    assert bytes(other.memory[:2]) == b"hi"
+    assert other.pages.writable_twin() is None
+    extent.memory[:2] = b"ho"
+    assert bytes(other.memory[:2]) == b"ho"
+    other.close()
+    extent.close()
+
+
+def test_the_reader_of_a_sealed_extent_dies_if_it_forces_a_write() -> None:
+    """Not only numpy guards it: the page tables do."""
+    extent = memfd.create(SIZE, seal_future_write=True)
+    code = """if True:
+        import ctypes, sys
+        from shmserve.shm import memfd
+        extent = memfd.attach(int(sys.argv[1]), int(sys.argv[2]), False)
+        ctypes.memset(extent.address, 1, 1)
+    """
+    command = [sys.executable, "-c", code, str(extent.fd), str(SIZE)]
+    done = subprocess.run(command, pass_fds=(extent.fd,), check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert extent.memory[0] == 0
+    extent.close()
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK])
+def test_what_is_not_sealed_is_refused(seals: int) -> None:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    missing = "F_SEAL_SHRINK" if not seals & fcntl.F_SEAL_SHRINK else "F_SEAL_GROW"
+    refused(fd, f"lacks {missing}")
+
+
+def test_a_memfd_that_cannot_be_sealed_is_refused() -> None:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, SIZE)
+    refused(fd, "lacks F_SEAL_SHRINK, F_SEAL_GROW")
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "folder", "device", "shm"])
+def test_what_is_no_memfd_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(SIZE))
+    shm_name = Path("/dev/shm", f"test-{os.getpid()}")
+    if kind == "pipe":
+        fd, other = os.pipe()
+        os.close(other)
+    elif kind == "shm":
+        fd = os.open(shm_name, os.O_RDWR | os.O_CREAT)
+        shm_name.unlink()
+    else:
+        where = {"file": tmp_path / "file", "folder": tmp_path, "device": Path("/dev/zero")}[kind]
+        fd = os.open(where, os.O_RDONLY)
+    refused(fd, "must be")
+
+
+def test_a_smaller_size_than_the_real_one_is_refused() -> None:
+    extent = memfd.create(SIZE)
+    refused(os.dup(extent.fd), f"announced with {SIZE - 1} bytes, but its memfd has {SIZE}", SIZE - 1)
+    extent.close()
+
+
+def test_a_descriptor_that_is_none_is_an_error_not_a_crash() -> None:
+    fd = os.dup(0)
+    os.close(fd)
+    with pytest.raises(Unavailable, match="Bad file descriptor"):
+        memfd.attach(fd, SIZE, False)
+
+
+def test_the_limit_of_file_sizes_is_named() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = count_fds()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
+    try:
+        with pytest.raises(Unavailable, match=f"{SIZE + 1} bytes.*limit of file size"):
+            memfd.create(SIZE + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert count_fds() == before
+
+
+def test_a_mapping_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> int:
+        return 2**64 - 1
+
+    extent = memfd.create(SIZE)
+    before = count_fds()
+    monkeypatch.setattr(pages, "_mmap", none)
+    with pytest.raises(Unavailable, match=f"cannot make {SIZE}"):
+        memfd.create(SIZE)
+    with pytest.raises(Unavailable, match=f"cannot map {SIZE}"):
+        memfd.attach(os.dup(extent.fd), SIZE, False)
+    assert count_fds() == before
+    monkeypatch.undo()
+    extent.close()
+
+
+def test_an_old_kernel_has_its_pages_touched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """-1 and EINVAL is what madvise gives for advice that it does not know."""
+    real = pages._madvise
+
+    def unknown(address: int, size: int, _: int) -> int:
+        result: int = real(address, size, 9999)
+        return result
+
+    monkeypatch.setattr(pages, "_madvise", unknown)
+    extent = memfd.create(SIZE)
+    assert not any(extent.memory)
+    extent.close()
+
+
+def test_an_older_kernel_without_the_flag_against_execution(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[[str, int], int] = os.memfd_create
+
+    def old(name: str, flags: int) -> int:
+        return real(name, flags if not flags & 8 else 0x8000)
+
+    monkeypatch.setattr(os, "memfd_create", old)
+    memfd.create(SIZE).close()
