@@ -18,6 +18,7 @@ from typing import Any
 
 import uvloop
 
+from shmserve.allocator import keep_freed_memory
 from shmserve.broker import settings as setting
 from shmserve.broker.broker import Broker
 from shmserve.broker.catalog import Catalog
@@ -154,6 +155,7 @@ class Server:
 
 
 def _serve(settings: argparse.Namespace) -> int:
+    keep_freed_memory()
     removed = posix.sweep()
     if removed:
         log.info("removed %d shared memory segment(s) of processes that have ended", removed)

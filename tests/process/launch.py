@@ -1,0 +1,108 @@
+"""A broker as a child process of a test: started, awaited by its ready pipe, and its end awaited too."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+START_S = 60
+END_S = 60
+
+IDENTITY = """
+name: "{name}" backend: "identity" max_batch_size: {batch}
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+instance_group [ {{ count: {count} kind: KIND_CPU }} ]
+{more}
+"""
+
+
+def identity(repository: Path, name: str, batch: int = 8, count: int = 1, **parameters: str) -> None:
+    """Writes a model that gives back what it gets."""
+    (repository / name / "1").mkdir(parents=True)
+    more = "dynamic_batching { }\n" if batch else ""
+    more += "".join(
+        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n' for key, value in parameters.items()
+    )
+    text = IDENTITY.format(name=name, batch=batch, count=count, more=more)
+    (repository / name / "config.pbtxt").write_text(text)
+
+
+class Launched:
+    def __init__(self, repository: Path, runtime_dir: Path, *options: str, wait: bool = True) -> None:
+        self.runtime_dir = runtime_dir
+        self.lane = str(runtime_dir / "lane.sock")
+        self.zmq = str(runtime_dir / "broker.sock")
+        self._log = runtime_dir.with_suffix(".log")
+        self.code: int | None = None
+        reader, writer = os.pipe()
+        command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
+        command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(writer), *options]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, pass_fds=[writer])
+        os.close(writer)
+        try:
+            if wait:
+                self._await_ready(reader)
+        finally:
+            os.close(reader)
+
+    def _await_ready(self, reader: int) -> None:
+        if not select.select([reader], [], [], START_S)[0] or os.read(reader, 16) != b"READY\n":
+            self.kill()
+            raise AssertionError(f"the broker did not become ready:\n{self.log}")
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def workers(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        self.code = self.process.wait(END_S)
+        return self.code
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """kill -9, and its workers' end too, which follows from it."""
+        workers = [os.pidfd_open(pid) for pid in self.workers()] if self.process.poll() is None else []
+        self.process.kill()
+        self.process.wait()
+        for worker in workers:
+            ended = select.select([worker], [], [], END_S)[0]
+            os.close(worker)
+            assert ended, "a worker has outlived its broker"
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.code is None:
+            code = self.stop()
+            assert kind is not None or code == 0, self.log
+
+
+def await_end(pid: int, seconds: float = 30.0) -> None:
+    """Until a process that is no child of ours has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], seconds)[0], f"process {pid} has not ended"
+    finally:
+        os.close(descriptor)

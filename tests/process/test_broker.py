@@ -1,0 +1,193 @@
+"""The broker's process with real workers: start, signals, deaths of either side, and clients that do not read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.raw import Ended, Lane, Zmq
+from shmserve.messages import Answer, Ask, Cancel, Fail, Infer, Reply, Tensor, Unmap
+from tests.process.launch import Launched, await_end, identity
+
+pytestmark = pytest.mark.process
+
+
+def infer(number: int, model: str = "echo", timeout_us: int = 0) -> Infer:
+    data = np.full((1, 2), number, np.float32).tobytes()
+    return Infer(number, model, 0, (Tensor("x", "FP32", (1, 2), data),), None, timeout_us)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    root = tmp_path / "models"
+    identity(root, "echo")
+    return root
+
+
+def test_starts_answers_and_stops(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run") as server:
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+        with Lane(server.lane) as lane:
+            lane.hello("memfd")
+            lane.send(infer(1))
+            assert np.frombuffer(lane.receive_kind(Reply).outputs[0].data, np.float32).tolist() == [1, 1]
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_sigint_stops_with_code_0(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run") as server:
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+
+
+def test_a_stop_answers_what_is_in_flight(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="300")
+    with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        slow = [Infer(n, "slow", 0, (Tensor("x", "FP32", (1,), b"\0" * 4),)) for n in (1, 2, 3)]
+        lane.send(*slow, Ask(4, "live"))
+        assert lane.receive_kind(Answer).body == b'{"live":true}'
+        server.signal(signal.SIGTERM)
+        while b"true" in (lane.send(Ask(5, "live")) or lane.receive_kind(Answer).body):
+            pass
+        lane.send(Infer(9, "slow", 0, slow[0].inputs))
+        answers = [lane.receive_kind(Reply, Fail) for _ in range(4)]
+        refused = [answer for answer in answers if isinstance(answer, Fail)]
+        assert sorted(answer.request for answer in answers if isinstance(answer, Reply)) == [1, 2, 3]
+        assert [(fail.request, fail.code) for fail in refused] == [(9, "UNAVAILABLE")]
+        assert "stopping" in refused[0].text
+        assert server.wait() == 0
+
+
+def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="60000")
+    options = ("--exit-timeout-secs", "0.5")
+    with Launched(tmp_path / "models", tmp_path / "run", *options) as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(Infer(1, "slow", 0, (Tensor("x", "FP32", (1,), b"\0" * 4),)), Ask(2, "live"))
+        lane.receive_kind(Answer)
+        server.signal(signal.SIGTERM)
+        assert lane.receive_kind(Fail, seconds=20).code == "UNAVAILABLE"
+        assert server.wait() == 0
+
+
+def test_a_second_server_in_the_same_place_is_refused(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run") as server:
+        second = subprocess.run(
+            [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)],
+            env=os.environ | {"SHMSERVE_RUNTIME_DIR": str(tmp_path / "run")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert second.returncode == 1
+        assert "another server runs" in second.stderr
+        with Lane(server.lane) as lane:
+            lane.hello("memfd")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model-repository", "/nowhere/at/all"], ["--no-such-flag"]])
+def test_wrong_use_exits_with_2(arguments: list[str]) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "shmserve.broker.main", *arguments], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert "usage" in run.stderr
+
+
+def test_a_killed_broker_takes_its_workers_along_and_the_next_one_starts(repository: Path, tmp_path: Path) -> None:
+    first = Launched(repository, tmp_path / "run")
+    assert first.workers()
+    first.kill()
+    assert (tmp_path / "run" / "lane.sock").exists()
+    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(infer(1))
+        lane.receive_kind(Reply)
+
+
+def test_a_killed_worker_fails_its_requests_and_comes_back(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="20000")
+    identity(tmp_path / "models", "echo")
+    with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(Infer(1, "slow", 0, (Tensor("x", "FP32", (1,), b"\0" * 4),)), infer(2))
+        assert lane.receive_kind(Reply).request == 2
+        before = set(server.workers())
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        fail = lane.receive_kind(Fail)
+        assert (fail.request, fail.code) == (1, "MODEL_FAILED")
+        assert "SIGKILL" in fail.text
+        assert "slow" in fail.text
+        for pid in before:
+            await_end(pid)
+        lane.send(infer(3))  # waits for the new worker
+        assert lane.receive_kind(Reply, seconds=30).request == 3
+        assert not before & set(server.workers())
+
+
+def test_a_client_that_dies_leaves_the_others_alone(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as honest:
+        honest.hello("memfd")
+        for _ in range(20):
+            with Lane(server.lane) as lane:
+                lane.hello("memfd")
+                lane.send(*[infer(n) for n in range(1, 40)])
+        honest.send(infer(1))
+        honest.receive_kind(Reply)
+
+
+def test_a_client_that_does_not_read_is_cut_off_with_a_log_line(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as honest, Lane(server.lane) as deaf:
+        honest.hello("memfd")
+        deaf.hello("memfd")
+        deaf.settimeout(30)
+        with pytest.raises((Ended, OSError)):  # noqa: PT012
+            for _ in range(40_000):
+                deaf.send(*[Unmap(1) for _ in range(1000)])  # each is an error, whose text nobody reads
+        honest.send(infer(1))
+        honest.receive_kind(Reply)
+    assert "does not read" in server.log
+
+
+def test_cancel_and_deadline_reach_waiting_requests(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="500")
+    with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        inputs = (Tensor("x", "FP32", (1,), b"\0" * 4),)
+        lane.send(Infer(1, "slow", 0, inputs), Infer(2, "slow", 0, inputs), Infer(3, "slow", 0, inputs, None, 50_000))
+        lane.send(Cancel(2))
+        ends = [lane.receive_kind(Reply, Fail) for _ in range(3)]
+        assert [(end.request, getattr(end, "code", "ok")) for end in ends] == [
+            (2, "CANCELLED"),
+            (3, "DEADLINE_EXCEEDED"),
+            (1, "ok"),
+        ]
+
+
+def test_a_model_that_cannot_load_is_named_and_the_others_serve(repository: Path, tmp_path: Path) -> None:
+    (repository / "broken" / "1").mkdir(parents=True)
+    (repository / "broken" / "config.pbtxt").write_text('name: "broken"\nbackend: "nonsense"\n')
+    with Launched(repository, tmp_path / "run") as server, Zmq(server.zmq) as client:
+        client.hello("frames")
+        client.send(Infer(1, "broken", 0, ()))
+        fail = client.receive_kind(Fail)
+        assert "nonsense" in fail.text
+        client.send(infer(2))
+        client.receive_kind(Reply)
+        client.send(Ask(3, "ready"))
+        assert client.receive_kind(Answer).body == b'{"ready":false}'
+
+
+def test_exit_on_error(repository: Path, tmp_path: Path) -> None:
+    (repository / "broken" / "1").mkdir(parents=True)
+    (repository / "broken" / "config.pbtxt").write_text('name: "broken"\nbackend: "nonsense"\n')
+    with Launched(repository, tmp_path / "run", "--exit-on-error", "true", wait=False) as server:
+        assert server.wait() == 1
