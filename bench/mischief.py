@@ -85,7 +85,7 @@ class Mischief:
         return [segment, self._odd(0, (*ODD_NUMBERS, 64, 100), 0.4), self._odd(64, ODD_NUMBERS, 0.4)]
 
     def _tensor_of(self) -> Any:
-        width = self.random.choice((0, 1, 4, 16, 1024))
+        width = self._odd(4, (0, 1, 16, 1024), 0.3)
         shape: Any = self._odd(
             [1, width], ([], [width], [-1, width], [9, 4], [1] * 33, [2**62, 4], [1, 2**63 - 1], "x")
         )
@@ -99,7 +99,7 @@ class Mischief:
 
     def _infer(self) -> Any:
         self._request += 1
-        inputs: Any = [self._tensor_of() for _ in range(self.random.choice((1, 1, 1, 1, 0, 2, 300)))]
+        inputs: Any = [self._tensor_of() for _ in range(self._odd(1, (0, 2, 3, 40, 300), 0.1))]
         wanted: Any = self._odd(None, ([["y"]], [["y", self._handle()]], [["nothing"]], [["y"]] * 300, 5), 0.2)
         options: Any = self._odd(
             None, ({"priority": self._number()}, {"sequence": 5}, {"unknown": 1}, {"parameters": {"a": []}}, []), 0.2

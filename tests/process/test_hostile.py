@@ -1,0 +1,468 @@
+"""Clients that ask wrongly, by mistake or on purpose, over both links.
+
+The rule: every mistake gets its own error, with a code and the name of the thing that is wrong; the connection lives
+on wherever packets can still be told apart; and nothing of it is left in the server.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from bench.hostile import Picture, compare, run_hostile, write_repository
+from bench.hostile_client import SECRETS
+from bench.raw import Ended, Lane, Link, Segment, Zmq
+from bench.setting import Served, serving
+from shmserve import messages
+from shmserve.messages import Ask, Fail, Goodbye, Handle, Hello, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
+
+pytestmark = pytest.mark.process
+
+LINKS = {"lane": (Lane, "lane.sock", "memfd"), "zmq": (Zmq, "broker.sock", "frames")}
+ONE = (Tensor("x", "FP32", (1, 1), b"1234"),)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("repository")
+    write_repository(root)
+    with serving(root) as served:
+        yield served
+
+
+def connect(server: Served, kind: str, *, greet: bool = True) -> Any:
+    make, name, outputs = LINKS[kind]
+    link: Any = make(str(server.runtime_dir / name))
+    if greet:
+        link.hello(outputs)
+    return link
+
+
+@pytest.fixture(params=list(LINKS))
+def link(server: Served, request: pytest.FixtureRequest) -> Iterator[Link]:
+    with connect(server, request.param) as made:
+        yield made
+        # Whatever the test did, the connection still serves.
+        made.send(Infer(999_999, "identity", 0, ONE))
+        answer = made.receive_kind(Reply, Fail, Goodbye)
+        assert isinstance(answer, Reply), answer
+        assert answer.outputs[0].data == b"1234"
+
+
+def refused(link: Link, packet: Any, request: int = 5) -> Fail:
+    """The one Fail that a message (or the bytes of a packet) brings; the Ping behind it is answered too."""
+    if isinstance(packet, bytes):
+        link.send_bytes(packet)
+    else:
+        link.send(packet)
+    link.send(Ping(3))
+    got = [link.receive(), link.receive()]
+    fails = [answer for answer in got if isinstance(answer, Fail)]
+    assert len(fails) == 1, got
+    assert Pong(3) in got
+    assert fails[0].request == request
+    assert not SECRETS.search(fails[0].text), fails[0].text
+    return fails[0]
+
+
+def tensor(name: Any = "x", dtype: Any = "FP32", shape: Any = (1, 4), data: Any = bytes(16)) -> Tensor:
+    return Tensor(name, dtype, shape, data)
+
+
+def infer(*tensors: Tensor, model: Any = "identity", version: Any = 0, outputs: Any = None) -> Infer:
+    return Infer(5, model, version, tensors or (tensor(),), outputs)
+
+
+BAD: dict[str, tuple[Any, str, str]] = {
+    "unknown model": (infer(model="nobody"), "NOT_FOUND", "'nobody'"),
+    "unknown version": (infer(version=7), "NOT_FOUND", "'identity' version 7"),
+    "unknown input": (infer(tensor("z")), "INVALID_ARG", "'z'.*x"),
+    "unknown output": (infer(outputs=(Wanted("z"),)), "INVALID_ARG", "'z'.*y"),
+    "output asked for twice": (infer(outputs=(Wanted("y"), Wanted("y"))), "INVALID_ARG", "'y'.*twice"),
+    "input given twice": (infer(tensor(), tensor()), "INVALID_ARG", "'x'.*twice"),
+    "no input": (Infer(5, "identity", 0, ()), "INVALID_ARG", "missing required.*'x'"),
+    "wrong dtype": (infer(tensor(dtype="INT64", data=bytes(32))), "INVALID_ARG", "'x'.*'INT64'.*'FP32'"),
+    "unknown dtype": (infer(tensor(dtype="FLOAT9")), "INVALID_ARG", "'x'.*'FLOAT9'"),
+    "wrong rank": (infer(tensor(shape=(1, 2, 2))), "INVALID_ARG", r"'x'.*\[-1,-1\].*\[1,2,2\]"),
+    "no batch dimension": (infer(tensor(shape=(4,))), "INVALID_ARG", r"'x'.*\[4\].*batch dimension"),
+    "scalar": (infer(tensor(shape=(), data=bytes(4))), "INVALID_ARG", r"'x'.*\[\]"),
+    "batch over the limit": (infer(tensor(shape=(9, 1), data=bytes(36))), "INVALID_ARG", "<= 8 .*9 rows"),
+    "negative dimension": (infer(tensor(shape=(1, -4))), "INVALID_ARG", r"'x'.*\[1,-4\].*negative"),
+    "very negative": (infer(tensor(shape=(1, -(2**63)))), "INVALID_ARG", "'x'.*negative"),
+    "product over 64 bits": (infer(tensor(shape=(4, 2**62))), "INVALID_ARG", "'x'.*too many"),
+    "bytes over 64 bits": (infer(tensor(shape=(1, 2**63 - 1))), "INVALID_ARG", "'x'.*too many"),
+    "product that wraps to 16 bytes": (infer(tensor(shape=(4, 2**62 + 1))), "INVALID_ARG", "'x'.*too many"),
+    "too few bytes": (infer(tensor(data=bytes(15))), "INVALID_ARG", "'x'.*Expected 16, got 15"),
+    "too many bytes": (infer(tensor(data=bytes(17))), "INVALID_ARG", "'x'.*Expected 16, got 17"),
+    "no bytes": (infer(tensor(data=b"")), "INVALID_ARG", "'x'.*Expected 16, got 0"),
+    "frame that is not there": (infer(tensor(data=9)), "INVALID_ARG", "'x'.*frame 9"),
+    "negative frame": (infer(tensor(data=-1)), "INVALID_ARG", "'x'.*frame -1"),
+    "handle of nobody": (infer(tensor(data=(Handle(77 << 32, 0, 16),))), "INVALID_ARG", "handle.*neither"),
+    "handle of the broker": (infer(tensor(data=(Handle(1, 0, 16),))), "INVALID_ARG", "handle.*neither"),
+    "handle at the end of numbers": (
+        infer(tensor(data=(Handle(2**63 - 1, 2**63 - 1, 16),))),
+        "INVALID_ARG",
+        "handle.*neither",
+    ),
+    "handle larger than the tensor": (infer(tensor(data=(Handle(1, 0, 2**63 - 1),))), "INVALID_ARG", "got 9223372"),
+    "sequence": (
+        Infer(5, "identity", 0, (tensor(),), None, 0, messages.Options(sequence=7)),
+        "UNSUPPORTED",
+        "'identity'.*sequences",
+    ),
+    "model name of 300": (infer(model="n" * 300), "PROTOCOL", "model.*128"),
+    "input name of 300": (infer(tensor("n" * 300)), "PROTOCOL", r"inputs\[0\].name.*128"),
+    "output name of 300": (infer(outputs=(Wanted("n" * 300),)), "PROTOCOL", r"outputs\[0\].name.*128"),
+    "10,000 tensors": (infer(*[tensor("x", "FP32", (1,), b"1")] * 10_000), "PROTOCOL", "inputs.*256"),
+    "10,000 outputs": (infer(outputs=(Wanted("y"),) * 10_000), "PROTOCOL", "outputs.*256"),
+    "33 dimensions": (infer(tensor(shape=(1,) * 33)), "PROTOCOL", r"inputs\[0\].shape.*32"),
+    "inline bytes over the limit": (infer(tensor(data=bytes(4097))), "PROTOCOL", r"inputs\[0\].data.*4096"),
+    "64 KiB inline in all": (
+        infer(*[tensor(f"x{i}", "FP32", (1, 1024), bytes(4096)) for i in range(17)]),
+        "INVALID_ARG",
+        "'x0'|65536",
+    ),
+    "negative version": (infer(version=-1), "PROTOCOL", "version"),
+    "unknown question": (Ask(5, "nothing"), "INVALID_ARG", "'nothing'"),
+    "question about nobody": (Ask(5, "metadata", "nobody"), "NOT_FOUND", "'nobody'"),
+    "question of 300": (Ask(5, "q" * 300), "PROTOCOL", "what.*128"),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_each_mistake_has_its_own_error(link: Link, case: str) -> None:
+    message, code, words = BAD[case]
+    fail = refused(link, message)
+    assert fail.code == code, fail
+    assert re.search(words, fail.text, re.IGNORECASE | re.DOTALL), fail.text
+
+
+STRINGS = {
+    "length beyond the end": (2, b"\x03\x00\x00\x00abc\xff\xff\xff\xff"),
+    "length of 4 GiB": (1, b"\xff\xff\xff\xff"),
+    "too few strings": (3, b"\x01\x00\x00\x00a\x01\x00\x00\x00b"),
+    "bytes behind the last": (1, b"\x01\x00\x00\x00abc"),
+}
+
+
+@pytest.mark.parametrize("case", list(STRINGS))
+def test_string_tensors_that_do_not_add_up(link: Link, case: str) -> None:
+    """Whether the broker sees it or the worker: the caller is told which input."""
+    count, body = STRINGS[case]
+    fail = refused_later(link, Infer(5, "strings", 0, (Tensor("x", "BYTES", (1, count), body),)))
+    assert fail.code == "INVALID_ARG"
+    assert "'x'" in fail.text
+
+
+def refused_later(link: Link, message: Infer) -> Fail:
+    link.send(message)
+    fail = link.receive_kind(Reply, Fail)
+    assert isinstance(fail, Fail), fail
+    assert fail.request == message.request
+    assert not SECRETS.search(fail.text), fail.text
+    return fail
+
+
+PACKETS: dict[str, tuple[bytes, int, str]] = {
+    "empty": (b"", 0, "packet"),
+    "no array": (msgpack.packb({"a": 1}), 0, "packet"),
+    "truncated": (msgpack.packb([[7, 5, "identity", 0, []]])[:-4], 0, "packet"),
+    "bytes behind it": (msgpack.packb([]) + b"more", 0, "packet"),
+    "never used byte": (b"\xc1", 0, "packet"),
+    "claims 4 G messages": (b"\xdd\xff\xff\xff\xff", 0, "packet"),
+    "deep": (b"\x91" * 100_000, 0, "packet"),
+    "message is no array": (msgpack.packb([5]), 0, "array"),
+    "message without tag": (msgpack.packb([["text"]]), 0, "tag"),
+    "unknown message type": (msgpack.packb([[99, 5]]), 5, "type 99"),
+    "a message of workers": (msgpack.packb([[99 - 3, 5]]), 5, "type 96"),
+    "a message of the broker": (msgpack.packb([[33, 5, 1, []]]), 5, "type 33"),
+    "too few fields": (msgpack.packb([[7, 5]]), 5, "Infer"),
+    "wrong type": (msgpack.packb([[7, 5, 6, 0, []]]), 5, "Infer.*model"),
+    "text that is not UTF-8": (b"\x91\x95\x07\x05\xa2\xff\xfe\x00\x90", 5, "Infer|read"),
+    "unknown option": (msgpack.packb([[7, 5, "identity", 0, [], None, 0, {"colour": "red"}]]), 5, "colour"),
+    "at the limit, all noise": (b"\xc1" * messages.PACKET_BYTES, 0, "packet"),
+}
+
+
+@pytest.mark.parametrize("case", list(PACKETS))
+def test_each_broken_packet_is_told(link: Link, case: str) -> None:
+    packet, request, words = PACKETS[case]
+    if not packet and isinstance(link, Lane):
+        pytest.skip("an empty SEQPACKET packet is the end of the connection")
+    link.send_bytes(packet)
+    link.send(Ping(3))
+    got = [link.receive()]
+    while got[-1] != Pong(3):
+        got.append(link.receive())
+    assert isinstance(got[0], Fail), got
+    if case != "text that is not UTF-8":
+        assert got[0].request == request
+    assert got[0].code == "PROTOCOL"
+    assert re.search(words, got[0].text, re.IGNORECASE), got[0].text
+    assert not SECRETS.search(got[0].text)
+
+
+def test_a_packet_over_the_limit(link: Link) -> None:
+    """The kernel itself may refuse to carry it over the lane; where it arrives, the limit is in the text."""
+    packet = msgpack.packb([[4, 1]] * ((messages.PACKET_BYTES + 100) // 3))
+    if isinstance(link, Lane):
+        try:
+            link.send_bytes(packet)
+        except OSError:
+            return
+    else:
+        link.send_bytes(packet)
+    fail = link.receive_kind(Fail)
+    assert (fail.request, fail.code) == (0, "PROTOCOL")
+    assert str(messages.PACKET_BYTES) in fail.text
+
+
+def test_frames_over_the_limit(server: Served) -> None:
+    with connect(server, "zmq") as link:
+        count = 300_000
+        packet = msgpack.packb([[7, 5, "identity", 0, [["x", "FP32", [1, count], 0]]]])
+        link.send_bytes(packet, (bytes(4 * count),))
+        fail = link.receive_kind(Fail)
+        assert (fail.request, fail.code) == (5, "INVALID_ARG")
+        assert str(messages.FRAME_BYTES) in fail.text
+
+
+def test_a_frame_that_many_tensors_name_is_not_copied_for_each(server: Served) -> None:
+    """One frame of 1 MiB, named 256 times, must not become 256 MiB in the server."""
+    with connect(server, "zmq") as link:
+        broker = server.broker_pid()
+        before = Picture.of(broker).resident
+        tensors = [[f"x{number}", "FP32", [1, 1 << 18], 0] for number in range(256)]
+        for request in range(1, 6):
+            link.send_bytes(msgpack.packb([[7, request, "identity", 0, tensors]]), (bytes(1 << 20),))
+            assert link.receive_kind(Fail).request == request
+        assert Picture.of(broker).resident - before < 64 << 20
+
+
+@pytest.mark.parametrize("kind", list(LINKS))
+@pytest.mark.parametrize("protocol", [0, 2, 2**40])
+def test_another_protocol_version(server: Served, kind: str, protocol: int) -> None:
+    with connect(server, kind, greet=False) as link:
+        link.send(Hello(protocol, os.getpid(), "other", LINKS[kind][2]))
+        goodbye = link.receive_kind(Goodbye)
+        assert goodbye.code == "PROTOCOL"
+        assert str(protocol) in goodbye.text
+        assert str(messages.PROTOCOL) in goodbye.text
+        if kind == "lane":
+            with pytest.raises(Ended):
+                link.receive()
+
+
+@pytest.mark.parametrize("kind", list(LINKS))
+def test_no_hello_and_two_hellos(server: Served, kind: str) -> None:
+    with connect(server, kind, greet=False) as link:
+        link.send(Infer(5, "identity", 0, ONE))
+        assert "Hello" in link.receive_kind(Goodbye).text
+    with connect(server, kind) as link:
+        link.send(Hello(messages.PROTOCOL, os.getpid(), "again", LINKS[kind][2]))
+        assert "twice" in link.receive_kind(Goodbye).text
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [("lane", "frames"), ("lane", "posix"), ("zmq", "memfd"), ("zmq", "")])
+def test_outputs_that_the_link_cannot_carry(server: Served, kind: str, outputs: str) -> None:
+    with connect(server, kind, greet=False) as link:
+        link.send(Hello(messages.PROTOCOL, os.getpid(), "other", outputs))
+        goodbye = link.receive_kind(Goodbye)
+        assert f"'{outputs}'" in goodbye.text
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def lane(server: Served) -> Iterator[Lane]:
+    with connect(server, "lane") as made:
+        yield made
+
+
+@pytest.fixture
+def segment(lane: Lane) -> Iterator[Segment]:
+    made = Segment(lane, SIZE)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("offset", "size"), [(SIZE, 16), (SIZE - 8, 16), (2**63 - 1, 16), (2**62, 16)])
+def test_a_handle_outside_its_segment(lane: Lane, segment: Segment, offset: int, size: int) -> None:
+    fail = refused(lane, infer(tensor(data=(Handle(segment.id, offset, size),))))
+    assert fail.code == "INVALID_ARG"
+    assert str(offset) in fail.text
+    assert str(SIZE) in fail.text
+
+
+def test_parts_that_do_not_make_the_tensor(lane: Lane, segment: Segment) -> None:
+    parts = (Handle(segment.id, 0, 8), Handle(segment.id, 8, 4))
+    fail = refused(lane, infer(tensor(data=parts)))
+    assert "Expected 16, got 12" in fail.text
+
+
+def test_an_output_placed_where_it_may_not_be(lane: Lane, segment: Segment) -> None:
+    for place in (Handle(segment.id, SIZE, 16), Handle(7, 0, 16), Handle(77 << 32 | 1, 0, 16)):
+        fail = refused(lane, infer(outputs=(Wanted("y", place),)))
+        assert fail.code == "INVALID_ARG"
+
+
+def large(link: Lane, segment: Segment) -> tuple[Tensor, Handle]:
+    """A large output, and the handle that the link now holds."""
+    x = np.arange(4096, dtype=np.float32)
+    link.send(Infer(8, "identity", 0, (tensor(shape=(1, 4096), data=segment.put(0, x.tobytes())),)))
+    reply = link.receive_kind(Reply)
+    found: Tensor = reply.outputs[0]
+    assert isinstance(found.data, tuple)
+    return found, found.data[0]
+
+
+def test_a_handle_of_another_client(server: Served, lane: Lane, segment: Segment) -> None:
+    """Neither what the other one owns nor what it holds can be read, given back, or written to."""
+    output, held = large(lane, segment)
+    with connect(server, "lane") as other:
+        for handle in (Handle(segment.id, 0, 16), Handle(held.segment, held.offset, 16)):
+            fail = refused(other, infer(tensor(data=(handle,))))
+            assert fail.code == "INVALID_ARG"
+            assert "neither" in fail.text
+            assert refused(other, infer(outputs=(Wanted("y", handle),))).code == "INVALID_ARG"
+        assert refused(other, messages.Return((held,)), request=0).code == "INVALID_ARG"
+        assert refused(other, messages.Unmap(segment.id), request=0).code == "INVALID_ARG"
+    assert lane.read(output) == np.arange(4096, dtype=np.float32).tobytes()
+
+
+def test_a_handle_is_returned_once_and_whole(lane: Lane, segment: Segment) -> None:
+    _, held = large(lane, segment)
+    for wrong in (
+        Handle(held.segment, held.offset, held.size - 1),
+        Handle(held.segment, held.offset + 64, held.size),
+        Handle(segment.id, 0, 16),
+    ):
+        assert "once, as it was given" in refused(lane, messages.Return((wrong,)), request=0).text
+    lane.send(messages.Return((held,)))
+    assert "once, as it was given" in refused(lane, messages.Return((held,)), request=0).text
+
+
+def test_an_unsealed_or_short_segment_is_not_taken(lane: Lane) -> None:
+    """One that could be cut short under a worker, and one that is smaller than it says."""
+    for made, size in ((Segment(lane, SIZE, 1, seals=0), SIZE), (_short(lane), 2 * SIZE)):
+        try:
+            fail = lane.receive_kind(Fail)
+            assert fail.code == "INVALID_ARG"
+            assert fail.request == 0
+            assert refused(lane, infer(tensor(data=(Handle(made.id, 0, 16),)))).code == "INVALID_ARG"
+            assert size
+        finally:
+            made.close()
+
+
+def _short(lane: Lane) -> Segment:
+    real = Segment(lane, SIZE, 2)
+    lane.send_bytes(msgpack.packb([[1, lane.owner << 32 | 3, 2 * SIZE, None, ""]]), (real.fd,))
+    real.id = lane.owner << 32 | 3
+    return real
+
+
+def test_a_map_without_its_descriptor(lane: Lane) -> None:
+    fail = refused(lane, Map(lane.owner << 32 | 9, SIZE), request=0)
+    assert "descriptor" in fail.text
+
+
+@pytest.mark.parametrize("what", ["pipe", "file", "directory"])
+def test_descriptors_that_are_no_memory(lane: Lane, tmp_path: Path, what: str) -> None:
+    if what == "pipe":
+        descriptors = list(os.pipe())
+    elif what == "file":
+        (tmp_path / "file").write_bytes(bytes(SIZE))
+        descriptors = [os.open(tmp_path / "file", os.O_RDWR)]
+    else:
+        descriptors = [os.open(tmp_path, os.O_RDONLY)]
+    try:
+        lane.send_bytes(msgpack.packb([[1, lane.owner << 32 | 9, SIZE, None, ""]]), (descriptors[0],))
+        assert lane.receive_kind(Fail).code == "INVALID_ARG"
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["", "/", "..", "../x", "/a/b", "n" * 100, "/shmserve-nothing", "\x00"])
+def test_names_of_segments_that_are_none(server: Served, name: str) -> None:
+    """Only a worker maps a named segment: the request that needs it fails, and the server goes on."""
+    with connect(server, "zmq", greet=False) as link:
+        link.hello("posix")
+        number = link.owner << 32 | 1
+        link.send(Map(number, SIZE, name), infer(tensor(data=(Handle(number, 0, 16),))))
+        answer = link.receive_kind(Reply, Fail, Goodbye)
+        assert isinstance(answer, (Fail, Goodbye))
+        assert not SECRETS.search(answer.text), answer.text
+    with connect(server, "zmq") as link:
+        link.send(Infer(5, "identity", 0, ONE))
+        assert isinstance(link.receive_kind(Reply, Fail), Reply)
+
+
+# ------------------------------------------------------------------------------------------------- all together
+
+
+def test_mistakes_leave_nothing_behind(server: Served) -> None:
+    """Every mistake above a few times over, beside the descriptors and segments that were there before."""
+    before = Picture.of(server.broker_pid())
+    for kind in LINKS:
+        with connect(server, kind) as link:
+            for _ in range(3):
+                for message, _, _ in BAD.values():
+                    link.send(message)
+                for packet, _, _ in PACKETS.values():
+                    if packet:
+                        link.send_bytes(packet)
+            link.send(Ping(4))
+            assert link.receive_kind(Pong) == Pong(4)
+    _, worse = compare(server, before)
+    assert not worse
+
+
+def test_many_connections_that_say_nothing(server: Served) -> None:
+    before = Picture.of(server.broker_pid())
+    silent = [connect(server, "lane", greet=False) for _ in range(100)]
+    with connect(server, "lane") as link:
+        link.send(Infer(5, "identity", 0, ONE))
+        assert isinstance(link.receive_kind(Reply, Fail), Reply)
+    for one in silent:
+        one.close()
+    _, worse = compare(server, before)
+    assert not worse
+
+
+def _flood(link: Link, batch: tuple[Ask, ...]) -> None:
+    for _ in range(2000):
+        link.send(*batch)
+
+
+def test_a_client_that_does_not_read_is_cut_off(server: Served) -> None:
+    """It asks for much and takes nothing; the others go on, and so does the broker's memory."""
+    before = Picture.of(server.broker_pid())
+    batch = tuple(Ask(number, "statistics") for number in range(1, 200))
+    with connect(server, "lane") as deaf, connect(server, "lane") as link:
+        deaf.settimeout(10.0)
+        with pytest.raises((TimeoutError, ConnectionError)):
+            _flood(deaf, batch)
+        link.send(Infer(5, "identity", 0, ONE))
+        assert isinstance(link.receive_kind(Reply, Fail), Reply)
+    now, worse = compare(server, before)
+    assert not worse
+    assert now.resident - before.resident < 256 << 20
+
+
+def test_hostile_clients_beside_an_honest_one(tmp_path: Path) -> None:
+    found = run_hostile(tmp_path, 50_000, 10.0)
+    assert found.harm == 0, found.examples
+    assert found.right > 50
+    assert found.sent > 1000

@@ -1,0 +1,25 @@
+"""Eight client processes at once, every dtype, random sizes, batches, cancels and timeouts: each request gets one
+right answer, and nothing is left. The full minute is one of the measures of bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.soak import run_soak
+
+pytestmark = pytest.mark.process
+
+
+def test_mixed_soak(tmp_path: Path) -> None:
+    found = run_soak(tmp_path, 10.0, largest=1 << 20)
+    assert found.lost == 0, found.text()
+    assert found.twice == 0, found.text()
+    assert found.wrong == 0, found.text()
+    assert found.left == 0, found.text()
+    # It was not idle, and the ways to end were all taken.
+    assert found.counts["right"] > 1000, found.text()
+    assert found.counts["cancelled"] > 10, found.text()
+    assert found.counts["timed out"] > 10, found.text()
+    assert found.counts["broker descriptors more than before"] == 0, found.text()
