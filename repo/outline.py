@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 DEPTH = 32
 """How deep blocks may nest. The schema itself needs eight."""
+TOKENS = 100_000
+"""The most words, numbers, strings and signs in a file."""
 
 _TOKEN = re.compile(
     r"""
@@ -87,11 +89,15 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self._tokens = tokens(text)
+        self._left = TOKENS
         self.head = next(self._tokens)
 
     def take(self) -> Token:
         token = self.head
         if token.kind != "end":
+            self._left -= 1
+            if self._left < 0:
+                raise OutlineError(token, f"more than {TOKENS} words and signs", final=True)
             self.head = next(self._tokens)
         return token
 
@@ -180,7 +186,7 @@ def _scalar(reader: _Reader, token: Token) -> Token:
 
 
 def _named(token: Token) -> str:
-    return token.text if token.kind == "end" else f'"{shown(token.text)}"'
+    return shown(token.text) if token.kind in ("end", "string") else f'"{shown(token.text)}"'
 
 
 def _or_closer(here: _Open) -> str:

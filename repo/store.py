@@ -19,6 +19,9 @@ from shmserve.repo.problems import ConfigError
 from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.validate import MODEL_NAME, NAME_RULE
 
+BACKENDS = frozenset({"identity", "onnxruntime", "python"})
+"""The backends that workers have."""
+
 _LARGEST_VERSION = 2**63 - 1
 _NOT_VERSIONS = frozenset({"configs", "warmup", "initial_state"})
 
@@ -46,7 +49,7 @@ class _BadModel(Exception):
     """Why a model cannot be served; carried to its Found."""
 
 
-def scan(roots: Sequence[Path], *, backends: Collection[str], gpus: Collection[int] = ()) -> list[Found]:
+def scan(roots: Sequence[Path], *, backends: Collection[str] = BACKENDS, gpus: Collection[int] = ()) -> list[Found]:
     """Every model of the repositories, by name. InvalidRequest for a repository that is not a directory."""
     by_name: dict[str, list[Found]] = {}
     for root in dict.fromkeys(root.resolve() for root in roots):
@@ -56,7 +59,7 @@ def scan(roots: Sequence[Path], *, backends: Collection[str], gpus: Collection[i
     return [_unique(by_name[name]) for name in sorted(by_name)]
 
 
-def scan_model(path: Path, *, backends: Collection[str], gpus: Collection[int] = ()) -> Found:
+def scan_model(path: Path, *, backends: Collection[str] = BACKENDS, gpus: Collection[int] = ()) -> Found:
     """The model in one directory."""
     name = shown(os.fsencode(path.name).decode("utf-8", "backslashreplace"), 128)
     warnings: list[str] = []
@@ -133,12 +136,12 @@ def _version_directories(path: Path) -> _Versions:
             warnings.append(f"{printed}: not a version directory, ignored: its name is not an integer")
         elif len(name) > 1 and name.startswith("0"):
             warnings.append(f"{printed}: not a version directory, ignored: its name has leading zeros")
+        elif name == "0":
+            warnings.append(f"{printed}: not a version directory, ignored: 0 stands for the default version")
         elif int(name[:20]) > _LARGEST_VERSION:
             warnings.append(f"{printed}: not a version directory, ignored: above {_LARGEST_VERSION}")
         else:
             numbers.append(int(name))
-            if name == "0":
-                warnings.append(f"{printed}: requests for version 0 get the default version; number versions from 1")
     return _Versions(tuple(sorted(numbers)), tuple(warnings))
 
 

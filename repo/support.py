@@ -78,19 +78,19 @@ _rows("ModelInstanceGroup", _N, "instances use the CPU cores of the server", "ho
 _SECONDARY = "with `ModelInstanceGroup.secondary_devices`"
 _rows("ModelInstanceGroup.SecondaryDevice", _N, _SECONDARY, "kind", "device_id")
 
-_RESHAPE = "the model sees the shape that callers send; other shapes are not made yet"
-_rows("ModelTensorReshape", _X, "with `reshape`", "shape")
+_RESHAPE = "callers see dims, the model sees this"
+_rows("ModelTensorReshape", _Y, "as many elements as dims, and as many -1s", "shape")
 
 _rows("ModelInput", _Y, "checked in every request", "name", "data_type", "dims")
 _rows("ModelInput", _Y, "a hint: image formats need 3 dims", "format")
-_rows("ModelInput", _X, _RESHAPE, "reshape")
+_rows("ModelInput", _Y, _RESHAPE, "reshape")
 _rows("ModelInput", _X, "only TensorRT has shape tensors", "is_shape_tensor")
 _rows("ModelInput", _X, "requests of different shapes cannot share a batch yet", "allow_ragged_batch")
 _rows("ModelInput", _Y, "a request may leave it out", "optional")
 _rows("ModelInput", _X, "only TensorRT has such layouts", "is_non_linear_format_io")
 
 _rows("ModelOutput", _Y, "checked against what the model returns", "name", "data_type", "dims")
-_rows("ModelOutput", _X, _RESHAPE, "reshape")
+_rows("ModelOutput", _Y, _RESHAPE, "reshape")
 _rows("ModelOutput", _N, "no classification results are made yet", "label_filename")
 _rows("ModelOutput", _X, "only TensorRT has shape tensors", "is_shape_tensor")
 _rows("ModelOutput", _X, "only TensorRT has such layouts", "is_non_linear_format_io")

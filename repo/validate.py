@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.messages import DIMS, NAME_LENGTH, TENSORS
-from shmserve.repo.complete import COMPLETING, ENGINES, ENSEMBLE, is_ensemble, needs_completion
+from shmserve.repo.complete import COMPLETING, ENGINES, ENSEMBLE, is_ensemble
 from shmserve.repo.outline import shown
 from shmserve.repo.problems import meant, nearest
 from shmserve.repo.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
@@ -104,7 +104,7 @@ def _tensors(
         if tensor.data_type == "TYPE_INVALID":
             problem(f"{path}.data_type", f'"{tensor.name}" has none; expected one of {", ".join(FROM_CONFIG)}')
         _dims(config, path, tensor, problem)
-        _reshape(config, path, tensor, problem)
+        _reshape(path, tensor, problem)
         if isinstance(tensor, ModelInput) and tensor.format != "FORMAT_NONE" and len(tensor.dims) != 3:
             problem(f"{path}.format", f"{tensor.format} needs 3 dims, found {len(tensor.dims)}")
         if isinstance(tensor, ModelInput) and tensor.allow_ragged_batch and config.max_batch_size == 0:
@@ -138,7 +138,7 @@ def _dims(config: ModelConfig, path: str, tensor: ModelInput | ModelOutput, prob
         problem(f"{path}.dims", f"the fixed dims alone make more than {_LARGEST} bytes")
 
 
-def _reshape(config: ModelConfig, path: str, tensor: ModelInput | ModelOutput, problem: ProblemFunction) -> None:
+def _reshape(path: str, tensor: ModelInput | ModelOutput, problem: ProblemFunction) -> None:
     if tensor.reshape is None:
         return
     shape = tensor.reshape.shape
@@ -146,10 +146,9 @@ def _reshape(config: ModelConfig, path: str, tensor: ModelInput | ModelOutput, p
     for index in wrong:
         problem(f"{path}.reshape.shape[{index}]", f"found {shape[index]}, expected 1 or more, or -1 for any size")
     if not shape:
-        batching = config.max_batch_size > 0 or needs_completion(config)
-        if not batching or tensor.dims != (1,):
-            text = "empty, which needs max_batch_size > 0 and dims: [ 1 ]"
-            problem(f"{path}.reshape", text)
+        # Also without batching, so that a model's scalar can be described at all.
+        if tensor.dims != (1,):
+            problem(f"{path}.reshape", "empty, which needs dims: [ 1 ]")
     elif not wrong and _chunks(shape) != _chunks(tensor.dims):
         text = f"{list(shape)} does not have as many elements as dims {list(tensor.dims)}"
         if -1 in shape or -1 in tensor.dims:

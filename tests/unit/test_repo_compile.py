@@ -1,0 +1,109 @@
+"""From configuration to policy and instances."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.core.policy import BatchPolicy, InstanceSpec, QueuePolicy, TensorSpec, TimeoutAction
+from shmserve.messages import NAME_LENGTH
+from shmserve.repo.compile import compile_instances, compile_policy
+from shmserve.repo.complete import complete
+from shmserve.repo.load import load, parse
+from shmserve.repo.schema import ModelConfig
+from tests.unit.repo_texts import BACKENDS, SMALL
+
+
+def loaded(text: str, name: str = "m") -> ModelConfig:
+    return load(text, name=name, backends=BACKENDS).config
+
+
+def test_a_small_model() -> None:
+    policy = compile_policy(loaded(SMALL), 7)
+    assert (policy.name, policy.version, policy.max_batch) == ("m", 7, 8)
+    assert policy.inputs == (TensorSpec("x", "FP32", (3,)),)
+    assert policy.outputs == (TensorSpec("y", "FP32", (3,)),)
+    assert policy.batching is None
+
+
+def test_types_and_optional_inputs() -> None:
+    text = """backend: "identity"
+    input { name: "a" data_type: TYPE_STRING dims: [ -1, 2 ] optional: true }
+    input { name: "b" data_type: TYPE_BF16 dims: 1 reshape { shape: [ 1, 1 ] } }
+    output { name: "c" data_type: TYPE_BOOL dims: -1 }"""
+    policy = compile_policy(loaded(text), 1)
+    assert policy.max_batch == 0
+    assert policy.inputs == (TensorSpec("a", "BYTES", (-1, 2), optional=True), TensorSpec("b", "BF16", (1,)))
+    assert policy.outputs == (TensorSpec("c", "BOOL", (-1,)),)
+
+
+def test_batching_without_a_word() -> None:
+    policy = compile_policy(loaded(SMALL + "dynamic_batching { }"), 1)
+    assert policy.batching == BatchPolicy(preferred=(8,))
+
+
+def test_everything_of_batching() -> None:
+    text = """dynamic_batching {
+      preferred_batch_size: [ 6, 2, 6 ] max_queue_delay_microseconds: 1500 priority_levels: 3 default_priority_level: 2
+      default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 10 max_queue_size: 5 }
+      priority_queue_policy { key: 1 value { allow_timeout_override: true } }
+      priority_queue_policy { key: 3 value { default_timeout_microseconds: 7 } }
+    }"""
+    policy = compile_policy(loaded(SMALL + text), 1)
+    assert policy.batching == BatchPolicy(
+        preferred=(2, 6),
+        delay_ns=1_500_000,
+        levels=3,
+        default_level=2,
+        default_policy=QueuePolicy(TimeoutAction.DELAY, 10_000, False, 5),
+        level_policies={1: QueuePolicy(allow_override=True), 3: QueuePolicy(timeout_ns=7_000)},
+    )
+    ordered = compile_policy(loaded(SMALL + "dynamic_batching { preserve_ordering: true }"), 1)
+    assert ordered.batching is not None
+    assert ordered.batching.preserve_ordering
+
+
+def test_ragged() -> None:
+    text = 'input { name: "r" data_type: TYPE_INT8 dims: -1 allow_ragged_batch: true }'
+    assert compile_policy(complete(parse(text), "m"), 1).inputs[0].ragged
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", [InstanceSpec("m_0_0")]),
+        ("instance_group { count: 2 }", [InstanceSpec("m_0_0"), InstanceSpec("m_0_1")]),
+        (
+            'instance_group { } instance_group { name: "spare" count: 2 kind: KIND_MODEL passive: true }',
+            [
+                InstanceSpec("m_0_0"),
+                InstanceSpec("spare_0", "KIND_MODEL", passive=True),
+                InstanceSpec("spare_1", "KIND_MODEL", passive=True),
+            ],
+        ),
+        (
+            'instance_group { name: "a" count: 2 } instance_group { name: "a" }',
+            [InstanceSpec("a_0"), InstanceSpec("a_1"), InstanceSpec("a_2")],
+        ),
+    ],
+)
+def test_instances(text: str, wanted: list[InstanceSpec]) -> None:
+    assert list(compile_instances(loaded(SMALL + text))) == wanted
+
+
+def test_instances_on_gpus() -> None:
+    text = SMALL + "instance_group { count: 2 gpus: [ 1, 0 ] }"
+    found = compile_instances(load(text, name="m", backends=BACKENDS, gpus=(0, 1)).config)
+    assert [(spec.name, spec.kind, spec.device) for spec in found] == [
+        ("m_0_0", "KIND_GPU", 1),
+        ("m_0_1", "KIND_GPU", 1),
+        ("m_0_2", "KIND_GPU", 0),
+        ("m_0_3", "KIND_GPU", 0),
+    ]
+
+
+def test_names_of_instances_are_unique_and_fit() -> None:
+    groups = 'instance_group { count: 500 name: "%s" } instance_group { count: 500 } instance_group { }' % ("g" * 120)
+    found = compile_instances(loaded(SMALL + groups, name="x" * 128))
+    names = [spec.name for spec in found]
+    assert len(names) == len(set(names)) == 1001
+    assert max(map(len, names)) <= NAME_LENGTH
