@@ -224,7 +224,13 @@ class Arena:
                 f"{self._limit} committed; raise {self._knob}, or drop results that are no longer needed"
             )
         step = min(self._segment_bytes, max(FIRST_BYTES, self.committed))
-        extent = self._make(min(max(step, needed), left // page * page))
+        size = min(max(step, needed), left // page * page)
+        try:
+            extent = self._make(size)
+        except Unavailable:
+            if size == needed:
+                raise
+            extent = self._make(needed)  # the machine is nearly full: take no more than must be
         self._count += 1
         segment = Segment((self._owner << OWNER_SHIFT) | self._count, extent)
         if self._announce is not None:

@@ -74,7 +74,10 @@ def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects
         raise _wrong_count(what, len(items), expected)
     array: Objects = np.empty(expected, dtype=object)
     array[:] = items
-    array = array.reshape(shape)
+    try:
+        array = array.reshape(shape)
+    except (ValueError, OverflowError) as error:  # too many dims, or, beside a dim of 0, too large ones
+        raise InvalidRequest(f"no array can have the shape {list(shape)}: {error}") from error
     array.flags.writeable = False
     return array
 

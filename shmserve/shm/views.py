@@ -59,16 +59,19 @@ def make(
     hold.pages = pages
     hold.what = what
     text = _typestr.get(dtype)
-    if text is not None:
-        hold.__array_interface__ = {
-            "version": 3,
-            "data": (address, not writable),
-            "shape": shape,
-            "typestr": text,
-        }
-        array = _asarray(hold)
-    else:
-        array = _make_rare(hold, address, dtype, shape, writable)
+    try:
+        if text is not None:
+            hold.__array_interface__ = {
+                "version": 3,
+                "data": (address, not writable),
+                "shape": shape,
+                "typestr": text,
+            }
+            array = _asarray(hold)
+        else:
+            array = _make_rare(hold, address, dtype, shape, writable)
+    except (ValueError, OverflowError) as error:  # too many dims, or, beside a dim of 0, too large ones
+        raise InvalidRequest(f"no array can have the shape {list(shape)}: {error}") from error
     if on_drop is not None:
         hold.pid = _getpid()
         hold.on_drop = on_drop
@@ -76,10 +79,10 @@ def make(
 
 
 def _make_rare(hold: Hold, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> Array:
-    """A dtype seen for the first time, or one whose type string does not name it (bfloat16)."""
+    """A dtype seen for the first time, or one whose type string may not name it (bfloat16)."""
     if dtype.hasobject or not dtype.itemsize:
         raise InvalidRequest(f"numpy dtype {dtype} cannot be read from shared memory: its elements have no fixed size")
-    if dtype.names is None and dtype.subdtype is None and np.dtype(dtype.str) == dtype:
+    if dtype.isbuiltin == 1 and dtype.kind in "biufc":
         _typestr[dtype] = dtype.str
         hold.__array_interface__ = {
             "version": 3,

@@ -1,0 +1,373 @@
+"""Arenas over every kind of extent: growth, limits, reuse, and blocks that never overlap."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.messages import OWNER_SHIFT, Handle, Map
+from shmserve.shm import heap, memfd, posix
+from shmserve.shm.arena import Arena, Block, Segment
+from shmserve.shm.extents import Extent
+
+MIB = 1 << 20
+U8 = np.dtype("uint8")
+F32 = np.dtype("float32")
+MAKERS: dict[str, Callable[[int], Extent]] = {"heap": heap.create, "memfd": memfd.create, "posix": posix.create}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Callable[[int], Extent]:
+    return MAKERS[request.param]
+
+
+class Listener:
+    """What an arena says, in its order."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, int]] = []
+
+    def announce(self, segment: Segment) -> None:
+        self.said.append(("map", segment.id))
+
+    def withdraw(self, segment: int) -> None:
+        self.said.append(("unmap", segment))
+
+
+def test_nothing_is_made_before_it_is_needed(make: Callable[[int], Extent]) -> None:
+    ears = Listener()
+    arena = Arena(7, make, limit_bytes=64 * MIB, announce=ears.announce)
+    assert (arena.committed, arena.used, arena.held, ears.said) == (0, 0, 0, [])
+    block = arena.allocate(1000)
+    assert ears.said == [("map", (7 << OWNER_SHIFT) | 1)]
+    assert (arena.committed, arena.used, arena.held) == (MIB, 1024, MIB)
+    assert (block.segment, block.offset, block.size) == ((7 << OWNER_SHIFT) | 1, 0, 1000)
+    assert block.handle() == Handle((7 << OWNER_SHIFT) | 1, 0, 1000)
+    arena.close()
+
+
+def test_segments_double_up_to_their_full_size(make: Callable[[int], Extent]) -> None:
+    arena = Arena(1, make, limit_bytes=64 * MIB, segment_bytes=4 * MIB)
+    sizes = [arena.allocate(MIB).home.size for _ in range(10)]
+    assert [segment.size // MIB for segment in arena.segments] == [1, 1, 2, 4, 4]
+    assert len(sizes) == 10
+    large = arena.allocate(9 * MIB + 1)
+    assert large.home.size == 9 * MIB + 4096
+    assert [segment.id & 0xFFFFFFFF for segment in arena.segments] == [1, 2, 3, 4, 5, 6]
+    arena.check()
+    arena.close()
+
+
+def test_blocks_are_aligned_and_their_bytes_are_their_own(make: Callable[[int], Extent]) -> None:
+    arena = Arena(1, make, limit_bytes=64 * MIB)
+    blocks = [arena.allocate(size) for size in (1, 63, 64, 65, 4097, 0, 2 * MIB)]
+    for number, block in enumerate(blocks):
+        assert block.address % 64 == 0
+        memory = block.memory()
+        assert len(memory) == block.size
+        memory[:] = bytes([number]) * block.size
+    for number, block in enumerate(blocks):
+        data = block.array(U8, (block.size,))
+        assert (data == number).all()
+        if block.size:
+            assert data.ctypes.data == block.address
+    arena.close()
+
+
+def test_the_block_freed_last_comes_first_also_across_segments(make: Callable[[int], Extent]) -> None:
+    arena = Arena(1, make, limit_bytes=64 * MIB)
+    blocks = [arena.allocate(600 * 1024) for _ in range(4)]
+    assert len({block.segment for block in blocks}) > 1
+    for block in blocks:
+        arena.free(block.segment, block.offset, block.size)
+        again = arena.allocate(600 * 1024)
+        assert (again.segment, again.offset) == (block.segment, block.offset)
+    arena.close()
+
+
+def test_a_batch_is_split_into_rows_that_are_freed_one_by_one(make: Callable[[int], Extent]) -> None:
+    arena = Arena(1, make, limit_bytes=64 * MIB)
+    block = arena.allocate(4 * 3 * 10)
+    block.array(F32, (10, 3))[:] = np.arange(30, dtype=F32).reshape(10, 3)
+    rows = arena.split(block, [12] * 10)
+    assert [row.offset for row in rows] == [block.offset + 12 * number for number in range(10)]
+    for number, row in enumerate(rows):
+        assert row.size == 12
+        assert row.array(F32, (3,)).tolist() == [3 * number, 3 * number + 1, 3 * number + 2]
+    random.Random(3).shuffle(rows)
+    for row in rows:
+        arena.free(row.segment, row.offset, row.size)
+        with pytest.raises(InvalidRequest, match="twice"):
+            arena.free(row.segment, row.offset)
+        arena.check()
+    assert arena.used == 0
+    assert arena.allocate(120).offset == block.offset
+    arena.close()
+
+
+@pytest.mark.parametrize("sizes", [[0, 100, 0, 28, 0], [0, 0], [0], [128, 0]])
+def test_rows_without_bytes_can_be_told_apart_too(sizes: list[int]) -> None:
+    arena = Arena(1, heap.create, limit_bytes=MIB)
+    rows = arena.split(arena.allocate(128), sizes)
+    assert [row.size for row in rows] == sizes
+    assert len({(row.segment, row.offset) for row in rows}) == len(sizes)
+    for row in rows:
+        arena.free(row.segment, row.offset, row.size)
+    assert arena.used == 0
+    arena.check()
+    arena.close()
+
+
+def test_a_split_that_fails_changes_nothing() -> None:
+    arena = Arena(1, heap.create, limit_bytes=4096)
+    block = arena.allocate(4096)
+    for sizes, error in (([4096, 1], InvalidRequest), ([-1, 5], InvalidRequest), ([], InvalidRequest)):
+        with pytest.raises(error):
+            arena.split(block, sizes)
+    with pytest.raises(Unavailable):
+        arena.split(block, [100, 0])
+    arena.free(block.segment, block.offset, 4096)
+    assert arena.used == 0
+    arena.close()
+
+
+def test_the_limit_is_told_with_its_numbers_and_its_knob(make: Callable[[int], Extent]) -> None:
+    arena = Arena(1, make, limit_bytes=3 * MIB + 100, knob="--arena-bytes")
+    first = arena.allocate(MIB)
+    arena.allocate(2 * MIB - 4096)
+    with pytest.raises(Unavailable, match=rf"no room for 8192 bytes.*of {3 * MIB + 100}.*--arena-bytes"):
+        arena.allocate(8192)
+    arena.free(first.segment, first.offset)
+    assert arena.allocate(8192).segment == first.segment
+    with pytest.raises(Unavailable):
+        arena.allocate(2**63)
+    arena.close()
+
+
+def test_the_last_segment_is_only_as_large_as_the_limit_allows() -> None:
+    arena = Arena(1, heap.create, limit_bytes=MIB + 300_000)
+    arena.allocate(MIB)
+    assert arena.allocate(200_000).home.size == 300_000 // 4096 * 4096
+    assert arena.committed <= MIB + 300_000
+    arena.close()
+
+
+def test_idle_segments_make_room_where_the_other_side_can_be_told() -> None:
+    ears = Listener()
+    arena = Arena(2, heap.create, limit_bytes=4 * MIB, announce=ears.announce, withdraw=ears.withdraw)
+    blocks = [arena.allocate(MIB) for _ in range(4)]
+    ids = [segment.id for segment in arena.segments]
+    for block in blocks:
+        arena.free(block.segment, block.offset)
+    large = arena.allocate(4 * MIB)
+    assert ears.said[len(ids) :] == [*(("unmap", one) for one in ids), ("map", large.segment)]
+    assert large.segment not in ids
+    arena.close()
+
+
+def test_trim_gives_up_all_idle_segments_but_one(make: Callable[[int], Extent]) -> None:
+    arena = Arena(1, make, limit_bytes=64 * MIB)
+    blocks = [arena.allocate(MIB) for _ in range(8)]
+    kept = blocks[0]
+    for block in blocks[1:]:
+        arena.free(block.segment, block.offset)
+    assert arena.used == MIB
+    assert arena.held == MIB
+    idle = [segment.id for segment in arena.segments if segment.id != kept.segment]
+    gone = arena.trim()
+    assert set(gone) < set(idle)
+    assert len(gone) == len(idle) - 1
+    assert arena.trim() == []
+    arena.check()
+    assert arena.committed == sum(segment.size for segment in arena.segments)
+    for one in gone:
+        with pytest.raises(InvalidRequest, match="not one of"):
+            arena.free(one, 0)
+    assert arena.allocate(20 * MIB).segment not in [*idle, kept.segment], "ids are never used again"
+    arena.close()
+
+
+def test_what_was_never_given_cannot_be_freed(make: Callable[[int], Extent]) -> None:
+    arena = Arena(1, make, limit_bytes=64 * MIB)
+    block = arena.allocate(100)
+    bad = [
+        (block.segment + 1, 0, None),
+        (0, 0, None),
+        (block.segment, 64, None),
+        (block.segment, -64, None),
+        (block.segment, 2**63 - 1, None),
+        (block.segment, 2**64, 5),
+        (block.segment, block.offset, 129),
+        (block.segment, block.offset, -1),
+    ]
+    for segment, offset, size in bad:
+        with pytest.raises(InvalidRequest):
+            arena.free(segment, offset, size)
+    arena.free(block.segment, block.offset, 100)
+    with pytest.raises(InvalidRequest, match="twice"):
+        arena.free(block.segment, block.offset)
+    with pytest.raises(InvalidRequest, match="-5 bytes"):
+        arena.allocate(-5)
+    arena.close()
+    with pytest.raises(InvalidRequest, match="-5 bytes"):
+        Arena(1, make, limit_bytes=MIB).allocate(-5)
+
+
+def test_closing_leaves_arrays_valid_and_nothing_else(make: Callable[[int], Extent]) -> None:
+    before = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    arena = Arena(1, make, limit_bytes=64 * MIB)
+    data = arena.allocate(400).array(F32, (10, 10))
+    data[:] = 3
+    arena.close()
+    arena.close()
+    assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))) == before
+    data += 1
+    assert (data == 4).all()
+    assert arena.committed == 0
+    with pytest.raises(Unavailable, match="closed"):
+        arena.allocate(1)
+
+
+def test_an_array_must_fit_its_block() -> None:
+    arena = Arena(1, heap.create, limit_bytes=MIB)
+    block = arena.allocate(100)
+    with pytest.raises(InvalidRequest, match="needs 104 bytes, the block has 100"):
+        block.array(F32, (26,))
+    with pytest.raises(InvalidRequest, match="negative"):
+        block.array(F32, (-1, -25))
+    with pytest.raises(InvalidRequest, match="object"):
+        block.array(np.dtype(object), (1,))
+    assert block.array(F32, ()).shape == ()
+    assert block.array(F32, (0, 5)).shape == (0, 5)
+    arena.close()
+
+
+def test_the_drop_of_the_last_slice_is_noticed() -> None:
+    arena = Arena(1, heap.create, limit_bytes=MIB)
+    dropped: list[Block] = []
+    block = arena.allocate(4000)
+    data = block.array(F32, (10, 100), on_drop=dropped.append)
+    part = data.reshape(-1)[7:20].view(np.int32)
+    del data
+    gc.collect()
+    assert dropped == []
+    del part
+    assert dropped == [block]
+    arena.close()
+
+
+def test_arrays_are_found_by_address(make: Callable[[int], Extent]) -> None:
+    arena = Arena(1, make, limit_bytes=64 * MIB)
+    assert arena.locate(4096, 1) is None
+    block = arena.allocate(1000)
+    data = block.array(U8, (1000,))
+    part = data[100:200]
+    assert arena.locate(part.ctypes.data, part.nbytes) == (block.segment, block.offset + 100)
+    home = block.home
+    assert arena.locate(home.address, home.size) == (home.id, 0)
+    assert arena.locate(home.address, home.size + 1) is None
+    assert arena.locate(home.address - 1, 1) is None
+    assert arena.locate(home.address + home.size, 1) is None
+    assert arena.locate(home.address, -1) is None
+    far = arena.allocate(MIB)
+    assert arena.locate(far.address + 5, 10) == (far.segment, 5)
+    assert arena.locate(np.zeros(5).ctypes.data, 40) is None
+    arena.close()
+
+
+def test_a_new_number_of_the_owner_renames_all_segments() -> None:
+    ears = Listener()
+    arena = Arena(3, heap.create, limit_bytes=64 * MIB, announce=ears.announce)
+    first, second = arena.allocate(MIB), arena.allocate(MIB)
+    old = [first.segment, second.segment]
+    arena.renumber(9)
+    assert [one >> OWNER_SHIFT for one in (first.segment, second.segment)] == [9, 9]
+    assert ears.said[2:] == [("map", first.segment), ("map", second.segment)]
+    with pytest.raises(InvalidRequest):
+        arena.free(old[0], 0)
+    arena.free(first.segment, first.offset)
+    arena.free(second.segment, second.offset)
+    assert arena.used == 0
+    arena.close()
+
+
+def test_a_segment_that_could_not_be_announced_is_not_kept(make: Callable[[int], Extent]) -> None:
+    def fail(_: Segment) -> None:
+        raise ServeError("the link is down")
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    arena = Arena(1, make, limit_bytes=MIB, announce=fail)
+    with pytest.raises(ServeError, match="link is down"):
+        arena.allocate(1)
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))) == before
+    assert (arena.committed, arena.segments) == (0, [])
+
+
+def test_a_nearly_full_machine_gets_the_small_segment() -> None:
+    asked: list[int] = []
+
+    def scarce(size: int) -> Extent:
+        asked.append(size)
+        if size > 8192:
+            raise Unavailable(f"cannot reserve {size} bytes")
+        return heap.create(size)
+
+    arena = Arena(1, scarce, limit_bytes=64 * MIB)
+    assert arena.allocate(5000).home.size == 8192
+    assert asked == [MIB, 8192]
+    with pytest.raises(Unavailable, match="12288"):
+        arena.allocate(10_000)
+    arena.close()
+
+
+def test_the_message_that_announces_a_segment() -> None:
+    by_fd = Arena(1, memfd.create, limit_bytes=MIB)
+    by_name = Arena(2, posix.create, limit_bytes=MIB)
+    one, two = by_fd.allocate(1).home, by_name.allocate(1).home
+    assert one.map() == Map(one.id, MIB, None, "")
+    assert os.fstat(one.fd).st_size == MIB
+    assert two.map("posix:5") == Map(two.id, MIB, two.name, "posix:5")
+    assert two.name is not None
+    assert Path("/dev/shm", two.name[1:]).exists()
+    by_fd.close()
+    by_name.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 5), st.booleans()), max_size=40))
+def test_whatever_is_asked_for_no_two_blocks_share_a_byte(steps: list[tuple[int, int, bool]]) -> None:
+    arena = Arena(1, heap.create, limit_bytes=4 * MIB, segment_bytes=MIB)
+    held: list[tuple[Block, int]] = []
+    for number, (size, pieces, free_first) in enumerate(steps):
+        if free_first and held:
+            block, mark = held.pop(number % len(held))
+            assert (block.array(U8, (block.size,)) == mark).all()
+            arena.free(block.segment, block.offset, block.size)
+        try:
+            block = arena.allocate(size)
+        except Unavailable:
+            assert arena.committed + size > 4 * MIB - MIB
+            continue
+        made = arena.split(block, [size // pieces] * pieces) if pieces else [block]
+        for one in made:
+            one.memory()[:] = bytes([number]) * one.size
+            held.append((one, number))
+        arena.check()
+    for block, mark in held:
+        assert (block.array(U8, (block.size,)) == mark).all()
+        arena.free(block.segment, block.offset, block.size)
+    assert arena.used == 0
+    assert len(arena.trim()) <= 4
+    arena.check()
+    arena.close()

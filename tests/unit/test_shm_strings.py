@@ -1,0 +1,145 @@
+"""String tensors against a plain loop over struct, and everything that outside bytes can be instead."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidRequest
+from shmserve.shm.strings import decode_bytes, encode_bytes
+
+
+def plain(items: list[bytes]) -> bytes:
+    out = b""
+    for item in items:
+        out += struct.pack("<I", len(item)) + item
+    return out
+
+
+def objects(items: list[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    return array
+
+
+@given(st.lists(st.binary(max_size=20), max_size=20))
+def test_bytes_there_and_back(items: list[bytes]) -> None:
+    data = encode_bytes(objects(items))
+    assert data == plain(items)
+    back = decode_bytes(data, (len(items),))
+    assert back.tolist() == items
+    assert back.dtype == object
+    assert not back.flags.writeable
+
+
+@given(st.lists(st.one_of(st.text(max_size=10), st.binary(max_size=10)), max_size=10))
+def test_text_is_utf8(items: list[str | bytes]) -> None:
+    expected = plain([item.encode() if isinstance(item, str) else item for item in items])
+    assert encode_bytes(objects(items)) == expected
+    assert encode_bytes(items) == expected
+
+
+@pytest.mark.parametrize(
+    ("array", "items"),
+    [
+        (np.array("word"), [b"word"]),
+        (np.array(b"word", dtype=object), [b"word"]),
+        (np.array([["a", "bc"], ["déf", ""]]), [b"a", b"bc", "déf".encode(), b""]),
+        (np.array([[b"a", b"bc"], [b"d", b""]]).T, [b"a", b"d", b"bc", b""]),
+        (np.array([["a", "b"], ["c", "d"]], dtype=object)[:, 1], [b"b", b"d"]),
+        (np.asfortranarray(np.array([["a", "b"], ["c", "d"]], dtype=object)), [b"a", b"b", b"c", b"d"]),
+        (objects([np.str_("x"), np.bytes_(b"y"), bytearray(b"z"), memoryview(b"w")]), [b"x", b"y", b"z", b"w"]),
+        (np.zeros((0, 3), dtype=object), []),
+        (["a\0", b"b\0"], [b"a\0", b"b\0"]),
+        ([["a", "b"], ["c", "d"]], [b"a", b"b", b"c", b"d"]),
+        ("word", [b"word"]),
+        (b"word\0", [b"word\0"]),
+    ],
+)
+def test_all_that_holds_strings(array: Any, items: list[bytes]) -> None:
+    assert encode_bytes(array) == plain(items)
+
+
+def test_the_argument_is_left_as_it_was() -> None:
+    array = objects(["a", b"b"])
+    encode_bytes(array)
+    assert array.tolist() == ["a", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        (["a", 5], "element 1 is of type int; give str or bytes"),
+        ([None], "element 0 is of type NoneType"),
+        (["a", "\ud800"], "element 1 cannot be sent as UTF-8"),
+        ([1.5], "element 0 is of type float"),
+    ],
+)
+def test_what_is_no_string_is_refused(items: list[Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(says)):
+        encode_bytes(objects(items))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (3, 1, 2), (0,), (4, 0)])
+def test_the_shape_is_kept(shape: tuple[int, ...]) -> None:
+    items = [b"%d" % number for number in range(int(np.prod(shape)))]
+    array = decode_bytes(plain(items), shape)
+    assert array.shape == shape
+    assert array.ravel().tolist() == items
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
+def test_any_buffer_is_read_and_copied(kind: Any) -> None:
+    data = bytearray(plain([b"ab", b"", b"c\0"]))
+    array = decode_bytes(kind(data), (3,))
+    data[:] = b"\xff" * len(data)
+    assert array.tolist() == [b"ab", b"", b"c\0"]
+
+
+@pytest.mark.parametrize(
+    ("data", "shape", "says"),
+    [
+        (plain([b"x"] * 14), (16,), "expected 16 string elements for T, got 14"),
+        (plain([b"x"] * 14), (4, 4), "expected 16 string elements for T, got 14"),
+        (b"", (1,), "expected 1 string elements for T, got 0"),
+        (b"", (), "expected 1 string elements for T, got 0"),
+        (plain([b"x"] * 17), (16,), "unexpected number of string elements 17 for T, expecting 16"),
+        (plain([b"x"]), (0,), "unexpected number of string elements 1 for T, expecting 0"),
+        (plain([b"x", b"yz"])[:-1], (2,), "incomplete string element 1 of 2 for T: only 1 of its 2 bytes are there"),
+        (
+            plain([b"x"]) + b"\0\0\0",
+            (2,),
+            "incomplete string element 1 of 2 for T: only 3 of the 4 bytes of its length",
+        ),
+        (plain([b"x"]) + b"\0\0\0", (1,), "unexpected bytes for T behind the last of 1 string elements"),
+        (plain([b"x"]) + b"\5\0\0\0abc", (1,), "unexpected bytes for T behind the last of 1 string elements"),
+        (b"\xff\xff\xff\xff", (1,), "incomplete string element 0 of 1 for T: only 0 of its 4294967295 bytes are there"),
+        (b"\xff\xff\xff\x7fa", (2**62, 2**62), f"incomplete string element 0 of {2**124} for T"),
+        (b"", (2**63, 2**63), f"expected {2**126} string elements for T, got 0"),
+        (b"", (0, 2**63), f"no array can have the shape [0, {2**63}]"),
+        (b"", (0, 2**64), f"no array can have the shape [0, {2**64}]"),
+        (b"", (0,) * 70, "no array can have the shape"),
+        (b"", (-1, -1), "shape [-1, -1] has a negative dim"),
+    ],
+)
+def test_what_does_not_fit_is_refused(data: bytes, shape: tuple[int, ...], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(says)):
+        decode_bytes(data, shape, "T")
+    if "for T" in says:
+        with pytest.raises(InvalidRequest, match=re.escape(says.replace(" for T", ""))):
+            decode_bytes(data, shape)
+
+
+@given(st.binary(max_size=60), st.integers(0, 5))
+def test_outside_bytes_are_decoded_or_refused_and_nothing_else(data: bytes, count: int) -> None:
+    try:
+        array = decode_bytes(data, (count,))
+    except InvalidRequest:
+        return
+    assert plain(array.tolist()) == data
