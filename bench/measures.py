@@ -16,6 +16,7 @@ from bench.child import Child, Team
 from bench.clock import in_turn
 from bench.setting import Served, Setting, serving
 from bench.table import Row, micros
+from shmserve.repo import samples
 
 Measure = Callable[[Setting], list[Row]]
 MIB = 1 << 20
@@ -172,7 +173,8 @@ def _sixteen(server: Served, names: list[str]) -> Child:
 
 def startup(setting: Setting) -> list[Row]:
     """From serve to ready with the sample models, over one script that creates the same sessions."""
-    examples = processes.sample_repository()
+    examples = setting.repository("samples")
+    samples.build(examples, say=lambda line: None)
 
     def serve() -> float:
         start = perf_counter()

@@ -1,4 +1,4 @@
-"""What /proc says of a process, and where the sample models lie.
+"""What /proc and /dev/shm say of the processes that are measured.
 
 The rule of the file: read only; a process that is measured is not disturbed.
 """
@@ -7,13 +7,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-
-ROOT = Path(__file__).parent.parent
-
-
-def sample_repository() -> Path:
-    """The repository that `make serve` serves."""
-    return ROOT / "repo" / "examples"
 
 
 def private_bytes(pid: int) -> int:
