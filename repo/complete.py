@@ -172,15 +172,16 @@ def _version_policy(policy: schema.ModelVersionPolicy | None) -> schema.ModelVer
 
 def _engine(config: ModelConfig, files: Collection[str], backends: Collection[str]) -> ModelConfig:
     """Fills backend, platform and default_model_filename from one another, the files, and the model's name."""
-    engine = None
     if config.platform:
         engine = next((known for known in ENGINES if known.platform == config.platform), None)
     elif config.backend:
-        same = [known for known in ENGINES if known.backend == config.backend]
-        engine = next((known for known in same if known.file in files), same[0] if same else None)
+        engine = _engine_of(config.backend, files)
     else:
         engine = next((known for known in ENGINES if known.file in files), None)
-    backend = config.backend or (engine.backend if engine else _from_name(config, backends))
+        backend = engine.backend if engine else _from_name(config, backends)
+        config = replace(config, backend=backend)
+        engine = engine or _engine_of(backend, files)
+    backend = config.backend or (engine.backend if engine else "")
     if engine is None or engine.backend != backend:
         return replace(config, backend=backend)
     return replace(
@@ -189,6 +190,11 @@ def _engine(config: ModelConfig, files: Collection[str], backends: Collection[st
         platform=config.platform or engine.platform,
         default_model_filename=config.default_model_filename or engine.file,
     )
+
+
+def _engine_of(backend: str, files: Collection[str]) -> Engine | None:
+    same = [known for known in ENGINES if known.backend == backend]
+    return next((known for known in same if known.file in files), same[0] if same else None)
 
 
 def _from_name(config: ModelConfig, backends: Collection[str]) -> str:

@@ -163,11 +163,14 @@ def _read_config(path: Path) -> bytes | None:
         descriptor = os.open(path / CONFIG_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
             raise _BadModel(f"{path.name}/{CONFIG_FILE}: not a regular file")
-        data = file.read(CONFIG_BYTES + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(CONFIG_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > CONFIG_BYTES:
         size = max(state.st_size, len(data))
         raise _BadModel(f"{path.name}/{CONFIG_FILE}: {size} bytes, expected at most {CONFIG_BYTES}")

@@ -52,7 +52,7 @@ def test_the_name_is_the_directory() -> None:
         ("", "m", ("readme", "model.py"), "python", "", "model.py"),
         ("", "m", ("model.xml", "model.bin"), "openvino", "", "model.xml"),
         ("", "m.identity", (), "identity", "", ""),
-        ("", "m.python", ("other",), "python", "", ""),
+        ("", "m.python", ("other",), "python", "", "model.py"),
         ("", "m.onnx", (), "", "", ""),
         ("", "m", (), "", "", ""),
         ('platform: "nosuch"', "m", ("model.onnx",), "", "nosuch", ""),
@@ -305,8 +305,8 @@ def test_a_completed_configuration_is_valid_and_stays(shapes: list[list[int]], m
         assert not all(shape and shape[0] == -1 for shape in shapes)
         return
     skip = 1 if config.max_batch_size else 0
-    found = [*config.input, *config.output]
-    assert [tensor.dims for tensor in found] == [tuple(shape[skip:]) or (1,) for shape in shapes]
+    dims = [tensor.dims for tensor in config.input] + [tensor.dims for tensor in config.output]
+    assert dims == [tuple(shape[skip:]) or (1,) for shape in shapes]
     assert complete_from_model(config, [], []) == config
     verify(config, backends=BACKENDS)
 

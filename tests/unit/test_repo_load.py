@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidRequest
 from shmserve.repo import protos
 from shmserve.repo.load import CONFIG_BYTES, load, parse
-from shmserve.repo.outline import DEPTH, TOKENS, outline, tokens
+from shmserve.repo.outline import DEPTH, TOKENS, Block, Token, outline, tokens
 from shmserve.repo.problems import LIMIT, ConfigError, Problem, nearest
 from tests.unit.repo_texts import ALL, BACKENDS, DIRECT, DYNAMIC, ENSEMBLE, SMALL
 
@@ -401,9 +401,9 @@ def test_outline_has_the_places() -> None:
         ("b", 2, 3),
     ]
     block = root.fields[1].values[0]
-    assert not isinstance(block, str)
-    inner = block.fields[0]  # type: ignore[union-attr]
-    assert [(token.text, token.line, token.column) for token in inner.values] == [("2", 2, 12), ('"x"', 3, 2)]
+    assert isinstance(block, Block)
+    values = [value for value in block.fields[0].values if isinstance(value, Token)]
+    assert [(token.text, token.line, token.column) for token in values] == [("2", 2, 12), ('"x"', 3, 2)]
 
 
 @pytest.mark.parametrize(
