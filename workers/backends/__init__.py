@@ -1,0 +1,144 @@
+"""Backends: what runs a model. The interface, and the table of those that exist.
+
+A backend derives from StackedBackend or SeparateBackend, is found by the name that configurations use for it, and is
+imported only when a model needs it. The rule: a backend knows arrays and configurations; never messages, links or
+memory. Others come by entry points of the group "shmserve.backends".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest, Unsupported
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+
+    from shmserve.messages import Failure, Value, Work
+    from shmserve.repo.schema import ModelConfig
+    from shmserve.workers.gather import Group
+    from shmserve.workers.scatter import Results
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+GROUP = "shmserve.backends"
+
+
+class Known(NamedTuple):
+    """Where a backend is, and the extra of this package that brings its engine ("" for none)."""
+
+    target: str
+    extra: str
+
+
+BACKENDS = {
+    "identity": Known("shmserve.workers.backends.identity:Identity", ""),
+    "onnxruntime": Known("shmserve.workers.backends.onnx:Onnx", "cpu"),
+    "python": Known("shmserve.workers.backends.python:Python", ""),
+}
+
+
+class Context(Struct, frozen=True):
+    """What a backend is told of its instance. `folder` is the model's directory, `version_folder` the version's."""
+
+    model: str
+    version: int
+    instance: str
+    folder: Path
+    version_folder: Path
+    settings: dict[str, str]
+
+    def setting(self, backend: str, key: str, default: str = "") -> str:
+        """A --backend-config value, also where it was given for all backends."""
+        return self.settings.get(f"{backend},{key}", self.settings.get(f",{key}", default))
+
+    @property
+    def auto_complete(self) -> bool:
+        return self.settings.get("disable-auto-complete-config", "false") != "true"
+
+
+class Backend:
+    """One instance of one model version. `complete`, then `load`, then batches, then `close`: in one thread."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        """The configuration with what the model says of itself added. Only called when that is allowed."""
+        return config
+
+    def load(self, config: ModelConfig) -> None:
+        """Makes the model ready. What it raises is the reason why the model is not served."""
+
+    def close(self) -> None:
+        """The model is not needed any more. Called once, also when `load` failed half-way."""
+
+
+class StackedBackend(Backend):
+    """Gets one array per input for a whole batch, and gives one array per output."""
+
+    def execute(self, inputs: Group, outputs: Results) -> None:
+        """Reads `inputs`, says `inputs.computing()` when they are ready, and fills in every output that is `needed`.
+
+        Inputs and outputs are known by their index in the configuration. What it raises fails the whole batch.
+        """
+        raise NotImplementedError
+
+
+class SeparateBackend(Backend):
+    """Gets the requests of a batch one by one, and answers each."""
+
+    def execute(self, requests: list[Request]) -> list[Answer]:
+        """One answer for each request, in their order. What it raises fails the whole batch."""
+        raise NotImplementedError
+
+
+class Request(Struct, gc=False):
+    """One request: its arrays in the order of the configuration, None where an optional input is not there."""
+
+    work: Work
+    arrays: list[Array | None]
+
+
+class Answer(Struct, gc=False):
+    """What became of one request: its outputs by name, or why there are none."""
+
+    outputs: list[tuple[str, Any]] = []
+    error: Failure | None = None
+    parameters: dict[str, Value] | None = None
+
+
+def find(name: str) -> type[Backend]:
+    """The class of a backend. A missing engine is an error that says how to get it."""
+    known = BACKENDS.get(name)
+    if known is None:
+        return _from_entry_point(name)
+    module, _, attribute = known.target.partition(":")
+    try:
+        found: type[Backend] = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        if not known.extra:
+            raise
+        raise Unsupported(
+            f"backend '{name}' needs a package that is not installed ({error}): pip install 'shmserve[{known.extra}]'"
+        ) from error
+    return found
+
+
+def _from_entry_point(name: str) -> type[Backend]:
+    points = importlib.metadata.entry_points(group=GROUP)
+    for point in points:
+        if point.name == name:
+            found = point.load()
+            if not (isinstance(found, type) and issubclass(found, (StackedBackend, SeparateBackend))):
+                raise InvalidRequest(f"backend '{name}' is not a StackedBackend or SeparateBackend")
+            return found
+    known = ", ".join(sorted({*BACKENDS, *(point.name for point in points)}))
+    what = f"unknown backend '{name}'" if name else "the configuration names no backend"
+    raise Unsupported(f"{what}; known are: {known}")

@@ -1,0 +1,292 @@
+"""A broker of a few lines: starts one real worker process, gives it orders over a socketpair and reads its reports.
+
+The rule: it believes nothing that the broker would not be told. Waiting has a limit only so that a test that fails
+ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shmserve import wire
+from shmserve.dtypes import from_numpy
+from shmserve.messages import (
+    INLINE_BYTES,
+    Done,
+    Execute,
+    Handle,
+    Load,
+    Loaded,
+    LoadFailed,
+    Map,
+    Options,
+    Row,
+    Rows,
+    Stop,
+    Tensor,
+    Unmap,
+    Wanted,
+    Work,
+    WorkerReport,
+)
+from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter, decode_config, encode_config
+from shmserve.shm import memfd
+from shmserve.shm.arena import Arena, Segment
+from shmserve.shm.mapped import Mapped
+from shmserve.shm.strings import decode_bytes, encode_bytes
+
+CLIENT = 1
+WORKER = 7
+PATIENCE_S = 60.0
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Report = TypeVar("Report")
+
+
+class WorkerProcess:
+    """One worker. As a context manager it is stopped at the end, and must have ended well."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: Path,
+        *,
+        settings: dict[str, str] | None = None,
+        cpus: str = "",
+        instance: str = "m_0_0",
+        stderr: Any = None,
+    ) -> None:
+        self.codec = wire.Codec(WorkerReport)
+        self.reports: deque[tuple[Any, int | None]] = deque()
+        self.mapped = Mapped()
+        self.maps: list[Map] = []
+        self.arena = Arena(CLIENT, memfd.create, limit_bytes=1 << 30, announce=self._announce)
+        self.stderr = tempfile.TemporaryFile() if stderr is None else stderr
+        self.number = 0
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(PATIENCE_S)
+        command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno()), "--name", instance]
+        if cpus:
+            command += ["--cpus", cpus]
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.stderr, stderr=self.stderr
+        )
+        theirs.close()
+        descriptor = os.memfd_create("config")
+        os.pwrite(descriptor, encode_config(config), 0)
+        load = Load(WORKER, config.name, 1, instance, str(folder), settings or {})
+        self.send(load, descriptors=[descriptor])
+        os.close(descriptor)
+
+    def loaded(self) -> ModelConfig:
+        """Waits until the model is loaded: the completed configuration."""
+        message, descriptor = self.next()
+        assert isinstance(message, Loaded), f"{message}\n{self.said()}"
+        assert descriptor is not None
+        data = os.pread(descriptor, 1 << 22, 0)
+        os.close(descriptor)
+        return decode_config(data)
+
+    def failed(self) -> LoadFailed:
+        return self.expect(LoadFailed)
+
+    # ------------------------------------------------------------------------------------ the link
+
+    def send(self, *messages: Any, descriptors: Sequence[int] = ()) -> None:
+        packet = wire.encode(list(messages))
+        assert len(packet) < 192 * 1024
+        socket.send_fds(self.sock, [packet], list(descriptors))
+
+    def next(self) -> tuple[Any, int | None]:
+        """The next report, with its descriptor. Maps are taken note of on the way."""
+        while not self.reports:
+            self._receive()
+        return self.reports.popleft()
+
+    def expect(self, kind: type[Report]) -> Report:
+        message, _ = self.next()
+        assert isinstance(message, kind), f"expected {kind.__name__}: {message}\n{self.said()}"
+        return message
+
+    def ended(self) -> int:
+        """Waits for the end of the link and of the process: its exit code."""
+        while True:
+            try:
+                self._receive()
+            except EOFError:
+                return self.process.wait(PATIENCE_S)
+
+    def _receive(self) -> None:
+        data, descriptors, flags, _ = socket.recv_fds(self.sock, 1 << 18, 64)
+        assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+        if not data:
+            raise EOFError(self.said())
+        for message in self.codec.decode(data):
+            descriptor = None
+            if isinstance(message, Loaded) or (isinstance(message, Map) and message.name is None):
+                descriptor = descriptors.pop(0)
+            if isinstance(message, Map):
+                self.maps.append(message)
+                self.mapped.add(message.segment, message.size, fd=descriptor, name=message.name)
+            elif isinstance(message, Unmap):
+                self.mapped.remove(message.segment)
+            else:
+                self.reports.append((message, descriptor))
+        assert not descriptors
+
+    def _announce(self, segment: Segment) -> None:
+        self.send(segment.map(), descriptors=[segment.fd])
+
+    # ------------------------------------------------------------------------------------ tensors
+
+    def place(self, size: int) -> Handle:
+        return self.arena.allocate(size).handle()
+
+    def tensor(self, name: str, array: Array, *, dtype: str = "", shared: bool | None = None) -> Tensor:
+        """A tensor with the array's bytes: inline where they are few, else (or with `shared`) by handle."""
+        dtype = dtype or from_numpy(array.dtype)
+        data = encode_bytes(array) if dtype == "BYTES" else array.tobytes()
+        if shared is None:
+            shared = len(data) > INLINE_BYTES
+        if not shared:
+            return Tensor(name, dtype, array.shape, data)
+        block = self.arena.allocate(len(data))
+        block.memory()[: len(data)] = data
+        return Tensor(name, dtype, array.shape, (Handle(block.segment, block.offset, len(data)),))
+
+    def array(self, tensor: Tensor, dtype: Any) -> Array:
+        """An output as an array: a copy, as its memory goes back."""
+        data = tensor.data
+        if isinstance(data, tuple):
+            memory = [
+                self.mapped.memory(handle).tobytes() if handle.segment >> 32 == WORKER else self._own(handle).tobytes()
+                for handle in data
+            ]
+            data = b"".join(memory)
+        assert isinstance(data, bytes)
+        if tensor.dtype == "BYTES":
+            return decode_bytes(data, tensor.shape)
+        return np.frombuffer(data, dtype).reshape(tensor.shape)
+
+    def _own(self, handle: Handle) -> memoryview:
+        segment = next(segment for segment in self.arena.segments if segment.id == handle.segment)
+        return segment.memory[handle.offset : handle.offset + handle.size]
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, *works: Work, join: int = 0, more: bool = False, open: bool = False) -> int:
+        self.number += 1
+        self.send(Execute(self.number, join, works, more, open))
+        return self.number
+
+    def done(self) -> tuple[list[Row], Done]:
+        """The results of the batch that is done next, of all its messages."""
+        rows: list[Row] = []
+        while True:
+            message, _ = self.next()
+            assert isinstance(message, (Rows, Done)), f"{message}\n{self.said()}"
+            rows += message.rows
+            if isinstance(message, Done):
+                return rows, message
+
+    def run(self, *works: Work) -> list[Row]:
+        """One batch, from order to results."""
+        number = self.execute(*works)
+        rows, done = self.done()
+        assert done.batch == number
+        assert [row.request for row in rows] == [work.request for work in works]
+        assert list(done.times) == sorted(done.times)
+        return rows
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def said(self) -> str:
+        self.stderr.seek(0)
+        text: str = self.stderr.read().decode()
+        return text
+
+    def stop(self) -> int:
+        self.send(Stop())
+        return self.ended()
+
+    def close(self) -> None:
+        self.sock.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(PATIENCE_S)
+        for _, descriptor in self.reports:
+            if descriptor is not None:
+                os.close(descriptor)
+        self.mapped.close()
+        self.arena.close()
+        self.stderr.close()
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self.process.poll() is None:
+                assert self.stop() == 0, self.said()
+        finally:
+            self.close()
+
+
+def work(
+    request: int,
+    *inputs: Tensor,
+    rows: int | None = None,
+    outputs: Sequence[Wanted] | None = None,
+    audience: str = "internal",
+    options: Options | None = None,
+) -> Work:
+    """`rows` None: the length of the first input."""
+    if rows is None:
+        rows = inputs[0].shape[0]
+    return Work(request, rows, tuple(inputs), None if outputs is None else tuple(outputs), audience, options)
+
+
+def config(
+    backend: str,
+    inputs: dict[str, tuple[str, Sequence[int]]],
+    outputs: dict[str, tuple[str, Sequence[int]]],
+    *,
+    max_batch: int = 0,
+    parameters: dict[str, str] | None = None,
+    optional: Sequence[str] = (),
+    name: str = "m",
+) -> ModelConfig:
+    """A configuration; tensors are given as name: (data type without TYPE_, dims)."""
+    return ModelConfig(
+        name=name,
+        backend=backend,
+        max_batch_size=max_batch,
+        input=tuple(
+            ModelInput(name=key, data_type=f"TYPE_{dtype}", dims=tuple(dims), optional=key in optional)  # type: ignore[arg-type]
+            for key, (dtype, dims) in inputs.items()
+        ),
+        output=tuple(
+            ModelOutput(name=key, data_type=f"TYPE_{dtype}", dims=tuple(dims))  # type: ignore[arg-type]
+            for key, (dtype, dims) in outputs.items()
+        ),
+        parameters={key: ModelParameter(string_value=value) for key, value in (parameters or {}).items()},
+    )
+
+
+def gone(pidfd: int) -> bool:
+    """Waits until the process behind a pidfd has ended."""
+    return bool(select.select([pidfd], [], [], PATIENCE_S)[0])

@@ -1,0 +1,134 @@
+"""The memory of this worker's outputs: one arena for each audience, so that nobody can map another's tensors.
+
+The rule: the audience decides the kind of memory. "internal" and "uid:N" get descriptors, "posix..." gets names. The
+limit is one for all of them together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.messages import Handle, Map, Unmap
+from shmserve.shm import memfd
+from shmserve.shm.arena import Arena
+from shmserve.workers.say import say
+
+if TYPE_CHECKING:
+    from shmserve.shm.arena import Block, Segment
+    from shmserve.shm.extents import Extent
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.outbox import Outbox
+
+LIMIT_BYTES = 4 * 1024 * 1024 * 1024
+KNOB = "output_limit_bytes"
+_IDS = 1 << 20
+"""Ids of segments that each arena has for itself, below OWNER_SHIFT."""
+
+
+class _AudienceArena(Arena):
+    """An arena that shares its owner's ids with other arenas: it counts from its own first one."""
+
+    def __init__(self, number: int, owner: int, make: Callable[[int], Extent], arenas: Arenas, audience: str) -> None:
+        super().__init__(
+            owner,
+            make,
+            limit_bytes=arenas.limit,
+            announce=lambda segment: arenas.announce(segment, audience),
+            withdraw=arenas.withdraw,
+            knob=KNOB,
+        )
+        self._count = number * _IDS
+
+
+class Arenas:
+    """Arenas by audience, made when first needed. Segments are announced to the broker, and mapped here too: what one
+    batch wrote may be what the next one reads."""
+
+    def __init__(self, owner: int, outbox: Outbox, mapped: Mapped, limit: int = LIMIT_BYTES) -> None:
+        self.limit = limit
+        self._owner = owner
+        self._outbox = outbox
+        self._mapped = mapped
+        self._arenas: dict[str, _AudienceArena] = {}
+        self._by_segment: dict[int, _AudienceArena] = {}
+
+    def allocate(self, audience: str, size: int) -> Block:
+        arena = self._arenas.get(audience) or self._new(audience)
+        return arena.allocate(size)
+
+    def split(self, block: Block, sizes: Sequence[int]) -> list[Block]:
+        return self._by_segment[block.segment].split(block, sizes)
+
+    def owns(self, segment: int) -> bool:
+        return segment in self._by_segment
+
+    def free(self, handles: Iterable[Handle]) -> None:
+        """Takes blocks back. A return that is wrong changes nothing and stops nothing; the operator is told."""
+        for segment, offset, size in [(handle.segment, handle.offset, handle.size) for handle in handles]:
+            arena = self._by_segment.get(segment)
+            try:
+                if arena is None:
+                    raise InvalidRequest(f"segment {segment} is not one of this worker's")
+                arena.free(segment, offset, size)
+            except ServeError as error:
+                say(f"a handle came back that cannot be freed: {error}")
+
+    def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.close()
+
+    @property
+    def used(self) -> int:
+        """Bytes of outputs that somebody still holds."""
+        return sum(arena.used for arena in self._arenas.values())
+
+    # ------------------------------------------------------------------------------------ segments
+
+    def _new(self, audience: str) -> _AudienceArena:
+        make = self._posix if audience.startswith("posix") else self._memfd
+        arena = _AudienceArena(len(self._arenas), self._owner, make, self, audience)
+        self._arenas[audience] = arena
+        return arena
+
+    def _memfd(self, size: int) -> Extent:
+        self._make_room(size)
+        return memfd.create(size, seal_future_write=True)
+
+    def _posix(self, size: int) -> Extent:
+        from shmserve.shm import posix
+
+        self._make_room(size)
+        return posix.create(size)
+
+    def _make_room(self, size: int) -> None:
+        """The limit holds for all arenas: what others keep for later is given up before a request fails."""
+        committed = sum(arena.committed for arena in self._arenas.values())
+        if committed + size <= self.limit:
+            return
+        for arena in self._arenas.values():
+            for segment in arena.trim():
+                self.withdraw(segment)
+        committed = sum(arena.committed for arena in self._arenas.values())
+        if committed + size > self.limit:
+            raise Unavailable(
+                f"no room for outputs: {self.used} bytes are held by callers, {committed} of {self.limit} bytes are "
+                f"committed and {size} more are needed; raise {KNOB}, or drop results that are no longer needed"
+            )
+
+    def announce(self, segment: Segment, audience: str) -> None:
+        message: Map = segment.map(audience)
+        if message.name is None:
+            self._mapped.add(segment.id, segment.size, fd=os.dup(segment.fd))
+            self._outbox.add(message, segment.fd)
+        else:
+            self._mapped.add(segment.id, segment.size, name=message.name)
+            self._outbox.add(message)
+        self._by_segment[segment.id] = self._arenas[audience]
+
+    def withdraw(self, segment: int) -> None:
+        del self._by_segment[segment]
+        self._mapped.remove(segment)
+        self._outbox.add(Unmap(segment))

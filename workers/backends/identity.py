@@ -1,0 +1,99 @@
+"""Outputs are inputs: the reference that other backends are held against, and a stand-in for models in tests.
+
+The rule: every output is copied exactly once, from where the caller has the input to where it will read the output.
+
+Model parameters: `delay_us` or `execute_delay_ms` (each batch takes that long), `fail` (each batch fails with that
+text), `triggers` "1" (requests may carry the parameters fail, exit, crash, hang and delay_us, which do what they say).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from typing import TYPE_CHECKING
+
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.workers.backends import StackedBackend
+
+if TYPE_CHECKING:
+    from shmserve.repo.schema import ModelConfig
+    from shmserve.workers.gather import Group
+    from shmserve.workers.scatter import Results
+
+
+class Identity(StackedBackend):
+    def load(self, config: ModelConfig) -> None:
+        parameters = {key: value.string_value for key, value in config.parameters.items()}
+        self._delay_s = _number(parameters, "delay_us") / 1e6 + _number(parameters, "execute_delay_ms") / 1e3
+        self._fail = parameters.get("fail", "")
+        self._triggers = parameters.get("triggers", "0") == "1"
+        self._sources = [_source(config, index) for index in range(len(config.output))]
+
+    def execute(self, inputs: Group, outputs: Results) -> None:
+        inputs.computing()
+        if self._triggers:
+            self._trigger(inputs)
+        if self._delay_s:
+            select.select((), (), (), self._delay_s)
+        if self._fail:
+            raise ModelFailed(self._fail)
+        for index, source in enumerate(self._sources):
+            if not outputs.needed(index):
+                continue
+            shape = inputs.shape(source)
+            if shape is None:
+                outputs.omit(index)
+            elif outputs.direct(index, shape):
+                inputs.copy(source, outputs.place(index, shape))
+            else:
+                array = inputs.array(source)
+                assert array is not None
+                outputs.put(index, array)
+
+    def _trigger(self, inputs: Group) -> None:
+        for work in inputs.works:
+            if work.options is None:
+                continue
+            wanted = work.options.parameters
+            delay = wanted.get("delay_us", 0)
+            if isinstance(delay, int) and delay > 0:
+                select.select((), (), (), delay / 1e6)
+            if wanted.get("hang"):
+                while True:
+                    signal.pause()
+            if wanted.get("crash"):
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if "exit" in wanted:
+                os._exit(int(wanted["exit"]))
+            if wanted.get("fail"):
+                raise ModelFailed(str(wanted["fail"]))
+
+
+def _number(parameters: dict[str, str], key: str) -> float:
+    text = parameters.get(key, "0")
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1e12:
+        raise InvalidRequest(f"parameter {key} must be a number from 0 on, not '{text}'")
+    return number
+
+
+def _source(config: ModelConfig, index: int) -> int:
+    """The input that an output repeats: the one of its name, else the one at its place."""
+    output = config.output[index]
+    names = [entry.name for entry in config.input]
+    source = names.index(output.name) if output.name in names else index
+    if source >= len(names):
+        raise InvalidRequest(
+            f"output '{output.name}' has no input to repeat: the model has {len(names)} input(s), and none of that name"
+        )
+    repeated = config.input[source]
+    if repeated.data_type != output.data_type:
+        raise InvalidRequest(
+            f"output '{output.name}' is {output.data_type} and repeats input '{repeated.name}', which is "
+            f"{repeated.data_type}"
+        )
+    return source

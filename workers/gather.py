@@ -1,0 +1,300 @@
+"""Tensors of requests -> the arrays that a model gets. The hot path of the worker.
+
+The rule: a batch of one is a view of the bytes where they are; a batch of many is gathered once. Whatever a request
+says is checked here before it is believed, and a request that lies fails alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest, ServeError
+from shmserve.shm.strings import decode_bytes
+
+if TYPE_CHECKING:
+    from shmserve.messages import Handle, Tensor, Work
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_BYTE = np.dtype(np.uint8)
+
+
+class Group:
+    """Requests whose inputs stack along axis 0, that a backend runs at once; or one request without a batch dimension.
+
+    `works` are in the order of their rows, `places` says where each stands in the batch. `rows` is the length of axis
+    0, 0 where there is no batch dimension.
+    """
+
+    __slots__ = ("_blobs", "_gather", "_pieces", "_shapes", "places", "ready", "rows", "works")
+
+    def __init__(
+        self,
+        gather: Gather,
+        works: Sequence[Work],
+        places: Sequence[int],
+        rows: int,
+        shapes: list[tuple[int, ...] | None],
+        blobs: list[list[bytes]] | None,
+        pieces: list[list[Array]] | None,
+    ) -> None:
+        self.works = works
+        self.places = places
+        self.rows = rows
+        self.ready = 0
+        self._gather = gather
+        self._shapes = shapes
+        self._blobs = blobs
+        self._pieces = pieces
+
+    def computing(self) -> None:
+        """All inputs have been read or copied: the model begins to compute."""
+        self.ready = time.monotonic_ns()
+
+    def shape(self, index: int) -> tuple[int, ...] | None:
+        """The shape of an input as the backend sees it; None for an optional input that is not there."""
+        return self._shapes[index]
+
+    def array(self, index: int) -> Array | None:
+        """An input of all requests as one array, to be read before the next batch; None where it is not there."""
+        shape = self._shapes[index]
+        if shape is None:
+            return None
+        spec = self._gather.specs[index]
+        if self._blobs is not None:
+            blobs = self._blobs[index]
+            return np.ndarray(shape, spec.numpy, b"".join(blobs) if len(blobs) > 1 else blobs[0])
+        assert self._pieces is not None
+        pieces = self._pieces[index]
+        if len(pieces) == 1:
+            only = pieces[0]
+            return only.reshape(shape) if spec.reshaped else only
+        if not spec.item:
+            strings: Array = np.concatenate(pieces)
+            return strings.reshape(shape)
+        gathered: Array = self._gather.buffer(index, elements(shape) * spec.item).view(spec.numpy).reshape(shape)
+        _copy(pieces, gathered)
+        return gathered
+
+    def copy(self, index: int, target: Array) -> None:
+        """Copies an input of all requests into an array of its shape, once, from where the callers have it."""
+        if self._blobs is not None or not self._gather.specs[index].item:
+            target[...] = self.array(index)
+            return
+        assert self._pieces is not None
+        _copy(self._pieces[index], target)
+
+
+class Gather:
+    """Reads requests. One for each model; it keeps the batch buffers, which every batch uses again."""
+
+    def __init__(self, model: str, specs: Sequence[Spec], mapped: Mapped) -> None:
+        self.specs = tuple(specs)
+        self._model = model
+        self._mapped = mapped
+        self._index = {spec.name: index for index, spec in enumerate(self.specs)}
+        self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
+
+    def buffer(self, index: int, size: int) -> Array:
+        """`size` bytes of the batch buffer of an input."""
+        buffer = self._buffers[index]
+        if len(buffer) < size:
+            buffer = self._buffers[index] = np.empty(size, _BYTE)
+        return buffer[:size]
+
+    def groups(self, works: Sequence[Work]) -> tuple[list[Group], list[tuple[int, ServeError]]]:
+        """The batch as groups that stack, nearly always one, and the requests (by place) that cannot be read."""
+        uniform = self._uniform(works)
+        if uniform is not None:
+            return [uniform], []
+        failures: list[tuple[int, ServeError]] = []
+        found: dict[Any, list[tuple[int, list[list[Array]]]]] = {}
+        for place, work in enumerate(works):
+            try:
+                pieces = self._pieces(work)
+            except ServeError as error:
+                failures.append((place, error))
+                continue
+            # Without a batch dimension nothing stacks: each request is a group.
+            key = tuple(p[0].shape[1:] if p else None for p in pieces) if work.rows else place
+            found.setdefault(key, []).append((place, pieces))
+        return [self._group(works, members) for members in found.values()], failures
+
+    def read(self, work: Work) -> list[Array | None]:
+        """The inputs of one request, each one array, None where an optional one is not there."""
+        arrays: list[Array | None] = []
+        for pieces, spec in zip(self._pieces(work), self.specs, strict=True):
+            if not pieces:
+                arrays.append(None)
+                continue
+            array = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            arrays.append(array.reshape(spec.inner(array.shape)) if spec.reshaped else array)
+        return arrays
+
+    # ---------------------------------------------------------------------------------- all inline, all alike
+
+    def _uniform(self, works: Sequence[Work]) -> Group | None:
+        """The group of a batch whose tensors are all inline and fit together; None: look at them one by one."""
+        rows = 0
+        for work in works:
+            if not work.rows:
+                return None
+            rows += work.rows
+        blobs: list[list[bytes]] = []
+        shapes: list[tuple[int, ...] | None] = []
+        for index, spec in enumerate(self.specs):
+            column = self._column(works, index, spec)
+            if column is None:
+                return None
+            blobs.append(column)
+            shapes.append(spec.inner((rows, *works[0].inputs[index].shape[1:])))
+        return Group(self, works, range(len(works)), rows, shapes, blobs, None)
+
+    def _column(self, works: Sequence[Work], index: int, spec: Spec) -> list[bytes] | None:
+        count = len(self.specs)
+        first = works[0].inputs
+        if len(first) != count or not spec.item or not first[index].shape:
+            return None
+        shape = first[index].shape
+        tail = shape[1:]
+        if tail and min(tail) < 0:
+            return None
+        row_bytes = elements(tail) * spec.item
+        name, dtype, kind = spec.name, spec.dtype, bytes
+        column: list[bytes] = []
+        add = column.append
+        for work in works:
+            inputs = work.inputs
+            if len(inputs) != count:
+                return None
+            tensor = inputs[index]
+            data = tensor.data
+            if (
+                data.__class__ is not kind
+                or tensor.name != name
+                or tensor.dtype != dtype
+                or len(data) != work.rows * row_bytes
+                or (tensor.shape != shape and tensor.shape[1:] != tail)
+                or tensor.shape[0] != work.rows
+            ):
+                return None
+            add(data)
+        return column
+
+    # ---------------------------------------------------------------------------------- one by one
+
+    def _group(self, works: Sequence[Work], members: list[tuple[int, list[list[Array]]]]) -> Group:
+        chosen = [works[place] for place, _ in members]
+        rows = sum(work.rows for work in chosen)
+        pieces: list[list[Array]] = []
+        shapes: list[tuple[int, ...] | None] = []
+        for index, spec in enumerate(self.specs):
+            column = [piece for _, inputs in members for piece in inputs[index]]
+            pieces.append(column)
+            if not column:
+                shapes.append(None)
+                continue
+            first = column[0].shape
+            length = sum(piece.shape[0] for piece in column) if len(column) > 1 else 0
+            shapes.append(spec.inner((length, *first[1:]) if length else first))
+        return Group(self, chosen, [place for place, _ in members], rows, shapes, None, pieces)
+
+    def _pieces(self, work: Work) -> list[list[Array]]:
+        """The parts of every input of a request, in the order of the configuration, as the caller shaped them."""
+        found: list[list[Array]] = [[] for _ in self.specs]
+        for tensor in work.inputs:
+            index = self._index.get(tensor.name)
+            if index is None:
+                allowed = ", ".join(self._index)
+                raise InvalidRequest(
+                    f"unexpected inference input '{tensor.name}', allowed inputs are: {allowed} "
+                    f"for model '{self._model}'"
+                )
+            if found[index]:
+                raise InvalidRequest(f"input '{tensor.name}' is given twice for model '{self._model}'")
+            if work.rows and (not tensor.shape or tensor.shape[0] != work.rows):
+                raise InvalidRequest(
+                    f"input '{tensor.name}' batch size does not match other inputs for '{self._model}': "
+                    f"shape {list(tensor.shape)}, {work.rows} rows"
+                )
+            found[index] = self._parts(self.specs[index], tensor)
+        missing = [spec.name for spec, parts in zip(self.specs, found, strict=True) if not parts and not spec.optional]
+        if missing:
+            raise InvalidRequest(
+                f"expected {sum(not spec.optional for spec in self.specs)} inputs but got {len(work.inputs)} inputs "
+                f"for model '{self._model}'. Missing required input(s) {missing}"
+            )
+        return found
+
+    def _parts(self, spec: Spec, tensor: Tensor) -> list[Array]:
+        shape, data = tensor.shape, tensor.data
+        if tensor.dtype != spec.dtype:
+            raise InvalidRequest(
+                f"inference input '{spec.name}' data-type is '{tensor.dtype}', but model '{self._model}' "
+                f"expects '{spec.dtype}'"
+            )
+        if shape and min(shape) < 0:
+            raise InvalidRequest(f"input '{spec.name}' has a negative dim in its shape {list(shape)}")
+        if isinstance(data, int):
+            raise InvalidRequest(f"input '{spec.name}' refers to a frame, which does not travel this far")
+        if not spec.item:
+            return [self._strings(spec, shape, data)]
+        size = elements(shape) * spec.item
+        given = len(data) if isinstance(data, bytes) else sum(part.size for part in data)
+        if given != size:
+            raise InvalidRequest(
+                f"input byte size mismatch for input '{spec.name}' for model '{self._model}'. "
+                f"Expected {size}, got {given}"
+            )
+        if isinstance(data, bytes):
+            return [np.ndarray(shape, spec.numpy, data)]
+        if len(data) == 1:
+            return [self._aligned(self._mapped.view(data[0], spec.numpy, shape))]
+        if not data:
+            return [np.ndarray(shape, spec.numpy)]  # zero bytes in no parts
+        return self._stacked(spec, shape, data)
+
+    def _stacked(self, spec: Spec, shape: tuple[int, ...], parts: Sequence[Handle]) -> list[Array]:
+        """Parts along axis 0: each holds whole rows."""
+        row_bytes = elements(shape[1:]) * spec.item
+        pieces = []
+        for part in parts:
+            if not shape or not row_bytes or part.size % row_bytes:
+                raise InvalidRequest(
+                    f"input '{spec.name}' of shape {list(shape)} is in {len(parts)} parts, one of {part.size} bytes, "
+                    f"which is not a whole number of rows of {row_bytes} bytes"
+                )
+            view = self._mapped.view(part, spec.numpy, (part.size // row_bytes, *shape[1:]))
+            pieces.append(self._aligned(view))
+        return pieces
+
+    def _strings(self, spec: Spec, shape: tuple[int, ...], data: bytes | tuple[Handle, ...]) -> Array:
+        """Lengths in shared memory may change while they are read, so strings are decoded from a private copy."""
+        if not isinstance(data, bytes):
+            data = b"".join(self._mapped.memory(part).tobytes() for part in data)
+        return decode_bytes(data, shape, f"inference input '{spec.name}' for model '{self._model}'")
+
+    @staticmethod
+    def _aligned(view: Array) -> Array:
+        """Engines want elements on their own boundaries; a caller may have put them anywhere."""
+        return view if view.flags.aligned else view.copy()
+
+
+def _copy(pieces: list[Array], target: Array) -> None:
+    if len(pieces) == 1:
+        np.copyto(target.reshape(pieces[0].shape), pieces[0])
+        return
+    if not target.size:
+        return
+    start = 0
+    flat = target.reshape((-1, *pieces[0].shape[1:]))
+    for piece in pieces:
+        end = start + piece.shape[0]
+        flat[start:end] = piece
+        start = end

@@ -1,0 +1,106 @@
+"""The worker's end of its link to the broker: a SEQPACKET socket that carries packets and descriptors.
+
+The rule: descriptors that come with a packet belong to whoever takes the packet, and nobody else ever closes them.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from shmserve import wire
+from shmserve.errors import ConnectionLost, ProtocolError
+from shmserve.messages import PACKET_BYTES, Load, Loaded, Map, WorkerOrder
+
+DESCRIPTORS = 253
+"""The most descriptors that the kernel passes with one packet (SCM_MAX_FD)."""
+SEND_BUFFER = 4 * 1024 * 1024
+
+_INT = array.array("i").itemsize
+_ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS * _INT)
+
+
+class Link:
+    """Blocking sends and receives. The messages of one `send` arrive in order, in as few packets as they fit."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self._sock = sock
+        self._buffer = bytearray(PACKET_BYTES + 1)
+        self._view = memoryview(self._buffer)
+        self._into = [self._buffer]
+        self._decode = wire.Codec(WorkerOrder).decode
+
+    def receive(self) -> tuple[list[Any], list[int]]:
+        """Waits for a packet: its messages and its descriptors. ConnectionLost at the end of the link."""
+        return self._take(0)
+
+    def drain(self) -> tuple[list[Any], list[int]] | None:
+        """A packet that is already here, or None."""
+        try:
+            return self._take(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+
+    def _take(self, flags: int) -> tuple[list[Any], list[int]]:
+        try:
+            size, ancillary, what, _ = self._sock.recvmsg_into(self._into, _ANCILLARY, flags | socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError as error:
+            raise ConnectionLost(f"the link to the broker broke: {error.strerror}") from None
+        descriptors = _descriptors(ancillary) if ancillary else []
+        try:
+            if what & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ProtocolError(f"a packet or its descriptors were cut off; the limit is {PACKET_BYTES} bytes")
+            if size == 0:
+                raise ConnectionLost("the broker closed the link")
+            return self._decode(self._view[:size]), descriptors  # type: ignore[arg-type]  # any buffer will do
+        except BaseException:
+            for fd in descriptors:
+                os.close(fd)
+            raise
+
+    def send(self, messages: list[Any], descriptors: Sequence[int] = ()) -> None:
+        """Sends messages; the n-th descriptor goes with the n-th message that needs one (`carries_descriptor`)."""
+        packet = wire.encode(messages)
+        if not descriptors and len(packet) <= PACKET_BYTES:
+            self._send(packet, ())
+            return
+        if len(descriptors) <= DESCRIPTORS and len(packet) <= PACKET_BYTES:
+            self._send(packet, descriptors)
+            return
+        if len(messages) == 1:
+            wire.pack(messages)  # raises: one message that is too large
+        half = len(messages) // 2
+        split = sum(carries_descriptor(message) for message in messages[:half])
+        self.send(messages[:half], descriptors[:split])
+        self.send(messages[half:], descriptors[split:])
+
+    def _send(self, packet: bytes, descriptors: Sequence[int]) -> None:
+        try:
+            if descriptors:
+                socket.send_fds(self._sock, [packet], list(descriptors))
+            else:
+                self._sock.send(packet)
+        except ConnectionError as error:
+            raise ConnectionLost(f"the link to the broker broke: {error.strerror}") from None
+
+    def close(self) -> None:
+        self._view.release()
+        self._sock.close()
+
+
+def carries_descriptor(message: Any) -> bool:
+    """Whether a message has a descriptor of its packet: a nameless Map, and the two that bring a configuration."""
+    return isinstance(message, (Load, Loaded)) or (isinstance(message, Map) and message.name is None)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % _INT])
+    return list(found)

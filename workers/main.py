@@ -1,0 +1,161 @@
+"""The worker's process: `python -m shmserve.workers.main --link FD [--cpus 0,1] [--name x]`.
+
+The rule: the process belongs to the broker. It ends when the broker says so or has gone, and for no other reason than
+a fault, and its exit code says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import ConnectionLost, ProtocolError
+from shmserve.messages import Load, Loaded, LoadFailed
+from shmserve.workers.exits import Exit
+from shmserve.workers.link import Link
+from shmserve.workers.say import say
+
+if TYPE_CHECKING:
+    from shmserve.workers.model import Model
+    from shmserve.workers.outbox import Outbox
+
+_PR_SET_NAME = 15
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+_GC_THRESHOLDS = (50_000, 20, 50)
+"""What the loop makes is freed by counting; the collector is for the cycles of models, so it may be lazy."""
+
+
+def main(argv: list[str] | None = None) -> Exit:
+    found = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
+    found.add_argument("--link", type=int, required=True, help="descriptor of the link to the broker")
+    found.add_argument("--cpus", default="", help="the cores this worker may use, like 0,1")
+    found.add_argument("--name", default="", help="the instance's name, for the process table")
+    arguments = found.parse_args(argv)
+    parent = os.getppid()
+    _prepare(arguments.name)
+    if os.getppid() != parent:
+        return Exit.LINK_LOST  # the broker died before its death could be ours
+    try:
+        # Before anything heavy is imported: libraries size their thread pools by it.
+        if arguments.cpus:
+            os.sched_setaffinity(0, {int(cpu) for cpu in arguments.cpus.split(",")})
+        sock = socket.socket(fileno=arguments.link)
+    except (OSError, ValueError) as error:
+        say(f"cannot start on cores '{arguments.cpus}' and link {arguments.link}: {error}")
+        return Exit.USAGE
+    link = Link(sock)
+    try:
+        return _serve(link)
+    except ConnectionLost as error:
+        say(str(error))
+        return Exit.LINK_LOST
+    except ProtocolError as error:
+        say(f"the broker broke the protocol: {error}")
+        return Exit.BAD_ORDER
+    except Exception:
+        say(traceback.format_exc())
+        return Exit.INTERNAL
+    finally:
+        link.close()
+
+
+def _prepare(name: str) -> None:
+    """Makes the process the broker's: dies with it, leaves signals to it, prints to stderr only."""
+    faulthandler.enable()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if name:
+        libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0)
+    # Handlers that do nothing, and not SIG_IGN, which the processes that a model starts would inherit.
+    signal.signal(signal.SIGINT, _leave_it_to_the_broker)
+    signal.signal(signal.SIGTERM, _leave_it_to_the_broker)
+    os.dup2(2, 1)
+
+
+def _leave_it_to_the_broker(number: int, frame: Any) -> None:
+    """A terminal's Ctrl-C and a service manager's stop reach the whole group; the broker stops its workers in order."""
+
+
+def _serve(link: Link) -> Exit:
+    orders, descriptors = link.receive()
+    order = orders[0] if orders else None
+    if not isinstance(order, Load) or not descriptors:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ProtocolError(f"the first order must be Load, with the configuration; it was {type(order).__name__}")
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.loop import Loop
+    from shmserve.workers.model import load, why
+    from shmserve.workers.outbox import Outbox
+
+    outbox = Outbox(link)
+    mapped = Mapped()
+    config = _read(descriptors.pop(0))
+    try:
+        model = load(order, config, outbox, mapped)
+    except Exception as error:
+        say(f"model '{order.model}' version {order.version} failed to load: {traceback.format_exc()}")
+        failure = why(error, order.model_dir)
+        outbox.add(LoadFailed(failure.code, failure.text))
+        outbox.flush()
+        return Exit.LOAD_FAILED
+    try:
+        _report(model, outbox)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        loop = Loop(order.owner, link, outbox, mapped, model.arenas, model.runner)
+        loop.run(orders[1:], descriptors)
+    finally:
+        finalized = _finalize(model)
+    return Exit.STOPPED if finalized else Exit.FINALIZE_FAILED
+
+
+def _report(model: Model, outbox: Outbox) -> None:
+    from shmserve.repo.schema import encode_config
+
+    descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(descriptor, encode_config(model.config), 0)
+        outbox.add(Loaded(), descriptor)
+        outbox.flush()
+    finally:
+        os.close(descriptor)
+
+
+def _finalize(model: Model) -> bool:
+    try:
+        model.backend.close()
+    except Exception:
+        say(f"the model failed while it was finalized: {traceback.format_exc()}")
+        return False
+    finally:
+        model.arenas.close()
+    return True
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    code = main()
+    # Not by way of the interpreter's end: threads that a model left running, and libraries that dislike being torn
+    # down, must not keep or spoil the exit code.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)

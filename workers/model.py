@@ -1,0 +1,60 @@
+"""Load: from the broker's order to a model that is ready to run, and the completed configuration to report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from shmserve.errors import ServeError
+from shmserve.messages import Failure, Load
+from shmserve.repo.schema import ModelConfig, decode_config
+from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
+from shmserve.workers.backends import Backend, Context, find
+from shmserve.workers.gather import Gather
+from shmserve.workers.runner import Runner
+from shmserve.workers.say import public
+from shmserve.workers.scatter import Scatter
+from shmserve.workers.specs import inputs_of, outputs_of
+
+if TYPE_CHECKING:
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.outbox import Outbox
+
+
+class Model(Struct):
+    """A model that is loaded. `close` finalizes it; what it raises is the model's own."""
+
+    config: ModelConfig
+    backend: Backend
+    arenas: Arenas
+    runner: Runner
+
+
+def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped) -> Model:
+    """Raises whatever is wrong with the model, after it has been closed again."""
+    config = decode_config(config_bytes)
+    folder = Path(order.model_dir)
+    context = Context(order.model, order.version, order.instance, folder, folder / str(order.version), order.settings)
+    backend = find(config.backend)(context)
+    try:
+        if context.auto_complete:
+            config = backend.complete(config)
+        inputs, outputs = inputs_of(config), outputs_of(config)
+        backend.load(config)
+    except BaseException:
+        backend.close()
+        raise
+    limit = int(order.settings.get(KNOB, LIMIT_BYTES))
+    arenas = Arenas(order.owner, outbox, mapped, limit)
+    gather = Gather(order.model, inputs, mapped)
+    scatter = Scatter(order.model, outputs, arenas, mapped)
+    return Model(config, backend, arenas, Runner(order.instance, order.model_dir, backend, gather, scatter))
+
+
+def why(error: Exception, model_dir: str) -> Failure:
+    """The reason why a model is not served, for whoever asks."""
+    if isinstance(error, ServeError):
+        return Failure(error.code, public(str(error), model_dir))
+    return Failure("MODEL_FAILED", public(f"{type(error).__name__}: {error}", model_dir))

@@ -1,0 +1,68 @@
+"""What a worker says to the broker, kept until it is sent: one packet for as much as fits.
+
+The rule: messages leave in the order in which they were said, and a descriptor leaves with its message.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from shmserve.messages import CHUNK_BYTES, Done, Row, Rows
+
+if TYPE_CHECKING:
+    from shmserve.workers.link import Link
+
+_ROW_BYTES = 48
+_TENSOR_BYTES = 64
+
+
+class Outbox:
+    """Messages that wait for `flush`. Descriptors stay their owners': a copy is kept until it is sent, as a segment may
+    be given up before that."""
+
+    def __init__(self, link: Link) -> None:
+        self._send = link.send
+        self._messages: list[Any] = []
+        self._descriptors: list[int] = []
+
+    def add(self, message: Any, descriptor: int | None = None) -> None:
+        self._messages.append(message)
+        if descriptor is not None:
+            self._descriptors.append(os.dup(descriptor))
+
+    def add_done(self, done: Done) -> None:
+        """Done, with Rows before it where the results are too many for one message."""
+        rows = done.rows
+        size = start = 0
+        for index, row in enumerate(rows):
+            size += row_bytes(row)
+            if size > CHUNK_BYTES and index > start:
+                self.add(Rows(done.batch, rows[start:index]))
+                start, size = index, row_bytes(row)
+        if start:
+            done.rows = rows[start:]
+        self.add(done)
+
+    def flush(self) -> None:
+        if self._messages:
+            messages, descriptors = self._messages, self._descriptors
+            self._messages, self._descriptors = [], []
+            try:
+                self._send(messages, descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+
+def row_bytes(row: Row) -> int:
+    """About what a row takes in a packet; never less by more than what PACKET_BYTES leaves over CHUNK_BYTES."""
+    size = _ROW_BYTES
+    for tensor in row.outputs:
+        data = tensor.data
+        size += _TENSOR_BYTES + (len(data) if data.__class__ is bytes else 32)
+    if row.error is not None:
+        size += 4 * len(row.error.text)
+    if row.parameters:
+        size += sum(16 + 4 * (len(key) + len(str(value))) for key, value in row.parameters.items())
+    return size

@@ -1,0 +1,130 @@
+"""A batch of requests -> their rows. Where inputs, model and outputs meet.
+
+The rule: every request of the batch gets exactly one row, in the order of the batch, whatever the model does.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shmserve.errors import ModelFailed, ServeError
+from shmserve.messages import Failure, Row, Work
+from shmserve.workers.backends import Answer, Request, SeparateBackend, StackedBackend
+from shmserve.workers.say import public, say
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends import Backend
+    from shmserve.workers.gather import Gather, Group
+    from shmserve.workers.scatter import Scatter
+
+Times = tuple[int, int, int, int]
+_clock = time.monotonic_ns
+
+
+class Runner:
+    """Runs batches on one loaded backend. Its times: taken up, inputs ready, outputs computed, outputs placed."""
+
+    def __init__(self, instance: str, model_dir: str, backend: Backend, gather: Gather, scatter: Scatter) -> None:
+        self._instance = instance
+        self._model_dir = model_dir
+        self._gather = gather
+        self._scatter = scatter
+        if isinstance(backend, StackedBackend):
+            self._stacked: StackedBackend | None = backend
+        else:
+            assert isinstance(backend, SeparateBackend)
+            self._stacked = None
+            self._separate = backend
+
+    def run(self, works: Sequence[Work]) -> tuple[list[Row], Times]:
+        return self._run_stacked(works) if self._stacked is not None else self._run_separate(works)
+
+    # ------------------------------------------------------------------------------------ one array per input
+
+    def _run_stacked(self, works: Sequence[Work]) -> tuple[list[Row], Times]:
+        taken = _clock()
+        groups, failures = self._gather.groups(works)
+        if len(groups) == 1 and not failures:
+            rows, ready, computed = self._run_group(groups[0])
+            return rows, (taken, ready, computed, _clock())
+        found: list[Row | None] = [None] * len(works)
+        for place, error in failures:
+            found[place] = _failed(works[place], error)
+        ready = computed = _clock()
+        first = 0
+        for group in groups:
+            rows, ready, computed = self._run_group(group)
+            first = first or ready
+            for place, row in zip(group.places, rows, strict=True):
+                found[place] = row
+        return [row for row in found if row is not None], (taken, first or ready, computed, _clock())
+
+    def _run_group(self, group: Group) -> tuple[list[Row], int, int]:
+        assert self._stacked is not None
+        results = self._scatter.results(group.works, group.rows)
+        try:
+            self._stacked.execute(group, results)
+            computed = _clock()
+            return results.rows(), group.ready or computed, computed
+        except Exception as error:
+            results.abandon()
+            now = _clock()
+            failure = self._failure(error)
+            return [Row(work.request, (), failure) for work in group.works], group.ready or now, now
+
+    # ------------------------------------------------------------------------------------ request by request
+
+    def _run_separate(self, works: Sequence[Work]) -> tuple[list[Row], Times]:
+        taken = _clock()
+        found: list[Row | None] = [None] * len(works)
+        requests: list[Request] = []
+        places: list[int] = []
+        read = self._gather.read
+        for place, work in enumerate(works):
+            try:
+                requests.append(Request(work, read(work)))
+                places.append(place)
+            except ServeError as error:
+                found[place] = _failed(work, error)
+        ready = _clock()
+        answers: list[Answer] = []
+        if requests:
+            try:
+                answers = self._separate.execute(requests)
+            except Exception as error:
+                failure = self._failure(error)
+                answers = [Answer(error=failure) for _ in requests]
+        computed = _clock()
+        for place, answer in zip(places, answers, strict=True):
+            found[place] = self._answer(works[place], answer)
+        return [row for row in found if row is not None], (taken, ready, computed, _clock())
+
+    def _answer(self, work: Work, answer: Answer) -> Row:
+        if answer.error is not None:
+            return Row(work.request, (), answer.error)
+        results = self._scatter.results((work,), work.rows)
+        try:
+            for name, array in answer.outputs:
+                results.put_named(name, array)
+            return results.rows(answer.parameters)[0]
+        except Exception as error:
+            results.abandon()
+            return Row(work.request, (), self._failure(error))
+
+    # ------------------------------------------------------------------------------------ failures
+
+    def _failure(self, error: Exception) -> Failure:
+        """What callers are told when a model fails; the operator gets the trace too."""
+        if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
+            return Failure(error.code, public(str(error), self._model_dir))
+        say(f"model instance '{self._instance}' failed: {''.join(traceback.format_exception(error))}")
+        what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
+        text = f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
+        return Failure(ModelFailed.code, public(text, self._model_dir))
+
+
+def _failed(work: Work, error: ServeError) -> Row:
+    return Row(work.request, (), Failure(error.code, public(str(error))))

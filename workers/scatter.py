@@ -1,0 +1,378 @@
+"""The arrays that a model made -> the rows that its requests get.
+
+The rule: every output is written where it will be read, or copied there once. Small ones go into the message, large
+ones into the arena of the request's audience, and into the caller's own memory where it asked for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import elements, from_numpy
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
+from shmserve.messages import FIELD_BYTES, INLINE_BYTES, Failure, Handle, Row, Tensor
+from shmserve.shm.strings import encode_bytes
+
+if TYPE_CHECKING:
+    from shmserve.messages import Value, Work
+    from shmserve.shm.arena import Block
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.arenas import Arenas
+    from shmserve.workers.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_BYTE = np.dtype(np.uint8)
+_Place = Handle | None | bool
+"""Where a request wants an output: a place of its own, None: wherever, False: not at all."""
+
+
+class Scatter:
+    """Makes rows of outputs. One for each model; it keeps the buffers for outputs that end up in messages."""
+
+    def __init__(self, model: str, specs: Sequence[Spec], arenas: Arenas, mapped: Mapped) -> None:
+        self.model = model
+        self.specs = tuple(specs)
+        self.names = {spec.name: index for index, spec in enumerate(self.specs)}
+        self.arenas = arenas
+        self.mapped = mapped
+        self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
+
+    def buffer(self, index: int, size: int) -> Array:
+        buffer = self._buffers[index]
+        if len(buffer) < size:
+            buffer = self._buffers[index] = np.empty(size, _BYTE)
+        return buffer[:size]
+
+    def results(self, works: Sequence[Work], rows: int) -> Results:
+        return Results(self, works, rows)
+
+
+class Results:
+    """The outputs of one group: a backend fills them in with `place` or `put`, then `rows` says what each request gets.
+
+    Either `rows` or `abandon` ends its life.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_columns",
+        "_failures",
+        "_holes",
+        "_inline",
+        "_one_each",
+        "_placed",
+        "_places",
+        "_ready",
+        "_rows",
+        "_scatter",
+        "_works",
+    )
+
+    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int) -> None:
+        count = len(scatter.specs)
+        self._scatter = scatter
+        self._works = works
+        self._rows = rows
+        self._one_each = rows == len(works)
+        self._columns: list[Sequence[Tensor | None] | None] = [None] * count
+        self._ready: list[Array | None] = [None] * count
+        self._blocks: dict[int, Block] = {}  # outputs whose array is a block of an arena
+        self._placed: set[int] = set()  # outputs whose array is the caller's own memory
+        self._holes = False  # some row lacks some output
+        self._failures: dict[int, ServeError] = {}
+        self._inline = 0  # bytes that each row has in its message so far
+        self._places: list[list[_Place]] | None = None
+        if any(work.outputs is not None for work in works):
+            self._places = self._wanted(works)
+
+    def _wanted(self, works: Sequence[Work]) -> list[list[_Place]]:
+        names = self._scatter.names
+        places: list[list[_Place]] = [[False] * len(works) for _ in names]
+        for position, work in enumerate(works):
+            if work.outputs is None:
+                for column in places:
+                    column[position] = None
+                continue
+            for wanted in work.outputs:
+                index = names.get(wanted.name)
+                if index is None:
+                    self._failures[position] = InvalidRequest(
+                        f"unexpected inference output '{wanted.name}' for model '{self._scatter.model}'; "
+                        f"its outputs are: {', '.join(names)}"
+                    )
+                else:
+                    places[index][position] = wanted.place
+        return places
+
+    # ------------------------------------------------------------------------------------ for backends
+
+    def needed(self, index: int) -> bool:
+        """Whether any request wants this output."""
+        return self._places is None or any(place is not False for place in self._places[index])
+
+    def direct(self, index: int, shape: tuple[int, ...]) -> bool:
+        """Whether `place` would give the very memory that the requests get, so that it is worth computing there."""
+        spec = self._scatter.specs[index]
+        if not spec.item:
+            return False
+        if len(self._works) == 1:
+            return self._place(index, 0) is not None or elements(shape) * spec.item > INLINE_BYTES
+        return self._whole(index, shape) is not None
+
+    def place(self, index: int, shape: tuple[int, ...]) -> Array:
+        """An array to write an output of all requests into. What it holds before is undefined."""
+        spec = self._scatter.specs[index]
+        self._check_shape(spec, shape)
+        array = self._place_one(index, spec, shape) if len(self._works) == 1 else self._place_all(index, spec, shape)
+        if array is None:
+            if not spec.item:
+                array = np.empty(shape, spec.numpy)
+            else:
+                size = elements(shape) * spec.item
+                array = self._scatter.buffer(index, size).view(spec.numpy).reshape(shape)
+        self._ready[index] = array
+        return array
+
+    def put(self, index: int, array: Array) -> None:
+        """An output of all requests that was computed elsewhere. It is copied before this returns."""
+        spec = self._scatter.specs[index]
+        self._check(spec, array)
+        if self.needed(index):
+            self._columns[index] = self._split(index, spec, array)
+
+    def put_named(self, name: str, array: Array) -> None:
+        index = self._scatter.names.get(name)
+        if index is None:
+            raise ModelFailed(
+                f"unexpected output '{name}': the outputs of model '{self._scatter.model}' are "
+                f"{', '.join(self._scatter.names)}"
+            )
+        if self._columns[index] is not None:
+            raise ModelFailed(f"output '{name}' was given twice")
+        self.put(index, array)
+
+    def omit(self, index: int) -> None:
+        """This output does not exist this time; requests get their rows without it."""
+        self._columns[index] = [None] * len(self._works)
+        self._holes = True
+
+    def fail(self, position: int, error: ServeError) -> None:
+        """Fails one request of the group."""
+        self._failures[position] = error
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def rows(self, parameters: dict[str, Value] | None = None) -> list[Row]:
+        """What each request gets, in the order of the works."""
+        columns: list[Sequence[Tensor | None]] = []
+        for index, spec in enumerate(self._scatter.specs):
+            array, column = self._ready[index], self._columns[index]
+            if array is not None:
+                column = self._split(index, spec, array)
+            elif column is None:
+                if self.needed(index):
+                    self.abandon()
+                    made = sum(have is not None for have in (*self._ready, *self._columns))
+                    raise ModelFailed(
+                        f"the model did not produce output '{spec.name}': expected {len(self._scatter.specs)} "
+                        f"output(s), found {made}"
+                    )
+                column = [None] * len(self._works)
+            columns.append(column)
+            self._columns[index] = column
+        works = self._works
+        if columns and self._places is None and not (self._failures or self._holes or parameters):
+            each: Any = zip(*columns, strict=True)
+            return [Row(work.request, tensors) for work, tensors in zip(works, each, strict=True)]
+        return [self._row(position, columns, parameters) for position in range(len(works))]
+
+    def _row(self, position: int, columns: list[Sequence[Tensor | None]], parameters: dict[str, Value] | None) -> Row:
+        work = self._works[position]
+        tensors = [column[position] for column in columns]
+        error = self._failures.get(position)
+        if error is not None:
+            self._scatter.arenas.free(
+                [part for tensor in tensors if tensor is not None for part in self._owned(tensor)]
+            )
+            return Row(work.request, (), Failure(error.code, str(error)))
+        if work.outputs is not None:
+            names = self._scatter.names
+            tensors = [tensors[names[wanted.name]] for wanted in work.outputs]
+        return Row(work.request, tuple(tensor for tensor in tensors if tensor is not None), None, parameters)
+
+    def abandon(self) -> None:
+        """The outputs will not be used: their memory goes back."""
+        arenas = self._scatter.arenas
+        arenas.free([Handle(block.segment, block.offset, block.size) for block in self._blocks.values()])
+        for column in self._columns:
+            for tensor in column or ():
+                if tensor is not None:
+                    arenas.free(self._owned(tensor))
+        self._blocks = {}
+        self._columns = [None] * len(self._columns)
+        self._ready = [None] * len(self._ready)
+
+    def _owned(self, tensor: Tensor) -> list[Handle]:
+        """The parts of an output that are ours, not the caller's own memory."""
+        if not isinstance(tensor.data, tuple):
+            return []
+        return [part for part in tensor.data if self._scatter.arenas.owns(part.segment)]
+
+    # ------------------------------------------------------------------------------------ where outputs go
+
+    def _place(self, index: int, position: int) -> _Place:
+        return None if self._places is None else self._places[index][position]
+
+    def _whole(self, index: int, shape: tuple[int, ...]) -> list[int] | None:
+        """The bytes of each request's share if one block can hold all of them, to be split; else None."""
+        works = self._works
+        if self._places is not None and any(place is not None for place in self._places[index]):
+            return None
+        row_bytes = elements(shape[1:]) * self._scatter.specs[index].item
+        sizes = [row_bytes] * len(works) if self._one_each else [work.rows * row_bytes for work in works]
+        audience = works[0].audience
+        if min(sizes) <= INLINE_BYTES or any(work.audience != audience for work in works):
+            return None
+        return sizes
+
+    def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        size = elements(shape) * spec.item
+        place = self._place(index, 0)
+        if isinstance(place, Handle) and spec.item:
+            try:
+                array = self._writable(spec, place, shape, size)
+            except ServeError as error:
+                self._failures[0] = error
+                return None
+            if array.flags.aligned:
+                self._placed.add(index)
+                return array
+        elif place is None and size > INLINE_BYTES:
+            return self._allocate(index, spec, shape, size)
+        return None
+
+    def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        sizes = self._whole(index, shape)
+        return None if sizes is None else self._allocate(index, spec, shape, sum(sizes))
+
+    def _allocate(self, index: int, spec: Spec, shape: tuple[int, ...], size: int) -> Array | None:
+        """A block for the whole output. Without room for that, its requests are tried one by one, in `_one`."""
+        try:
+            block = self._scatter.arenas.allocate(self._works[0].audience, size)
+        except Unavailable:
+            return None
+        self._blocks[index] = block
+        return block.array(spec.numpy, shape)
+
+    def _writable(self, spec: Spec, place: Handle, shape: tuple[int, ...], size: int) -> Array:
+        if place.size != size:
+            raise InvalidRequest(
+                f"output '{spec.name}' of model '{self._scatter.model}' has {size} bytes; the memory given for it "
+                f"has {place.size}"
+            )
+        if not spec.item:
+            return self._scatter.mapped.writable(place, _BYTE, (size,))
+        return self._scatter.mapped.writable(place, spec.numpy, shape)
+
+    # ------------------------------------------------------------------------------------ from array to tensors
+
+    def _split(self, index: int, spec: Spec, array: Array) -> Sequence[Tensor | None]:
+        works = self._works
+        shape = spec.outer(array.shape)
+        if index in self._placed:
+            place = self._place(index, 0)
+            assert isinstance(place, Handle)
+            return [Tensor(spec.name, spec.dtype, shape, (place,))]
+        if index in self._blocks:
+            return self._split_block(index, spec, array, shape)
+        if len(works) == 1:
+            return [self._one(index, spec, 0, array, shape)]
+        if self._one_each and self._places is None and spec.item:
+            # The many small ones: one copy of all of them, then slices of bytes.
+            step = array.nbytes // len(works)
+            if step <= INLINE_BYTES and self._inline + step <= FIELD_BYTES:
+                self._inline += step
+                name, dtype, blob = spec.name, spec.dtype, array.tobytes()
+                shape = (1, *shape[1:])
+                if not step:
+                    return [Tensor(name, dtype, shape, b"") for _ in works]
+                return [Tensor(name, dtype, shape, blob[at : at + step]) for at in range(0, len(blob), step)]
+        tensors = []
+        start = 0
+        for position, work in enumerate(works):
+            end = start + work.rows
+            tensors.append(self._one(index, spec, position, array[start:end], (work.rows, *shape[1:])))
+            start = end
+        return tensors
+
+    def _split_block(self, index: int, spec: Spec, array: Array, shape: tuple[int, ...]) -> Sequence[Tensor | None]:
+        block = self._blocks.pop(index)
+        works = self._works
+        if len(works) == 1:
+            return [Tensor(spec.name, spec.dtype, shape, (Handle(block.segment, block.offset, array.nbytes),))]
+        row_bytes = array.nbytes // self._rows
+        tail = shape[1:]
+        pieces = self._scatter.arenas.split(block, [work.rows * row_bytes for work in works])
+        return [
+            Tensor(
+                spec.name,
+                spec.dtype,
+                (work.rows, *tail),
+                (Handle(piece.segment, piece.offset, work.rows * row_bytes),),
+            )
+            for work, piece in zip(works, pieces, strict=True)
+        ]
+
+    def _one(self, index: int, spec: Spec, position: int, part: Array, shape: tuple[int, ...]) -> Tensor | None:
+        """One request's share, which is copied here: into the message, the caller's place or the arena."""
+        place = self._place(index, position)
+        if place is False or position in self._failures:
+            self._holes = True
+            return None
+        source = part if spec.item else np.frombuffer(encode_bytes(part), _BYTE)
+        size = source.nbytes
+        try:
+            if isinstance(place, Handle):
+                np.copyto(self._writable(spec, place, part.shape, size), source)
+                return Tensor(spec.name, spec.dtype, shape, (place,))
+            if size <= INLINE_BYTES and self._inline + size <= FIELD_BYTES:
+                if position == len(self._works) - 1:
+                    self._inline += INLINE_BYTES if len(self._works) > 1 else size
+                return Tensor(spec.name, spec.dtype, shape, source.tobytes())
+            block = self._scatter.arenas.allocate(self._works[position].audience, size)
+        except ServeError as error:
+            self._failures[position] = error
+            return None
+        np.copyto(block.array(source.dtype, source.shape), source)
+        return Tensor(spec.name, spec.dtype, shape, (Handle(block.segment, block.offset, size),))
+
+    # ------------------------------------------------------------------------------------ what models get wrong
+
+    def _check(self, spec: Spec, array: Any) -> None:
+        if not isinstance(array, np.ndarray):
+            raise ModelFailed(
+                f"output '{spec.name}' of model '{self._scatter.model}' is a {type(array).__name__}; expected an array"
+            )
+        if array.dtype != spec.numpy and not (spec.dtype == "BYTES" and array.dtype.kind in "SU"):
+            raise ModelFailed(
+                f"output '{spec.name}' of model '{self._scatter.model}' has the wrong data type: expected "
+                f"{spec.dtype}, found {_wire_name(array.dtype)}"
+            )
+        self._check_shape(spec, array.shape)
+
+    def _check_shape(self, spec: Spec, shape: tuple[int, ...]) -> None:
+        if not spec.fits(shape) or (spec.batched and shape[0] != self._rows):
+            raise ModelFailed(
+                f"output '{spec.name}' of model '{self._scatter.model}' has the wrong shape: expected "
+                f"{spec.expected(self._rows)}, found {list(shape)}"
+            )
+
+
+def _wire_name(dtype: np.dtype[Any]) -> str:
+    try:
+        return from_numpy(dtype)
+    except TypeError:
+        return str(dtype)
