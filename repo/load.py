@@ -72,11 +72,13 @@ def load(
     return Loaded(config, tuple(str(warning) for warning in report.warnings))
 
 
-def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> None:
-    """Checks a configuration that a model has completed; ConfigError with all its problems."""
+def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
+    """A configuration that a model has filled in, with the defaults of that; ConfigError with all its problems."""
+    config = complete(config, config.name, (), backends, gpus)
     report = Report(f"{config.name}, as completed by the model")
     validate(config, Host(backends, gpus), report.problem)
     report.raise_problems()
+    return config
 
 
 def _message(data: str | bytes, report: Report) -> Message | None:

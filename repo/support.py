@@ -111,7 +111,7 @@ _rows("ModelOptimizationPolicy", _Y, "see its fields", "graph", "cuda", "executi
 _rows("ModelOptimizationPolicy", _N, _ON_CPU, "priority", "gather_kernel_buffer_threshold")
 _rows("ModelOptimizationPolicy", _N, _MEMORY, "input_pinned_memory", "output_pinned_memory")
 _rows("ModelOptimizationPolicy", _N, "the waiting batch stays open until it starts", "eager_batching")
-_rows("ModelOptimizationPolicy.Graph", _N, _ENGINE, "level")
+_rows("ModelOptimizationPolicy.Graph", _Y, "ONNX Runtime: -1 basic, 0 all, 1 extended, 2 off", "level")
 _rows("ModelOptimizationPolicy.Cuda", _N, _ON_CPU, "graphs", "busy_wait_events", "graph_spec", "output_copy_stream")
 _rows("ModelOptimizationPolicy.Cuda.GraphSpec", _N, _ON_CPU, "batch_size", "input", "graph_lower_bound")
 _rows("ModelOptimizationPolicy.Cuda.GraphSpec.Shape", _N, _ON_CPU, "dim")

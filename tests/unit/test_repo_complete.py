@@ -11,12 +11,14 @@ import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from onnx import TensorProto, helper
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.complete import TensorFacts, complete, complete_from_model, needs_completion
 from shmserve.repo.load import load, parse, verify
-from shmserve.repo.schema import ModelConfig, ModelTensorReshape
+from shmserve.repo.problems import ConfigError
+from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL
 
 ONNX = complete(ModelConfig(backend="onnxruntime"), "m")
@@ -283,6 +285,17 @@ def test_only_the_missing_list_is_filled() -> None:
     assert config.output[0].dims == (5,)
     both = complete(parse(text + 'output { name: "y" data_type: TYPE_FP32 dims: 5 }'), "m")
     assert complete_from_model(both, [facts("x", 1)], [facts("y", 1)]) == both
+
+
+def test_what_a_model_adds_gets_its_defaults() -> None:
+    """A python model may add a scheduler and a batch size."""
+    given = load('backend: "python"', name="m", backends=BACKENDS).config
+    added = replace(given, max_batch_size=6, dynamic_batching=ModelDynamicBatching())
+    config = verify(added, backends=BACKENDS)
+    assert config.dynamic_batching == ModelDynamicBatching(preferred_batch_size=(6,))
+    assert verify(config, backends=BACKENDS) == config
+    with pytest.raises(ConfigError, match="m, as completed by the model: max_batch_size: found -1"):
+        verify(replace(given, max_batch_size=-1), backends=BACKENDS)
 
 
 def test_a_type_that_does_not_exist_here() -> None:

@@ -199,7 +199,6 @@ def test_what_could_change_an_answer_is_refused_by_name(text: str, path: str) ->
 @pytest.mark.parametrize(
     ("text", "path"),
     [
-        ("optimization { graph { level: 1 } }", "optimization.graph.level"),
         ("optimization { cuda { graphs: true } }", "optimization.cuda.graphs"),
         ("optimization { input_pinned_memory { enable: false } }", "optimization.input_pinned_memory"),
         ('metric_tags { key: "a" value: "b" }', "metric_tags"),
