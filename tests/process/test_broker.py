@@ -23,6 +23,11 @@ def infer(number: int, model: str = "echo", timeout_us: int = 0) -> Infer:
     return Infer(number, model, 0, (Tensor("x", "FP32", (1, 2), data),), None, timeout_us)
 
 
+def is_live(lane: Lane) -> bool:
+    lane.send(Ask(5, "live"))
+    return bool(lane.receive_kind(Answer).body == b'{"live":true}')
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     root = tmp_path / "models"
@@ -54,8 +59,8 @@ def test_a_stop_answers_what_is_in_flight(tmp_path: Path) -> None:
         lane.send(*slow, Ask(4, "live"))
         assert lane.receive_kind(Answer).body == b'{"live":true}'
         server.signal(signal.SIGTERM)
-        while b"true" in (lane.send(Ask(5, "live")) or lane.receive_kind(Answer).body):
-            pass
+        while is_live(lane):
+            pass  # until the signal has arrived
         lane.send(Infer(9, "slow", 0, slow[0].inputs))
         answers = [lane.receive_kind(Reply, Fail) for _ in range(4)]
         refused = [answer for answer in answers if isinstance(answer, Fail)]
