@@ -9,17 +9,16 @@ from pathlib import Path
 
 from shmserve.core.events import Deploy, Event, Refuse
 from shmserve.core.policy import ModelPolicy
-from shmserve.errors import NotFound
+from shmserve.errors import InvalidRequest, NotFound
 from shmserve.messages import Load
 from shmserve.repo.compile import compile_instances, compile_policy
+from shmserve.repo.load import verify
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
-from shmserve.repo.store import Found, scan
-
-BACKENDS = ("identity", "onnxruntime", "python")
-"""Those that come with us. Other packages bring theirs by entry points of the group shmserve.backends."""
+from shmserve.repo.store import BACKENDS, Found, scan
 
 
 def backends() -> set[str]:
+    """Those that come with us, and those that other packages bring by entry points."""
     return {*BACKENDS, *(entry.name for entry in entry_points(group="shmserve.backends"))}
 
 
@@ -27,6 +26,7 @@ class Catalog:
     def __init__(self, repositories: Sequence[Path], settings: dict[str, str]) -> None:
         self._repositories = repositories
         self._settings = settings
+        self._backends = backends()
         self._found: dict[str, Found] = {}
         self._completed: dict[tuple[str, int], ModelConfig] = {}
 
@@ -34,7 +34,7 @@ class Catalog:
         """What is to be deployed, and warnings."""
         events: list[Event] = []
         warnings: list[str] = []
-        for found in scan(self._repositories, backends=backends()):
+        for found in scan(self._repositories, backends=self._backends):
             self._found[found.name] = found
             warnings += [f"model '{found.name}': {warning}" for warning in found.warnings]
             if found.problems or found.config is None:
@@ -56,7 +56,9 @@ class Catalog:
 
     def complete(self, model: str, version: int, data: bytes) -> ModelPolicy:
         """Takes what a worker has completed the configuration to."""
-        config = decode_config(data)
+        config = verify(decode_config(data), backends=self._backends)
+        if config.name != model:
+            raise InvalidRequest(f"the model has changed its own name to '{config.name}', which it may not")
         policy = compile_policy(config, version)
         self._completed[model, version] = config
         return policy
