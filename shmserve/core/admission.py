@@ -7,7 +7,7 @@ from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Close, Free, Query
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment
 from shmserve.core.request import Request
-from shmserve.core.state import State, Timer
+from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import RequestState, VersionState
 from shmserve.core.versions import Version
 from shmserve.errors import (
@@ -46,8 +46,6 @@ _PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
 """How large outputs can come back, by the kind of link."""
 
 _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
-
-STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 
 class Admission:
@@ -111,8 +109,10 @@ class Admission:
         self._state.effects.append(Close(client.number))
 
     def garbled(self, peer: int, event: Garbled, now: int) -> None:
-        if peer in self._state.clients:
-            self._state.send(peer, Fail(event.request, event.code, event.text))
+        client = self._state.clients.get(peer)
+        if client is not None:  # one in flight is answered by what becomes of it, not by this
+            number = 0 if event.request in client.requests else event.request
+            self._state.send(peer, Fail(number, event.code, event.text))
 
     def _greeted(self, peer: int) -> Client | None:
         """The client, if it has said Hello. Otherwise it is told, and its link ends."""
@@ -164,7 +164,7 @@ class Admission:
             self._over_held(client)
         if options is not None and options.sequence != 0:
             raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
-        level = 0 if version.plain else self._level(version, options)
+        level = 0 if version.plain else self._level(version, options, now)
         segments, pins = self._memory(client, message, blocks) if outside else _NOTHING
         own = state.next_number()
         request = Request(
@@ -180,12 +180,14 @@ class Admission:
         version.queue.add(request)
         state.dirty[version] = None
 
-    def _level(self, version: Version, options: Options | None) -> int:
+    def _level(self, version: Version, options: Options | None, now: int) -> int:
         """The priority level, if there is room in its queue."""
         queue = version.queue
         number = queue.level_of(options.priority) if options is not None else queue.default_level
         level = queue.level(number)
         limit = level.policy.max_size
+        if limit and len(level) >= limit:
+            self._dispatcher.dispatch(version, now)  # what came before it in this turn may have its place elsewhere
         if limit and len(level) >= limit:
             version.statistics.rejected += 1
             raise Unavailable(
@@ -251,7 +253,9 @@ class Admission:
                 segments.append(wanted.place.segment)
         if not segments:
             return (), ()
-        return tuple(segments), tuple([ledger.pin(place) for place in places])
+        found = tuple(segments)
+        ledger.use(found)
+        return found, tuple([ledger.pin(place) for place in places])
 
     def _over_held(self, client: Client) -> None:
         if not client.reclaiming:

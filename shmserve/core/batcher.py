@@ -36,7 +36,8 @@ class Plan(Struct, gc=False):
 
 
 class Shape(Struct, frozen=True):
-    """The batch rules of one model, ready for use. `simple`: no delay, no preferred size but the largest batch."""
+    """The batch rules of one model, ready for use. `simple`: no delay, no preferred size but the largest batch.
+    `prefers`: the model names sizes; otherwise its one preferred size is the largest batch."""
 
     max_batch: int
     largest: int
@@ -44,12 +45,18 @@ class Shape(Struct, frozen=True):
     delay_ns: int
     varies: bool
     simple: bool
+    prefers: bool = True
 
     @classmethod
     def of(cls, max_batch: int, policy: BatchPolicy, varies: bool) -> Shape:
         preferred = tuple(size for size in policy.preferred if size > 0) or (max_batch,)
         simple = policy.delay_ns == 0 and preferred == (max_batch,) and not varies
-        return cls(max_batch, max(preferred), frozenset(preferred), policy.delay_ns, varies, simple)
+        prefers = preferred != (max_batch,)
+        return cls(max_batch, max(preferred), frozenset(preferred), policy.delay_ns, varies, simple, prefers)
+
+    def reason(self, rows: int) -> Reason:
+        """Why a batch of a best size is sent: nothing more fits in, or the model prefers it."""
+        return Reason.PREFERRED if self.prefers and rows < self.max_batch else Reason.FULL
 
 
 def form(waiting: Sequence[Request], shape: Shape, now: int, base: int = 0, signature: object = None) -> Plan:
@@ -78,8 +85,8 @@ def form(waiting: Sequence[Request], shape: Shape, now: int, base: int = 0, sign
         if base + rows in shape.preferred:
             best_count, best_rows = count, rows
     if base:
-        return _extension(count, rows, best_count, best_rows, saturated)
-    pending, best = Plan(count, rows, reason), Plan(best_count, best_rows, Reason.PREFERRED)
+        return _extension(count, rows, best_count, best_rows, saturated, shape.reason(base + best_rows))
+    pending, best = Plan(count, rows, reason), Plan(best_count, best_rows, shape.reason(best_rows))
     return _decide(shape, now - oldest, now, pending, best, stopped)
 
 
@@ -95,9 +102,9 @@ def _decide(shape: Shape, age: int, now: int, pending: Plan, best: Plan, stopped
     return Plan(0, 0, Reason.DELAY, now + delay - age)
 
 
-def _extension(count: int, rows: int, best_count: int, best_rows: int, saturated: bool) -> Plan:
+def _extension(count: int, rows: int, best_count: int, best_rows: int, saturated: bool, reason: Reason) -> Plan:
     if best_count or saturated:
-        return Plan(best_count, best_rows, Reason.PREFERRED)
+        return Plan(best_count, best_rows, reason)
     return Plan(count, rows, Reason.IDLE)
 
 

@@ -42,7 +42,7 @@ class Checker:
         self._required = sum(self._bits[spec.name] for spec in policy.inputs if not spec.optional)
         self._good: dict[tuple[str, str, tuple[int, ...]], Good] = {}
         self.varies = any(spec.optional or (-1 in spec.dims and not spec.ragged) for spec in policy.inputs)
-        self._uneven = {spec.name for spec in policy.inputs if not spec.ragged}
+        self._ragged = {spec.name for spec in policy.inputs if spec.ragged}
 
     def check(self, inputs: tuple[Tensor, ...], outputs: WantedOutputs | None) -> Checked:
         mask = inline = 0
@@ -79,9 +79,11 @@ class Checker:
         return rows if rows > 0 else 0, self._signature(inputs) if self.varies else None, inline, outside
 
     def _signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Names and shapes without the batch dimension, in one order, of the inputs that must agree in a batch."""
+        """What must agree in a batch, in one order: which inputs there are, and the shapes, without the batch
+        dimension, of those that may not be ragged."""
         lead = 1 if self._policy.max_batch else 0
-        return tuple(sorted((t.name, t.shape[lead:]) for t in inputs if t.name in self._uneven))
+        ragged = self._ragged
+        return tuple(sorted((t.name, () if t.name in ragged else t.shape[lead:]) for t in inputs))
 
     # ------------------------------------------------------------------------------------ one input
 

@@ -42,6 +42,8 @@ from shmserve.messages import (
     Withdrawn,
 )
 
+KILLED = InstanceState.KILLED
+
 Handler = Callable[[int, Any, int], None]
 
 
@@ -91,12 +93,14 @@ class Core:
 
     def handle(self, turn: Iterable[Event], now: int) -> list[Effect]:
         effects = self.state.begin()
-        of_clients, of_workers = self._of_clients, self._of_workers
+        of_clients, of_workers, instances = self._of_clients, self._of_workers, self.state.instances
         for peer, message in turn:
             if peer < WORKERS_FROM:
                 of_clients[type(message)](peer, message, now)
-            elif peer in self.state.instances:  # else it has been reported dead, and this is its echo
-                of_workers[type(message)](peer, message, now)
+            else:
+                known = instances.get(peer)
+                if known is not None and known[1].state is not KILLED:  # else it is the echo of one that is dead
+                    of_workers[type(message)](peer, message, now)
         self._settle(now)
         return effects
 
@@ -133,6 +137,8 @@ class Core:
                         self._lifecycle.retry(instance, version)
         else:
             request = cast(Request, subject)
+            if request.state not in (RequestState.QUEUED, RequestState.SENT):
+                return  # another timer of this very moment has ended it
             if kind is Timer.DEADLINE:
                 text = "the request's own timeout passed before it was answered"
                 self._dispatcher.fail_early(request, "DEADLINE_EXCEEDED", text, now)
@@ -144,7 +150,7 @@ class Core:
         if version.queue.expire(request):
             version.statistics.rejected += 1
             text = f"Request timeout expired: it waited longer than the queue policy of '{version.model}' allows"
-            self._dispatcher.end_failed(request, "QUEUE_TIMEOUT", text, now)
+            self._dispatcher.end_early(request, "QUEUE_TIMEOUT", text, now)
         self.state.dirty[version] = None
 
     # ------------------------------------------------------------------------------------ workers' reports
@@ -205,7 +211,8 @@ class Core:
         if instance.waiting is not None:
             assert instance.waiting.state is BatchState.OPEN, story
         for batch in instance.batches():
-            assert instance.state in (InstanceState.READY, InstanceState.STOPPING, InstanceState.FAILED), story
-            assert batch.rows == sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch) or (
-                batch.state is BatchState.RUNNING
-            )
+            assert instance.peer, story
+            left = batch.requests()
+            assert batch.left == len(left), story
+            assert batch.left or batch.state is BatchState.RUNNING, story
+            assert batch.rows == sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch), story

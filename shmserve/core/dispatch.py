@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from shmserve.core.batcher import Plan
+from shmserve.core.batcher import Plan, Reason
+from shmserve.core.clients import Client
 from shmserve.core.effects import Free, Kill, Send
 from shmserve.core.instances import Batch, Instance
 from shmserve.core.request import Request
 from shmserve.core.state import State
-from shmserve.core.states import BatchState, RequestState
+from shmserve.core.states import BatchState, InstanceState, RequestState
 from shmserve.core.versions import Version
 from shmserve.messages import (
     CHUNK_BYTES,
@@ -16,6 +17,7 @@ from shmserve.messages import (
     Execute,
     Fail,
     FailHeld,
+    Handle,
     Released,
     Reply,
     Row,
@@ -75,7 +77,8 @@ class Dispatcher:
             plan = version.plan_extension(batch, now)
             if plan.count:
                 batch.rows += plan.rows
-                batch.reason = plan.reason
+                if plan.reason is not Reason.IDLE:
+                    batch.reason = plan.reason
                 self._send(instance, batch, version.queue.take(plan.count), batch.pieces[0][0])
                 return True
         return False
@@ -165,20 +168,19 @@ class Dispatcher:
         """These requests never ran. They had been answered before: nothing else withdraws."""
         for number in message.requests:
             request = self._state.requests.get(number)
-            if request is None or request.instance is not instance:
+            batch = instance.waiting
+            if request is None or batch is None or request.batch is not batch or request.state is not _LINGERING:
                 self._confused(version, instance, f"Withdrawn request {number}")
                 return
-            batch = request.batch
-            if batch is not None:
-                batch.rows -= request.cost
-                batch.left -= 1
+            batch.rows -= request.cost
+            batch.left -= 1
+            request.batch = None
             self._released(request)
-        waiting = instance.waiting
-        if waiting is not None and not waiting.requests():
-            waiting.move(BatchState.ENDED)
-            instance.waiting = None
-            if instance.running is None and instance.usable:
-                version.idle.append(instance)
+            if not batch.left:
+                batch.move(BatchState.ENDED)
+                instance.waiting = None
+        if instance.idle and instance.usable and instance not in version.idle:
+            version.idle.append(instance)
         self._state.dirty[version] = None
 
     def _usual_rows(self, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:
@@ -193,7 +195,7 @@ class Dispatcher:
                     if not isinstance(tensor.data, bytes):
                         break
                 else:
-                    if not (request.pins or request.blocks):
+                    if not request.segments:
                         client = request.client
                         append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
                         del client.requests[request.client_number], requests[row.request]
@@ -213,26 +215,24 @@ class Dispatcher:
     def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
         request = self._state.requests.get(row.request)
         if request is None or request.batch is not batch:
-            self._state.log("error", f"{instance.spec.name} reported on request {row.request}, which it does not have")
+            self._confused(version, instance, f"row of request {row.request}")
             return
         batch.left -= 1
-        lingering = request.state is _LINGERING
-        if not lingering and row.error is None:
-            if self._reply(version, instance, request, row, now, taken):
-                return
-        self._send_back(instance, row)
-        if lingering:
+        if request.state is _LINGERING:
+            self._send_back(instance, row)
             self._released(request)
         elif row.error is not None:
+            self._send_back(instance, row)
             self.end_failed(request, row.error.code, row.error.text, now)
-        else:
+        elif not self._reply(version, instance, request, row, now, taken):
             text = f"{version.label} answered with memory that is not its own"
             self.end_failed(request, "INTERNAL", text, now)
+            self._confused(version, instance, "memory in an answer")
 
     def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
         """The answer. False: it refers to memory that it may not refer to; nothing has been done."""
-        client = request.client
-        handles = []
+        client, ledger = request.client, self._state.ledger
+        handles: list[Handle] = []
         for tensor in row.outputs:
             data = tensor.data
             if isinstance(data, bytes):
@@ -242,21 +242,16 @@ class Dispatcher:
             for handle in data:
                 owner = handle.segment >> OWNER_SHIFT
                 if owner == instance.peer:
-                    segment = self._state.ledger.segments.get(handle.segment)
-                    if segment is None or segment.audience != client.audience:
+                    if handle in handles or not ledger.is_new(handle, client.audience):
                         return False
                     handles.append(handle)
                 elif owner != client.number:
                     return False
-        if handles and client.outputs != "frames":
-            ledger = self._state.ledger
-            for handle in handles:
+        for handle in handles:
+            if client.outputs != "frames":
                 ledger.show(handle.segment, client.number)
-                ledger.give(client, handle)
+            ledger.give(client, handle)
         self._answer(version, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
-        if handles and client.outputs == "frames":
-            for handle in handles:
-                self._state.ledger.send_back(handle)
         statistics = version.statistics
         statistics.success_count += 1
         statistics.inference_count += request.cost
@@ -276,25 +271,42 @@ class Dispatcher:
 
     def _confused(self, version: Version, instance: Instance, what: str) -> None:
         """A worker that contradicts the protocol is a worker whose memory cannot be trusted either."""
-        self._state.log("error", f"{instance.spec.name} of {version.label}: unexpected {what}")
-        self._state.effects.append(Kill(instance.peer, f"it broke the protocol: unexpected {what}"))
+        self.kill(version, instance, f"it broke the protocol: unexpected {what}")
+
+    def kill(self, version: Version, instance: Instance, reason: str) -> None:
+        """Ends the worker. It is given nothing and heard no more; what it had ends when its process has."""
+        if instance.state is InstanceState.KILLED:
+            return
+        instance.move(InstanceState.KILLED)
+        if instance in version.idle:
+            version.idle.remove(instance)
+        self._state.log("error", f"{instance.spec.name} of {version.label} is killed: {reason}")
+        self._state.effects.append(Kill(instance.peer, reason))
 
     # ------------------------------------------------------------------------------------ ends
 
     def _answer(self, version: Version, request: Request, message: object) -> None:
         """Sends the answer, or keeps it until those before it are out (preserve_ordering)."""
         if version.order is None:
-            self._state.send(request.client.number, message)
+            self._deliver(request.client, message)
             return
         request.reply = message
         self.answer_in_order(version)
+
+    def _deliver(self, client: Client, message: object) -> None:
+        self._state.send(client.number, message)
+        if client.outputs == "frames" and isinstance(message, Reply):  # copied out as it is sent: nothing is held
+            for tensor in message.outputs:
+                for handle in tensor.data if isinstance(tensor.data, tuple) else ():
+                    if handle.segment >> OWNER_SHIFT != client.number:
+                        self._state.ledger.take_back(client, handle)
 
     def answer_in_order(self, version: Version) -> None:
         order = version.order
         while order and (order[0].reply is not None or order[0].state in (_ENDED, _LINGERING)):
             request = order.popleft()
             if request.reply is not None and not request.client.gone:
-                self._state.send(request.client.number, request.reply)
+                self._deliver(request.client, request.reply)
 
     def end(self, request: Request) -> None:
         """Over: nothing of it stays here."""
@@ -305,11 +317,13 @@ class Dispatcher:
         del state.requests[request.number]
         for handle in request.pins:
             state.ledger.unpin(handle)
+        if request.segments:
+            state.ledger.done_with(request.segments)
         if request.blocks:
             state.effects.append(Free(request.blocks))
 
     def end_failed(self, request: Request, code: str, text: str, now: int) -> None:
-        """The answer is an error, and no worker has the request any more."""
+        """The answer is an error, in its turn, and no worker has the request any more."""
         if request.state is _LINGERING:
             self._released(request)
             return
@@ -320,20 +334,29 @@ class Dispatcher:
             self._answer(version, request, Fail(request.client_number, code, text))
         self.end(request)
 
+    def end_early(self, request: Request, code: str, text: str, now: int) -> None:
+        """The answer is an error, at once: it does not wait for its turn. The queue has let the request go already."""
+        version, client = request.version, request.client
+        version.statistics.fail_count += 1
+        version.statistics.fail_ns += now - request.arrived
+        if not client.gone:
+            self._state.send(client.number, Fail(request.client_number, code, text))
+        self.end(request)
+        if version.order is not None:
+            self.answer_in_order(version)
+
     def fail_early(self, request: Request, code: str, text: str, now: int) -> None:
         """The answer is an error, now, wherever the request is. A worker that could still drop it is told to."""
         version, client = request.version, request.client
-        if request.state is RequestState.QUEUED:
+        if request.state is _QUEUED:
             version.queue.remove(request)
-            self.end_failed(request, code, text, now)
-            if version.order is not None:
-                self.answer_in_order(version)
+            self.end_early(request, code, text, now)
             self._state.dirty[version] = None
             return
         version.statistics.fail_count += 1
         version.statistics.fail_ns += now - request.arrived
         if not client.gone:
-            kind = FailHeld if request.segments else Fail
+            kind = FailHeld if request.on_loan else Fail
             self._state.send(client.number, kind(request.client_number, code, text))
         self.linger(request)
 
@@ -348,6 +371,6 @@ class Dispatcher:
             self.answer_in_order(request.version)
 
     def _released(self, request: Request) -> None:
-        if request.segments and not request.client.gone:
+        if request.on_loan and not request.client.gone:
             self._state.send(request.client.number, Released(request.client_number))
         self.end(request)

@@ -23,6 +23,8 @@ class Batch(Struct, eq=False):
     signature: object
     sent: int
     state: BatchState = BatchState.OPEN
+    joinable: bool = True
+    """False: several Executes came too late for the batch that they wanted, and are a batch each at the worker."""
     left: int = 0
     """Requests that the worker has not reported on yet."""
 
@@ -48,7 +50,7 @@ class Batch(Struct, eq=False):
         if not late:
             return None
         self.pieces = [(number, piece) for number, piece in self.pieces if number <= through]
-        rest = Batch(late, 0, self.reason, self.signature, self.sent)
+        rest = Batch(late, 0, self.reason, self.signature, self.sent, joinable=len(late) == 1)
         for _, piece in late:
             for request in piece:
                 if request.batch is self:
@@ -57,7 +59,7 @@ class Batch(Struct, eq=False):
                     rest.left += 1
         self.rows -= rest.rows
         self.left -= rest.left
-        return rest
+        return rest if rest.left else None
 
 
 class Instance(Struct, eq=False):

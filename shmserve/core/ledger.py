@@ -29,6 +29,8 @@ class Segment(Struct, eq=False):
     announcement: Map
     mapped_by: set[int] = set()
     holds: int = 0
+    uses: int = 0
+    """Requests in flight that refer to it."""
     orphan: bool = False
 
 
@@ -70,17 +72,31 @@ class Ledger:
         if segment is None or segment.owner != owner:
             raise InvalidRequest(f"segment {number} is not one that this connection has announced")
         segment.orphan = True
-        if not segment.holds:
-            self._drop(segment)
+        self._drop_if_over(segment)
 
     def show(self, number: int, peer: int) -> None:
         """Makes sure that the peer has been told of the segment, before a handle into it is sent."""
         segment = self.segments[number]
-        if peer not in segment.mapped_by:
+        if peer not in segment.mapped_by and peer != segment.owner:
             segment.mapped_by.add(peer)
             self.effects.append(Send(peer, segment.announcement))
 
-    def _drop(self, segment: Segment) -> None:
+    def use(self, numbers: tuple[int, ...]) -> None:
+        """A request refers to these segments: they stay until it is over, even when their owner withdraws them."""
+        for number in numbers:
+            self.segments[number].uses += 1
+
+    def done_with(self, numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            segment = self.segments[number]
+            segment.uses -= 1
+            if segment.orphan:
+                self._drop_if_over(segment)
+
+    def _drop_if_over(self, segment: Segment) -> None:
+        """An orphan goes with its last hold and its last request."""
+        if segment.holds or segment.uses:
+            return
         for peer in segment.mapped_by:
             self.effects.append(Send(peer, Unmap(segment.number)))
         self.effects.append(Forget(segment.number))
@@ -92,7 +108,7 @@ class Ledger:
         """Checks that the client may name these bytes. None: they are its own; else the place of the hold."""
         number, offset, size = handle.segment, handle.offset, handle.size
         segment = self.segments.get(number)
-        if segment is not None and segment.owner == client.number:
+        if segment is not None and segment.owner == client.number and not segment.orphan:
             if offset + size > segment.size:
                 raise InvalidRequest(
                     f"handle of {size} bytes at offset {offset} is outside its segment, which has {segment.size} bytes"
@@ -115,6 +131,16 @@ class Ledger:
                 if held.offset <= offset and offset + size <= held.offset + held.size:
                     return place
         return None
+
+    def is_new(self, handle: Handle, audience: str) -> bool:
+        """Can this be a block that its owner gives away now: in a segment for that audience, held by nobody yet?"""
+        segment = self.segments.get(handle.segment)
+        return (
+            segment is not None
+            and segment.audience == audience
+            and handle.offset + handle.size <= segment.size
+            and (handle.segment, handle.offset) not in self.holds
+        )
 
     def give(self, client: Client, handle: Handle) -> None:
         """The client now holds the handle (once more)."""
@@ -169,8 +195,8 @@ class Ledger:
         segment.holds -= 1
         if not segment.orphan:
             self.send_back(hold.handle)
-        elif not segment.holds:
-            self._drop(segment)
+        else:
+            self._drop_if_over(segment)
 
     def flush(self) -> None:
         """Sends what has gone back in this turn, in one message an owner."""
@@ -202,8 +228,7 @@ class Ledger:
             segment.mapped_by.discard(peer)
             if segment.owner == peer:
                 segment.orphan = True
-                if not segment.holds:
-                    self._drop(segment)
+                self._drop_if_over(segment)
 
     def check(self, clients: dict[int, Client]) -> None:
         """Every invariant between segments, holds and clients."""
@@ -218,7 +243,8 @@ class Ledger:
                 assert place in clients[number].holds, f"client {number} does not know of its hold {place}"
         for number, segment in self.segments.items():
             assert segment.holds == counted.get(number, 0), f"segment {number} miscounts its holds"
-            assert not segment.orphan or segment.holds, f"orphan segment {number} outlived its holds"
+            assert segment.uses >= 0
+            assert not segment.orphan or segment.holds or segment.uses, f"orphan segment {number} outlived its holds"
         for client in clients.values():
             held = sum(
                 self.holds[place].handle.size * self.holds[place].clients[client.number] for place in client.holds

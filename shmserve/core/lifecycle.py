@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shmserve.core.dispatch import Dispatcher
-from shmserve.core.effects import Drained, Kill, Spawn
+from shmserve.core.effects import Drained, Spawn
 from shmserve.core.events import Compiled, Deploy, Drain, Exited, Garbled, Refuse
 from shmserve.core.instances import Instance
-from shmserve.core.state import State, Timer
+from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.core.versions import Model, Version
 from shmserve.errors import ServeError
@@ -79,11 +79,14 @@ class Lifecycle:
             elif other.state is _I.BACKOFF:
                 other.move(_I.STOPPED)
         version.idle.clear()
+        text = f"Request for unknown model: '{version.model}' version {version.number} is not at ready state: {reason}"
+        self._empty_queue(version, text, now)
+
+    def _empty_queue(self, version: Version, text: str, now: int) -> None:
+        """Nobody will come to run what waits."""
         for request in version.queue.take(version.queue.count):
-            text = (
-                f"Request for unknown model: '{version.model}' version {version.number} is not at ready state: {reason}"
-            )
-            self._dispatcher.end_failed(request, "UNAVAILABLE", text, now)
+            self._dispatcher.end_early(request, "UNAVAILABLE", text, now)
+        self._state.dirty[version] = None
 
     # ------------------------------------------------------------------------------------ deaths
 
@@ -97,8 +100,11 @@ class Lifecycle:
             version.idle.remove(instance)
         self._lose_batches(version, instance, event.reason, now)
         self._state.ledger.worker_died(event.peer)
-        if instance.state is _I.STOPPING or instance.state is _I.FAILED or self._state.draining:
+        over = version.state not in (_V.LOADING, _V.READY)
+        if instance.state in (_I.STOPPING, _I.FAILED) or over or self._state.draining:
             instance.move(_I.STOPPED)
+            if self._state.draining:
+                self._no_more(version, now)
         elif instance.state is _I.STARTING and version.state is _V.LOADING:
             text = event.loading_error or f"its worker process ended while loading: {event.reason}"
             self._give_up(version, instance, text, now)
@@ -146,16 +152,20 @@ class Lifecycle:
         try:
             self._state.ledger.announce(peer, message, message.audience)
         except ServeError as error:
-            self._state.effects.append(Kill(peer, f"it broke the protocol: {error}"))
+            self._kill(peer, f"it broke the protocol: {error}")
 
     def unmap(self, peer: int, message: Unmap, now: int) -> None:
         try:
             self._state.ledger.withdraw(peer, message.segment)
         except ServeError as error:
-            self._state.effects.append(Kill(peer, f"it broke the protocol: {error}"))
+            self._kill(peer, f"it broke the protocol: {error}")
 
     def garbled(self, peer: int, event: Garbled, now: int) -> None:
-        self._state.effects.append(Kill(peer, f"it broke the protocol: {event.text}"))
+        self._kill(peer, f"it broke the protocol: {event.text}")
+
+    def _kill(self, peer: int, reason: str) -> None:
+        version, instance = self._state.instances[peer]
+        self._dispatcher.kill(version, instance, reason)
 
     def give_back(self, peer: int, message: Return, now: int) -> None:
         """Workers hold nothing of others beyond their batches; nothing to do."""
@@ -171,6 +181,7 @@ class Lifecycle:
                 for instance in version.instances:
                     if instance.state is _I.BACKOFF:
                         instance.move(_I.STOPPED)
+                self._no_more(version, now)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
 
     def drain_over(self, now: int) -> None:
@@ -179,14 +190,21 @@ class Lifecycle:
             if request.state in (RequestState.QUEUED, RequestState.SENT):
                 text = "the server is stopping and did not finish this request in time (exit-timeout-secs)"
                 self._dispatcher.fail_early(request, "UNAVAILABLE", text, now)
-        for worker in list(self._state.instances):
-            self._state.effects.append(Kill(worker, "it did not stop in time"))
+        for version, instance in list(self._state.instances.values()):
+            self._dispatcher.kill(version, instance, "it did not stop in time")
+
+    def _no_more(self, version: Version, now: int) -> None:
+        """In a drain no worker is started again. Without one, what waits is answered now."""
+        if not any(instance.peer for instance in version.instances):
+            text = f"{STOPPING}, and no worker of '{version.model}' is left to run this request"
+            self._empty_queue(version, text, now)
 
     def settle_drain(self) -> None:
         """At the end of each turn of a drain: stop the workers when the last request is done, then say so."""
         state = self._state
         if not state.requests:
-            for peer, (_, instance) in state.instances.items():
+            for peer, (version, instance) in state.instances.items():
+                version.idle.clear()
                 if instance.state in (_I.STARTING, _I.READY):
                     instance.move(_I.STOPPING)
                     state.send(peer, Stop())

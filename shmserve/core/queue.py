@@ -8,7 +8,7 @@ under the DELAY action stand behind all unexpired ones of their level.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from operator import attrgetter
 
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
@@ -17,10 +17,19 @@ from shmserve.core.request import Request
 _by_tag = attrgetter("tag")
 
 
+def _sums(refunds: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Tags, rising, and for each how much was refunded below it; one more for what is above them all."""
+    refunds.sort()
+    totals = [0]
+    for _, cost in refunds:
+        totals.append(totals[-1] + cost)
+    return [tag for tag, _ in refunds], totals
+
+
 class Level:
     """One priority level."""
 
-    __slots__ = ("delayed", "policy", "ready", "tags", "turn")
+    __slots__ = ("delayed", "policy", "ready", "tags", "turn", "unserved")
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
@@ -30,6 +39,8 @@ class Level:
         """The tag of the request that left last: where a client that was idle joins in."""
         self.tags: dict[int, int] = {}
         """Client -> the tag of its newest request here. Empty when the level is."""
+        self.unserved: list[tuple[int, int, int]] = []
+        """(client, tag, cost) of those that left without being served; what they cost is still to be refunded."""
 
     def add(self, request: Request) -> None:
         tags = self.tags
@@ -45,14 +56,53 @@ class Level:
             insort(ready, request, key=_by_tag)
 
     def remove(self, request: Request) -> None:
-        (self.delayed if request.delayed else self.ready).remove(request)
-        if not self.ready:
-            self.tags.clear()
+        if request.delayed:
+            self.delayed.remove(request)
+        else:
+            self._drop(request)
+        if self.ready:
+            self.unserved.append((request.client.number, request.tag, request.cost))
 
     def delay(self, request: Request) -> None:
-        self.ready.remove(request)
+        self._drop(request)
         request.delayed = True
         self.delayed.append(request)
+
+    def _drop(self, request: Request) -> None:
+        ready = self.ready
+        at = bisect_left(ready, request.tag, key=_by_tag)
+        while ready[at] is not request:
+            at += 1
+        del ready[at]
+        if not ready:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Nobody waits: nobody is ahead or behind of others any more."""
+        self.tags.clear()
+        self.unserved.clear()
+
+    def refund(self) -> None:
+        """A client is not charged for what was not run: its later requests move up, but not before a newcomer's."""
+        back: dict[int, list[tuple[int, int]]] = {}
+        for client, tag, cost in self.unserved:
+            back.setdefault(client, []).append((tag, cost))
+        self.unserved.clear()
+        sums = {client: _sums(refunds) for client, refunds in back.items()}
+        newest = dict.fromkeys(back, 0)
+        for request in self.ready:
+            client = request.client.number
+            if client in sums:
+                tags, totals = sums[client]
+                moved = totals[bisect_left(tags, request.tag)]
+                tag = max(request.tag - moved, min(request.tag, self.turn + request.cost), newest[client])
+                request.tag = newest[client] = tag
+        for client, tag in newest.items():
+            if tag:
+                self.tags[client] = tag
+            else:
+                self.tags.pop(client, None)
+        self.ready.sort(key=_by_tag)
 
     def take(self, count: int) -> list[Request]:
         """The first `count`, or all there are."""
@@ -60,9 +110,12 @@ class Level:
         taken = ready[:count]
         if taken:
             del ready[:count]
-            self.turn = taken[-1].tag
+            self.turn = turn = taken[-1].tag
+            tags = self.tags
             if not ready:
-                self.tags.clear()
+                self._forget()
+            elif len(tags) > 64 and len(tags) > 2 * len(ready):  # most have nothing here any more
+                self.tags = {client: tag for client, tag in tags.items() if tag > turn}
         if len(taken) < count and self.delayed:
             short = count - len(taken)
             taken += self.delayed[:short]
@@ -114,6 +167,9 @@ class RequestQueue:
 
     def in_order(self) -> list[Request]:
         """Everything, in the order in which it would run. Not to be changed by the caller."""
+        for level in self.levels:
+            if level.unserved:
+                level.refund()
         first = self.levels[0]
         if len(self.levels) == 1 and not first.delayed:
             return first.ready
@@ -124,7 +180,7 @@ class RequestQueue:
         return found
 
     def take(self, count: int) -> list[Request]:
-        """Removes and gives the first `count` in order."""
+        """Removes and gives the first `count` in order (of `in_order`, with nothing added or removed since)."""
         taken = self.levels[0].take(count)
         for level in self.levels[1:]:
             if len(taken) == count:

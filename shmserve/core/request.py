@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from shmserve.core.states import REQUEST_MOVES, IllegalMove, RequestState
-from shmserve.messages import Handle, Options, Tensor, WantedOutputs
+from shmserve.messages import OWNER_SHIFT, Handle, Options, Tensor, WantedOutputs
 
 if TYPE_CHECKING:
     from shmserve.core.clients import Client
@@ -42,6 +42,11 @@ class Request(Struct, eq=False, gc=False):
     instance: Instance | None = None
     batch: Batch | None = None
     reply: object = None
+
+    @property
+    def on_loan(self) -> bool:
+        """Does it use memory that its client may not touch meanwhile? What came in frames is the broker's own."""
+        return any(segment >> OWNER_SHIFT for segment in self.segments)
 
     def move(self, finish: RequestState) -> None:
         if finish not in REQUEST_MOVES[self.state]:

@@ -17,6 +17,8 @@ from shmserve.core.versions import Model, Version
 WORKERS_FROM = 1 << 30
 """Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""
 
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
 
 class Timer(Enum):
     DEADLINE = 1  # a request's own

@@ -28,6 +28,7 @@ class InstanceState(Enum):
     STARTING = "starting"  # its process runs, its model is loading
     READY = "ready"
     BACKOFF = "backoff"  # its process ended; the next one starts at a known time
+    KILLED = "killed"  # it contradicted the protocol, or did not stop in time; its process is being ended
     FAILED = "failed"  # given up, or could not load
     STOPPING = "stopping"
     STOPPED = "stopped"
@@ -56,11 +57,12 @@ BATCH_MOVES = {
 }
 
 INSTANCE_MOVES = {
-    _I.STARTING: {_I.READY, _I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED},
-    _I.READY: {_I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED},
+    _I.STARTING: {_I.READY, _I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED},
+    _I.READY: {_I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED},
     _I.BACKOFF: {_I.STARTING, _I.STOPPED, _I.FAILED},
-    _I.FAILED: {_I.STOPPED},
-    _I.STOPPING: {_I.STOPPED},
+    _I.KILLED: {_I.BACKOFF, _I.FAILED, _I.STOPPED},
+    _I.FAILED: {_I.STOPPED, _I.KILLED},
+    _I.STOPPING: {_I.STOPPED, _I.KILLED},
     _I.STOPPED: set[InstanceState](),
 }
 

@@ -161,7 +161,8 @@ class Scenario(World):
         name = client.name
         if isinstance(message, Reply):
             handles = references(message.outputs)
-            held = f", holding {plural(len(handles), 'block')}" if handles else ""
+            held = f", {plural(len(handles), 'block')}" if handles else ""
+            held += " in frames" if held and client.outputs == "frames" else ""
             outputs = " ".join(tensor.name for tensor in message.outputs)
             self.reply(f"{name}{message.request}", f"({outputs}){held}")
         elif isinstance(message, (Fail, FailHeld)):
@@ -238,8 +239,7 @@ class Scenario(World):
         version = int(options.get("version", 0))
         message = Infer(number, model, version, tuple(inputs), outputs, timeout, given if given != Options() else None)
         if "frame" in options:
-            block = Handle(1, number * 64, sum(h.size for h in references(tuple(inputs))))
-            return client.peer, events.Framed(message, (block,))
+            return client.peer, events.Framed(message, tuple(references(message.inputs)))
         return client.peer, message
 
     def _wanted(self, text: str) -> Wanted:
@@ -357,6 +357,24 @@ class Scenario(World):
             "withdrawn": Withdrawn((int(number),)),
         }
         return [(self.worker(name).peer, said[what])]
+
+    def do_forget(self, name: str, client: str, number: str) -> None:
+        """The worker loses a request of what it runs."""
+        running = self.worker(name).running
+        assert running is not None
+        lost = self.named[client].peer, int(number)
+        requests = self.core.state.requests
+        running.works = [
+            work
+            for work in running.works
+            if (requests[work.request].client.number, requests[work.request].client_number) != lost
+        ]
+
+    def do_own_segment(self) -> list[Event]:
+        """The broker's own arena."""
+        message = Map(1, 1 << 20)
+        self.segments["broker"], self.segment_names[1] = message, "broker"
+        return [(0, events.OwnSegment(message))]
 
     def do_drain(self, limit: str) -> list[Event]:
         return [(0, events.Drain(nanoseconds(limit)))]
