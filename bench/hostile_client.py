@@ -53,9 +53,11 @@ class Attack:
         return link
 
     def _leave(self) -> None:
-        if self._link is not None:
+        if isinstance(self._link, Zmq):
+            self._link.close(bye=self._mischief.random.random() < 0.5)
+        elif self._link is not None:
             self._link.close()
-            self._link = None
+        self._link = None
         if self._segment is not None:
             self._segment.close()
             self._segment = None

@@ -227,6 +227,10 @@ class Zmq(Link):
             self._fill()
         return self.inbox.popleft()
 
-    def close(self) -> None:
+    def close(self, bye: bool = True) -> None:
+        """ZeroMQ tells nobody that a socket was closed, so it is said; without `bye`, only the process's end tells."""
+        if bye:
+            self._socket.linger = 1000
+            self.send(messages.Bye())
         self._socket.close()
         self._context.term()

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from bench import models
-from bench.setting import Served, serving
+from bench.setting import serving
 
 pytestmark = pytest.mark.process
 
@@ -99,7 +99,8 @@ class Speaker:
         return found
 
     def close(self) -> None:
-        self._socket.close()
+        self.send([BYE])
+        self._socket.close(linger=1000)
         self._context.term()
 
     def __enter__(self) -> Speaker:
@@ -125,20 +126,28 @@ class TritonPythonModel:
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    root = tmp_path_factory.mktemp("repository")
+def write_repository(root: Path) -> None:
     models.write(root, "identity", models.identity(), {})
     models.write(root, "strings", models.identity("STRING"), {})
     slow = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])})
     models.write(root, "slow", slow, {"model.py": SLOW})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The runtime directory of a server that these tests share."""
+    root = tmp_path_factory.mktemp("repository")
+    write_repository(root)
     with serving(root) as served:
-        yield served
+        yield served.runtime_dir
 
 
 @pytest.fixture
-def place(server: Served) -> Path:
-    return server.runtime_dir
+def own_place(tmp_path: Path) -> Iterator[Path]:
+    """That of a server for one test, whose workers make named segments: these must be gone when it is."""
+    models.write(tmp_path, "identity", models.identity(), {})
+    with serving(tmp_path) as served:
+        yield served.runtime_dir
 
 
 def floats(count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -219,10 +228,10 @@ class Segment:
         os.unlink(f"/dev/shm/{self.name}")
 
 
-def test_named_segments_go_and_come(place: Path) -> None:
+def test_named_segments_go_and_come(own_place: Path) -> None:
     """The input lies in the client's segment, the output in one of the server's; what was held is given back once."""
     x = floats(1_000_000)
-    with Speaker(place, "posix") as speaker, Segment(speaker, x.tobytes()) as segment:
+    with Speaker(own_place, "posix") as speaker, Segment(speaker, x.tobytes()) as segment:
         for request in range(1, 4):
             answer = speaker.infer(request, "identity", [["x", "FP32", [1_000_000], [segment.handle]]])
             assert answer[0] == REPLY, answer
@@ -236,10 +245,10 @@ def test_named_segments_go_and_come(place: Path) -> None:
         assert refused[:3] == [FAIL, 0, "INVALID_ARG"]
 
 
-def test_an_answer_where_the_client_wants_it(place: Path) -> None:
+def test_an_answer_where_the_client_wants_it(own_place: Path) -> None:
     """The output is written into the client's own segment, behind the input."""
     x = floats(5000)
-    with Speaker(place, "posix") as speaker, Segment(speaker, x.tobytes() + bytes(20_000)) as segment:
+    with Speaker(own_place, "posix") as speaker, Segment(speaker, x.tobytes() + bytes(20_000)) as segment:
         number = segment.number
         inputs = [["x", "FP32", [5000], [[number, 0, 20_000]]]]
         answer = speaker.infer(1, "identity", inputs, [["y", [number, 20_000, 20_000]]])
