@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -66,14 +67,14 @@ class WorkerProcess:
         settings: dict[str, str] | None = None,
         cpus: str = "",
         instance: str = "m_0_0",
-        stderr: Any = None,
     ) -> None:
         self.codec = wire.Codec(WorkerReport)
         self.reports: deque[tuple[Any, int | None]] = deque()
         self.mapped = Mapped()
         self.maps: list[Map] = []
         self.arena = Arena(CLIENT, memfd.create, limit_bytes=1 << 30, announce=self._announce)
-        self.stderr = tempfile.TemporaryFile() if stderr is None else stderr
+        self._owned = ExitStack()
+        self.stderr = self._owned.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (close does it)
         self.number = 0
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(PATIENCE_S)
@@ -214,8 +215,7 @@ class WorkerProcess:
 
     def said(self) -> str:
         self.stderr.seek(0)
-        text: str = self.stderr.read().decode()
-        return text
+        return self.stderr.read().decode()
 
     def stop(self) -> int:
         self.send(Stop())
@@ -231,7 +231,7 @@ class WorkerProcess:
                 os.close(descriptor)
         self.mapped.close()
         self.arena.close()
-        self.stderr.close()
+        self._owned.close()
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -262,8 +262,8 @@ def work(
 
 def config(
     backend: str,
-    inputs: dict[str, tuple[str, Sequence[int]]],
-    outputs: dict[str, tuple[str, Sequence[int]]],
+    inputs: Mapping[str, tuple[str, Sequence[int]]],
+    outputs: Mapping[str, tuple[str, Sequence[int]]],
     *,
     max_batch: int = 0,
     parameters: dict[str, str] | None = None,

@@ -94,7 +94,9 @@ class Group:
 class Gather:
     """Reads requests. One for each model; it keeps the batch buffers, which every batch uses again."""
 
-    def __init__(self, model: str, specs: Sequence[Spec], mapped: Mapped) -> None:
+    def __init__(self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool = False) -> None:
+        """`text`: elements of BYTES are given as str, and those that are not UTF-8 refused."""
+        self._text = text
         self.specs = tuple(specs)
         self._model = model
         self._mapped = mapped
@@ -278,7 +280,16 @@ class Gather:
         """Lengths in shared memory may change while they are read, so strings are decoded from a private copy."""
         if not isinstance(data, bytes):
             data = b"".join(self._mapped.memory(part).tobytes() for part in data)
-        return decode_bytes(data, shape, f"inference input '{spec.name}' for model '{self._model}'")
+        what = f"inference input '{spec.name}' for model '{self._model}'"
+        strings = decode_bytes(data, shape, what)
+        if not self._text:
+            return strings
+        texts = np.empty(strings.size, object)
+        try:
+            texts[:] = [element.decode() for element in strings.ravel().tolist()]
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"{what}: a string element is not UTF-8: {error.reason}") from None
+        return texts.reshape(shape)
 
     @staticmethod
     def _aligned(view: Array) -> Array:

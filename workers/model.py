@@ -48,7 +48,7 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped) -> Mo
         raise
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
     arenas = Arenas(order.owner, outbox, mapped, limit)
-    gather = Gather(order.model, inputs, mapped)
+    gather = Gather(order.model, inputs, mapped, backend.text)
     scatter = Scatter(order.model, outputs, arenas, mapped)
     return Model(config, backend, arenas, Runner(order.instance, order.model_dir, backend, gather, scatter))
 

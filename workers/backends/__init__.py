@@ -66,6 +66,9 @@ class Context(Struct, frozen=True):
 class Backend:
     """One instance of one model version. `complete`, then `load`, then batches, then `close`: in one thread."""
 
+    text = False
+    """Whether it wants elements of BYTES as str, and not as bytes."""
+
     def __init__(self, context: Context) -> None:
         self.context = context
 

@@ -57,6 +57,8 @@ _GRAPH_LEVELS = {
 
 
 class Onnx(StackedBackend):
+    text = True
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._session: Any = None
@@ -99,6 +101,8 @@ class Onnx(StackedBackend):
         names = self._names
         wanted = [index for index in range(len(names)) if outputs.needed(index)]
         inputs.computing()
+        if not wanted:
+            return
         if self._can_bind:
             shapes = [self._known_shape(index, inputs.rows) for index in wanted]
             direct = [

@@ -1,0 +1,383 @@
+"""What every backend does, through a real worker process. numpy says what is right.
+
+Each backend has a model whose outputs are its inputs, for all data types at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.dtypes import to_numpy
+from shmserve.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
+from tests.worker_harness import CLIENT, WORKER, WorkerProcess, work
+from tests.worker_models import KINDS, Kind
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+ECHOES = [pytest.param((kind, dtypes), id=f"{kind.name}-{len(dtypes)}") for kind in KINDS for dtypes in kind.dtypes]
+AUDIENCES = ("internal", "uid:1000", "uid:1001", "posix:uid:1000")
+pytestmark = pytest.mark.process
+
+
+class Echo:
+    """A worker with the echo model of one backend."""
+
+    def __init__(self, worker: WorkerProcess, kind: Kind, dtypes: tuple[str, ...]) -> None:
+        self.worker = worker
+        self.kind = kind
+        self.dtypes = dtypes
+        self.numbers = itertools.count(1)
+
+    def grow(self, shape: tuple[int, ...], rows: int) -> None:
+        """Makes all arenas as large as they will get, so that no test is blamed for a segment that stays."""
+        block = self.worker.arena.allocate(16 << 20)
+        self.worker.arena.free(block.segment, block.offset)
+        arrays = arrays_of(self.dtypes, shape)
+        for audience in AUDIENCES:
+            (row,) = self.worker.run(self.work(arrays, rows=rows, audience=audience))
+            self.check(row, arrays)
+
+    def work(self, arrays: dict[str, Array], rows: int | None = None, **how: Any) -> Any:
+        shared = how.pop("shared", None)
+        tensors = [
+            self.worker.tensor(f"x{dtype}", array, dtype=dtype, shared=shared) for dtype, array in arrays.items()
+        ]
+        return work(next(self.numbers), *tensors, rows=rows, **how)
+
+    def check(self, row: Row, arrays: dict[str, Array]) -> None:
+        assert row.error is None, row.error
+        assert [tensor.name for tensor in row.outputs] == [f"y{dtype}" for dtype in arrays]
+        for tensor, (dtype, expected) in zip(row.outputs, arrays.items(), strict=True):
+            assert tensor.dtype == dtype
+            assert tensor.shape == expected.shape
+            found = self.worker.array(tensor, to_numpy(dtype))
+            assert found.tolist() == expected.tolist()
+            # Small ones are in the message, large ones are not, and what is ours goes back.
+            if isinstance(tensor.data, bytes):
+                assert len(tensor.data) <= INLINE_BYTES
+            else:
+                self.worker.send(Return(tensor.data))  # type: ignore[arg-type]
+
+
+def arrays_of(dtypes: tuple[str, ...], shape: tuple[int, ...], seed: int = 0) -> dict[str, Array]:
+    random = np.random.default_rng(seed)
+    found = {}
+    for dtype in dtypes:
+        if dtype == "BYTES":
+            values = np.empty(int(np.prod(shape)), object)
+            values[:] = [f"value {number} é".encode() * (number % 3) for number in range(values.size)]
+            found[dtype] = values.reshape(shape)
+        elif dtype == "BOOL":
+            found[dtype] = random.integers(0, 2, shape).astype(bool)
+        else:
+            found[dtype] = random.integers(0, 100, shape).astype(to_numpy(dtype))
+    return found
+
+
+@pytest.fixture(scope="module", params=ECHOES)
+def batched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Echo]:
+    kind, dtypes = request.param
+    folder = tmp_path_factory.mktemp("model")
+    with WorkerProcess(kind.echo(folder, dtypes, (-1,), 16), folder) as worker:
+        worker.loaded()
+        echo = Echo(worker, kind, dtypes)
+        echo.grow((1, 40_000), 1)
+        yield echo
+
+
+@pytest.fixture(scope="module", params=ECHOES)
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Echo]:
+    """Without a batch dimension."""
+    kind, dtypes = request.param
+    folder = tmp_path_factory.mktemp("model")
+    with WorkerProcess(kind.echo(folder, dtypes, (-1, 2), 0), folder) as worker:
+        worker.loaded()
+        echo = Echo(worker, kind, dtypes)
+        echo.grow((20_000, 2), 0)
+        yield echo
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[WorkerProcess, Kind]]:
+    kind = request.param
+    with WorkerProcess(kind.failing(tmp_path), tmp_path) as worker:
+        worker.loaded()
+        yield worker, kind
+
+
+# ---------------------------------------------------------------------------------------------- what goes right
+
+
+@pytest.mark.parametrize("width", [0, 1, 5, 1500])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_request(batched: Echo, width: int, rows: int) -> None:
+    arrays = arrays_of(batched.dtypes, (rows, width))
+    (row,) = batched.worker.run(batched.work(arrays))
+    batched.check(row, arrays)
+
+
+@pytest.mark.parametrize("width", [0, 1, 5, 1500])
+@pytest.mark.parametrize("shares", [(1, 1, 1, 1), (3, 1, 2)], ids=str)
+def test_many_requests(batched: Echo, width: int, shares: tuple[int, ...]) -> None:
+    given = [arrays_of(batched.dtypes, (rows, width), seed) for seed, rows in enumerate(shares)]
+    rows = batched.worker.run(*[batched.work(arrays) for arrays in given])
+    for row, arrays in zip(rows, given, strict=True):
+        batched.check(row, arrays)
+
+
+def test_shared_and_inline_together(batched: Echo) -> None:
+    given = [arrays_of(batched.dtypes, (1, 7), seed) for seed in range(4)]
+    works = [batched.work(arrays, shared=number % 2 == 0) for number, arrays in enumerate(given)]
+    for row, arrays in zip(batched.worker.run(*works), given, strict=True):
+        batched.check(row, arrays)
+
+
+def test_shapes_that_do_not_stack(batched: Echo) -> None:
+    """The broker does not send these together; if it did, each would still get its own answer."""
+    given = [arrays_of(batched.dtypes, (1, width)) for width in (3, 4, 3, 1200)]
+    for row, arrays in zip(batched.worker.run(*[batched.work(arrays) for arrays in given]), given, strict=True):
+        batched.check(row, arrays)
+
+
+def test_inputs_in_another_order(batched: Echo) -> None:
+    arrays = arrays_of(batched.dtypes, (1, 6))
+    (row,) = batched.worker.run(batched.work(dict(reversed(arrays.items()))))
+    batched.check(row, arrays)
+
+
+def test_parts(batched: Echo) -> None:
+    """Rows of one tensor that lie in different places."""
+    arrays = arrays_of(batched.dtypes, (4, 9))
+    given = batched.work(arrays, shared=True)
+    parted = []
+    for tensor, array in zip(given.inputs, arrays.values(), strict=True):
+        if tensor.dtype == "BYTES":
+            parted.append(tensor)
+            continue
+        places = []
+        for piece in (array[:1], array[1:3], array[3:]):
+            (place,) = batched.worker.tensor("", piece, dtype=tensor.dtype, shared=True).data  # type: ignore[misc]
+            places.append(place)
+        parted.append(Tensor(tensor.name, tensor.dtype, tensor.shape, tuple(places)))  # type: ignore[arg-type]
+    (row,) = batched.worker.run(work(given.request, *parted))
+    batched.check(row, arrays)
+    whole = batched.work(arrays_of(batched.dtypes, (1, 9), 5))
+    rows = batched.worker.run(whole, work(next(batched.numbers), *parted))
+    batched.check(rows[1], arrays)
+
+
+def test_requested_outputs(batched: Echo) -> None:
+    arrays = arrays_of(batched.dtypes, (1, 3))
+    last, first = batched.dtypes[-1], batched.dtypes[0]
+    some = [Wanted(f"y{last}"), Wanted(f"y{first}")]
+    rows = batched.worker.run(
+        batched.work(arrays, outputs=some), batched.work(arrays), batched.work(arrays, outputs=[])
+    )
+    batched.check(rows[0], {last: arrays[last], first: arrays[first]})
+    batched.check(rows[1], arrays)
+    assert rows[2].error is None
+    assert rows[2].outputs == ()
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_outputs_in_the_callers_memory(batched: Echo, together: int) -> None:
+    dtypes = tuple(dtype for dtype in batched.dtypes if dtype != "BYTES")
+    works, given = [], []
+    for seed in range(together):
+        arrays = arrays_of(batched.dtypes, (1, 11), seed)
+        wanted = [Wanted(f"y{dtype}", batched.worker.place(arrays[dtype].nbytes)) for dtype in dtypes]
+        works.append(batched.work(arrays, outputs=wanted))
+        given.append((arrays, wanted))
+    for row, (arrays, wanted) in zip(batched.worker.run(*works), given, strict=True):
+        assert row.error is None, row.error
+        for tensor, want, dtype in zip(row.outputs, wanted, dtypes, strict=True):
+            assert tensor.data == (want.place,)
+            assert batched.worker.array(tensor, to_numpy(dtype)).tolist() == arrays[dtype].tolist()
+
+
+def test_without_a_batch_dimension(plain: Echo) -> None:
+    for length in (0, 1, 3, 2000):
+        arrays = arrays_of(plain.dtypes, (length, 2), length)
+        (row,) = plain.worker.run(plain.work(arrays, rows=0))
+        plain.check(row, arrays)
+
+
+def test_several_without_a_batch_dimension(plain: Echo) -> None:
+    given = [arrays_of(plain.dtypes, (2, 2), seed) for seed in range(3)]
+    for row, arrays in zip(plain.worker.run(*[plain.work(a, rows=0) for a in given]), given, strict=True):
+        plain.check(row, arrays)
+
+
+def test_outputs_never_alias_inputs(plain: Echo) -> None:
+    arrays = arrays_of(plain.dtypes, (1000, 2))
+    given = plain.work(arrays, rows=0, shared=True)
+    (row,) = plain.worker.run(given)
+    places = {handle for tensor in given.inputs for handle in tensor.data}
+    for tensor in row.outputs:
+        assert not isinstance(tensor.data, tuple) or not places & set(tensor.data)
+    plain.check(row, arrays)
+
+
+def test_each_audience_has_its_own_memory(plain: Echo) -> None:
+    arrays = arrays_of(plain.dtypes, (3000, 2))
+    seen: dict[str, set[int]] = {}
+    for audience in (*AUDIENCES, *AUDIENCES):
+        (row,) = plain.worker.run(plain.work(arrays, rows=0, audience=audience))
+        used = {handle.segment for t in row.outputs if isinstance(t.data, tuple) for handle in t.data}
+        seen.setdefault(audience, set()).update(used)
+        plain.check(row, arrays)
+    for one, other in itertools.combinations(seen.values(), 2):
+        assert not one & other
+    audiences = {message.segment: message for message in plain.worker.maps}
+    for audience, segments in seen.items():
+        for segment in segments:
+            assert segment >> 32 == WORKER
+            assert audiences[segment].audience == audience
+            assert (audiences[segment].name is not None) == audience.startswith("posix")
+
+
+def test_a_batch_of_several_audiences(batched: Echo) -> None:
+    arrays = [arrays_of(batched.dtypes, (1, 1500), seed) for seed in range(3)]
+    audiences = ("uid:1000", "uid:1001", "uid:1000")
+    works = [batched.work(a, audience=audience) for a, audience in zip(arrays, audiences, strict=True)]
+    rows = batched.worker.run(*works)
+    by_segment = {message.segment: message.audience for message in batched.worker.maps}
+    for row, given, audience in zip(rows, arrays, audiences, strict=True):
+        for tensor in row.outputs:
+            for handle in tensor.data if isinstance(tensor.data, tuple) else ():
+                assert by_segment[handle.segment] == audience
+        batched.check(row, given)
+
+
+# ---------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_model_that_fails_fails_its_batch_and_nothing_else(failing: tuple[WorkerProcess, Kind]) -> None:
+    worker, kind = failing
+    x = Tensor("x", "FP32", (1, 2), np.array([[1, 2]], np.float32).tobytes())
+    bad, options = kind.fail(x)
+    rows = worker.run(work(1, x), work(2, *bad, options=options), work(3, x))
+    for row in rows:
+        assert row.outputs == ()
+        assert row.error is not None
+        assert row.error.code == "MODEL_FAILED"
+        assert row.error.text.startswith("Failed to process the request(s) for model instance 'm_0_0', message: ")
+    (row,) = worker.run(work(4, x))
+    assert row.error is None
+    assert row.outputs[0].data == x.data
+    assert "m_0_0" in worker.said()
+
+
+Bad = tuple[str, Any, str, str]
+WIDTH = 4
+
+
+def bad_tensors(dtype: str, size: int, handle: Handle) -> list[Bad]:
+    """What a client may get wrong about one input of shape (1, WIDTH), whose bytes are at a handle."""
+    wrong = "FP64" if dtype != "FP64" else "FP32"
+    segment, offset = handle.segment, handle.offset
+    shape = (1, WIDTH)
+    return [
+        ("short", Tensor(f"x{dtype}", dtype, shape, b"\0" * (size - 1)), "INVALID_ARG", f"got {size - 1}"),
+        ("long", Tensor(f"x{dtype}", dtype, shape, b"\0" * (size + 1)), "INVALID_ARG", f"Expected {size}"),
+        ("dtype", Tensor(f"x{dtype}", wrong, shape, b"\0" * size), "INVALID_ARG", f"'{wrong}'"),
+        ("name", Tensor("nothing", dtype, shape, b"\0" * size), "INVALID_ARG", "'nothing'"),
+        ("negative", Tensor(f"x{dtype}", dtype, (1, -WIDTH), b"\0" * size), "INVALID_ARG", "negative dim"),
+        ("rows", Tensor(f"x{dtype}", dtype, (2, WIDTH), b"\0" * size * 2), "INVALID_ARG", "batch size"),
+        ("scalar", Tensor(f"x{dtype}", dtype, (), b"\0" * size), "INVALID_ARG", "batch size"),
+        ("frame", Tensor(f"x{dtype}", dtype, shape, 0), "INVALID_ARG", "frame"),
+        ("no segment", Tensor(f"x{dtype}", dtype, shape, (Handle(segment + 99, 0, size),)), "HANDLE_LOST", ""),
+        ("outside", Tensor(f"x{dtype}", dtype, shape, (Handle(segment, 1 << 40, size),)), "INVALID_ARG", "outside"),
+        ("handle size", Tensor(f"x{dtype}", dtype, shape, (Handle(segment, offset, size - 1),)), "INVALID_ARG", "got"),
+        (
+            "parts",
+            Tensor(f"x{dtype}", dtype, shape, (Handle(segment, offset, 1), Handle(segment, offset, size - 1))),
+            "INVALID_ARG",
+            "rows",
+        ),
+    ]
+
+
+def test_a_bad_input_fails_its_request_alone(batched: Echo) -> None:
+    dtype = batched.dtypes[-2] if batched.dtypes[-1] == "BYTES" else batched.dtypes[0]
+    good = arrays_of(batched.dtypes, (1, WIDTH))
+    size = good[dtype].nbytes
+    (handle,) = batched.worker.tensor("", good[dtype], dtype=dtype, shared=True).data  # type: ignore[misc]
+    assert isinstance(handle, Handle)
+    for what, tensor, code, text in bad_tensors(dtype, size, handle):
+        middle = batched.work(good)
+        middle.inputs = tuple(tensor if given.name == f"x{dtype}" else given for given in middle.inputs)
+        rows = batched.worker.run(batched.work(good), middle, batched.work(good))
+        batched.check(rows[0], good)
+        batched.check(rows[2], good)
+        error = rows[1].error
+        assert error is not None, what
+        assert (error.code, text in error.text) == (code, True), (what, error)
+        assert rows[1].outputs == ()
+
+
+def test_missing_and_repeated_inputs(batched: Echo) -> None:
+    good = arrays_of(batched.dtypes, (1, 2))
+    few, twice = batched.work(good), batched.work(good)
+    few.inputs = few.inputs[1:]
+    twice.inputs = (*twice.inputs, twice.inputs[0])
+    rows = batched.worker.run(few, twice, batched.work(good))
+    assert rows[0].error is not None
+    assert rows[0].error.code == "INVALID_ARG"
+    assert f"x{batched.dtypes[0]}" in rows[0].error.text
+    assert rows[1].error is not None
+    assert "given twice" in rows[1].error.text
+    batched.check(rows[2], good)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\x01\0\0\0a", "expected 2 string elements"),
+        (b"\x01\0\0\0a" * 3, "string elements 3"),
+        (b"\x01\0\0\0a\xff\xff\xff\xff", "incomplete"),
+        (b"\x01\0\0\0a\x01\0", "incomplete"),
+    ],
+    ids=["few", "many", "length", "cut"],
+)
+def test_bad_strings(batched: Echo, data: bytes, text: str) -> None:
+    if "BYTES" not in batched.dtypes:
+        return
+    good = arrays_of(batched.dtypes, (1, 2))
+    bad = batched.work(good)
+    bad.inputs = (*bad.inputs[:-1], Tensor("xBYTES", "BYTES", (1, 2), data))
+    rows = batched.worker.run(bad, batched.work(good))
+    assert rows[0].error is not None
+    assert rows[0].error.code == "INVALID_ARG"
+    assert text in rows[0].error.text
+    assert "xBYTES" in rows[0].error.text
+    batched.check(rows[1], good)
+
+
+def test_bad_wishes_for_outputs(batched: Echo) -> None:
+    arrays = arrays_of(batched.dtypes, (1, 5))
+    dtype = batched.dtypes[0]
+    size = arrays[dtype].nbytes
+    small = batched.worker.place(size)
+    wishes = [
+        (Wanted("nothing"), "INVALID_ARG", "'nothing'"),
+        (Wanted(f"y{dtype}", Handle(small.segment, small.offset, size - 1)), "INVALID_ARG", f"{size} bytes"),
+        (Wanted(f"y{dtype}", Handle((CLIENT << 32) + 77, 0, size)), "HANDLE_LOST", ""),
+        (Wanted(f"y{dtype}", Handle(small.segment, 1 << 40, size)), "INVALID_ARG", "outside"),
+    ]
+    for wish, code, text in wishes:
+        for alone in (True, False):
+            bad = batched.work(arrays, outputs=[wish])
+            rows = batched.worker.run(bad) if alone else batched.worker.run(bad, batched.work(arrays))
+            error = rows[0].error
+            assert error is not None
+            assert error.code == code
+            assert text in error.text
+            if not alone:
+                batched.check(rows[1], arrays)
