@@ -1,0 +1,33 @@
+"""What wait_ready has in common in both clients: how long to pause, what to bear, what to say at last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.errors import ConnectionLost, DeadlineExceeded, NotFound, ServeError, Unavailable
+
+POLL_S = 0.05
+"""Between two questions; half as long again each time, up to ten times this."""
+
+
+def pause_after(error: ServeError, model: str | None) -> ServeError:
+    """The error, if waiting may help; raises it otherwise."""
+    if isinstance(error, (ConnectionLost, Unavailable, DeadlineExceeded)) or (model and isinstance(error, NotFound)):
+        return error
+    raise error
+
+
+def not_ready(
+    url: str, model: str | None, timeout: float, last: ServeError | None, index: list[dict[str, Any]]
+) -> DeadlineExceeded:
+    """Says what was waited for and what stands in the way."""
+    what = f"model '{model}'" if model else "the server"
+    if last is not None and not isinstance(last, DeadlineExceeded):
+        return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s: {last}")
+    reasons = [
+        f"{entry['name']} {entry['version']} is {entry['state']}" + (f" ({entry['reason']})" if entry["reason"] else "")
+        for entry in index
+        if (entry["name"] == model or not model) and entry["state"] != "READY"
+    ]
+    told = f": {'; '.join(reasons)}" if reasons else ""
+    return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s{told}")

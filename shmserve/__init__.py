@@ -1,0 +1,121 @@
+"""shmserve: an inference server for one machine.
+
+    import shmserve
+
+    with shmserve.Client() as c:
+        y = c.infer("mlp", {"x": x})["y"]
+
+The rule of the file: importing it imports nothing. What it offers is looked up at first use, so that a worker never
+loads the clients.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "Client": "shmserve.clients.sync",
+    "Future": "shmserve.clients.future",
+    "AsyncClient": "shmserve.clients.aio",
+    "Raw": "shmserve.session",
+    "Result": "shmserve.session",
+    **dict.fromkeys(
+        (
+            "AlreadyExists",
+            "Cancelled",
+            "ConnectionLost",
+            "DeadlineExceeded",
+            "Denied",
+            "HandleLost",
+            "Internal",
+            "InvalidRequest",
+            "ModelFailed",
+            "NotFound",
+            "ProtocolError",
+            "QueueTimeout",
+            "ServeError",
+            "Unavailable",
+            "UnknownError",
+            "Unsupported",
+        ),
+        "shmserve.errors",
+    ),
+}
+
+__all__ = [
+    "AlreadyExists",
+    "AsyncClient",
+    "Cancelled",
+    "Client",
+    "ConnectionLost",
+    "DeadlineExceeded",
+    "Denied",
+    "Future",
+    "HandleLost",
+    "Internal",
+    "InvalidRequest",
+    "ModelFailed",
+    "NotFound",
+    "ProtocolError",
+    "QueueTimeout",
+    "Raw",
+    "Result",
+    "ServeError",
+    "Unavailable",
+    "UnknownError",
+    "Unsupported",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is not None:
+        found = getattr(importlib.import_module(home), name)
+    elif name == "__version__":
+        found = _version()
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("shmserve")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+if TYPE_CHECKING:
+    from shmserve.clients.aio import AsyncClient
+    from shmserve.clients.future import Future
+    from shmserve.clients.sync import Client
+    from shmserve.errors import (
+        AlreadyExists,
+        Cancelled,
+        ConnectionLost,
+        DeadlineExceeded,
+        Denied,
+        HandleLost,
+        Internal,
+        InvalidRequest,
+        ModelFailed,
+        NotFound,
+        ProtocolError,
+        QueueTimeout,
+        ServeError,
+        Unavailable,
+        UnknownError,
+        Unsupported,
+    )
+    from shmserve.session import Raw, Result
+
+    __version__: str

@@ -1,0 +1,73 @@
+"""Where the runtime directory is: the one rule that server and clients share.
+
+The rule of the file: no directory is made or changed here by only asking for its name.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from shmserve.errors import Denied
+
+LANE = "lane.sock"
+"""The unix lane inside the runtime directory."""
+BROKER = "broker.sock"
+"""The ZeroMQ socket inside the runtime directory."""
+SERVICE = Path("/run/shmserve")
+"""Where the system service lives."""
+
+
+def default_runtime_dir() -> Path:
+    """$SHMSERVE_RUNTIME_DIR, else /run/shmserve for a system service, else $XDG_RUNTIME_DIR/shmserve, else temporary.
+
+    A client takes /run/shmserve when it is there; a server when it may write there (`server_runtime_dir`).
+    """
+    named = os.environ.get("SHMSERVE_RUNTIME_DIR")
+    if named:
+        return Path(named)
+    if SERVICE.is_dir() and os.access(SERVICE, os.X_OK):
+        return SERVICE
+    return _of_user()
+
+
+def client_runtime_dir() -> Path:
+    """The same, but not a directory in the temporary one that somebody else has made there to catch our tensors."""
+    found = default_runtime_dir()
+    if found.parent == Path(tempfile.gettempdir()):
+        try:
+            owner = found.stat(follow_symlinks=False).st_uid
+        except FileNotFoundError:
+            return found
+        if owner != os.geteuid():
+            raise Denied(f"runtime directory {found} belongs to uid {owner}, not to you; name one by runtime_dir=")
+    return found
+
+
+def server_runtime_dir() -> Path:
+    """The same for a server that is started by hand: the service's directory only if it may write in it."""
+    named = os.environ.get("SHMSERVE_RUNTIME_DIR")
+    if named:
+        return Path(named)
+    if SERVICE.is_dir() and os.access(SERVICE, os.W_OK):
+        return SERVICE
+    return _of_user()
+
+
+def make_runtime_dir(path: Path) -> None:
+    """Makes it, for its owner alone. One that somebody else owns, or that others may write in, is refused."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"runtime directory {path} belongs to uid {found.st_uid}; name another by --runtime-dir")
+    if stat.S_IMODE(found.st_mode) & stat.S_IWOTH:
+        raise PermissionError(f"runtime directory {path} may be written by everyone; chmod it, or name another")
+
+
+def _of_user() -> Path:
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    if session:
+        return Path(session) / "shmserve"
+    return Path(tempfile.gettempdir()) / f"shmserve-{os.geteuid()}"

@@ -1,0 +1,185 @@
+"""The memory of a session: its own arena for inputs, and what it maps of others for outputs.
+
+The rule of the file: an array that its user dropped is only noted (in a deque, from whatever thread the collector runs
+in); arena and messages are touched where the session's calls are serialised.
+
+Segments are numbered by the connection's owner number. After a new connection the own segments get new numbers and are
+announced again; what was mapped of others belongs to the old connection, and nothing of it is returned on the new one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest
+from shmserve.messages import Handle, Tensor
+from shmserve.session.results import NUMPY, from_bytes
+from shmserve.session.ticket import Array, Kept
+from shmserve.shm import memfd, posix
+from shmserve.shm.arena import Arena, Block, Segment
+from shmserve.shm.mapped import Mapped
+
+KINDS = ("memfd", "posix", "frames")
+FLUSH_BYTES = 256 * 1024
+"""So many bytes of dropped outputs are not kept for the next message, but given back at once."""
+_BYTE = np.dtype("uint8")
+
+
+class Memory:
+    """`kind`: memfd (descriptors), posix (names) or frames (nothing is shared)."""
+
+    def __init__(self, kind: str, limit_bytes: int, on_full: Callable[[], object] | None = None) -> None:
+        if kind not in KINDS:
+            raise InvalidRequest(f"memory {kind!r} is none of {', '.join(KINDS)}")
+        self.kind = kind
+        self.shared = kind != "frames"
+        self.maps: list[Segment] = []
+        """Segments that the server has not been told of."""
+        self.unmaps: list[int] = []
+        self.mapped = Mapped()
+        self.drops: Drops = Drops(on_full)
+        self._on_full = on_full
+        self._owner = 0
+        self._freed: deque[Block] = deque()
+        self._arena = Arena(
+            0,
+            memfd.create if kind == "memfd" else posix.create,
+            limit_bytes=limit_bytes,
+            announce=self.maps.append,
+            withdraw=self.unmaps.append,
+            knob="memory_bytes of the client",
+        )
+
+    # ------------------------------------------------------------------------------------ own memory
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """An array in shared memory, which is freed when it and all views of it are dropped."""
+        if not self.shared or dtype.hasobject:
+            return np.empty(shape, dtype)
+        block = self._allocate(elements(shape) * dtype.itemsize)
+        try:
+            return block.array(dtype, shape, on_drop=self._freed.append)
+        except BaseException:
+            self._arena.free(block.segment, block.offset)
+            raise
+
+    def copy_in(self, array: Array, kept: Kept) -> Handle:
+        """The one copy of an input that lies in private memory."""
+        block = self._allocate(array.nbytes)
+        kept.blocks.append(block)
+        np.copyto(block.array(array.dtype, array.shape), array, casting="no")
+        return block.handle()
+
+    def _allocate(self, size: int) -> Block:
+        freed = self._freed
+        while freed:
+            block = freed.popleft()
+            self._arena.free(block.segment, block.offset)
+        return self._arena.allocate(size)
+
+    def locate(self, array: Array) -> tuple[Handle, bool] | None:
+        """Where the server finds these bytes, and whether they are a received output; None if it cannot."""
+        address: int = array.__array_interface__["data"][0]
+        size = array.nbytes
+        own = self._arena.locate(address, size)
+        if own is not None:
+            return Handle(own[0], own[1], size), False
+        base = self.mapped.locate_base(array)
+        if base is None:
+            return None
+        return Handle(base.segment, base.offset + address - self.mapped.address(base), size), True
+
+    def let_go(self, kept: Kept) -> None:
+        """The server no longer needs what a request referred to."""
+        for block in kept.blocks:
+            self._arena.free(block.segment, block.offset)
+        kept.blocks.clear()
+        kept.arrays.clear()
+        kept.received.clear()
+
+    # ------------------------------------------------------------------------------------ outputs
+
+    def view(self, tensor: Tensor) -> Array:
+        """A read-only array over an output that came by handles; they are returned when it is dropped."""
+        handles = tensor.data
+        assert isinstance(handles, tuple)
+        dropped = self.drops.dropped
+        if len(handles) == 1 and tensor.dtype != "BYTES":
+            handle = handles[0]
+            try:
+                return self.mapped.view(handle, NUMPY[tensor.dtype], tensor.shape, on_drop=dropped)
+            except BaseException:
+                dropped(handle)
+                raise
+        # Rows from several workers, or strings: they are copied, so the handles go back at once.
+        try:
+            data = b"".join([self.mapped.memory(handle) for handle in handles])
+            return from_bytes(tensor, data)
+        finally:
+            for handle in handles:
+                dropped(handle)
+
+    @staticmethod
+    def close_descriptors(descriptors: list[int]) -> None:
+        """Those that came with a packet and belong to no segment."""
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def is_own(self, handle: Handle) -> bool:
+        return any(segment.id == handle.segment for segment in self._arena.segments)
+
+    # ------------------------------------------------------------------------------------ connections
+
+    def connected(self, owner: int) -> dict[int, int]:
+        """A new connection: own segments are announced under new numbers. Gives old number -> new number."""
+        segments = self._arena.segments
+        before = [segment.id for segment in segments]
+        self.maps.clear()
+        self.unmaps.clear()
+        self._arena.renumber(owner)
+        return {old: segment.id for old, segment in zip(before, segments, strict=True)}
+
+    def disconnected(self) -> None:
+        """What was mapped, and what was to be returned, belonged to the connection. Views of it stay valid."""
+        self.mapped.close()
+        self.mapped = Mapped()
+        self.drops = Drops(self._on_full)
+
+    def close(self) -> None:
+        self._arena.close()
+        self.mapped.close()
+        self._freed.clear()
+
+
+class Drops:
+    """Handles of one connection that nobody looks at any more. `dropped` runs inside the collector."""
+
+    __slots__ = ("_bytes", "_handles", "_on_full")
+
+    def __init__(self, on_full: Callable[[], object] | None) -> None:
+        self._handles: deque[Handle] = deque()
+        self._bytes = 0
+        self._on_full = on_full
+
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
+    @property
+    def full(self) -> bool:
+        return self._bytes >= FLUSH_BYTES
+
+    def dropped(self, handle: Handle) -> None:
+        self._handles.append(handle)
+        self._bytes += handle.size  # may miss one when threads race: it decides only when, not whether
+        if self._bytes >= FLUSH_BYTES and self._on_full is not None:
+            self._on_full()
+
+    def take(self, most: int) -> tuple[Handle, ...]:
+        handles = self._handles
+        self._bytes = 0
+        return tuple([handles.popleft() for _ in range(min(most, len(handles)))])

@@ -1,0 +1,114 @@
+"""What a session has to say, and the packets it makes of that. The rule of the file: segments are announced before
+anything else, and a message that cannot be written down costs nobody but its asker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve import wire
+from shmserve.errors import InvalidRequest
+from shmserve.messages import PACKET_BYTES, Infer, Return, Unmap
+from shmserve.session.memory import Memory
+from shmserve.session.ticket import Ticket
+
+MAPS = 64
+"""The most segments announced in one packet: each takes a descriptor, and the kernel passes 253."""
+HANDLES = 4096
+_UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
+
+
+class Packet(Struct, frozen=True, gc=False):
+    """What one send takes: bytes, the descriptors of its nameless Maps, and the frames behind it (ZeroMQ only)."""
+
+    data: bytes
+    descriptors: tuple[int, ...] = ()
+    frames: tuple[bytes, ...] = ()
+
+
+class Outbox:
+    __slots__ = ("_memory", "_tickets", "framed", "messages", "size")
+
+    def __init__(self, memory: Memory, tickets: dict[int, Ticket]) -> None:
+        self._memory = memory
+        self._tickets = tickets
+        self.messages: list[Any] = []
+        self.size = 0
+        """About how many bytes they will take."""
+        self.framed = False
+        """One of them has frames."""
+
+    def say(self, message: Any) -> None:
+        self.messages.append(message)
+        self.size += 64
+
+    def clear(self) -> None:
+        self.messages = []
+        self.size = 0
+        self.framed = False
+
+    def take(self) -> list[Packet]:
+        memory = self._memory
+        batch, self.messages = self.messages, []
+        self.size = 0
+        packets: list[Packet] = []
+        if memory.maps:
+            packets += self._announcements()
+        if memory.unmaps:
+            batch = [*map(Unmap, memory.unmaps), *batch]
+            memory.unmaps.clear()
+        while memory.drops:
+            batch.insert(0, Return(memory.drops.take(HANDLES)))
+        if self.framed:
+            self.framed = False
+            return packets + self._with_frames(batch)
+        if batch:
+            try:
+                data = wire.encode(batch)
+            except _UNWRITABLE:
+                batch = self._writable(batch)
+                data = wire.encode(batch)
+            if len(data) <= PACKET_BYTES:
+                packets.append(Packet(data))
+            else:
+                packets += [Packet(part) for part in wire.pack(batch)]
+        return packets
+
+    def _announcements(self) -> list[Packet]:
+        segments = self._memory.maps
+        groups = [segments[start : start + MAPS] for start in range(0, len(segments), MAPS)]
+        segments.clear()
+        return [
+            Packet(
+                wire.encode([segment.map() for segment in group]),
+                tuple([segment.fd for segment in group if segment.name is None]),
+            )
+            for group in groups
+        ]
+
+    def _with_frames(self, batch: list[Any]) -> list[Packet]:
+        """A message with frames is a packet of its own, as the frames' numbers count from its start."""
+        packets: list[Packet] = []
+        for message in self._writable(batch):
+            ticket = self._tickets.get(message.request) if type(message) is Infer else None
+            kept = ticket.kept if ticket is not None else None
+            packets.append(Packet(wire.encode([message]), (), tuple(kept.frames) if kept is not None else ()))
+        return packets
+
+    def _writable(self, batch: list[Any]) -> list[Any]:
+        good = []
+        for message in batch:
+            try:
+                wire.encode([message])
+            except _UNWRITABLE as error:
+                ticket = self._tickets.pop(getattr(message, "request", 0), None)
+                if ticket is None:
+                    raise
+                if ticket.kept is not None:
+                    self._memory.let_go(ticket.kept)
+                ticket.fail(InvalidRequest(f"the request cannot be sent: {error}"))
+            else:
+                good.append(message)
+        return good

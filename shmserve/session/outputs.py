@@ -1,0 +1,38 @@
+"""Outputs that did not come inline, to arrays. The rule of the file: an array is a view where it can be, else a copy,
+whose handles go back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shmserve.dtypes import elements
+from shmserve.errors import Internal
+from shmserve.messages import Tensor
+from shmserve.session.memory import Memory
+from shmserve.session.results import from_bytes, into_place
+from shmserve.session.ticket import Array
+
+
+def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | None, memory: Memory) -> Array:
+    """The array of one output. `place` is the array that the caller wants it in."""
+    data = tensor.data
+    if isinstance(data, tuple):
+        if place is not None and len(data) == 1 and memory.is_own(data[0]):
+            return _written(tensor, place)
+        found = memory.view(tensor)
+    elif isinstance(data, int):
+        if not 0 <= data < len(frames):
+            raise Internal(f"output '{tensor.name}' is in frame {data} of {len(frames)}")
+        found = from_bytes(tensor, frames[data])
+    else:
+        found = from_bytes(tensor, data)
+    return found if place is None else into_place(tensor, found, place)
+
+
+def _written(tensor: Tensor, place: Array) -> Array:
+    """The answer is where the caller wanted it."""
+    if tensor.shape == place.shape:
+        return place
+    return place.reshape(-1)[: elements(tensor.shape)].reshape(tensor.shape)

@@ -1,0 +1,497 @@
+"""The client's half of the protocol, without any input or output: no socket, no clock, no thread is known here.
+
+Calls make messages; `take` gives the packets that are to be sent; `receive` is told what came and settles tickets. The
+rule of the file: calls must be serialised by whoever has the session, except for arrays being dropped, which may happen
+in any thread at any time.
+
+A request stays here until it is answered, so that it can be sent again over a new connection. One that was cancelled or
+has expired stays too, without its asker, until the server says that its inputs are no longer read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from shmserve import wire
+from shmserve.errors import (
+    Cancelled,
+    ConnectionLost,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    ProtocolError,
+    ServeError,
+    from_wire,
+)
+from shmserve.messages import (
+    NAME_LENGTH,
+    PROTOCOL,
+    Answer,
+    Ask,
+    BrokerMessage,
+    Bye,
+    Cancel,
+    Fail,
+    FailHeld,
+    Goodbye,
+    Hello,
+    Infer,
+    Map,
+    Ping,
+    Pong,
+    Reclaim,
+    Released,
+    Reply,
+    Unmap,
+    Welcome,
+)
+from shmserve.session.inputs import Encoder
+from shmserve.session.memory import Memory
+from shmserve.session.options import check_name, check_size, options_of, timeout_us_of, version_of, wanted_of
+from shmserve.session.outbox import Outbox, Packet
+from shmserve.session.outputs import output_of
+from shmserve.session.resend import renewed
+from shmserve.session.results import Result
+from shmserve.session.ticket import Abandoned, Kept, Ticket
+
+GRACE_S = 0.1
+"""The server keeps the deadline; the client gives up by itself so much later, should the server not answer at all."""
+
+
+class Session:
+    """`memory` is memfd, posix or frames. `on_full` is called, maybe inside the collector, when much was dropped."""
+
+    def __init__(
+        self, memory: str = "memfd", *, memory_bytes: int = 8 << 30, on_full: Callable[[], object] | None = None
+    ) -> None:
+        self.memory = Memory(memory, memory_bytes, on_full)
+        self.tickets: dict[int, Ticket] = {}
+        self.connected = False
+        self.server = ""
+        self.limits: dict[str, int] = {}
+        self.goodbye: ServeError | None = None
+        """Why the server ended the connection, if it said so."""
+        self.outbox = Outbox(self.memory, self.tickets)
+        """What `take` makes packets of."""
+        self.urgent = False
+        """Something should be sent soon that no call asked for: an answer to Ping, or returns on Reclaim."""
+        self._encoder = Encoder(self.memory)
+        self._tensors = self._encoder.tensors
+        self._decode = wire.Codec(BrokerMessage).decode
+        self._number = 0
+        self._held: dict[int, Kept] = {}
+        self._chunks: dict[int, list[bytes]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    # ------------------------------------------------------------------------------------ questions
+
+    def infer(
+        self,
+        ticket: Ticket,
+        model: str,
+        inputs: Mapping[str, Any],
+        now: float,
+        outputs: Any = None,
+        version: int | str | None = None,
+        timeout: float | None = None,
+        priority: int | None = None,
+        sequence: int | str | None = None,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+        parameters: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        """Puts a request into the outbox. InvalidRequest, and nothing has happened, where it could not travel.
+
+        `now` is the monotonic clock; it is read only where `timeout` is given.
+        """
+        tensors, kept, size = self._tensors(inputs)
+        self._number = number = self._number + 1
+        if (
+            outputs is None
+            and version is None
+            and priority is None
+            and sequence is None
+            and parameters is None
+            and request_id is None
+            and not sequence_start
+            and not sequence_end
+            and len(tensors) < 16
+            and type(model) is str
+            and len(model) <= NAME_LENGTH
+        ):
+            message = Infer(number, model, 0, tensors)
+        else:
+            if outputs is not None and kept is None:
+                kept = Kept()
+            try:
+                check_name("model", model)
+                options = options_of(priority, sequence, sequence_start, sequence_end, parameters, request_id)
+                wanted = None if outputs is None or kept is None else wanted_of(outputs, kept, self._encoder)
+                message = Infer(number, model, version_of(version), tensors, wanted, 0, options)
+                check_size(message)
+            except BaseException:
+                if kept is not None:
+                    self.memory.let_go(kept)
+                raise
+        if timeout is None:
+            ticket.deadline = None
+        else:
+            self._limit(ticket, message, timeout, now, kept)
+        ticket.number = number
+        ticket.kept = kept
+        ticket.message = message
+        outbox = self.outbox
+        if kept is not None and kept.frames:
+            outbox.framed = True
+        self.tickets[number] = ticket
+        outbox.messages.append(message)
+        outbox.size += size + 64
+
+    def _limit(self, ticket: Ticket, message: Infer, timeout: float, now: float, kept: Kept | None) -> None:
+        try:
+            message.timeout_us = timeout_us_of(timeout)
+        except InvalidRequest:
+            if kept is not None:
+                self.memory.let_go(kept)
+            raise
+        ticket.deadline = None
+        if message.timeout_us:
+            ticket.deadline = now + message.timeout_us * 1e-6 + GRACE_S
+            self._watch(ticket.deadline, message.request)
+
+    def ask(
+        self,
+        ticket: Ticket,
+        what: str,
+        now: float,
+        model: str = "",
+        version: int | str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Puts a question into the outbox; the ticket is settled with what the JSON of the answer says."""
+        check_name("model", model)
+        number_of_version = version_of(version)
+        self._number = number = self._number + 1
+        message = Ask(number, what, model, number_of_version)
+        ticket.number = number
+        ticket.kept = None
+        ticket.message = message
+        ticket.deadline = None
+        if timeout is not None:
+            ticket.deadline = now + timeout_us_of(timeout) * 1e-6
+            self._watch(ticket.deadline, number)
+        self.tickets[number] = ticket
+        self.outbox.say(message)
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Its asker no longer waits. False: it was answered already. The ticket itself is told nothing."""
+        if self.tickets.get(ticket.number) is not ticket:
+            return False
+        self.tickets[ticket.number] = Abandoned(ticket.number, ticket.kept)
+        if isinstance(ticket.message, Infer):
+            self.outbox.say(Cancel(ticket.number))
+        ticket.message = None
+        ticket.kept = None
+        return True
+
+    def expire(self, ticket: Ticket) -> None:
+        """Its deadline has passed without an answer."""
+        message = ticket.message
+        if not self.cancel(ticket):
+            return
+        if isinstance(message, Infer):
+            text = f"model '{message.model}' did not answer within the timeout of {message.timeout_us / 1e6:g} s"
+        else:
+            text = "the server did not answer the question within its timeout"
+        ticket.fail(DeadlineExceeded(text))
+
+    # ------------------------------------------------------------------------------------ time
+
+    def deadline(self) -> float | None:
+        """When `tick` has something to do next."""
+        deadlines = self._deadlines
+        while deadlines:
+            ticket = self.tickets.get(deadlines[0][1])
+            if ticket is not None and ticket.deadline == deadlines[0][0]:
+                return deadlines[0][0]
+            heappop(deadlines)
+        return None
+
+    def tick(self, now: float) -> None:
+        """Ends what has waited for too long."""
+        while True:
+            next_one = self.deadline()
+            if next_one is None or next_one > now:
+                return
+            self.expire(self.tickets[heappop(self._deadlines)[1]])
+
+    def _watch(self, deadline: float, number: int) -> None:
+        if len(self._deadlines) > 2 * len(self.tickets) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.tickets]
+            heapify(self._deadlines)
+        heappush(self._deadlines, (deadline, number))
+
+    # ------------------------------------------------------------------------------------ out
+
+    @property
+    def has_returns(self) -> bool:
+        return bool(self.memory.drops)
+
+    def take(self) -> list[Packet]:
+        """The packets to send now, in this order. Returns of dropped outputs go with the first message."""
+        self.urgent = False
+        return self.outbox.take()
+
+    # ------------------------------------------------------------------------------------ in
+
+    def receive(self, data: Any, descriptors: Sequence[int] = (), frames: Sequence[Any] = ()) -> int:
+        """Takes in one packet; says how many tickets it settled. An error means that the connection is of no use."""
+        settled = 0
+        pop = self.tickets.pop
+        if descriptors:
+            return self._receive_with_descriptors(data, descriptors, frames)
+        for message in self._decode(data):
+            if type(message) is Reply:
+                ticket = pop(message.request, None)
+                if ticket is None:
+                    self._return_unwanted(message)
+                    continue
+                settled += 1
+                if ticket.kept is not None:
+                    self._settle_kept(ticket, message, frames)
+                    continue
+                for tensor in message.outputs:
+                    if type(tensor.data) is not bytes:
+                        self._settle_slowly(ticket, message, frames)
+                        break
+                else:
+                    ticket.message = None
+                    ticket.settle(message)
+            else:
+                settled += _HANDLERS[type(message)](self, message)
+        return settled
+
+    def _receive_with_descriptors(self, data: Any, descriptors: Sequence[int], frames: Sequence[Any]) -> int:
+        """The n-th nameless Map has the n-th descriptor. All are closed, whatever happens."""
+        left = list(descriptors)
+        try:
+            for message in self._decode(data):
+                if type(message) is Map and message.name is None and left:
+                    self.memory.mapped.add(message.segment, message.size, fd=left.pop(0))
+        finally:
+            self.memory.close_descriptors(left)
+        return self.receive(data, (), frames)
+
+    def _settle_kept(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
+        kept, ticket.kept = ticket.kept, None
+        assert kept is not None
+        self._settle_slowly(ticket, reply, frames, kept.places)
+        self.memory.let_go(kept)
+
+    def _settle_slowly(
+        self,
+        ticket: Ticket,
+        reply: Reply,
+        frames: Sequence[Any],
+        places: Mapping[str, Any] | None = None,
+    ) -> None:
+        """An answer with handles, frames, or places: its arrays are made at once, so that no handle can be lost."""
+        ticket.message = None
+        result = Result()
+        result.version = reply.version
+        result.parameters = reply.parameters or {}
+        failure: ServeError | None = None
+        for tensor in reply.outputs:
+            try:
+                result[tensor.name] = output_of(tensor, frames, (places or {}).get(tensor.name), self.memory)
+            except ServeError as error:
+                failure = error
+        if failure is not None:
+            ticket.fail(failure)
+        else:
+            ticket.settle(result)
+
+    def _return_unwanted(self, reply: Reply) -> None:
+        """An answer to a request of which nothing is known any more: what it brought goes back."""
+        for tensor in reply.outputs:
+            if isinstance(tensor.data, tuple):
+                for handle in tensor.data:
+                    if not self.memory.is_own(handle):
+                        self.memory.drops.dropped(handle)
+
+    def _on_fail(self, message: Fail) -> int:
+        if message.request == 0:
+            return self.fail_all(Internal(f"the server refused a message of this client: {message.text}"))
+        ticket = self.tickets.pop(message.request, None)
+        if ticket is None:
+            return 0
+        self._chunks.pop(message.request, None)
+        if ticket.kept is not None:
+            self.memory.let_go(ticket.kept)
+            ticket.kept = None
+        ticket.message = None
+        ticket.fail(from_wire(message.code, message.text))
+        return 1
+
+    def _on_fail_held(self, message: FailHeld) -> int:
+        ticket = self.tickets.pop(message.request, None)
+        if ticket is None:
+            return 0
+        if ticket.kept is not None:
+            self._held[message.request] = ticket.kept
+            ticket.kept = None
+        ticket.message = None
+        ticket.fail(from_wire(message.code, message.text))
+        return 1
+
+    def _on_released(self, message: Released) -> int:
+        kept = self._held.pop(message.request, None)
+        if kept is not None:
+            self.memory.let_go(kept)
+        return 0
+
+    def _on_answer(self, message: Answer) -> int:
+        chunks = self._chunks.setdefault(message.request, [])
+        chunks.append(message.body)
+        if message.more:
+            return 0
+        del self._chunks[message.request]
+        ticket = self.tickets.pop(message.request, None)
+        if ticket is None:
+            return 0
+        ticket.message = None
+        try:
+            said = json.loads(b"".join(chunks))
+        except ValueError as error:
+            ticket.fail(Internal(f"the server's answer is no JSON: {error}"))
+        else:
+            ticket.settle(said)
+        return 1
+
+    def _on_map(self, message: Map) -> int:
+        if message.name is not None:
+            self.memory.mapped.add(message.segment, message.size, name=message.name)
+        elif message.segment not in self.memory.mapped:
+            raise ProtocolError("a segment was announced without its descriptor")
+        return 0
+
+    def _on_unmap(self, message: Unmap) -> int:
+        if message.segment in self.memory.mapped:
+            self.memory.mapped.remove(message.segment)
+        return 0
+
+    def _on_reclaim(self, message: Reclaim) -> int:
+        self.urgent = True
+        return 0
+
+    def _on_ping(self, message: Ping) -> int:
+        self.outbox.say(Pong(message.number))
+        self.urgent = True
+        return 0
+
+    def _on_nothing(self, message: Any) -> int:
+        return 0
+
+    def _on_refused(self, message: wire.Refused) -> int:
+        """The server's message cannot be read: that is an error of this request, or of the connection."""
+        if not message.request:
+            raise ProtocolError(f"the server sent something unreadable: {message.text}")
+        return self._on_fail(Fail(message.request, Internal.code, message.text))
+
+    # ------------------------------------------------------------------------------------ connections
+
+    def hello(self, pid: int, name: str) -> Packet:
+        """The first packet of a connection; nothing else is sent before `connected`."""
+        self.connected = False
+        self.goodbye = None
+        return Packet(wire.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind)]))
+
+    def _on_welcome(self, message: Welcome) -> int:
+        if message.protocol != PROTOCOL:
+            raise ProtocolError(f"the server speaks protocol {message.protocol}, this client {PROTOCOL}")
+        self.server = message.server
+        self.limits = message.limits
+        numbers = self.memory.connected(message.owner)
+        self.connected = True
+        self.outbox.clear()
+        for number in sorted(self.tickets):
+            ticket = self.tickets[number]
+            if ticket.message is None:
+                self._end(ticket, None)  # nobody wants it, and the server has not seen it
+                continue
+            if isinstance(ticket.message, Infer):
+                ticket.message = renewed(ticket.message, ticket.kept, numbers, self.memory)
+                self.outbox.framed |= ticket.kept is not None and bool(ticket.kept.frames)
+            self.outbox.say(ticket.message)
+        return 0
+
+    def _on_goodbye(self, message: Goodbye) -> int:
+        self.goodbye = from_wire(message.code, message.text)
+        return 0
+
+    def disconnected(self) -> int:
+        """The link ended. Stateless requests wait to be sent again; steps of sequences fail, as do those cancelled."""
+        self.connected = False
+        self.outbox.clear()
+        self._chunks.clear()
+        self.memory.disconnected()
+        settled = 0
+        for number in sorted(self.tickets):
+            ticket = self.tickets[number]
+            message = ticket.message
+            if message is None:
+                self._end(ticket, None)
+            elif isinstance(message, Infer) and message.options is not None and message.options.sequence:
+                text = f"the connection ended in the middle of sequence {message.options.sequence}; start it again"
+                self._end(ticket, ConnectionLost(text))
+                settled += 1
+        for kept in self._held.values():
+            self.memory.let_go(kept)
+        self._held.clear()
+        return settled
+
+    def fail_all(self, error: ServeError) -> int:
+        """Nobody will answer any more."""
+        tickets = list(self.tickets.values())
+        for ticket in tickets:
+            self._end(ticket, error)
+        return len(tickets)
+
+    def _end(self, ticket: Ticket, error: ServeError | None) -> None:
+        self.tickets.pop(ticket.number, None)
+        if ticket.kept is not None:
+            self.memory.let_go(ticket.kept)
+            ticket.kept = None
+        ticket.message = None
+        if error is not None:
+            ticket.fail(type(error)(str(error)))
+
+    def bye(self) -> Packet:
+        """The last packet of a connection, with whatever was still to be returned."""
+        return Packet(wire.encode([Bye()]))
+
+    def close(self) -> None:
+        """Everything unanswered is cancelled; arrays stay valid."""
+        self.fail_all(Cancelled("the client was closed before the answer came"))
+        self.memory.close()
+
+
+_HANDLERS: dict[type, Callable[[Session, Any], int]] = {
+    Fail: Session._on_fail,
+    FailHeld: Session._on_fail_held,
+    Released: Session._on_released,
+    Answer: Session._on_answer,
+    Map: Session._on_map,
+    Unmap: Session._on_unmap,
+    Reclaim: Session._on_reclaim,
+    Ping: Session._on_ping,
+    Pong: Session._on_nothing,
+    Welcome: Session._on_welcome,
+    Goodbye: Session._on_goodbye,
+    wire.Refused: Session._on_refused,
+}
+"""What each message does; says how many tickets it settled."""

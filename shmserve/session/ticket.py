@@ -1,0 +1,67 @@
+"""One question in flight. The rule of the file: a ticket knows nothing of how its asker waits for the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import ServeError
+from shmserve.messages import Ask, Infer
+from shmserve.shm.arena import Block
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Kept:
+    """What must stay as it is until the server no longer needs the inputs of a request."""
+
+    __slots__ = ("arrays", "blocks", "frames", "places", "received")
+
+    def __init__(self) -> None:
+        self.arrays: list[Array] = []
+        """Arrays whose memory the request refers to."""
+        self.blocks: list[Block] = []
+        """Blocks of the own arena made for this request alone."""
+        self.frames: list[bytes] = []
+        """Bytes that travel behind the packet."""
+        self.received: dict[int, Array] = {}
+        """Number of an input -> the received output that it is."""
+        self.places: dict[str, Array] = {}
+        """Name of an output -> the array that the caller wants it in."""
+
+
+class Ticket:
+    """A question and what belongs to it. The session fills the fields; subclasses say what an answer does."""
+
+    __slots__ = ("deadline", "kept", "message", "number")
+
+    deadline: float | None
+    kept: Kept | None
+    message: Infer | Ask | None
+    number: int
+
+    def settle(self, answer: Any) -> None:
+        """The answer is here: a Reply (all its outputs inline), a Result, or what a JSON document says."""
+        raise NotImplementedError
+
+    def fail(self, error: ServeError) -> None:
+        raise NotImplementedError
+
+
+class Abandoned(Ticket):
+    """Takes the place of a ticket whose asker no longer waits, until the server is done with the inputs."""
+
+    __slots__ = ()
+
+    def __init__(self, number: int, kept: Kept | None) -> None:
+        self.deadline = None
+        self.kept = kept
+        self.message = None
+        self.number = number
+
+    def settle(self, answer: Any) -> None:
+        """Nobody wants it. Handles in it were made views, which return them as they go now."""
+
+    def fail(self, error: ServeError) -> None:
+        """Nobody wants to know."""
