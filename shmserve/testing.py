@@ -1,0 +1,236 @@
+"""A real server for tests of programs that use shmserve.
+
+    import numpy as np
+    import pytest
+    from shmserve.testing import Server
+
+    @pytest.fixture(scope="session")
+    def server():
+        with Server("models") as server:
+            yield server
+
+    def test_scores_are_probabilities(server):
+        with server.client() as client:
+            scores = client.infer("mlp", {"x": np.zeros((1, 64), np.float32)})["y"]
+        assert scores.sum() == pytest.approx(1)
+
+The rule of the file: nothing outlives the `with` block. A server that does not end well is an error with its log.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import shmserve
+from shmserve.paths import BROKER, LANE
+
+_SHM = Path("/dev/shm")
+_KILLED_S = 30.0
+
+
+class Server:
+    """A server of its own process, with sockets in a directory of its own; ready when the block begins.
+
+    `options` are those of `shmserve serve`, e.g. `Server("models", "--exit-on-error", "true")`: without that one, a
+    model that fails to load does not keep the others from being served. With `runtime_dir` the sockets are there
+    instead of in a temporary directory. `start_timeout` and `stop_timeout` are seconds; a server that needs longer is
+    killed, and the error shows its log.
+    """
+
+    def __init__(
+        self,
+        model_repository: str | os.PathLike[str],
+        *options: str,
+        runtime_dir: str | os.PathLike[str] | None = None,
+        start_timeout: float = 60.0,
+        stop_timeout: float = 60.0,
+    ) -> None:
+        self._repository = Path(model_repository)
+        self._options = options
+        self._named = None if runtime_dir is None else Path(runtime_dir)
+        self._start_timeout = start_timeout
+        self._stop_timeout = stop_timeout
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = ""
+
+    # ------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The directory of its sockets: what `Client(runtime_dir=...)` and `shmserve --runtime-dir` take."""
+        return self._named or self._directory() / "run"
+
+    @property
+    def url(self) -> str:
+        """The unix lane, for `Client(url)`."""
+        return f"unix://{self.runtime_dir / LANE}"
+
+    @property
+    def zmq_url(self) -> str:
+        """The ZeroMQ socket, for `Client(url)`."""
+        return f"ipc://{self.runtime_dir / BROKER}"
+
+    @property
+    def pid(self) -> int:
+        """The broker's process."""
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """All that the server and its models have printed, over restarts; also after the end."""
+        if self._temporary is not None:
+            self._log = self._log_file().read_text(errors="replace")
+        return self._log
+
+    def client(self, **options: Any) -> shmserve.Client:
+        """A client of this server; `options` are those of `shmserve.Client`. Close it before the server ends."""
+        return shmserve.Client(runtime_dir=self.runtime_dir, **options)
+
+    def async_client(self, **options: Any) -> shmserve.AsyncClient:
+        """The same for asyncio."""
+        return shmserve.AsyncClient(runtime_dir=self.runtime_dir, **options)
+
+    # ------------------------------------------------------------------------------------- its start and end
+
+    def start(self) -> None:
+        """Starts it and waits until its models have been loaded. `with` does so."""
+        if self._process is not None:
+            raise RuntimeError("the server is running already")
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="shmserve-server-")
+        try:
+            self._start()
+        except BaseException:
+            self._remove()
+            raise
+
+    def stop(self) -> None:
+        """Lets it finish what is in flight and waits for its end. `with` does so. Not running: nothing to do."""
+        try:
+            self._stop()
+        finally:
+            self._remove()
+
+    def restart(self) -> None:
+        """Stops it, unless it was killed, and starts it with the same sockets: clients connect again by themselves."""
+        self._stop()
+        self.start()
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would be, and waits for the end of its workers, which follows from it."""
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        workers = _open(_children(self._process.pid))
+        try:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            left = [pid for pid, descriptor in workers.items() if not _ended(descriptor)]
+        finally:
+            for descriptor in workers.values():
+                os.close(descriptor)
+        if left:
+            raise RuntimeError(f"worker process(es) {left} have outlived their server:\n{self.log}")
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _start(self) -> None:
+        reader, writer = os.pipe()
+        try:
+            command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(self._repository)]
+            command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer), *self._options]
+            with self._log_file().open("ab") as log:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[writer]
+                )
+            os.close(writer)
+            writer = -1
+            readable = select.select([reader], [], [], self._start_timeout)[0]
+            if readable and os.read(reader, 16) == b"READY\n":
+                return
+        finally:
+            os.close(reader)
+            if writer >= 0:
+                os.close(writer)
+        if readable:  # the end of the pipe: it has ended, or is about to
+            code = self._process.wait(self._stop_timeout)
+            self._process = None
+            raise RuntimeError(f"the server ended with code {code} before it was ready:\n{self.log}")
+        self.kill()
+        raise RuntimeError(f"the server was not ready within {self._start_timeout:g} s:\n{self.log}")
+
+    def _stop(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        pids = [process.pid, *_children(process.pid)]
+        alone = process.poll() is not None
+        process.send_signal(signal.SIGTERM)
+        try:
+            code = process.wait(self._stop_timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            text = f"the server did not stop within {self._stop_timeout:g} s of SIGTERM and was killed"
+            raise RuntimeError(f"{text}:\n{self.log}") from None
+        self._process = None
+        if code or alone:
+            text = f"the server ended by itself with code {code}" if alone else f"the server stopped with code {code}"
+            raise RuntimeError(f"{text}:\n{self.log}")
+        left = [name for name in (LANE, BROKER) if (self.runtime_dir / name).exists()]
+        left += [path.name for pid in pids for path in _SHM.glob(f"shmserve-{pid}-*")]
+        if left:
+            raise RuntimeError(f"the server has left {', '.join(left)} behind:\n{self.log}")
+
+    def _directory(self) -> Path:
+        if self._temporary is None:
+            raise RuntimeError("the server is not running; use it as `with Server(...) as server:`")
+        return Path(self._temporary.name)
+
+    def _log_file(self) -> Path:
+        return self._directory() / "server.log"
+
+    def _remove(self) -> None:
+        if self._temporary is not None:
+            self._log = self.log
+            self._temporary.cleanup()
+            self._temporary = None
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:  # it has ended
+        return []
+
+
+def _open(pids: list[int]) -> dict[int, int]:
+    """pid -> pidfd, of those that still run."""
+    opened = {}
+    for pid in pids:
+        try:
+            opened[pid] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+    return opened
+
+
+def _ended(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], _KILLED_S)[0])
