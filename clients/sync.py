@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shmserve.clients.engine import Engine, monotonic
+from shmserve.clients.connection import monotonic
+from shmserve.clients.engine import Engine
 from shmserve.clients.future import Future
 from shmserve.clients.transport import address_of
 from shmserve.clients.waiting import POLL_S, not_ready, pause_after
