@@ -142,52 +142,37 @@ class Gather:
     # ---------------------------------------------------------------------------------- all inline, all alike
 
     def _uniform(self, works: Sequence[Work]) -> Group | None:
-        """The group of a batch whose tensors are all inline and fit together; None: look at them one by one."""
-        rows = 0
-        for work in works:
-            if not work.rows:
-                return None
-            rows += work.rows
+        """The group of a batch whose tensors are all inline and fit together; None: look at them one by one.
+
+        Simple passes over the batch, one for each thing to know: this is what each request of a full batch pays.
+        """
+        count = len(works)
+        shares = [work.rows for work in works]
+        given = [work.inputs for work in works]
+        if 0 in shares or list(map(len, given)).count(len(self.specs)) != count:
+            return None
+        rows = sum(shares)
         blobs: list[list[bytes]] = []
         shapes: list[tuple[int, ...] | None] = []
-        for index, spec in enumerate(self.specs):
-            column = self._column(works, index, spec)
-            if column is None:
-                return None
-            blobs.append(column)
-            shapes.append(spec.inner((rows, *works[0].inputs[index].shape[1:])))
-        return Group(self, works, range(len(works)), rows, shapes, blobs, None)
-
-    def _column(self, works: Sequence[Work], index: int, spec: Spec) -> list[bytes] | None:
-        count = len(self.specs)
-        first = works[0].inputs
-        if len(first) != count or not spec.item or not first[index].shape:
-            return None
-        shape = first[index].shape
-        tail = shape[1:]
-        if tail and min(tail) < 0:
-            return None
-        row_bytes = elements(tail) * spec.item
-        name, dtype, kind = spec.name, spec.dtype, bytes
-        column: list[bytes] = []
-        add = column.append
-        for work in works:
-            inputs = work.inputs
-            if len(inputs) != count:
-                return None
-            tensor = inputs[index]
-            data = tensor.data
+        for spec, column in zip(self.specs, zip(*given, strict=True), strict=True):
+            data: list[Any] = [tensor.data for tensor in column]
             if (
-                data.__class__ is not kind
-                or tensor.name != name
-                or tensor.dtype != dtype
-                or len(data) != work.rows * row_bytes
-                or (tensor.shape != shape and tensor.shape[1:] != tail)
-                or tensor.shape[0] != work.rows
+                list(map(type, data)).count(bytes) != count
+                or [tensor.name for tensor in column].count(spec.name) != count
+                or [tensor.dtype for tensor in column].count(spec.dtype) != count
+                or not spec.item
             ):
                 return None
-            add(data)
-        return column
+            tail = _tail([tensor.shape for tensor in column], shares)
+            if tail is None:
+                return None
+            row_bytes = elements(tail) * spec.item
+            lengths = list(map(len, data))
+            if lengths.count(row_bytes) != rows and lengths != [share * row_bytes for share in shares]:
+                return None
+            blobs.append(data)
+            shapes.append(spec.inner((rows, *tail)))
+        return Group(self, works, range(len(works)), rows, shapes, blobs, None)
 
     # ---------------------------------------------------------------------------------- one by one
 
@@ -295,6 +280,22 @@ class Gather:
     def _aligned(view: Array) -> Array:
         """Engines want elements on their own boundaries; a caller may have put them anywhere."""
         return view if view.flags.aligned else view.copy()
+
+
+def _tail(shapes: list[tuple[int, ...]], shares: list[int]) -> tuple[int, ...] | None:
+    """The shape behind axis 0 that all have in common, if axis 0 is each request's share; else None."""
+    shape = shapes[0]
+    if not shape:
+        return None
+    tail = shape[1:]
+    if tail and min(tail) < 0:
+        return None
+    if shapes.count(shape) == len(shapes) == shares.count(shape[0]):
+        return tail
+    for other, share in zip(shapes, shares, strict=True):
+        if not other or other[0] != share or other[1:] != tail:
+            return None
+    return tail
 
 
 def _copy(pieces: list[Array], target: Array) -> None:

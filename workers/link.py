@@ -20,6 +20,9 @@ DESCRIPTORS = 253
 SEND_BUFFER = 4 * 1024 * 1024
 
 _INT = array.array("i").itemsize
+_WAIT = int(socket.MSG_CMSG_CLOEXEC)
+_NO_WAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS * _INT)
 
 
@@ -37,23 +40,23 @@ class Link:
 
     def receive(self) -> tuple[list[Any], list[int]]:
         """Waits for a packet: its messages and its descriptors. ConnectionLost at the end of the link."""
-        return self._take(0)
+        return self._take(_WAIT)
 
     def drain(self) -> tuple[list[Any], list[int]] | None:
         """A packet that is already here, or None."""
         try:
-            return self._take(socket.MSG_DONTWAIT)
+            return self._take(_NO_WAIT)
         except BlockingIOError:
             return None
 
     def _take(self, flags: int) -> tuple[list[Any], list[int]]:
         try:
-            size, ancillary, what, _ = self._sock.recvmsg_into(self._into, _ANCILLARY, flags | socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, what, _ = self._sock.recvmsg_into(self._into, _ANCILLARY, flags)
         except ConnectionError as error:
             raise ConnectionLost(f"the link to the broker broke: {error.strerror}") from None
         descriptors = _descriptors(ancillary) if ancillary else []
         try:
-            if what & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if what & _CUT:
                 raise ProtocolError(f"a packet or its descriptors were cut off; the limit is {PACKET_BYTES} bytes")
             if size == 0:
                 raise ConnectionLost("the broker closed the link")
@@ -66,11 +69,8 @@ class Link:
     def send(self, messages: list[Any], descriptors: Sequence[int] = ()) -> None:
         """Sends messages; the n-th descriptor goes with the n-th message that needs one (`carries_descriptor`)."""
         packet = wire.encode(messages)
-        if not descriptors and len(packet) <= PACKET_BYTES:
-            self._send(packet, ())
-            return
-        if len(descriptors) <= DESCRIPTORS and len(packet) <= PACKET_BYTES:
-            self._send(packet, descriptors)
+        if len(packet) <= PACKET_BYTES and len(descriptors) <= DESCRIPTORS:
+            self.send_packet(packet, descriptors)
             return
         if len(messages) == 1:
             wire.pack(messages)  # raises: one message that is too large
@@ -79,7 +79,7 @@ class Link:
         self.send(messages[:half], descriptors[:split])
         self.send(messages[half:], descriptors[split:])
 
-    def _send(self, packet: bytes, descriptors: Sequence[int]) -> None:
+    def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> None:
         try:
             if descriptors:
                 socket.send_fds(self._sock, [packet], list(descriptors))

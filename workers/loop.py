@@ -77,7 +77,7 @@ class Loop:
         done = Done(batch.number, tuple(rows), times)
         if following is not None:
             done.next, done.through = following.number, following.through
-        self._outbox.add_done(done)
+        self._outbox.add(done)
         return following
 
     # ------------------------------------------------------------------------------------ orders

@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from shmserve.messages import CHUNK_BYTES, Done, Row, Rows
+from shmserve.wire import encode
 
 if TYPE_CHECKING:
     from shmserve.workers.link import Link
@@ -22,7 +25,7 @@ class Outbox:
     be given up before that."""
 
     def __init__(self, link: Link) -> None:
-        self._send = link.send
+        self._link = link
         self._messages: list[Any] = []
         self._descriptors: list[int] = []
 
@@ -31,28 +34,39 @@ class Outbox:
         if descriptor is not None:
             self._descriptors.append(os.dup(descriptor))
 
-    def add_done(self, done: Done) -> None:
-        """Done, with Rows before it where the results are too many for one message."""
-        rows = done.rows
+    def flush(self) -> None:
+        messages, descriptors = self._messages, self._descriptors
+        if not messages:
+            return
+        self._messages, self._descriptors = [], []
+        try:
+            packet = encode(messages)
+            if len(packet) <= CHUNK_BYTES:
+                self._link.send_packet(packet, descriptors)
+            else:
+                self._link.send(in_chunks(messages), descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def in_chunks(messages: list[Any]) -> list[Any]:
+    """The same, with Rows before each Done whose results are too many for one message."""
+    found: list[Any] = []
+    for message in messages:
+        if not isinstance(message, Done):
+            found.append(message)
+            continue
+        rows = message.rows
         size = start = 0
         for index, row in enumerate(rows):
-            size += row_bytes(row)
+            taken = row_bytes(row)
+            size += taken
             if size > CHUNK_BYTES and index > start:
-                self.add(Rows(done.batch, rows[start:index]))
-                start, size = index, row_bytes(row)
-        if start:
-            done.rows = rows[start:]
-        self.add(done)
-
-    def flush(self) -> None:
-        if self._messages:
-            messages, descriptors = self._messages, self._descriptors
-            self._messages, self._descriptors = [], []
-            try:
-                self._send(messages, descriptors)
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                found.append(Rows(message.batch, rows[start:index]))
+                start, size = index, taken
+        found.append(replace(message, rows=rows[start:]))
+    return found
 
 
 def row_bytes(row: Row) -> int:

@@ -85,7 +85,7 @@ class Results:
         self._failures: dict[int, ServeError] = {}
         self._inline = 0  # bytes that each row has in its message so far
         self._places: list[list[_Place]] | None = None
-        if any(work.outputs is not None for work in works):
+        if [work.outputs for work in works].count(None) != len(works):
             self._places = self._wanted(works)
 
     def _wanted(self, works: Sequence[Work]) -> list[list[_Place]]:
