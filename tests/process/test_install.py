@@ -110,7 +110,6 @@ def test_the_command(python: Path, tmp_path: Path) -> None:
     command = python.with_name("shmserve")
     assert "0.1.0" in run(command, "version", cwd=tmp_path)
     assert "serve" in run(command, "--help", cwd=tmp_path)
-    assert "0.1.0" in run(python, "-m", "shmserve", "version", cwd=tmp_path)
 
 
 def test_the_samples_come_from_the_wheel(python: Path, tmp_path: Path) -> None:
