@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from shmserve.core.clients import Client
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Close, Free, Query
@@ -21,6 +23,7 @@ from shmserve.errors import (
 from shmserve.messages import (
     FRAME_BYTES,
     INLINE_BYTES,
+    NAME_LENGTH,
     OWNER_SHIFT,
     PACKET_BYTES,
     PROTOCOL,
@@ -45,6 +48,7 @@ from shmserve.messages import (
 _PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
 """How large outputs can come back, by the kind of link."""
 
+_SEGMENT_NAME = re.compile(rf"/[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_LENGTH - 2}}}")
 _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 
@@ -288,10 +292,21 @@ class Admission:
                 raise Unavailable(f"this client has {limit} segments, its limit (client_segments)")
             if (message.name is None) != (client.plane == "lane"):
                 raise InvalidRequest("over the lane a segment comes as a descriptor, over ZeroMQ by its name")
+            if message.name is not None:
+                self._check_segment_name(message.name)
             self._state.ledger.announce(peer, message, client.audience)
             client.segments.add(message.segment)
         except ServeError as error:
             self._goodbye(client, error)
+
+    def _check_segment_name(self, name: str) -> None:
+        """A client must not have a worker open the server's own memory for it, nor another client's."""
+        if not _SEGMENT_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"'{name[:80]}' is no name for a segment: a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -"
+            )
+        if any(segment.announcement.name == name for segment in self._state.ledger.segments.values()):
+            raise InvalidRequest(f"segment name '{name}' is announced already")
 
     def unmap(self, peer: int, message: Unmap, now: int) -> None:
         client = self._greeted(peer)

@@ -11,6 +11,7 @@ has expired stays too, without its asker, until the server says that its inputs 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -56,6 +57,8 @@ from shmserve.session.outputs import output_of
 from shmserve.session.resend import renewed
 from shmserve.session.results import Result
 from shmserve.session.ticket import Abandoned, Kept, Ticket
+
+log = logging.getLogger("shmserve")
 
 GRACE_S = 0.1
 """The server keeps the deadline; the client gives up by itself so much later, should the server not answer at all."""
@@ -324,8 +327,11 @@ class Session:
                         self.memory.drops.dropped(handle)
 
     def _on_fail(self, message: Fail) -> int:
-        if message.request == 0:
-            return self.fail_all(Internal(f"the server refused a message of this client: {message.text}"))
+        if message.request == 0:  # about no request that we can know; a packet that is lost takes its requests along
+            log.error("the server refused a message of this client: %s", message.text)
+            if message.code != ProtocolError.code:
+                return 0
+            return self.fail_all(Internal(f"the server refused a packet of this client: {message.text}"))
         ticket = self.tickets.pop(message.request, None)
         if ticket is None:
             return 0
