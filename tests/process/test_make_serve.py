@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "SHMSERVE"))}
+    found = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS", "SHMSERVE"))}
     return found | {"SHMSERVE_RUNTIME_DIR": str(tmp_path / "run")}
 
 
