@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import traceback
@@ -60,6 +61,7 @@ def main(words: list[str]) -> int:
         return 2
     if chosen.cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in chosen.cpus.split(",")})
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was started is stopped
     with tempfile.TemporaryDirectory(prefix="bench-") as work:
         setting = Setting(Path(work), chosen.seconds, chosen.rounds, chosen.soak_seconds)
         if chosen.quick:
