@@ -39,7 +39,7 @@ from shmserve.shm.arena import Arena, Segment
 log = logging.getLogger("shmserve")
 
 PING_S = 10.0
-"""How often silent ZeroMQ clients whose process is not known are asked whether they live; twice unanswered is gone."""
+"""How often silent ZeroMQ clients are asked whether they live, and unused memory of the broker's own is given back."""
 LANE_BACKLOG = 512
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -135,6 +135,8 @@ class Broker:
             self._send(Send(outbox.peer, Ping(next(self._pings))))
         for outbox in lost:
             outbox.close("it has not answered for two pings")
+        for segment in self._arena.trim(keep_one=False):
+            self._put(0, events.OwnSegmentGone(segment))
         self._flush()
         self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
 
@@ -170,7 +172,8 @@ class Broker:
         """Takes the descriptor that belongs to the message. `descriptors` loses it; what is left over is closed."""
         if isinstance(message, Hello):
             link = self._links.get(peer)
-            if isinstance(link, Outbox) and message.pid:
+            if isinstance(link, Outbox):
+                link.frames = message.outputs == "frames"
                 self._door.watch(link, message.pid)
             return message
         if isinstance(message, Map) and message.name is not None:
@@ -234,7 +237,7 @@ class Broker:
         kind = type(message)
         if kind is Map:
             link.maps = True
-        elif kind is Reply and type(link) is Outbox:
+        elif kind is Reply and type(link) is Outbox and link.frames:
             self._door.reply(link, message)
             self._dirty[link] = None
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
 from shmserve.errors import InvalidRequest, ProtocolError, ServeError
 from shmserve.messages import FRAME_BYTES, INLINE_BYTES, PACKET_BYTES, ClientMessage, Fail, Handle, Infer, Reply, Tensor
-from shmserve.shm.arena import Arena, Block
+from shmserve.shm.arena import Arena
 
 MESSAGE_BYTES = 8 * 1024 * 1024
 """What libzmq takes at all: above it, it ends the connection. Between FRAME_BYTES and this we can say what is wrong."""
@@ -42,6 +42,8 @@ class Outbox:
         self.unsent: list[list[bytes]] = []
         self.unsent_bytes = 0
         self.heard = True
+        self.frames = False
+        """It said in its Hello that large outputs are to come as frames."""
         self.watch: int | None = None
         """A pidfd of the client's process, once it has said which it is."""
         self._door = door
@@ -142,26 +144,27 @@ class ZmqDoor:
         if total > FRAME_BYTES:
             text = f"{total} bytes of frames came with one message, over the limit of {FRAME_BYTES}; use shared memory"
             return Garbled(infer.request, text, InvalidRequest.code)
-        blocks: list[Block] = []
+        placed: dict[int, Handle] = {}
         try:
             for tensor in infer.inputs:
                 number = tensor.data
-                if isinstance(number, int) and 0 <= number < len(frames):
-                    self._place(tensor, frames[number], blocks)
+                if not isinstance(number, int) or not 0 <= number < len(frames):
+                    continue
+                if len(frames[number]) <= INLINE_BYTES:
+                    tensor.data = frames[number]
+                    continue
+                if number not in placed:  # several tensors may name one frame
+                    placed[number] = self._place(frames[number])
+                tensor.data = (placed[number],)
         except ServeError as error:
-            for block in blocks:
-                self._arena.free(block.segment, block.offset)
+            free(self._arena, placed.values())
             return Garbled(infer.request, error.message, error.code)
-        return Framed(infer, tuple([block.handle() for block in blocks])) if blocks else infer
+        return Framed(infer, tuple(placed.values())) if placed else infer
 
-    def _place(self, tensor: Tensor, frame: bytes, blocks: list[Block]) -> None:
-        if len(frame) <= INLINE_BYTES:
-            tensor.data = frame
-            return
+    def _place(self, frame: bytes) -> Handle:
         block = self._arena.allocate(len(frame))
         block.memory()[: len(frame)] = frame
-        blocks.append(block)
-        tensor.data = (block.handle(),)
+        return block.handle()
 
     # ------------------------------------------------------------------------------------ out
 
@@ -227,13 +230,13 @@ class ZmqDoor:
                 self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has ended")
 
     def silent(self) -> tuple[list[Outbox], list[Outbox]]:
-        """Clients not watched that have said nothing since the last call: (to ping, to give up)."""
+        """(to ping, to give up). One whose process is watched may be too busy to answer; but if it has gone without
+        that process ending, the ping cannot be delivered, and that is told at once."""
         ask: list[Outbox] = []
         lost: list[Outbox] = []
         for outbox in self._outboxes.values():
-            if outbox.watch is None:
-                (ask if outbox.heard else lost).append(outbox)
-                outbox.heard = False
+            (ask if outbox.heard or outbox.watch is not None else lost).append(outbox)
+            outbox.heard = False
         self._retry()
         return ask, lost
 
@@ -254,7 +257,7 @@ class ZmqDoor:
         self._context.term()
 
 
-def free(arena: Arena, handles: tuple[Handle, ...]) -> None:
+def free(arena: Arena, handles: Iterable[Handle]) -> None:
     for handle in handles:
         arena.free(handle.segment, handle.offset)
 

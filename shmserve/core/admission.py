@@ -7,7 +7,7 @@ import re
 from shmserve.core.clients import Client
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Close, Free, Query
-from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment
+from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import RequestState, VersionState
@@ -299,14 +299,17 @@ class Admission:
         except ServeError as error:
             self._goodbye(client, error)
 
+    def own_segment_gone(self, peer: int, event: OwnSegmentGone, now: int) -> None:
+        self._state.ledger.withdraw(0, event.segment)
+
     def _check_segment_name(self, name: str) -> None:
         """A client must not have a worker open the server's own memory for it, nor another client's."""
         if not _SEGMENT_NAME.fullmatch(name):
             raise InvalidRequest(
-                f"'{name[:80]}' is no name for a segment: a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -"
+                f"the name of a segment is a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -; this one is not"
             )
         if any(segment.announcement.name == name for segment in self._state.ledger.segments.values()):
-            raise InvalidRequest(f"segment name '{name}' is announced already")
+            raise InvalidRequest("a segment of this name is announced already")
 
     def unmap(self, peer: int, message: Unmap, now: int) -> None:
         client = self._greeted(peer)

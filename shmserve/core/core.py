@@ -70,6 +70,7 @@ class Core:
             events.Closed: admission.closed,
             events.Garbled: admission.garbled,
             events.OwnSegment: admission.own_segment,
+            events.OwnSegmentGone: admission.own_segment_gone,
             events.Deploy: lifecycle.deploy,
             events.Refuse: lifecycle.refuse,
             events.Exited: lifecycle.exited,

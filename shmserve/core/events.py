@@ -46,6 +46,12 @@ class OwnSegment(Struct):
     announcement: Map
 
 
+class OwnSegmentGone(Struct):
+    """The broker's own arena has given back a segment in which nothing was."""
+
+    segment: int
+
+
 class Deploy(Struct):
     """Serve this version of this model. What it looks like is known when its first worker has loaded it."""
 

@@ -211,13 +211,13 @@ class Ledger:
 
     def client_died(self, client: Client) -> None:
         """Everything that the client held or owned, in one call."""
+        self._forget_peer(client.number)  # first: it is told of nothing any more
         for place in list(client.holds):
             hold = self.holds[place]
             del hold.clients[client.number]
             self._release(place, hold)
         client.holds.clear()
         client.held_bytes = 0
-        self._forget_peer(client.number)
 
     def worker_died(self, peer: int) -> None:
         self._returns.pop(peer, None)

@@ -250,10 +250,12 @@ class Arena:
             self._warm = None
         segment.extent.close()
 
-    def trim(self) -> list[int]:
+    def trim(self, *, keep_one: bool = True) -> list[int]:
         """Gives up the segments in which nothing is allocated, except one; says which, for Unmap to be sent."""
         idle = [segment for segment in self._segments.values() if not segment.blocks.used]
-        if self._warm in idle:
+        if not keep_one:
+            pass
+        elif self._warm in idle:
             idle.remove(self._warm)
         elif idle:
             idle.remove(max(idle, key=lambda segment: segment.size))
