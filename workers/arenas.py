@@ -42,6 +42,13 @@ class _AudienceArena(Arena):
         )
         self._count = number * _IDS
 
+    def give_up_idle(self) -> list[int]:
+        """Gives up every segment in which nothing is allocated, and says which. Trim would keep one."""
+        idle = [segment for segment in self.segments if not segment.blocks.used]
+        for segment in idle:
+            self._give_up(segment)
+        return [segment.id for segment in idle]
+
 
 class Arenas:
     """Arenas by audience, made when first needed. Segments are announced to the broker, and mapped here too: what one
@@ -109,7 +116,7 @@ class Arenas:
         if committed + size <= self.limit:
             return
         for arena in self._arenas.values():
-            for segment in arena.trim():
+            for segment in arena.give_up_idle():
                 self.withdraw(segment)
         committed = sum(arena.committed for arena in self._arenas.values())
         if committed + size > self.limit:

@@ -14,14 +14,13 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.messages import Load, Loaded, LoadFailed
 from shmserve.workers.exits import Exit
 from shmserve.workers.link import Link
-from shmserve.workers.say import say
+from shmserve.workers.say import say, say_trace
 
 if TYPE_CHECKING:
     from shmserve.workers.model import Model
@@ -61,8 +60,8 @@ def main(argv: list[str] | None = None) -> Exit:
     except ProtocolError as error:
         say(f"the broker broke the protocol: {error}")
         return Exit.BAD_ORDER
-    except Exception:
-        say(traceback.format_exc())
+    except Exception as error:
+        say_trace("a fault in the worker", error)
         return Exit.INTERNAL
     finally:
         link.close()
@@ -104,7 +103,7 @@ def _serve(link: Link) -> Exit:
     try:
         model = load(order, config, outbox, mapped)
     except Exception as error:
-        say(f"model '{order.model}' version {order.version} failed to load: {traceback.format_exc()}")
+        say_trace(f"model '{order.model}' version {order.version} failed to load", error)
         failure = why(error, order.model_dir)
         outbox.add(LoadFailed(failure.code, failure.text))
         outbox.flush()
@@ -136,8 +135,8 @@ def _report(model: Model, outbox: Outbox) -> None:
 def _finalize(model: Model) -> bool:
     try:
         model.backend.close()
-    except Exception:
-        say(f"the model failed while it was finalized: {traceback.format_exc()}")
+    except Exception as error:
+        say_trace("the model failed while it was finalized", error)
         return False
     finally:
         model.arenas.close()

@@ -6,14 +6,13 @@ The rule: every request of the batch gets exactly one row, in the order of the b
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.messages import Failure, Row, Work
 from shmserve.workers.backends import Answer, Request, SeparateBackend, StackedBackend
-from shmserve.workers.say import public, say
+from shmserve.workers.say import public, say_trace
 
 if TYPE_CHECKING:
     from shmserve.workers.backends import Backend
@@ -120,7 +119,7 @@ class Runner:
         """What callers are told when a model fails; the operator gets the trace too."""
         if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
             return Failure(error.code, public(str(error), self._model_dir))
-        say(f"model instance '{self._instance}' failed: {''.join(traceback.format_exception(error))}")
+        say_trace(f"model instance '{self._instance}' failed", error)
         what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
         text = f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
         return Failure(ModelFailed.code, public(text, self._model_dir))

@@ -1,9 +1,10 @@
-"""What a worker says to the operator, a line on stderr for each thing. The rule: a line is one, whatever is in it."""
+"""What a worker says to the operator, in lines on stderr. The rule: what is said as one line is one line."""
 
 from __future__ import annotations
 
 import os
 import re
+import traceback
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PATH = re.compile(r"(?<![\w.])/(?:[\w.+ -]+/)+([\w.+-]+\.\w+)")
@@ -18,6 +19,14 @@ def say(text: str, level: str = "error") -> None:
         os.write(2, line)
     except OSError:
         return  # nobody reads what is said: there is nowhere left to say it
+
+
+def say_trace(what: str, error: BaseException) -> None:
+    """What went wrong and where, a line for each line of the trace."""
+    say(what)
+    for part in traceback.format_exception(error):
+        for line in part.rstrip("\n").split("\n"):
+            say(f"  {line}")
 
 
 def escaped(text: str) -> str:
