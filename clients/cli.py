@@ -39,8 +39,9 @@ class _Parser(argparse.ArgumentParser):
 
     passes_on = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         if self.passes_on:
@@ -52,12 +53,12 @@ class _Parser(argparse.ArgumentParser):
 # ------------------------------------------------------------------------------------------ what it understands
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="shmserve", description=ABOUT, epilog=EPILOG)
-    parser.add_argument("--version", action="store_true", dest="show_version", help="the same as `shmserve version`")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
-    serve = _command(commands, "serve", _serve, "start a server (its options: shmserve serve --help)", "")
-    assert isinstance(serve, _Parser)
+def parser() -> argparse.ArgumentParser:
+    found = _Parser(prog="shmserve", description=ABOUT, epilog=EPILOG)
+    found.add_argument("--version", action="store_true", dest="show_version", help="the same as `shmserve version`")
+    commands = found.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
+    serve = commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
+    serve.set_defaults(run=_serve)
     serve.passes_on = True
     _add_models(commands)
     _add_infer(commands)
@@ -66,40 +67,36 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config(commands)
     _add_version(commands)
     _add_demo(commands)
-    return parser
+    return found
 
 
-def _command(
-    commands: Any, name: str, run: Run, about: str, examples: str, asks: bool = False
-) -> argparse.ArgumentParser:
-    """`about` begins with a small letter in the list of commands, and is the sentence on top of the command's help."""
-    sentence = about[0].upper() + about[1:] + "."
-    epilog = (WHERE if asks else "") + (f"\nexamples:\n{examples}" if examples else "")
-    made: argparse.ArgumentParser = commands.add_parser(name, help=about, description=sentence, epilog=epilog)
+def _command(commands: Any, name: str, run: Run, about: str, examples: str) -> argparse.ArgumentParser:
+    """A command that asks a server. `about` is one sentence, without its capital and its full stop."""
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"{WHERE}\nexamples:\n{examples}"
+    )
     made.set_defaults(run=run)
-    if asks:
-        where = made.add_mutually_exclusive_group()
-        where.add_argument(
-            "--url", metavar="URL", help="unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
-        )
-        where.add_argument("--runtime-dir", metavar="DIR", help="the directory that the server was given by this name")
+    where = made.add_mutually_exclusive_group()
+    where.add_argument(
+        "--url", metavar="URL", help="unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
+    )
+    where.add_argument("--runtime-dir", metavar="DIR", help="the directory that the server was given by this name")
     return made
 
 
-def _json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+def _json(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
-def _version_of(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--version", metavar="N", type=_at_least_1, help="a version of the model (default: its latest)")
+def _version_of(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--version", metavar="N", type=_at_least_1, help="a version of the model (default: its latest)")
 
 
 def _add_models(commands: Any) -> None:
     examples = "  shmserve models\n  shmserve models --json\n"
-    parser = _command(
-        commands, "models", _models, "list the models, their versions, and why one is not READY", examples, asks=True
-    )
-    _json(parser)
+    about = "list the models, their versions, and why one is not READY"
+    made = _command(commands, "models", _models, about, examples)
+    _json(made)
 
 
 def _add_infer(commands: Any) -> None:
@@ -109,8 +106,8 @@ def _add_infer(commands: Any) -> None:
   shmserve infer mlp --input x=@x.npy --out results
   echo '{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 1, 1, 1]}}' | shmserve infer add_sub - --json
 """
-    parser = _command(commands, "infer", _infer, "run a model once and show its outputs", examples, asks=True)
-    add = parser.add_argument
+    made = _command(commands, "infer", _infer, "run a model once and show its outputs", examples)
+    add = made.add_argument
     add("model", metavar="MODEL")
     add("file", metavar="FILE", nargs="?", help='JSON: {"inputs": {"NAME": [[1, 2, 3]]}}; - is standard input')
     add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
@@ -125,57 +122,49 @@ def _add_infer(commands: Any) -> None:
     add("--out", metavar="DIR", type=Path, help="write each output to DIR/NAME.npy")
     add("--repeat", metavar="N", type=_at_least_1, default=1,
         help="send it N times, one after another, and show the median and 99th percentile of the latency")  # fmt: skip
-    add(
-        "--timeout", metavar="SECONDS", type=_seconds, help="the longest time to wait for an answer (default: no limit)"
-    )
-    _version_of(parser)
-    _json(parser)
+    add("--timeout", metavar="SECONDS", type=_seconds, help="wait so long for an answer (default: no limit)")
+    _version_of(made)
+    _json(made)
 
 
 def _add_stats(commands: Any) -> None:
     examples = "  shmserve stats\n  shmserve stats mlp --json\n"
     about = "show how many requests were answered, in which batches, and how long they waited and ran"
-    parser = _command(commands, "stats", _stats, about, examples, asks=True)
-    parser.add_argument("model", metavar="MODEL", nargs="?")
-    _version_of(parser)
-    _json(parser)
+    made = _command(commands, "stats", _stats, about, examples)
+    made.add_argument("model", metavar="MODEL", nargs="?")
+    _version_of(made)
+    _json(made)
 
 
 def _add_ready(commands: Any) -> None:
     examples = "  shmserve ready                  exit code 0 if every model is READY\n"
     examples += "  shmserve ready mlp --wait 30    wait for it, for scripts that start a server\n"
     about = "exit with 0 if the server, or a model, can take requests, and with 1 if not"
-    parser = _command(commands, "ready", _ready, about, examples, asks=True)
-    parser.add_argument("model", metavar="MODEL", nargs="?")
-    parser.add_argument(
+    made = _command(commands, "ready", _ready, about, examples)
+    made.add_argument("model", metavar="MODEL", nargs="?")
+    made.add_argument(
         "--wait", metavar="SECONDS", type=_seconds, help="wait so long, also for a server that is not there yet"
     )
 
 
 def _add_config(commands: Any) -> None:
     about = "show the configuration of a model as JSON, with all that the server has completed"
-    parser = _command(commands, "config", _config, about, "  shmserve config mlp\n", asks=True)
-    parser.add_argument("model", metavar="MODEL")
-    _version_of(parser)
-    parser.add_argument("--json", action="store_true", help="as everywhere; it is JSON without it, too")
+    made = _command(commands, "config", _config, about, "  shmserve config mlp\n")
+    made.add_argument("model", metavar="MODEL")
+    _version_of(made)
+    made.add_argument("--json", action="store_true", help="as everywhere; it is JSON without it, too")
 
 
 def _add_version(commands: Any) -> None:
     examples = "  shmserve version\n  shmserve version --runtime-dir /run/shmserve    and that of the server there\n"
-    parser = _command(
-        commands,
-        "version",
-        _version,
-        "show the version of this program, and of a server that is named",
-        examples,
-        asks=True,
-    )
-    _json(parser)
+    about = "show the version of this program, and of a server that is named"
+    made = _command(commands, "version", _version, about, examples)
+    _json(made)
 
 
 def _add_demo(commands: Any) -> None:
     about = "run the sample models on real examples and say what they did"
-    _command(commands, "demo", _demo, about, "  shmserve demo\n", asks=True)
+    _json(_command(commands, "demo", _demo, about, "  shmserve demo\n"))
 
 
 def _at_least_1(text: str) -> int:
@@ -240,21 +229,21 @@ def _version(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from shmserve.clients import demo
+    from shmserve.clients.demo import demo
 
-    return demo.demo(args)
+    return demo(args)
 
 
 # ------------------------------------------------------------------------------------------ how it ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    understood = parser()
+    args = understood.parse_args(argv)
     if args.show_version:
-        args = parser.parse_args(["version"])
+        args = understood.parse_args(["version"])
     if args.command is None:
-        parser.print_help(sys.stderr)
+        understood.print_help(sys.stderr)
         return 2
     try:
         code: int = args.run(args)
@@ -277,7 +266,7 @@ def _end(args: argparse.Namespace, text: str, code: int) -> int:
 
 
 def _with_next_step(error: Exception, args: argparse.Namespace) -> str:
-    text = str(error)
+    text = str(error).replace(" by url=", " by --url or --runtime-dir").replace(" by runtime_dir=", " by --runtime-dir")
     if text.startswith("Request for unknown model"):
         return f"{text}; `shmserve models` lists what is served"
     if isinstance(error, DeadlineExceeded) and getattr(args, "timeout", None) is not None:

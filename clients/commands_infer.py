@@ -36,7 +36,7 @@ def infer(args: argparse.Namespace) -> int:
         dtypes = {spec["name"]: spec["datatype"] for spec in metadata["outputs"]}
         files = _write(args.out, result, dtypes) if args.out is not None else {}
         if args.json:
-            print_json(_document(args.model, result, dtypes, files, seconds))
+            print_json(_document(args.model, result, dtypes, files, seconds), indent=None)
         else:
             _show(args.model, result, dtypes, files, seconds)
     return 0

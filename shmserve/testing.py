@@ -157,9 +157,10 @@ class Server:
         try:
             command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(self._repository)]
             command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer), *self._options]
+            environment = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
             with self._log_file().open("ab") as log:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[writer]
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[writer], env=environment
                 )
             os.close(writer)
             writer = -1
