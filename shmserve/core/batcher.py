@@ -18,6 +18,8 @@ from shmserve.core.request import Request
 class Reason(Enum):
     """Why a batch was formed when it was, and of what it was."""
 
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
     FULL = "full"  # no more rows may be added
     PREFERRED = "preferred"  # it has a size that the model prefers, or the next request would pass over the last one
     DELAY = "delay"  # its oldest request has waited for as long as it may

@@ -122,7 +122,7 @@ class Dispatcher:
 
     def rows(self, version: Version, instance: Instance, message: Rows, now: int) -> None:
         batch = instance.running
-        if batch is None or message.batch not in batch.numbers:
+        if batch is None or not batch.known_as(message.batch):
             self._confused(version, instance, f"Rows of batch {message.batch}")
             return
         for row in message.rows:
@@ -130,7 +130,7 @@ class Dispatcher:
 
     def done(self, version: Version, instance: Instance, message: Done, now: int) -> None:
         batch = instance.running
-        if batch is None or message.batch not in batch.numbers:
+        if batch is None or not batch.known_as(message.batch):
             self._confused(version, instance, f"Done of batch {message.batch}")
             return
         times = message.times
@@ -156,7 +156,7 @@ class Dispatcher:
 
     def _run_waiting(self, version: Version, instance: Instance, number: int, through: int) -> None:
         batch = instance.waiting
-        if batch is None or instance.running is not None or number not in batch.numbers:
+        if batch is None or instance.running is not None or not batch.known_as(number):
             self._confused(version, instance, f"start of batch {number}")
             return
         instance.waiting = batch.split(through)

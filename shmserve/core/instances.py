@@ -11,7 +11,15 @@ from msgspec import Struct
 from shmserve.core.batcher import Reason
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.request import Request
-from shmserve.core.states import BATCH_MOVES, INSTANCE_MOVES, BatchState, InstanceState, RequestState, legal
+from shmserve.core.states import (
+    BATCH_MOVES,
+    INSTANCE_MOVES,
+    BatchState,
+    IllegalMove,
+    InstanceState,
+    RequestState,
+    legal,
+)
 
 
 class Batch(Struct, eq=False):
@@ -42,7 +50,14 @@ class Batch(Struct, eq=False):
         ]
 
     def move(self, finish: BatchState) -> None:
-        self.state = legal(BATCH_MOVES, f"batch {self.numbers}", self.state, finish, f"{self.rows} rows")
+        if finish not in BATCH_MOVES[self.state]:
+            raise IllegalMove(f"batch {self.numbers}", self.state, finish, f"{self.rows} rows")
+        self.state = finish
+
+    def known_as(self, number: int) -> bool:
+        """By its first Execute; after a late extension, by the first of those that are left."""
+        pieces = self.pieces
+        return pieces[0][0] == number or (len(pieces) > 1 and number in self.numbers)
 
     def split(self, through: int) -> Batch | None:
         """What came after `through` has become a batch of its own."""

@@ -19,12 +19,16 @@ class RequestState(IntEnum):  # integers hash fast, and requests move thousands 
 
 
 class BatchState(Enum):
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
     OPEN = "open"  # waits at the worker and may be extended
     RUNNING = "running"
     ENDED = "ended"
 
 
 class InstanceState(Enum):
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
     STARTING = "starting"  # its process runs, its model is loading
     READY = "ready"
     BACKOFF = "backoff"  # its process ended; the next one starts at a known time

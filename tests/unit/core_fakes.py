@@ -233,6 +233,7 @@ class FakeClient:
         self.order: list[int] = []
         self.mapped: set[int] = set()
         self.own: dict[int, int] = {}
+        self.withdrawn: set[int] = set()
         self.holds: Counter[Handle] = Counter()
         self.errors: list[Fail] = []
         self.welcomed = self.ended = False
