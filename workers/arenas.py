@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.messages import Handle, Map, Unmap
-from shmserve.shm import memfd
+from shmserve.shm import memfd, posix
 from shmserve.shm.arena import Arena
 from shmserve.workers.say import say
 
@@ -95,7 +95,11 @@ class Arenas:
     # ------------------------------------------------------------------------------------ segments
 
     def _new(self, audience: str) -> _AudienceArena:
-        make = self._posix if audience.startswith("posix") else self._memfd
+        make = self._memfd
+        if audience.startswith("posix"):
+            # Its own user may open it; another one only by way of the service's group, and only to read.
+            uid = audience.rpartition(":")[2]
+            make = self._posix_private if uid in ("", str(os.geteuid())) else self._posix_group
         arena = _AudienceArena(len(self._arenas), self._owner, make, self, audience)
         self._arenas[audience] = arena
         return arena
@@ -104,11 +108,13 @@ class Arenas:
         self._make_room(size)
         return memfd.create(size, seal_future_write=True)
 
-    def _posix(self, size: int) -> Extent:
-        from shmserve.shm import posix
-
+    def _posix_private(self, size: int) -> Extent:
         self._make_room(size)
         return posix.create(size)
+
+    def _posix_group(self, size: int) -> Extent:
+        self._make_room(size)
+        return posix.create(size, 0o640, os.getegid())
 
     def _make_room(self, size: int) -> None:
         """The limit holds for all arenas: what others keep for later is given up before a request fails."""

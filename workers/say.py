@@ -7,7 +7,7 @@ import re
 import traceback
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_PATH = re.compile(r"(?<![\w.])/(?:[\w.+ -]+/)+([\w.+-]+\.\w+)")
+_PATH = re.compile(r"(?<![\w.>])/(?:[\w.+ -]+/)+([\w.+-]+\.\w+)")
 TEXT_LIMIT = 4096
 """The longest error text that goes to a caller."""
 

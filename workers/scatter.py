@@ -174,8 +174,9 @@ class Results:
                 column = self._split(index, spec, array)
             elif column is None:
                 if self.needed(index):
+                    pairs = zip(self._ready, self._columns, strict=True)
+                    made = sum(ready is not None or done is not None for ready, done in pairs)
                     self.abandon()
-                    made = sum(have is not None for have in (*self._ready, *self._columns))
                     raise ModelFailed(
                         f"the model did not produce output '{spec.name}': expected {len(self._scatter.specs)} "
                         f"output(s), found {made}"
@@ -332,9 +333,9 @@ class Results:
         if place is False or position in self._failures:
             self._holes = True
             return None
-        source = part if spec.item else np.frombuffer(encode_bytes(part), _BYTE)
-        size = source.nbytes
         try:
+            source = part if spec.item else self._strings(spec, part)
+            size = source.nbytes
             if isinstance(place, Handle):
                 np.copyto(self._writable(spec, place, part.shape, size), source)
                 return Tensor(spec.name, spec.dtype, shape, (place,))
@@ -350,6 +351,12 @@ class Results:
         return Tensor(spec.name, spec.dtype, shape, (Handle(block.segment, block.offset, size),))
 
     # ------------------------------------------------------------------------------------ what models get wrong
+
+    def _strings(self, spec: Spec, part: Array) -> Array:
+        try:
+            return np.frombuffer(encode_bytes(part), _BYTE)
+        except InvalidRequest as error:
+            raise ModelFailed(f"output '{spec.name}' of model '{self._scatter.model}': {error}") from None
 
     def _check(self, spec: Spec, array: Any) -> None:
         if not isinstance(array, np.ndarray):

@@ -6,6 +6,8 @@ Each backend has a model whose outputs are its inputs, for all data types at onc
 from __future__ import annotations
 
 import itertools
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,7 +241,12 @@ def test_each_audience_has_its_own_memory(plain: Echo) -> None:
         for segment in segments:
             assert segment >> 32 == WORKER
             assert audiences[segment].audience == audience
-            assert (audiences[segment].name is not None) == audience.startswith("posix")
+            name = audiences[segment].name
+            assert (name is not None) == audience.startswith("posix")
+            if name is not None:  # another user's, who may read it as a member of the server's group
+                found = Path("/dev/shm", name.lstrip("/")).stat()
+                assert stat.S_IMODE(found.st_mode) == 0o640
+                assert found.st_gid == os.getegid()
 
 
 def test_a_batch_of_several_audiences(batched: Echo) -> None:

@@ -1,0 +1,203 @@
+"""The worker's end of the link, what it sends in which packets, and what it says on stderr."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve import wire
+from shmserve.errors import ConnectionLost, Internal, ProtocolError
+from shmserve.messages import (
+    CHUNK_BYTES,
+    PACKET_BYTES,
+    Done,
+    Failure,
+    Map,
+    Ping,
+    Pong,
+    Row,
+    Rows,
+    Tensor,
+    WorkerReport,
+)
+from shmserve.workers.link import DESCRIPTORS, Link
+from shmserve.workers.outbox import Outbox, in_chunks, row_bytes
+from shmserve.workers.say import TEXT_LIMIT, escaped, public, say, say_trace
+
+decode = wire.Codec(WorkerReport).decode
+Ends = tuple[Link, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = Link(theirs)
+    yield link, ours
+    link.close()
+    ours.close()
+
+
+def test_packets_come_one_by_one(ends: Ends) -> None:
+    link, broker = ends
+    assert link.drain() is None
+    broker.send(wire.encode([Ping(1), Ping(2)]))
+    broker.send(wire.encode([Ping(3)]))
+    assert link.receive() == ([Ping(1), Ping(2)], [])
+    assert link.drain() == ([Ping(3)], [])
+    assert link.drain() is None
+
+
+def test_descriptors_come_with_their_packet_and_are_not_inherited(ends: Ends) -> None:
+    link, broker = ends
+    read, write = os.pipe()
+    socket.send_fds(broker, [wire.encode([Map(1, 1), Map(2, 2)])], [read, write])
+    orders, descriptors = link.receive()
+    assert orders == [Map(1, 1), Map(2, 2)]
+    assert [os.fstat(fd).st_ino for fd in descriptors] == [os.fstat(read).st_ino] * 2
+    assert [os.get_inheritable(fd) for fd in descriptors] == [False, False]
+    for fd in (read, write, *descriptors):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_end(ends: Ends, blocking: bool) -> None:
+    link, broker = ends
+    broker.send(wire.encode([Ping(1)]))
+    broker.close()
+    assert link.receive()[0] == [Ping(1)]
+    with pytest.raises(ConnectionLost, match="closed the link"):
+        link.receive() if blocking else link.drain()
+    with pytest.raises(ConnectionLost, match="broke"):
+        link.send([Pong(1)])
+
+
+def test_what_is_no_packet(ends: Ends) -> None:
+    link, broker = ends
+    read, write = os.pipe()
+    for data in (b"\xc1", b"\0" * (PACKET_BYTES + 2)):
+        socket.send_fds(broker, [data], [read])
+        with pytest.raises(ProtocolError):
+            link.receive()
+    os.close(read)
+    os.close(write)
+
+
+def test_large_packets(ends: Ends) -> None:
+    link, broker = ends
+    rows = [Rows(number, (Row(number, (Tensor("y", "FP32", (1000,), b"x" * 4000),)),) * 40) for number in range(3)]
+    assert len(wire.encode(rows)) > PACKET_BYTES
+    link.send(rows)
+    found = []
+    for _ in rows:
+        packet = broker.recv(1 << 18)
+        assert len(packet) <= PACKET_BYTES
+        found += decode(packet)
+    assert found == rows
+    with pytest.raises(Internal, match="a Rows message of"):
+        link.send([Rows(1, rows[0].rows * 2)])
+
+
+def test_more_descriptors_than_the_kernel_takes_at_once(ends: Ends) -> None:
+    link, broker = ends
+    read, write = os.pipe()
+    count = DESCRIPTORS + 50
+    link.send([Map(number, 1) if number % 2 else Map(number, 1, "name") for number in range(2 * count)], [read] * count)
+    found: list[Any] = []
+    descriptors: list[int] = []
+    while len(found) < 2 * count:
+        data, came, _, _ = socket.recv_fds(broker, 1 << 18, 253)
+        messages = decode(data)
+        assert len(came) == sum(message.name is None for message in messages)
+        found += messages
+        descriptors += came
+    assert [message.segment for message in found] == list(range(2 * count))
+    for fd in (read, write, *descriptors):
+        os.close(fd)
+
+
+# ---------------------------------------------------------------------------------------------- outbox
+
+
+def test_everything_said_is_one_packet(ends: Ends) -> None:
+    link, broker = ends
+    outbox = Outbox(link)
+    outbox.flush()  # nothing to say, so nothing is sent
+    read, write = os.pipe()
+    outbox.add(Map(1, 1), read)
+    outbox.add(Pong(5))
+    os.close(read)  # its owner may give it up before it is sent
+    outbox.flush()
+    data, descriptors, _, _ = socket.recv_fds(broker, 1 << 18, 4)
+    assert decode(data) == [Map(1, 1), Pong(5)]
+    assert [os.fstat(fd).st_ino for fd in descriptors] == [os.fstat(write).st_ino]
+    for fd in (write, *descriptors):
+        os.close(fd)
+
+
+def test_many_results_go_in_chunks(ends: Ends) -> None:
+    link, broker = ends
+    rows = tuple(Row(number, (Tensor("y", "FP32", (1, 1000), bytes(4000)),)) for number in range(100))
+    done = Done(7, rows, (1, 2, 3, 4), 9, 10)
+    chunks = in_chunks([Pong(1), done])
+    assert chunks[0] == Pong(1)
+    assert [type(chunk) for chunk in chunks[1:]] == [Rows] * (len(chunks) - 2) + [Done]
+    assert all(len(wire.encode([chunk])) < CHUNK_BYTES + 8192 for chunk in chunks)
+    assert sum((chunk.rows for chunk in chunks[1:]), ()) == rows
+    assert chunks[-1] == Done(7, chunks[-1].rows, (1, 2, 3, 4), 9, 10)
+    outbox = Outbox(link)
+    outbox.add(done)
+    outbox.flush()
+    found: list[Row] = []
+    while len(found) < 100:
+        for message in decode(broker.recv(1 << 18)):
+            assert message.batch == 7
+            found += message.rows
+    assert tuple(found) == rows
+
+
+def test_a_row_is_not_taken_for_smaller_than_it_is() -> None:
+    rows = [
+        Row(2**63 - 1, ()),
+        Row(1, (Tensor("y" * 100, "FP32", (1,) * 8, bytes(4096)),) * 20),
+        Row(1, (), Failure("MODEL_FAILED", "é" * 4096)),
+        Row(1, (), None, {f"key{number}": "ü" * 100 for number in range(60)}),
+    ]
+    for row in rows:
+        # What is left over between a chunk and a packet bears what is not counted.
+        assert len(wire.encode([row])) <= row_bytes(row) + (PACKET_BYTES - CHUNK_BYTES) // 2
+
+
+# ---------------------------------------------------------------------------------------------- say
+
+
+def test_a_line_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    say("one\ntwo\r\x1b[31m\u2028three é", "warning")
+    assert capfd.readouterr().err == "warning: one\\ntwo\\r\\x1b[31m\\u2028three é\n"
+    assert escaped("plain") == "plain"
+
+
+def test_a_trace_is_readable(capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError as error:
+        say_trace("it failed", error)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "error: it failed"
+    assert lines[-2:] == ["error:   ValueError: first", "error:   second"]
+
+
+def test_texts_for_callers() -> None:
+    folder = str(Path("/", "srv", "models", "m"))
+    assert public(f"no file {folder}/1/data.bin there", folder) == "no file <model>/1/data.bin there"
+    assert public("Error at /build/engine/core/session.cc:31 in node /layer/MatMul") == (
+        "Error at session.cc:31 in node /layer/MatMul"
+    )
+    assert public("1/2 and a/b.c") == "1/2 and a/b.c"
+    long = public("x" * (TEXT_LIMIT + 5))
+    assert long.endswith(f"... ({TEXT_LIMIT + 5} characters in all)")
+    assert len(long) < TEXT_LIMIT + 50

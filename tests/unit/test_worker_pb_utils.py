@@ -1,0 +1,202 @@
+"""The module that python models import, as far as it needs no worker."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.dtypes import to_numpy
+from shmserve.workers import pb_utils
+
+
+class OldStyle:
+    """Gives DLPack as consumers from before version 1 of it ask for it."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **_: object) -> Any:
+        return self.tensor.to_dlpack()
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+def test_tensors() -> None:
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    tensor = pb_utils.Tensor("t", array)
+    assert tensor.as_numpy() is array
+    assert (tensor.name(), tensor.shape(), tensor.triton_dtype(), tensor.is_cpu()) == ("t", [2, 3], 7, True)
+    with pytest.raises(TypeError, match="Tensor 't' needs a numpy array, not list"):
+        pb_utils.Tensor("t", [1])  # type: ignore[arg-type]
+
+
+def test_dlpack_without_a_copy() -> None:
+    array = np.arange(6, dtype=np.float32)
+    tensor = pb_utils.Tensor("t", array)
+    assert np.shares_memory(np.from_dlpack(tensor), array)
+    assert np.shares_memory(np.from_dlpack(OldStyle(tensor)), array)
+    back = pb_utils.Tensor.from_dlpack("b", tensor)
+    assert back.name() == "b"
+    assert np.shares_memory(back.as_numpy(), array)
+    assert (pb_utils.Tensor.from_dlpack("b", tensor.to_dlpack()).as_numpy() == array).all()
+
+
+def test_dlpack_of_what_is_read_only() -> None:
+    """Inputs are. Who asks the old way, and could write, gets a copy."""
+    array = np.arange(6, dtype=np.float32)
+    array.flags.writeable = False
+    tensor = pb_utils.Tensor("t", array)
+    copy = np.from_dlpack(OldStyle(tensor))
+    assert (copy == array).all()
+    assert not np.shares_memory(copy, array)
+
+
+def test_dlpack_of_what_it_cannot_describe() -> None:
+    with pytest.raises(pb_utils.TritonModelException, match="tensor 't' holds strings"):
+        pb_utils.Tensor("t", np.array([b"a"], object)).to_dlpack()
+    with pytest.raises(pb_utils.TritonModelException, match="not contiguous"):
+        pb_utils.Tensor.from_dlpack("t", np.arange(10)[::2])
+
+    class Device:
+        def __dlpack__(self, **_: object) -> None:
+            raise AssertionError("must not be asked")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+    with pytest.raises(pb_utils.TritonModelException, match=r"device \(2, 0\)"):
+        pb_utils.Tensor.from_dlpack("t", Device())
+
+
+def test_requests_that_a_model_makes() -> None:
+    tensor = pb_utils.Tensor("x", np.zeros(1, np.float32))
+    request = pb_utils.InferenceRequest(
+        "other", ["y"], [tensor], request_id="r", correlation_id="c", flags=1, timeout=9, parameters={"k": 1}
+    )
+    assert request.inputs() == [tensor]
+    assert request.requested_output_names() == ["y"]
+    assert (request.model_name(), request.version(), request.request_id()) == ("other", -1, "r")
+    assert (request.correlation_id(), request.flags(), request.timeout()) == ("c", 1, 9)
+    request.set_flags(2)
+    assert request.flags() == 2
+    assert json.loads(request.parameters()) == {"k": 1}
+    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL)
+    with pytest.raises(pb_utils.TritonModelException, match="RESCHEDULE"):
+        request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pb_utils.InferenceRequest("m", [], []).exec(decoupled=True),
+        lambda: pb_utils.InferenceRequest("m", [], []).async_exec(),
+        lambda: pb_utils.InferenceRequest("m", [], []).get_response_sender(),
+        lambda: pb_utils.InferenceResponseSender(),
+        lambda: pb_utils.MetricFamily(name="n", description="d", kind=pb_utils.MetricFamily.GAUGE),
+        lambda: pb_utils.load_model(model_name="m"),
+        lambda: pb_utils.unload_model("m"),
+        lambda: pb_utils.is_model_ready("m"),
+    ],
+)
+def test_what_is_not_supported_says_so(call: Any) -> None:
+    with pytest.raises(pb_utils.TritonModelException, match=r"\w.* is not supported by this server yet"):
+        call()
+
+
+def test_responses() -> None:
+    tensor = pb_utils.Tensor("y", np.zeros(1))
+    response = pb_utils.InferenceResponse([tensor], parameters={"a": 1})
+    assert response.output_tensors() == [tensor]
+    assert (response.has_error(), response.error()) == (False, None)
+    assert json.loads(response.parameters()) == {"a": 1}
+    assert pb_utils.get_output_tensor_by_name(response, "y") is tensor
+    assert pb_utils.get_output_tensor_by_name(response, "z") is None
+    failed = pb_utils.InferenceResponse(error=pb_utils.TritonError("no", pb_utils.TritonError.UNAVAILABLE))
+    error = failed.error()
+    assert failed.has_error()
+    assert error is not None
+    assert (error.message(), error.code()) == ("no", 4)
+    assert pb_utils.TritonError("no").code() == pb_utils.TritonError.INTERNAL
+    with pytest.raises(TypeError, match=r"must be pb_utils\.Tensor objects, not ndarray"):
+        pb_utils.InferenceResponse([np.zeros(1)])  # type: ignore[list-item]
+
+
+def test_types() -> None:
+    assert pb_utils.triton_string_to_numpy("TYPE_FP32") is np.float32
+    assert pb_utils.triton_string_to_numpy("TYPE_STRING") is np.object_
+    assert pb_utils.triton_string_to_numpy("TYPE_BOOL") is np.bool_
+    for number, name in pb_utils._NAMES.items():
+        assert pb_utils.triton_to_numpy_type(number) is to_numpy(name).type
+        assert pb_utils.numpy_to_triton_type(to_numpy(name).type) == number
+    with pytest.raises(pb_utils.TritonModelException, match="TYPE_NONE"):
+        pb_utils.triton_string_to_numpy("TYPE_NONE")
+    with pytest.raises(pb_utils.TritonModelException, match="99"):
+        pb_utils.triton_to_numpy_type(99)
+    with pytest.raises(pb_utils.TritonModelException, match="complex64"):
+        pb_utils.numpy_to_triton_type(np.complex64)
+
+
+def test_strings_to_bytes_and_back() -> None:
+    array = np.array([[b"a", b""], ["é", b"\xff" * 300]], object)
+    data = pb_utils.serialize_byte_tensor(array)
+    assert data is not None
+    assert data.startswith(b"\x01\0\0\0a\0\0\0\0")
+    assert pb_utils.deserialize_bytes_tensor(data).tolist() == [b"a", b"", "é".encode(), b"\xff" * 300]
+    assert pb_utils.deserialize_bytes_tensor(b"").tolist() == []
+    assert pb_utils.serialize_byte_tensor(np.empty(0, object)) is None
+    for bad in (b"\x05\0\0\0a", b"\x01\0\0"):
+        with pytest.raises(pb_utils.TritonModelException, match="incomplete"):
+            pb_utils.deserialize_bytes_tensor(bad)
+    with pytest.raises(pb_utils.TritonModelException, match="int"):
+        pb_utils.serialize_byte_tensor(np.array([5], object))
+
+
+def plain(**more: Any) -> dict[str, Any]:
+    return {"name": "m", "max_batch_size": 0, "input": [], "output": []} | more
+
+
+def test_completing_a_configuration() -> None:
+    given = pb_utils.ModelConfig(plain())
+    given.set_max_batch_size(4)
+    x = {"name": "x", "data_type": "TYPE_FP32", "dims": (1, -1)}
+    given.add_input({**x, "optional": True})
+    given.add_output(x)
+    given.add_output(x)  # the same again
+    given.set_dynamic_batching()
+    given.set_model_transaction_policy({"decoupled": True})
+    assert given.as_dict() == plain(
+        max_batch_size=4,
+        input=[{"name": "x", "data_type": "TYPE_FP32", "dims": [1, -1], "optional": True}],
+        output=[{"name": "x", "data_type": "TYPE_FP32", "dims": [1, -1]}],
+        dynamic_batching={},
+        model_transaction_policy={"decoupled": True},
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "text"),
+    [
+        (plain(max_batch_size=8), lambda c: c.set_max_batch_size(4), "specified max_batch_size 8"),
+        (plain(sequence_batching={}), lambda c: c.set_dynamic_batching(), "sequence_batching"),
+        (plain(), lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32"}), "lacks 'dims'"),
+        (plain(), lambda c: c.add_output({"name": "x", "optional": True}), r"unknown keys \['optional'\]"),
+        (
+            plain(input=[{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}]),
+            lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [2]}),
+            r"has dims \[1\], auto_complete_config gives \[2\]",
+        ),
+        (plain(), lambda c: c.set_model_transaction_policy({"other": 1}), r"unknown keys \['other'\]"),
+        (
+            plain(model_transaction_policy={"decoupled": True}),
+            lambda c: c.set_model_transaction_policy({"decoupled": False}),
+            "decoupled as true",
+        ),
+    ],
+)
+def test_contradicting_a_configuration(before: dict[str, Any], call: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call(pb_utils.ModelConfig(before))
