@@ -10,6 +10,7 @@ import os
 import re
 import select
 from collections import Counter
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -40,7 +41,7 @@ class Attack:
         link: Link
         if self._kind == "lane":
             link = Lane(self._path)
-            link.settimeout(5.0)
+            link.limit_sends(5.0)
         else:
             link = Zmq(self._path)
         self.counts["connections"] += 1
@@ -97,6 +98,12 @@ class Attack:
                     self.leaks.append(message.text)
                 if isinstance(message, Goodbye):
                     raise Ended(message.text)
+
+    def _last_words(self) -> None:
+        """What came before the end, if any."""
+        if self._link is not None:
+            with suppress(ConnectionError):
+                self._look(self._link)
 
     def run(self, count: int, seconds: float) -> Answer:
         end = perf_counter() + seconds

@@ -6,7 +6,9 @@ The rule of the file: read only; a process that is measured is not disturbed.
 from __future__ import annotations
 
 import os
+import select
 from pathlib import Path
+from time import monotonic
 
 
 def private_bytes(pid: int) -> int:
@@ -61,6 +63,43 @@ def descendants(pid: int) -> list[int]:
         found += children
         open_ += children
     return found
+
+
+class Living:
+    """Processes that must end soon: each is held by a descriptor, so that a number used again means nothing."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._descriptors = [os.pidfd_open(pid) for pid in pids]
+
+    def still_there(self, seconds: float = 5.0) -> int:
+        """How many have not ended within so many seconds. To be called once."""
+        end, left = monotonic() + seconds, 0
+        for descriptor in self._descriptors:
+            left += not select.select([descriptor], [], [], max(0.0, end - monotonic()))[0]
+            os.close(descriptor)
+        return left
+
+
+class Others:
+    """What everybody else on the machine computed while we measured, in cores. Children count when they have ended."""
+
+    def __init__(self) -> None:
+        self._busy, self._ours, self._at = _busy(), _ours(), monotonic()
+
+    def cores(self) -> float:
+        busy, ours, at = _busy(), _ours(), monotonic()
+        return max(0.0, (busy - self._busy - (ours - self._ours)) / (at - self._at))
+
+
+def _busy() -> float:
+    """Seconds of all cores that were not idle."""
+    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split(None, 11)[1:11])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _ours() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def segments() -> set[str]:

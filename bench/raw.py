@@ -10,6 +10,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 from array import array
 from collections import deque
 from time import monotonic
@@ -108,8 +109,9 @@ class Lane(Link):
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
         self._socket.sendmsg([packet], ancillary)
 
-    def settimeout(self, seconds: float | None) -> None:
-        self._socket.settimeout(seconds)
+    def limit_sends(self, seconds: float) -> None:
+        """A send that cannot go within this time raises BlockingIOError."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
 
     def _fill(self) -> bool:
         try:

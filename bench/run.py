@@ -15,8 +15,12 @@ import traceback
 from pathlib import Path
 from time import perf_counter
 
-from bench import measures, table
+from bench import measures, processes, table
 from bench.setting import Setting
+
+
+QUIET = 0.15
+"""Cores that others may use before a result is called disturbed."""
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -35,7 +39,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def take(names: list[str], setting: Setting) -> list[table.Row]:
     rows: list[table.Row] = []
     for name in names:
-        started = perf_counter()
+        started, others = perf_counter(), processes.Others()
         print(f"... {name}", end="", flush=True, file=sys.stderr)
         try:
             found = measures.ALL[name](setting)
@@ -43,7 +47,10 @@ def take(names: list[str], setting: Setting) -> list[table.Row]:
             traceback.print_exc()
             found = [table.Row(name, None, "", failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])]
         rows += found
-        print(f" {perf_counter() - started:.0f} s", file=sys.stderr)
+        noise = others.cores()
+        for row in found:
+            row.others = noise
+        print(f" {perf_counter() - started:.0f} s, others used {noise:.2f} cores meanwhile", file=sys.stderr)
         print(table.plain(found), file=sys.stderr, flush=True)
     return rows
 
@@ -68,9 +75,13 @@ def main(words: list[str]) -> int:
             setting = Setting(Path(work), min(0.7, chosen.seconds), min(3, chosen.rounds), 10.0)
         rows = take(names, setting)
     print(table.plain(rows))
+    loud = max((row.others for row in rows), default=0.0)
+    if loud > QUIET:
+        print(f"others used up to {loud:.2f} cores meanwhile: take times and shares with caution", file=sys.stderr)
     if (not chosen.only and not chosen.quick) or chosen.save:
         notes = {
             "cores used": chosen.cpus or "all, no pinning",
+            "others": f"used up to {loud:.2f} cores during a measure",
             "turns": f"{setting.rounds} of {setting.seconds:g} s each, in turn with the baseline, medians",
         }
         path = table.save(rows, shlex.join(["python", "-m", "bench.run", *words]), notes)

@@ -20,6 +20,8 @@ from shmserve.messages import Cancel, Fail, FailHeld, Infer, Released, Reply, Te
 FLIGHT = 32
 SLOT = 64 * 1024
 PATIENCE = 30.0
+FREE = 0xEE
+"""What a slot is filled with as soon as its request has ended: whoever still reads it will show it."""
 
 
 class Asker:
@@ -58,6 +60,7 @@ class Asker:
         dtype = dtype if model != "slow" else "FP32"
         shape = self.maker.shape(dtype, self.maker.size(SLOT // 4), batch_of(model))
         content = to_bytes(self.maker.tensor(dtype, shape))
+        assert len(content) <= SLOT
         data, frames = self.place(self.number, content)
         timeout = self.random.choice([500, 5000, 50_000]) if self.random.random() < 0.08 else 0
         cancel = self.random.random() < 0.1
@@ -89,8 +92,10 @@ class Asker:
         shape, content, timed, _ = self.out.pop(number)
         if isinstance(message, Reply):
             self.counts["right"] += 1
-            if message.outputs[0].shape != shape or self.content(message.outputs[0]) != content:
-                self.fault(f"request {number}: other bytes or shape than were sent")
+            output = message.outputs[0]
+            got = self.content(output)
+            if output.shape != shape or got != content:
+                self.fault(f"request {number}: {_difference(output, got, shape, content)}")
         elif message.code == "CANCELLED":
             self.counts["cancelled"] += 1  # a Cancel may name any request in flight
         elif message.code in ("DEADLINE_EXCEEDED", "QUEUE_TIMEOUT") and timed:
@@ -157,7 +162,7 @@ class LaneAsker(Asker):
     def free(self, number: int) -> None:
         slot = self._used.pop(number, None)
         if slot is not None:
-            self._segment.put(slot * SLOT, b"\xee" * SLOT)  # whoever still reads it will show it
+            self._segment.put(slot * SLOT, bytes([FREE]) * SLOT)
             self._free.append(slot)
 
     def content(self, tensor: Tensor) -> bytes:
@@ -184,6 +189,18 @@ class ZmqAsker(Asker):
     def content(self, tensor: Tensor) -> bytes:
         assert isinstance(tensor.data, bytes), "a large output came as neither bytes nor frame"
         return tensor.data
+
+
+def _difference(output: Tensor, got: bytes, shape: tuple[int, ...], content: bytes) -> str:
+    """What came instead: others' bytes, those that mark a free slot, or a part."""
+    where = "inline" if isinstance(output.data, bytes) else f"in {len(output.data)} part(s)"  # type: ignore[arg-type]
+    wrong = [at for at, (one, other) in enumerate(zip(got, content, strict=False)) if one != other]
+    span = f"{len(wrong)} bytes differ, {wrong[0]} to {wrong[-1]}" if wrong else "no byte differs"
+    marks = sum(got[at] == FREE for at in wrong)
+    return (
+        f"{output.dtype} {shape} came as {output.shape}, {len(content)} bytes as {len(got)} {where}; "
+        f"{span}, {marks} of them the mark of a free slot"
+    )
 
 
 def raw(link: str, path: str, seed: int) -> Handler:

@@ -29,6 +29,8 @@ class Row:
     at_most: float | None = None
     beside: str = ""
     failed: str = ""
+    others: float = 0.0
+    """Cores that processes which are no part of the measure used meanwhile."""
 
     @property
     def verdict(self) -> str:

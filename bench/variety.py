@@ -24,14 +24,14 @@ class Maker:
         self._pool = np.random.default_rng(seed).integers(0, 256, POOL_BYTES, np.uint8)
 
     def size(self, largest: int) -> int:
-        """Bytes: half of them small enough to go inside a message, some empty, few large."""
+        """Bytes, for strings about: half of them small enough to go inside a message, some empty, few large."""
         roll = self._random.random()
         if roll < 0.02:
             return 0
         if roll < 0.5:
             return self._random.randint(1, 4096)
         if roll < 0.55:
-            return self._random.choice([4096, 4097, 65536, 65537])
+            return min(largest, self._random.choice([4096, 4097, 65536, 65537]))
         return int(4096 * (largest / 4096) ** (self._random.random() ** 2))
 
     def shape(self, dtype: str, size: int, most_rows: int) -> tuple[int, ...]:
