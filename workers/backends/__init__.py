@@ -8,7 +8,6 @@ memory. Others come by entry points of the group "shmserve.backends".
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
@@ -135,7 +134,9 @@ def find(name: str) -> type[Backend]:
 
 
 def _from_entry_point(name: str) -> type[Backend]:
-    points = importlib.metadata.entry_points(group=GROUP)
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    points = entry_points(group=GROUP)
     for point in points:
         if point.name == name:
             found = point.load()
