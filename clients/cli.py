@@ -35,31 +35,20 @@ Run = Callable[[argparse.Namespace], int]
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that can pass on its arguments as they are: the options of `serve` are the broker's."""
-
-    passes_on = False
-
     def __init__(self, **kwargs: Any) -> None:
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, **kwargs)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        if self.passes_on:
-            namespace.options = list(args)
-            return super().parse_known_args([], namespace)
-        return super().parse_known_args(args, namespace)
 
 
 # ------------------------------------------------------------------------------------------ what it understands
 
 
 def parser() -> argparse.ArgumentParser:
+    """Of all commands but serve, whose arguments the broker understands."""
     found = _Parser(prog="shmserve", description=ABOUT, epilog=EPILOG)
     found.add_argument("--version", action="store_true", dest="show_version", help="the same as `shmserve version`")
     commands = found.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
-    serve = commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
-    serve.set_defaults(run=_serve)
-    serve.passes_on = True
+    commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     _add_models(commands)
     _add_infer(commands)
     _add_stats(commands)
@@ -186,10 +175,10 @@ def _seconds(text: str) -> float:
 # ------------------------------------------------------------------------------------------ what is run
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(options: Sequence[str]) -> int:
     """This process becomes the broker. What is in the current directory is importable there only if it is here."""
     safe = ["-P"] if sys.version_info >= (3, 11) and os.getcwd() not in sys.path and "" not in sys.path else []
-    os.execv(sys.executable, [sys.executable, *safe, "-m", "shmserve.broker.main", *args.options])
+    os.execv(sys.executable, [sys.executable, *safe, "-m", "shmserve.broker.main", *options])
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -238,8 +227,11 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["serve"]:
+        return _serve(words[1:])
     understood = parser()
-    args = understood.parse_args(argv)
+    args = understood.parse_args(words)
     if args.show_version:
         args = understood.parse_args(["version"])
     if args.command is None:

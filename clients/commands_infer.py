@@ -45,7 +45,7 @@ def infer(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if not args.random:
         for name in ("batch", "seed", "shape"):
-            if getattr(args, name):
+            if getattr(args, name) not in (None, []):
                 raise Misuse(f"--{name} is for random data: give --random too")
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shmserve.clients.commands_base import Misuse
 from shmserve.clients.tables import shape_text
 from shmserve.dtypes import to_numpy
+from shmserve.messages import DIMS
 from shmserve.session import Raw
 
 Spec = Mapping[str, Any]
@@ -29,6 +30,8 @@ Given = dict[str, Any]
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
 RANDOM_BELOW = 100
 RANDOM_LETTERS = 8
+SHOWN = 60
+"""So many characters of a refused value are shown."""
 
 
 def specs(metadata: Mapping[str, Any]) -> dict[str, Spec]:
@@ -66,8 +69,8 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Given:
     where = "standard input" if file == "-" else file
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
-        document = json.loads(text)
-    except (OSError, ValueError) as error:
+        document = json.loads(text, parse_float=_float)
+    except (OSError, ValueError, RecursionError) as error:
         raise Misuse(f"cannot read inputs from {where}: {_reason(error)}") from error
     inputs = document.get("inputs") if isinstance(document, dict) else None
     if isinstance(inputs, dict):
@@ -78,7 +81,7 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Given:
     for entry in inputs:
         if not isinstance(entry, dict) or not {"name", "shape", "data"} <= entry.keys():
             raise Misuse(f"{where}: an input in a list needs name, shape and data")
-        name = entry["name"]
+        name = str(entry["name"])
         found[name] = from_value(entry["data"], _spec(known, name), shape=entry["shape"])
     return found
 
@@ -135,8 +138,8 @@ def _random(spec: Spec, shape: tuple[int, ...], generator: np.random.Generator) 
 def from_text(text: str, spec: Spec) -> Any:
     """A JSON literal, or words with commas or spaces between them; for BYTES, if it is neither, the text itself."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_float=_float)
+    except (ValueError, RecursionError):
         value = (
             text if spec["datatype"] == "BYTES" else [_word(word, spec) for word in re.split(r"[,\s]+", text.strip())]
         )
@@ -149,18 +152,30 @@ def from_text(text: str, spec: Spec) -> Any:
 def _word(word: str, spec: Spec) -> int | float | bool:
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    for made in (int, float):
+    for made in (int, _float):
         try:
             return made(word)
         except ValueError:
             continue
-    raise Misuse(f"input '{spec['name']}' ({spec['datatype']}): '{word}' is not a number")
+    raise Misuse(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
+
+
+def _float(text: str) -> float:
+    """ValueError for digits that only infinity would do justice to."""
+    value = float(text)
+    if math.isinf(value) and "inf" not in text.lower():
+        raise ValueError(f"{_short(text)} is too large for a number")
+    return value
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> Any:
     """Numbers, strings or nested lists of them -> a tensor of the model's dtype and shape."""
     flat: list[Any] = []
-    found = _flatten(value, flat, spec["name"])
+    found = _flatten(value, flat, spec["name"], DIMS)
     if shape is not None:
         if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
             raise Misuse(f"input '{spec['name']}': shape {shape} is no list of sizes")
@@ -178,19 +193,24 @@ def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> An
         array = np.array(flat, np.bool_).reshape(found)
     elif dtype in FLOATS:
         _all_are(flat, (int, float), "a number", spec)
-        array = np.array([float(item) for item in flat], np.float64).reshape(found)
+        try:
+            array = np.array(flat, np.float64).reshape(found)
+        except OverflowError:
+            raise _unfit(max(flat, key=abs), f"within the range of {dtype}", spec) from None
     else:
         array = _integers(flat, spec).reshape(found)
     array = fit(array, spec)
     return _floats(array, spec) if dtype in FLOATS else array
 
 
-def _flatten(value: Any, flat: list[Any], name: str) -> tuple[int, ...]:
+def _flatten(value: Any, flat: list[Any], name: str, dims: int) -> tuple[int, ...]:
     """Appends the leaves to `flat`, and gives the shape. Lists of unequal lengths are no tensor."""
     if not isinstance(value, list):
         flat.append(value)
         return ()
-    shapes = {_flatten(item, flat, name) for item in value}
+    if not dims:
+        raise Misuse(f"input '{name}': a tensor has at most {DIMS} dims")
+    shapes = {_flatten(item, flat, name, dims - 1) for item in value}
     if len(shapes) > 1:
         raise Misuse(f"input '{name}': the lists in it have different lengths")
     return (len(value), *(shapes.pop() if shapes else ()))
@@ -203,7 +223,7 @@ def _all_are(flat: list[Any], kinds: tuple[type, ...], what: str, spec: Spec) ->
 
 
 def _unfit(item: Any, what: str, spec: Spec) -> Misuse:
-    return Misuse(f"input '{spec['name']}' ({spec['datatype']}): {json.dumps(item)} is not {what}")
+    return Misuse(f"input '{spec['name']}' ({spec['datatype']}): {_short(json.dumps(item))} is not {what}")
 
 
 def _integers(flat: list[Any], spec: Spec) -> NDArray[Any]:

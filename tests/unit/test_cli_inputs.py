@@ -1,0 +1,309 @@
+"""What a person types becomes the tensor that the model expects, of every dtype; what does not fit is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from shmserve.clients import commands_inputs as inputs
+from shmserve.clients.commands_base import Misuse
+from shmserve.dtypes import ITEM_BYTES, to_numpy
+from shmserve.session import Raw
+
+INTEGERS = [name for name in ITEM_BYTES if "INT" in name]
+
+
+def spec(dtype: str, *shape: int, name: str = "x") -> inputs.Spec:
+    return {"name": name, "datatype": dtype, "shape": list(shape)}
+
+
+def known(*specs: inputs.Spec) -> dict[str, inputs.Spec]:
+    return {one["name"]: one for one in specs}
+
+
+def same(found: Any, dtype: Any, values: Any) -> bool:
+    expected = np.array(values, dtype)
+    return bool(found.dtype == expected.dtype and found.shape == expected.shape and np.array_equal(found, expected))
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "1 2 3", "1, 2, 3", "[1, 2, 3]", "[[1, 2, 3]]", "[1.0, 2.0, 3.0]"])
+@pytest.mark.parametrize("dtype", ["FP16", "FP32", "FP64"])
+def test_numbers_can_be_written_in_several_ways(text: str, dtype: str) -> None:
+    assert same(inputs.from_text(text, spec(dtype, -1, 3)), to_numpy(dtype), [[1, 2, 3]])
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_reach_from_end_to_end_of_their_type(dtype: str) -> None:
+    info = np.iinfo(to_numpy(dtype))
+    assert same(inputs.from_text(f"{info.min},{info.max}", spec(dtype, 2)), info.dtype, [info.min, info.max])
+    for beyond in (info.min - 1, info.max + 1):
+        with pytest.raises(Misuse, match=rf"'x' \({dtype}\): {beyond} is not within {info.min} \.\.\. {info.max}"):
+            inputs.from_text(str(beyond), spec(dtype, 1))
+    with pytest.raises(Misuse, match=r"1\.5 is not an integer"):
+        inputs.from_text("1.5", spec(dtype, 1))
+    with pytest.raises(Misuse, match="true is not an integer"):
+        inputs.from_text("true", spec(dtype, 1))
+
+
+def test_booleans() -> None:
+    for text in ("true,false,True", "1 0 1", "[true, false, true]", "[1, 0, 1]"):
+        assert same(inputs.from_text(text, spec("BOOL", 3)), np.bool_, [True, False, True])
+    with pytest.raises(Misuse, match=r"'x' \(BOOL\): 2 is not true or false"):
+        inputs.from_text("2", spec("BOOL", 1))
+    with pytest.raises(Misuse, match='"yes" is not true or false'):
+        inputs.from_text('["yes"]', spec("BOOL", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "strings"),
+    [
+        ("hello world", ["hello world"]),
+        ("42", ["42"]),
+        ("true", ["true"]),
+        ('"quoted"', ["quoted"]),
+        ('["a", "", "ü"]', ["a", "", "ü"]),
+        ("", [""]),
+    ],
+)
+def test_strings(text: str, strings: list[str]) -> None:
+    found = inputs.from_text(text, spec("BYTES", -1))
+    assert found.dtype == object
+    assert found.tolist() == strings
+
+
+def test_strings_are_not_numbers() -> None:
+    with pytest.raises(Misuse, match="1 is not a string"):
+        inputs.from_text('["a", 1]', spec("BYTES", -1))
+    with pytest.raises(Misuse, match="'abc' is not a number"):
+        inputs.from_text("1,abc", spec("FP32", -1))
+    with pytest.raises(Misuse, match='"1" is not a number'):
+        inputs.from_text('["1"]', spec("FP32", -1))
+    with pytest.raises(Misuse, match="null is not a number"):
+        inputs.from_text("null", spec("FP32", -1))
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("FP16", 65520), ("FP32", 1e39), ("BF16", -3.4e38)])
+def test_what_a_precision_cannot_hold(dtype: str, value: float) -> None:
+    with pytest.raises(Misuse, match=rf"is not within the range of {dtype}"):
+        inputs.from_text(repr(value), spec(dtype, 1))
+    found = inputs.from_text("inf,-inf,nan", spec(dtype, 3))
+    array = inputs.from_bfloat16(found.array) if isinstance(found, Raw) else found
+    assert np.array_equal(array.astype(np.float64), [np.inf, -np.inf, np.nan], equal_nan=True)
+
+
+@given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(width=32)))
+def test_bf16_is_rounded_as_ml_dtypes_does(values: Any) -> None:
+    bits = inputs._bfloat16(values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = values.astype(ml_dtypes.bfloat16)
+    found = inputs.from_bfloat16(bits)
+    assert found.shape == values.shape
+    assert np.array_equal(found, expected.astype(np.float32), equal_nan=True)
+    assert np.array_equal(inputs.from_bfloat16(expected), expected.astype(np.float32), equal_nan=True)
+
+
+def test_bf16_goes_as_raw_bits() -> None:
+    found = inputs.from_text("1,-2.5", spec("BF16", 2))
+    assert isinstance(found, Raw)
+    assert found.array.tolist() == [0x3F80, 0xC020]
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "shape"),
+    [
+        ("5", [], ()),
+        ("5", [1], (1,)),
+        ("5", [-1], (1,)),
+        ("5", [-1, 1], (1, 1)),
+        ("1,2,3", [-1, 3], (1, 3)),
+        ("1,2,3,4,5,6", [-1, 3], (2, 3)),
+        ("1,2,3,4", [2, 2], (2, 2)),
+        ("1,2,3,4,5,6", [-1, 2, -1], (1, 2, 3)),
+        ("[[1,2],[3,4]]", [-1, 2, 2], (1, 2, 2)),
+        ("[[[1,2],[3,4]]]", [-1, 2, 2], (1, 2, 2)),
+        ("[]", [-1], (0,)),
+        ("[[], []]", [2, -1], (2, 0)),
+    ],
+)
+def test_shapes_that_fit(text: str, pattern: list[int], shape: tuple[int, ...]) -> None:
+    assert inputs.from_text(text, spec("FP32", *pattern)).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("1,2,3", [4]),
+        ("1,2,3", []),
+        ("1,2,3,4", [-1, 3]),
+        ("[]", [3]),
+        ("[[1,2],[3,4]]", [4]),
+        ("[[1],[2]]", [-1, 2]),
+        ("[1,2]", [-1, -1, -1]),
+    ],
+)
+def test_shapes_that_do_not_fit(text: str, pattern: list[int]) -> None:
+    with pytest.raises(Misuse, match=r"input 'x' \(INT32\): a value of shape \[.*\] does not fit \["):
+        inputs.from_text(text, spec("INT32", *pattern))
+
+
+def test_lists_of_unequal_lengths() -> None:
+    for text in ("[[1, 2], [3]]", "[1, [2]]"):
+        with pytest.raises(Misuse, match="the lists in it have different lengths"):
+            inputs.from_text(text, spec("FP32", -1, -1))
+
+
+MONSTROUS = ["[" * 33 + "1" + "]" * 33, "[" * 100_000, "1" + "0" * 400, "1" * 5000, "[1e999]", '{"a": 1}', '[""]']
+
+
+@pytest.mark.parametrize("text", MONSTROUS)
+@pytest.mark.parametrize("dtype", ["FP32", "INT64", "BOOL"])
+def test_monstrous_values_are_refused(text: str, dtype: str) -> None:
+    with pytest.raises(Misuse, match=r"input 'x'") as refused:
+        inputs.from_text(text, spec(dtype, -1))
+    assert len(str(refused.value)) < 300
+
+
+# ------------------------------------------------------------------------------------------ arguments and files
+
+
+def test_arguments_name_their_input() -> None:
+    both = known(spec("FP32", 2, name="a"), spec("BYTES", 1, name="b"))
+    found = inputs.from_arguments(["a=1,2", "b=k=v"], both)
+    assert same(found["a"], np.float32, [1, 2])
+    assert found["b"].tolist() == ["k=v"]
+    with pytest.raises(Misuse, match=r"no input 'c'; it has a \(FP32 \[2\]\), b \(BYTES \[1\]\)"):
+        inputs.from_arguments(["c=1"], both)
+    for text in ("a", "=1", "1,2"):
+        with pytest.raises(Misuse, match="write NAME=VALUE"):
+            inputs.from_arguments([text], both)
+
+
+@pytest.mark.parametrize("dtype", [name for name in ITEM_BYTES if name not in ("BYTES", "BF16")])
+def test_npy_files(dtype: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.npy"
+    array = np.arange(6).reshape(2, 3).astype(to_numpy(dtype))
+    np.save(file, array)
+    assert same(inputs.from_arguments([f"x=@{file}"], known(spec(dtype, -1, 3)))["x"], array.dtype, array)
+
+
+def test_npy_files_of_strings_and_bf16(tmp_path: Path) -> None:
+    file = tmp_path / "x.npy"
+    np.save(file, np.array(["one", "two"]))
+    found = inputs.from_arguments([f"x=@{file}"], known(spec("BYTES", 2)))["x"]
+    assert found.dtype == object
+    assert found.tolist() == ["one", "two"]
+    for array in (np.array([0x3F80, 0], np.uint16), np.array([1, 0], ml_dtypes.bfloat16)):
+        np.save(file, array)
+        raw = inputs.from_arguments([f"x=@{file}"], known(spec("BF16", 2)))["x"]
+        assert isinstance(raw, Raw)
+        assert raw.array.tolist() == [0x3F80, 0]
+
+
+def test_npy_files_that_do_not_fit(tmp_path: Path) -> None:
+    file = tmp_path / "x.npy"
+
+    def refused(match: str, dtype: str = "FP32", *shape: int) -> None:
+        with pytest.raises(Misuse, match=match):
+            inputs.from_arguments([f"x=@{file}"], known(spec(dtype, *(shape or (-1, 3)))))
+
+    refused("cannot read .*x.npy: No such file")
+    np.save(file, np.zeros((1, 3)))
+    refused(r"holds float64; save it with \.astype\('float32'\)")
+    refused("holds float64, not strings", "BYTES")
+    refused("holds float64, not 16-bit patterns", "BF16")
+    np.save(file, np.zeros((2, 4), np.float32))
+    refused(r"shape \[2, 4\] does not fit \[-1, 3\]")
+    np.save(file, np.array([{}]), allow_pickle=True)
+    refused("cannot read .*x.npy: Object arrays cannot be loaded", "BYTES")
+    file.write_bytes(b"")
+    refused("cannot read .*x.npy")
+    file.write_bytes(b"not numpy")
+    refused("cannot read .*x.npy")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"inputs": {"x": [[1, 2, 3]]}},
+        {"inputs": {"x": [1, 2, 3]}},
+        {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]},
+    ],
+)
+def test_json_documents(document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(document))
+    expected = known(spec("FP32", -1, 3))
+    assert same(inputs.from_json(str(file), expected)["x"], np.float32, [[1, 2, 3]])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(document)))
+    assert same(inputs.from_json("-", expected)["x"], np.float32, [[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "cannot read inputs from standard input: Expecting"),
+        ("[1, 2]", 'write {"inputs"'),
+        ('{"x": [1]}', "standard input has no inputs"),
+        ('{"inputs": {"y": [1]}}', r"no input 'y'; it has x \(FP32 \[-1, 3\]\)"),
+        ('{"inputs": [{"name": "x"}]}', "needs name, shape and data"),
+        ('{"inputs": [{"name": "x", "shape": [2, 3], "data": [1]}]}', r"1 values do not fill shape \[2, 3\]"),
+        ('{"inputs": [{"name": "x", "shape": [-1, 3], "data": [1, 2, 3]}]}', "is no list of sizes"),
+        ('{"inputs": [{"name": "x", "shape": 3, "data": [1, 2, 3]}]}', "is no list of sizes"),
+    ],
+)
+def test_json_documents_that_do_not_fit(text: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    with pytest.raises(Misuse, match=match):
+        inputs.from_json("-", known(spec("FP32", -1, 3)))
+
+
+# ------------------------------------------------------------------------------------------ random data
+
+
+@pytest.mark.parametrize("dtype", list(ITEM_BYTES))
+def test_random_data_of_every_type(dtype: str) -> None:
+    one = known(spec(dtype, -1, 3, -1))
+    found = inputs.random(one, 4, {}, 1)["x"]
+    again = inputs.random(one, 4, {}, 1)["x"]
+    other = inputs.random(one, 4, {}, 2)["x"]
+    if dtype == "BF16":
+        found, again, other = found.array, again.array, other.array
+    else:
+        assert found.dtype == to_numpy(dtype)
+    assert found.shape == (4, 3, 1)
+    assert np.array_equal(found, again)
+    assert not np.array_equal(found, other)
+
+
+def test_random_data_of_a_given_shape() -> None:
+    one = known(spec("INT8", -1, 3, -1))
+    assert inputs.random(one, None, {}, None)["x"].shape == (1, 3, 1)
+    assert inputs.random(one, None, {"x": (2, 3, 5)}, None)["x"].shape == (2, 3, 5)
+
+
+def test_shapes_for_random_data() -> None:
+    one = known(spec("FP32", -1, 3, -1))
+    assert inputs.shapes_from(["x=2,3,5"], one) == {"x": (2, 3, 5)}
+    for text in ("x=2,4,5", "x=2,3", "x=2"):
+        with pytest.raises(Misuse, match=r"does not fit input 'x', which is \[-1, 3, -1\]"):
+            inputs.shapes_from([text], one)
+    for text in ("x", "x=", "x=a", "x=-1,3,5"):
+        with pytest.raises(Misuse, match="write NAME=D1,D2"):
+            inputs.shapes_from([text], one)
+    with pytest.raises(Misuse, match="no input 'y'"):
+        inputs.shapes_from(["y=1"], one)
+
+
+def test_batches_need_a_free_first_dim() -> None:
+    with pytest.raises(Misuse, match=r"input 'x' is \[4\]: the model takes no batches"):
+        inputs.random(known(spec("FP32", 4)), 2, {}, None)
