@@ -64,7 +64,9 @@ class Admission:
         self._state.clients[event.peer] = Client(event.peer, event.audience, event.plane)
 
     def hello(self, peer: int, message: Hello, now: int) -> None:
-        client = self._state.clients[peer]
+        client = self._state.clients.get(peer)
+        if client is None:
+            return
         if message.protocol != PROTOCOL:
             text = f"protocol {message.protocol} is not spoken here, only {PROTOCOL}; use a client of this version"
             self._goodbye(client, ProtocolError(text))

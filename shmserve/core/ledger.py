@@ -10,6 +10,8 @@ are mapped, and it can still be passed on.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
+
 from msgspec import Struct
 
 from shmserve.core.clients import Client
@@ -28,7 +30,8 @@ class Segment(Struct, eq=False):
     audience: str
     announcement: Map
     mapped_by: set[int] = set()
-    holds: int = 0
+    blocks: list[int] = []
+    """The offsets of what is held or pinned, rising."""
     uses: int = 0
     """Requests in flight that refer to it."""
     orphan: bool = False
@@ -95,7 +98,7 @@ class Ledger:
 
     def _drop_if_over(self, segment: Segment) -> None:
         """An orphan goes with its last hold and its last request."""
-        if segment.holds or segment.uses:
+        if segment.blocks or segment.uses:
             return
         for peer in segment.mapped_by:
             self.effects.append(Send(peer, Unmap(segment.number)))
@@ -125,11 +128,13 @@ class Ledger:
         """The hold of the client that contains these bytes: nearly always the very one, else a slice of one."""
         if (number, offset) in client.holds and size <= self.holds[number, offset].handle.size:
             return number, offset
-        for place in client.holds:
-            if place[0] == number:
-                held = self.holds[place].handle
-                if held.offset <= offset and offset + size <= held.offset + held.size:
-                    return place
+        segment = self.segments.get(number)
+        before = bisect_right(segment.blocks, offset) if segment is not None else 0
+        if segment is not None and before:
+            place = number, segment.blocks[before - 1]
+            held = self.holds[place].handle
+            if place in client.holds and offset + size <= held.offset + held.size:
+                return place
         return None
 
     def is_new(self, handle: Handle, audience: str) -> bool:
@@ -148,7 +153,7 @@ class Ledger:
         hold = self.holds.get(place)
         if hold is None:
             hold = self.holds[place] = Hold(handle, {})
-            self.segments[handle.segment].holds += 1
+            insort(self.segments[handle.segment].blocks, handle.offset)
         hold.clients[client.number] = hold.clients.get(client.number, 0) + 1
         client.holds.add(place)
         client.held_bytes += handle.size
@@ -192,7 +197,7 @@ class Ledger:
             return
         del self.holds[place]
         segment = self.segments[place[0]]
-        segment.holds -= 1
+        del segment.blocks[bisect_left(segment.blocks, place[1])]
         if not segment.orphan:
             self.send_back(hold.handle)
         else:
@@ -232,19 +237,19 @@ class Ledger:
 
     def check(self, clients: dict[int, Client]) -> None:
         """Every invariant between segments, holds and clients."""
-        counted: dict[int, int] = {}
+        counted: dict[int, list[int]] = {}
         for place, hold in self.holds.items():
             assert hold.clients or hold.pins, f"hold {place} is held by nobody"
             assert hold.pins >= 0
             assert place == (hold.handle.segment, hold.handle.offset)
-            counted[place[0]] = counted.get(place[0], 0) + 1
+            counted.setdefault(place[0], []).append(place[1])
             for number, count in hold.clients.items():
                 assert count > 0
                 assert place in clients[number].holds, f"client {number} does not know of its hold {place}"
         for number, segment in self.segments.items():
-            assert segment.holds == counted.get(number, 0), f"segment {number} miscounts its holds"
+            assert segment.blocks == sorted(counted.get(number, [])), f"segment {number} miscounts its holds"
             assert segment.uses >= 0
-            assert not segment.orphan or segment.holds or segment.uses, f"orphan segment {number} outlived its holds"
+            assert not segment.orphan or segment.blocks or segment.uses, f"orphan segment {number} outlived its holds"
         for client in clients.values():
             held = sum(
                 self.holds[place].handle.size * self.holds[place].clients[client.number] for place in client.holds

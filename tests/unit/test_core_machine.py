@@ -33,7 +33,7 @@ from tests.unit.core_world import World
 
 MS = 10**6
 LIMITS = Limits(
-    client_requests=12, client_segments=5, client_held_bytes=64, restarts=3, backoff_ns=2 * MS, backoff_max_ns=8 * MS
+    client_requests=30, client_segments=5, client_held_bytes=400, restarts=3, backoff_ns=2 * MS, backoff_max_ns=8 * MS
 )
 BROKER_SEGMENT = 1
 Y = (TensorSpec("y", "FP32", (-1,)), TensorSpec("w", "FP32", (-1,)))
@@ -50,17 +50,18 @@ MAYBE = TensorSpec("z", "FP32", (-1,), optional=True)
 EXPIRES = QueuePolicy(TimeoutAction.REJECT, 9 * MS, True, 3)
 DELAYS = QueuePolicy(TimeoutAction.DELAY, 4 * MS, True)
 MODELS = (
-    (model("plain", 4, (FIXED,), BatchPolicy()), 1, "y"),
-    (model("pair", 4, (VARIES,), BatchPolicy()), 2, ""),
+    (model("plain", 8, (FIXED,), BatchPolicy()), 1, "y"),
+    (model("pair", 6, (VARIES,), BatchPolicy()), 2, ""),
     (model("timed", 6, (RAGGED, MAYBE), BatchPolicy(preferred=(2, 4), delay_ns=10 * MS)), 1, "w"),
     (model("ranked", 4, (VARIES,), BatchPolicy((), 5 * MS, False, 3, 2, DELAYS, {1: EXPIRES})), 1, "y"),
-    (model("ordered", 2, (FIXED,), BatchPolicy(preserve_ordering=True)), 2, "y w"),
+    (model("ordered", 4, (FIXED,), BatchPolicy(preserve_ordering=True)), 2, "y w"),
     (model("strict", 2, (FIXED,), BatchPolicy((), 0, True, 0, 0, EXPIRES)), 2, ""),
     (model("single", 3, (FIXED,), None), 1, "y"),
     (model("flat", 0, (VARIES,), BatchPolicy()), 1, "y"),
 )
 
 NAMES = [policy.name for policy, _, _ in MODELS]
+AHEAD = ["plain", "pair", "timed", "ordered"]
 
 
 class Slow(World):
@@ -114,10 +115,10 @@ class CoreMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------ rules
 
-    @initialize(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True))
-    def begin(self, names: list[str]) -> None:
-        """Few models at a time, so that more happens to each."""
-        self.names = names
+    @initialize(names=st.lists(st.sampled_from(NAMES), max_size=2), ahead=st.sampled_from(AHEAD))
+    def begin(self, names: list[str], ahead: str) -> None:
+        """Few models at a time, so that more happens to each, and one whose batches wait at the worker and grow."""
+        self.names = names = sorted({*names, ahead})
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
         for policy, instances, large in MODELS:
             if policy.name in names:
@@ -136,8 +137,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.all_clients.append(client)
 
     @precondition(lambda self: len(self.clients) > 1)
-    @rule(which=st.integers(0, 9))
-    def gone(self, which: int) -> None:
+    @rule(which=st.integers(0, 9), really=st.integers(0, 3))
+    def gone(self, which: int, really: int) -> None:
+        if really:
+            return
         client = self.choose_client(which)
         self.send([], False)
         self.clients.remove(client)
@@ -166,7 +169,7 @@ class CoreMachine(RuleBasedStateMachine):
         which_model=st.integers(0, 5),
         count=st.integers(1, 5),
         rows=st.integers(0, 3),
-        where=st.sampled_from(["inline", "inline", "own", "held", "forged", "frame"]),
+        where=st.sampled_from(["inline", "own", "own", "held", "forged", "frame"]),
         shape=st.integers(1, 2),
         optional=st.booleans(),
         options=st.sampled_from([None, Options(priority=1), Options(priority=3), Options(queue_timeout_us=2000)]),
@@ -196,6 +199,34 @@ class CoreMachine(RuleBasedStateMachine):
             else:
                 happened.append((client.peer, message))
         self.send(happened, together)
+
+    def _simple(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
+        message = self._request(client, self.world.policies[name, 1], rows, "inline", 1, True, None)
+        client.sends(message.request)
+        if name == "ordered":
+            self.world.asked_in_order[client.peer, message.request] = message.request
+        return client.peer, message
+
+    @precondition(lambda self: self.clients)
+    @rule(which=st.integers(0, 9), which_model=st.integers(0, 5), counts=st.lists(st.integers(1, 3), max_size=4))
+    def load(self, which: int, which_model: int, counts: list[int]) -> None:
+        """Turn after turn of good requests for one model: so that batches wait at workers and are extended."""
+        client, name = self.choose_client(which), self.names[which_model % len(self.names)]
+        for count in counts:
+            self.send([self._simple(client, name, 1) for _ in range(count)], False)
+
+    @precondition(lambda self: self.clients and self.workers(lambda worker: worker.running))
+    @rule(which=st.integers(0, 9), counts=st.lists(st.integers(1, 2), min_size=1, max_size=3), cancel=st.booleans())
+    def cross(self, which: int, counts: list[int], cancel: bool) -> None:
+        """A worker finishes and starts what waits, and the broker, which has not heard of it, extends or withdraws."""
+        running = self.workers(lambda worker: worker.running)
+        worker, client = running[which % len(running)], self.choose_client(which)
+        worker.read()
+        worker.finish(self.world.now)
+        for count in counts:
+            self.send([self._simple(client, worker.policy.name, 1) for _ in range(count)], False)
+        if cancel and client.open:
+            self.send([(client.peer, Cancel(max(client.open)))], False)
 
     def _request(
         self, client: FakeClient, model: ModelPolicy, rows: int, where: str, shape: int, optional: bool,
@@ -293,10 +324,10 @@ class CoreMachine(RuleBasedStateMachine):
             self.world.now = until
         self.world.advance(until)
 
-    @rule(which=st.integers(0, 60))
+    @rule(which=st.integers(0, 99))
     def crash(self, which: int) -> None:
         workers = self.workers(bool)
-        if which < 20 and workers:
+        if which < 10 and workers:
             self.send([], False)
             self.world.crash(workers[which % len(workers)])
 
@@ -369,7 +400,7 @@ def test_whatever_happens_the_books_balance() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_model_of_the_machine_is_one_that_can_be_served(name: str) -> None:
     machine = CoreMachine()
-    machine.begin([name])
+    machine.begin([name], "plain")
     client = machine.clients[0]
     policy = next(policy for policy, _, _ in MODELS if policy.name == name)
     message = machine._request(client, policy, 1, "inline", 1, True, None)

@@ -1,0 +1,156 @@
+"""`form` against the rules written out once more, slowly and word for word; and what must hold of any plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.core.batcher import Plan, Reason, Shape, form
+from shmserve.core.policy import BatchPolicy
+
+
+@dataclass
+class Waiting:
+    cost: int
+    signature: str
+    arrived: int
+
+
+NOW = 100
+MAX = 8
+QUEUES = st.lists(
+    st.builds(Waiting, st.integers(1, MAX), st.sampled_from(["s", "s", "s", "t"]), st.integers(80, NOW)),
+    min_size=1,
+    max_size=14,
+)
+POLICIES = st.builds(
+    BatchPolicy,
+    preferred=st.lists(st.integers(1, MAX), max_size=3, unique=True).map(tuple),
+    delay_ns=st.sampled_from([0, 0, 5, 12, 30]),
+)
+
+
+def shape_of(policy: BatchPolicy, varies: bool) -> Shape:
+    return Shape.of(MAX, policy, varies)
+
+
+def run(waiting: list[Any], shape: Shape, *base: Any) -> Plan:
+    return form(waiting, shape, NOW, *base)
+
+
+def rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> tuple[int, int]:
+    """(how many requests go now, when to look again), as the rules say it."""
+    preferred = policy.preferred or (MAX,)
+    pending: list[Waiting] = []
+    best: int | None = None
+    send_now = False
+    for request in waiting:
+        rows = sum(each.cost for each in pending)
+        if pending:
+            if rows + request.cost > max(preferred) and best is None:
+                best = len(pending)
+            if rows + request.cost > MAX:
+                send_now = True
+                break
+            if varies and request.signature != pending[0].signature:
+                send_now = True
+                break
+        pending.append(request)
+        if rows + request.cost in preferred:
+            best = len(pending)
+    age = NOW - min(each.arrived for each in pending)
+    delay = policy.delay_ns
+    if best is not None and not (delay != 0 and age >= delay):
+        return best, 0
+    if send_now or sum(each.cost for each in pending) >= max(preferred):
+        return len(pending), 0
+    if age >= delay or delay == 0:
+        return len(pending), 0
+    return 0, NOW + delay - age
+
+
+@given(QUEUES, POLICIES, st.booleans())
+def test_it_does_what_the_rules_say(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
+    plan = run(waiting, shape_of(policy, varies))
+    assert (plan.count, plan.wake if not plan.count else 0) == rules(waiting, policy, varies)
+
+
+@given(QUEUES, POLICIES, st.booleans())
+def test_what_holds_of_every_plan(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
+    plan = run(waiting, shape_of(policy, varies))
+    taken = waiting[: plan.count]
+    assert plan.rows == sum(request.cost for request in taken) <= MAX
+    assert not varies or len({request.signature for request in taken}) <= 1
+    if not plan.count:
+        assert plan.wake > NOW
+        assert policy.delay_ns
+
+
+@given(QUEUES, POLICIES, st.booleans())
+def test_the_reason_is_true(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
+    plan = run(waiting, shape_of(policy, varies))
+    if not plan.count:
+        return
+    following = waiting[plan.count] if plan.count < len(waiting) else None
+    age = NOW - min(request.arrived for request in waiting[: plan.count])
+    if plan.reason is Reason.FULL:
+        over_largest = plan.rows >= max(policy.preferred or (MAX,))
+        assert over_largest or (following is not None and plan.rows + following.cost > MAX)
+    elif plan.reason is Reason.PREFERRED:
+        passes = following is not None and plan.rows + following.cost > max(policy.preferred)
+        assert plan.rows in policy.preferred or passes
+    elif plan.reason is Reason.SHAPE:
+        assert varies
+        assert following is not None
+        assert following.signature != waiting[0].signature
+    elif plan.reason is Reason.DELAY:
+        assert policy.delay_ns
+        assert age >= policy.delay_ns
+    else:
+        assert plan.reason is Reason.IDLE
+        assert not policy.delay_ns
+
+
+@given(QUEUES, POLICIES, st.booleans(), st.integers(1, MAX - 1), st.sampled_from(["s", "t"]))
+def test_an_extension_fits(
+    waiting: list[Waiting], policy: BatchPolicy, varies: bool, base: int, signature: str
+) -> None:
+    shape = shape_of(policy, varies)
+    plan = run(waiting, shape, base, signature if varies else None)
+    taken = waiting[: plan.count]
+    assert plan.rows == sum(request.cost for request in taken)
+    assert base + plan.rows <= MAX
+    assert not varies or all(request.signature == signature for request in taken)
+    if plan.count and base + plan.rows > shape.largest:
+        assert base > shape.largest, "it grows over the largest preferred size only if it was over it already"
+    if plan.count < len(waiting):
+        stopper = waiting[plan.count]
+        total = base + plan.rows + stopper.cost
+        other = varies and stopper.signature != signature
+        assert total > min(MAX, shape.largest) or other or base + plan.rows in shape.preferred
+
+
+@pytest.mark.parametrize(
+    ("preferred", "sizes", "count", "reason"),
+    [
+        ((), [1] * 8, 8, Reason.FULL),
+        ((), [5, 4], 1, Reason.FULL),
+        ((), [3], 1, Reason.IDLE),
+        ((4, 8), [4, 4], 2, Reason.FULL),
+        ((4,), [4, 1], 1, Reason.PREFERRED),
+        ((4,), [3, 3], 1, Reason.PREFERRED),
+        ((4,), [7], 1, Reason.FULL),
+        ((8,), [2, 2], 2, Reason.IDLE),
+    ],
+)
+def test_reasons(preferred: tuple[int, ...], sizes: list[int], count: int, reason: Reason) -> None:
+    plan = run([Waiting(size, "s", 90) for size in sizes], shape_of(BatchPolicy(preferred), True))
+    assert (plan.count, plan.reason) == (count, reason)
+
+
+def test_sizes_that_mean_nothing_are_no_preferred_sizes() -> None:
+    assert Shape.of(8, BatchPolicy(preferred=(0,)), False) == Shape.of(8, BatchPolicy(), False)

@@ -1,0 +1,229 @@
+"""What a request may look like, and the words in which it is refused: users of Triton know them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.core.checks import Checker
+from shmserve.core.policy import ModelPolicy, TensorSpec
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.errors import InvalidRequest
+from shmserve.messages import FIELD_BYTES, Handle, Tensor, Wanted
+
+NOTE = (
+    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
+    "input shape."
+)
+
+
+def checker(max_batch: int = 8, *inputs: TensorSpec, outputs: str = "y") -> Checker:
+    named = tuple(TensorSpec(name, "FP32", (-1,)) for name in outputs.split())
+    return Checker(ModelPolicy("m", 1, max_batch, inputs or (TensorSpec("INPUT0", "FP32", (16,)),), named))
+
+
+def tensor(
+    name: str = "INPUT0", shape: tuple[int, ...] = (1, 16), dtype: str = "FP32", size: int | None = None
+) -> Tensor:
+    count = 1
+    for dim in shape:
+        count *= dim
+    return Tensor(name, dtype, shape, bytes(count * ITEM_BYTES[dtype] if size is None else size))
+
+
+def refused(one: Checker, *tensors: Tensor, outputs: Any = None) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        one.check(tensors, outputs)
+    return caught.value.message
+
+
+TWO = (TensorSpec("INPUT0", "FP32", (16,)), TensorSpec("INPUT1", "FP32", (16,)))
+THREE = (*TWO, TensorSpec("INPUT2", "FP32", (16,)))
+
+
+def test_missing_inputs() -> None:
+    assert refused(checker(8, *THREE), tensor()) == (
+        "expected 3 inputs but got 1 inputs for model 'm'. Got input(s) ['INPUT0'], but missing required input(s) "
+        "['INPUT1','INPUT2']. Please provide all required input(s)."
+    )
+
+
+def test_missing_inputs_where_some_are_optional() -> None:
+    four = (*THREE, TensorSpec("INPUT3", "FP32", (16,), optional=True))
+    text = refused(checker(8, *four))
+    assert text.startswith("expected number of inputs between 3 and 4 but got 0 inputs for model 'm'. Got input(s) []")
+    assert "missing required input(s) ['INPUT0','INPUT1','INPUT2']" in text
+
+
+def test_unknown_input() -> None:
+    text = refused(checker(8, *TWO), tensor(), tensor("INPUT1"), tensor("x"))
+    assert text.startswith("unexpected inference input 'x', allowed inputs are: INPUT0, INPUT1")
+
+
+def test_an_input_given_twice() -> None:
+    assert refused(checker(8, *TWO), tensor(), tensor()) == "input 'INPUT0' is given twice for model 'm'"
+
+
+def test_type() -> None:
+    expected = "inference input 'INPUT0' data-type is 'INT32', but model 'm' expects 'FP32'"
+    assert refused(checker(), tensor(dtype="INT32")) == expected
+
+
+@pytest.mark.parametrize("dtype", ["", "fp32", "FLOAT", "\0", "INT128"])
+def test_no_type_at_all(dtype: str) -> None:
+    made = Tensor("INPUT0", dtype, (1, 16), bytes(64))
+    assert refused(checker(), made) == f"inference input 'INPUT0' data-type is '{dtype}', but model 'm' expects 'FP32'"
+
+
+def test_shape() -> None:
+    expected = "unexpected shape for input 'INPUT0' for model 'm'. Expected [-1,16], got [1,17]."
+    assert refused(checker(), tensor(shape=(1, 17))) == expected
+    assert refused(checker(0), tensor(shape=(17,))) == expected.replace("[-1,16]", "[16]").replace("[1,17]", "[17]")
+
+
+def test_shape_without_its_batch_dimension() -> None:
+    expected = "unexpected shape for input 'INPUT0' for model 'm'. Expected [-1,16], got [16]."
+    assert refused(checker(), tensor(shape=(16,))) == expected + NOTE
+
+
+def test_negative_dimensions() -> None:
+    one = checker(8, TensorSpec("INPUT0", "FP32", (-1, -1)))
+    text = refused(one, Tensor("INPUT0", "FP32", (1, -4, -4), bytes(64)))
+    assert text == "input 'INPUT0' for model 'm' has shape [1,-4,-4]: no dimension can be negative"
+
+
+def test_batch_size() -> None:
+    text = refused(checker(), tensor(shape=(9, 16)))
+    assert text.startswith("inference request batch-size must be <= 8 for 'm'")
+    text = refused(checker(8, *TWO), tensor(shape=(2, 16)), tensor("INPUT1", shape=(3, 16)))
+    assert text.startswith("input 'INPUT1' batch size does not match other inputs for 'm'")
+
+
+def test_byte_size() -> None:
+    one = checker(8, TensorSpec("INPUT0", "FP32", (8,)))
+    text = "input byte size mismatch for input 'INPUT0' for model 'm'. Expected 32, got 40"
+    assert refused(one, tensor(shape=(1, 8), size=40)) == text
+    parts = Tensor("INPUT0", "FP32", (1, 8), (Handle(5, 0, 20), Handle(5, 64, 20)))
+    assert refused(one, parts) == text
+
+
+def test_strings() -> None:
+    one = checker(8, TensorSpec("INPUT1", "BYTES", (16,)))
+    text = refused(one, tensor("INPUT1", dtype="BYTES", size=56))
+    assert text.startswith("expected 16 string elements for inference input 'INPUT1' for model 'm'")
+    assert text.endswith("which take at least 64 bytes, got 56 bytes")
+    for size in (64, 65, 4000):
+        assert one.check((tensor("INPUT1", dtype="BYTES", size=size),), None)[0] == 1
+
+
+def test_no_strings_have_no_bytes() -> None:
+    one = checker(8, TensorSpec("INPUT1", "BYTES", (-1,)))
+    assert one.check((tensor("INPUT1", (1, 0), "BYTES", 0),), None) == (1, (("INPUT1", (0,)),), 0, False)
+    assert "expected 0 string elements" in refused(one, tensor("INPUT1", (1, 0), "BYTES", 3))
+
+
+def test_outputs() -> None:
+    one = checker(outputs="y w")
+    assert refused(one, tensor(), outputs=(Wanted("z"),)) == (
+        "unexpected inference output 'z' for model 'm', its outputs are: w, y"
+    )
+    assert refused(one, tensor(), outputs=(Wanted("y"), Wanted("y"))) == "output 'y' is asked for twice for model 'm'"
+    assert one.check((tensor(),), (Wanted("w"), Wanted("y"))) == (1, None, 64, False)
+    assert one.check((tensor(),), ()) == (1, None, 64, False)
+    assert one.check((tensor(),), (Wanted("w", Handle(1, 2, 3)),))[3]
+
+
+def test_a_frame_that_did_not_come() -> None:
+    assert "refers to frame 7" in refused(checker(), Tensor("INPUT0", "FP32", (1, 16), 7))
+
+
+def test_too_much_inside_the_message() -> None:
+    one = checker(8, *(TensorSpec(f"x{n}", "UINT8", (4096,)) for n in range(17)))
+    text = refused(one, *(tensor(f"x{n}", (1, 4096), "UINT8") for n in range(17)))
+    assert str(FIELD_BYTES) in text
+    assert "shared memory" in text
+
+
+def test_sizes_that_no_machine_has() -> None:
+    one = checker(8, TensorSpec("x", "FP64", (-1, -1, -1)))
+    huge = Tensor("x", "FP64", (1, 2**63 - 1, 2**63 - 1, 2**63 - 1), b"")
+    assert "too many to exist here" in refused(one, huge)
+    strings = checker(8, TensorSpec("x", "BYTES", (-1,)))
+    assert "too many to exist here" in refused(strings, Tensor("x", "BYTES", (1, 2**62), b""))
+    assert one.check((Tensor("x", "FP64", (1, 2**63 - 1, 0, 2**63 - 1), b""),), None)[0] == 1
+
+
+def test_scalars_and_models_without_batches() -> None:
+    one = checker(0, TensorSpec("x", "INT64", ()), TensorSpec("z", "BOOL", (3,)))
+    assert one.check((tensor("x", (), "INT64"), tensor("z", (3,), "BOOL")), None) == (0, None, 11, False)
+
+
+def test_what_may_share_a_batch() -> None:
+    specs = (
+        TensorSpec("x", "FP32", (-1,)),
+        TensorSpec("r", "FP32", (-1,), ragged=True),
+        TensorSpec("o", "FP32", (1,), optional=True),
+        TensorSpec("q", "FP32", (-1,), optional=True, ragged=True),
+    )
+    one = checker(8, *specs)
+
+    def signature(*tensors: Tensor) -> object:
+        return one.check(tensors, None)[1]
+
+    x4, x5, r2, r3 = (tensor("x", (1, 4)), tensor("x", (2, 5)), tensor("r", (1, 2)), tensor("r", (1, 3)))
+    o, q, q7 = tensor("o", (1, 1)), tensor("q", (1, 1)), tensor("q", (1, 7))
+    assert signature(x4, r2) == signature(r3, tensor("x", (1, 4)))
+    assert signature(x4, r2) != signature(x5, tensor("r", (2, 2)))
+    assert signature(x4, r2, o) != signature(x4, r2)
+    assert signature(x4, r2, q) != signature(x4, r2)
+    assert signature(x4, r2, q) != signature(x4, r2, o)
+    assert signature(x4, r2, q) == signature(q7, x4, r2)
+    assert checker().check((tensor(),), None)[1] is None, "fixed shapes always match"
+
+
+DIMS = st.lists(st.sampled_from([-1, 0, 1, 3]), max_size=3).map(tuple)
+
+
+@given(
+    dims=DIMS,
+    shape=st.lists(st.integers(-1, 9), max_size=4).map(tuple),
+    max_batch=st.sampled_from([0, 4]),
+    dtype=st.sampled_from(["FP32", "UINT8", "FP64"]),
+    off=st.sampled_from([0, 0, 0, 1]),
+)
+def test_exactly_the_right_ones_are_let_in(
+    dims: tuple[int, ...], shape: tuple[int, ...], max_batch: int, dtype: str, off: int
+) -> None:
+    size = ITEM_BYTES[dtype]
+    for dim in shape:
+        size *= dim
+    one = checker(max_batch, TensorSpec("x", dtype, dims))
+    whole = (-1, *dims) if max_batch else dims
+    good = len(whole) == len(shape) and all(want in (-1, got) for want, got in zip(whole, shape, strict=True))
+    good = good and min(shape, default=0) >= 0 and not (max_batch and shape[0] > max_batch) and not off
+    made = Tensor("x", dtype, shape, bytes(max(0, size) + off))
+    for _ in range(2):  # the second time from memory
+        try:
+            rows, _, inline, outside = one.check((made,), None)
+        except InvalidRequest:
+            assert not good
+        else:
+            assert good
+            assert (rows, inline, outside) == (shape[0] if max_batch else 0, size, False)
+
+
+def test_memory_of_good_shapes_has_an_end() -> None:
+    one = checker(8, TensorSpec("x", "FP32", (-1, -1)))
+    for a, b in itertools.product(range(1, 81), range(1, 81)):
+        one.check((Tensor("x", "FP32", (1, a, b), (Handle(1, 0, 4 * a * b),)),), None)
+    assert len(one._good) == 4096
+
+
+def test_texts_have_no_inner_names() -> None:
+    text = refused(checker(8, *THREE), tensor())
+    assert not re.search(r"0x|/tmp|Spec|policy", text)

@@ -1,0 +1,204 @@
+"""The queue: levels, delayed requests, and shares of clients whatever they add, cancel or let expire."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
+from shmserve.core.queue import Level, RequestQueue
+
+CLIENTS = [SimpleNamespace(number=number) for number in range(1, 5)]
+
+
+def request(client: int = 1, cost: int = 1, level: int = 0, name: int = 0) -> Any:
+    """What the queue needs of a request."""
+    made = SimpleNamespace(client=CLIENTS[client - 1], cost=cost, level=level, tag=0, delayed=False, name=name)
+    return made
+
+
+def names(requests: list[Any]) -> list[int]:
+    return [each.name for each in requests]
+
+
+def queue(policy: BatchPolicy | None = None) -> RequestQueue:
+    return RequestQueue(policy)
+
+
+def test_one_client_is_served_in_order_of_arrival() -> None:
+    waiting = queue()
+    for name in range(5):
+        waiting.add(request(name=name, cost=name % 3 + 1))
+    assert names(waiting.in_order()) == [0, 1, 2, 3, 4]
+    assert names(waiting.take(2)) == [0, 1]
+    assert names(waiting.take(9)) == [2, 3, 4]
+    assert waiting.count == 0
+
+
+def test_a_newcomer_is_not_behind_all_that_another_has_piled_up() -> None:
+    waiting = queue()
+    for name in range(100):
+        waiting.add(request(1, name=name))
+    waiting.take(10)
+    waiting.add(request(2, name=1000))
+    assert names(waiting.in_order())[:2] in ([10, 1000], [1000, 10])
+
+
+def test_costs_count_in_rows() -> None:
+    waiting = queue()
+    for name in range(40):
+        waiting.add(request(1, cost=4, name=name))
+        for small in range(4):
+            waiting.add(request(2, cost=1, name=1000 + 4 * name + small))
+    taken = waiting.take(50)
+    mine = sum(each.cost for each in taken if each.client.number == 1)
+    assert abs(mine - sum(each.cost for each in taken if each.client.number == 2)) <= 4
+
+
+def test_what_was_cancelled_is_not_charged() -> None:
+    """A client that sends a thousand and takes 999 of them back has its one turn like another's first request."""
+    waiting = queue()
+    piled = [request(1, name=name) for name in range(1000)]
+    for each in piled:
+        waiting.add(each)
+    for name in range(50):
+        waiting.add(request(2, name=2000 + name))
+    for each in piled[:-1]:
+        waiting.remove(each)
+    assert 999 in names(waiting.in_order())[:2]
+    waiting.add(request(1, name=3000))
+    assert 3000 in names(waiting.in_order())[:4]
+
+
+def test_cancelling_wins_nothing() -> None:
+    """Having sent and cancelled does not put a client before one that did not."""
+    waiting = queue()
+    mine = [request(1, name=name) for name in range(100)]
+    for each in mine:
+        waiting.add(each)
+        waiting.add(request(2, name=500 + each.name))
+    for each in mine[:50]:
+        waiting.remove(each)
+    first = waiting.in_order()[:20]
+    assert sum(each.client.number == 1 for each in first) <= 10
+
+
+def test_a_level_does_not_remember_clients_for_ever() -> None:
+    level = Level(QueuePolicy())
+    last = SimpleNamespace(number=0)
+    level.add(SimpleNamespace(client=last, cost=1, level=0, tag=0, delayed=False))  # type: ignore[arg-type]
+    for number in range(1, 2000):
+        level.add(SimpleNamespace(client=SimpleNamespace(number=number), cost=1, tag=0, delayed=False))  # type: ignore[arg-type]
+        level.take(1)
+    assert len(level.tags) < 200
+
+
+def test_levels_are_strict_and_delayed_ones_last_in_theirs() -> None:
+    waiting = queue(BatchPolicy(levels=2, default_level=2, default_policy=QueuePolicy(TimeoutAction.DELAY, 1)))
+    assert [waiting.level_of(priority) for priority in (0, 1, 2, 3, 2**63 - 1)] == [2, 1, 2, 2, 2]
+    first, second, third, urgent = (request(level=n, name=i) for i, n in enumerate((2, 2, 1, 1)))
+    for each in (first, second, third, urgent):
+        waiting.add(each)
+    assert waiting.expire(third) is False
+    assert waiting.expire(first) is False
+    assert names(waiting.in_order()) == [3, 2, 1, 0]
+    waiting.remove(third)
+    assert names(waiting.take(3)) == [3, 1, 0]
+    assert waiting.count == 0
+
+
+def test_reject_takes_it_out() -> None:
+    waiting = queue(BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 1)))
+    each = request()
+    waiting.add(each)
+    assert waiting.expire(each) is True
+    assert waiting.count == 0
+    assert waiting.in_order() == []
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Against a plain list: who is there, each client's own order, levels in order, delayed last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        policy = BatchPolicy(levels=2, default_level=1, default_policy=QueuePolicy(TimeoutAction.DELAY, 1))
+        self.queue = RequestQueue(policy)
+        self.here: list[Any] = []
+        self.delayed: list[Any] = []
+        self.count = 0
+
+    @rule(client=st.integers(1, 4), cost=st.integers(1, 5), level=st.integers(1, 2), times=st.integers(1, 4))
+    def add(self, client: int, cost: int, level: int, times: int) -> None:
+        for _ in range(times):
+            self.count += 1
+            each = request(client, cost, level, self.count)
+            self.queue.add(each)
+            self.here.append(each)
+
+    @precondition(lambda self: self.here)
+    @rule(which=st.integers(0, 99))
+    def remove(self, which: int) -> None:
+        each = self.here.pop(which % len(self.here))
+        self.queue.remove(each)
+        if each.delayed:
+            self.delayed.remove(each)
+
+    @precondition(lambda self: any(not each.delayed for each in self.here))
+    @rule(which=st.integers(0, 99))
+    def delay(self, which: int) -> None:
+        ready = [each for each in self.here if not each.delayed]
+        each = ready[which % len(ready)]
+        self.queue.expire(each)
+        self.delayed.append(each)
+
+    @rule(count=st.integers(1, 6))
+    def take(self, count: int) -> None:
+        expected = self.queue.in_order()[:count]
+        taken = self.queue.take(count)
+        assert taken == expected
+        for each in taken:
+            self.here.remove(each)
+            if each.delayed:
+                self.delayed.remove(each)
+
+    @invariant()
+    def in_order(self) -> None:
+        found = self.queue.in_order()
+        assert self.queue.count == len(found) == len(self.here)
+        assert sorted(names(found)) == sorted(names(self.here))
+        places = [(each.level, each.delayed) for each in found]
+        assert places == sorted(places), "levels in order, in each the delayed ones last"
+        for level in (1, 2):
+            late = [each for each in found if each.level == level and each.delayed]
+            assert late == [each for each in self.delayed if each.level == level]
+            for client in CLIENTS:
+                mine = [
+                    each.name for each in found if not each.delayed and (each.level, each.client) == (level, client)
+                ]
+                assert mine == sorted(mine), "a client's own requests keep their order"
+
+
+def test_queue_machine() -> None:
+    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=60, deadline=None))  # type: ignore[no-untyped-call]
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=30, max_size=60), st.integers(0, 2**32))
+def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: int) -> None:
+    """While all have something waiting, no two differ by more than two of the largest requests."""
+    waiting = queue()
+    for client in (1, 2, 3):
+        for cost in [cost for who, cost in offers if who == client] * 40:
+            waiting.add(request(client, cost))
+    served = {client: 0 for client, _ in offers}
+    left = dict.fromkeys(served, 0)
+    for each in waiting.in_order():
+        left[each.client.number] += 1
+    while all(left.values()):
+        each = waiting.take(1)[0]
+        served[each.client.number] += each.cost
+        left[each.client.number] -= 1
+        assert max(served.values()) - min(served.values()) <= 12
