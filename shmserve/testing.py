@@ -112,7 +112,7 @@ class Server:
         try:
             self._start()
         except BaseException:
-            self._remove()
+            self._abandon()
             raise
 
     def stop(self) -> None:
@@ -175,8 +175,14 @@ class Server:
             code = self._process.wait(self._stop_timeout)
             self._process = None
             raise RuntimeError(f"the server ended with code {code} before it was ready:\n{self.log}")
-        self.kill()
         raise RuntimeError(f"the server was not ready within {self._start_timeout:g} s:\n{self.log}")
+
+    def _abandon(self) -> None:
+        try:
+            if self._process is not None:
+                self.kill()
+        finally:
+            self._remove()
 
     def _stop(self) -> None:
         process = self._process
