@@ -25,7 +25,8 @@ pytestmark = [
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS", "SHMSERVE"))}
+    outer = ("MAKE", "MFLAGS", "ARGS", "SHMSERVE")
+    found = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     return found | {"SHMSERVE_RUNTIME_DIR": str(tmp_path / "run")}
 
 
