@@ -60,7 +60,8 @@ class Loop:
                     return
                 self._outbox.flush()
                 self._handle(*self._link.receive())
-                self._drain()
+                if not self._waiting.complete:
+                    self._drain()
                 continue
             if batch.open:
                 self._outbox.add(Started(batch.number, batch.through))

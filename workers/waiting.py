@@ -56,6 +56,12 @@ class Waiting:
         batches[:] = [batch for batch in batches if batch.works]
         batches.append(Batch(order.batch, order.batch, list(order.works), order.more, order.open))
 
+    @property
+    def complete(self) -> bool:
+        """The batch to run next is here and nothing can change it: the broker knew that it would start at once."""
+        batches = self._batches
+        return len(batches) == 1 and not (batches[0].open or batches[0].more)
+
     def withdraw(self, requests: tuple[int, ...]) -> tuple[int, ...]:
         """Takes requests out, and returns those that were still here, in the order asked.
 

@@ -165,6 +165,9 @@ class Broker:
         if descriptors:
             close_all(descriptors)
         if not self._turn_is_due:
+            if len(inbox) == 1 and len(self.core.state.requests) <= 1:
+                self._turn()  # nothing else is under way that could come in the same turn: save the trip round the loop
+                return
             self._turn_is_due = True
             self._loop.call_soon(self._turn)
 

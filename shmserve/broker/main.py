@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+import shmserve
 from shmserve.allocator import keep_freed_memory
 from shmserve.broker import settings as setting
 from shmserve.broker.broker import Broker
@@ -84,13 +84,6 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
         os.close(self._lock)
 
 
-def _version() -> str:
-    try:
-        return version("shmserve")
-    except PackageNotFoundError:  # from a checkout that is not installed
-        return "0"
-
-
 class Server:
     """Broker, signals and progress, from start to end."""
 
@@ -98,9 +91,9 @@ class Server:
         self._settings = settings
         self._loop = loop
         self._code = 0
-        self._core = Core(f"shmserve {_version()}")
+        self._core = Core(f"shmserve {shmserve.__version__}")
         self._catalog = Catalog(settings.model_repository, setting.backend_settings(settings))
-        self._control = Control(self._core, self._catalog, _version(), settings.strict_readiness)
+        self._control = Control(self._core, self._catalog, shmserve.__version__, settings.strict_readiness)
         self._broker = Broker(
             loop, settings.runtime_dir, self._core, self._catalog, self._control, settings.broker_arena_bytes
         )

@@ -145,7 +145,8 @@ class Workers:
 
 def worker_environment() -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)}
-    return kept | {"PYTHONUNBUFFERED": "1"}
+    # A server does not tell others what it serves, unless it was set up to.
+    return {"ORT_DISABLE_TELEMETRY": "1"} | kept | {"PYTHONUNBUFFERED": "1"}
 
 
 def _reason(code: int) -> str:

@@ -153,7 +153,6 @@ def test_a_client_that_does_not_read_is_cut_off_with_a_log_line(repository: Path
     with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as honest, Lane(server.lane) as deaf:
         honest.hello("memfd")
         deaf.hello("memfd")
-        deaf.settimeout(30)
         with pytest.raises((Ended, OSError)):  # noqa: PT012
             for _ in range(40_000):
                 deaf.send(*[Unmap(1) for _ in range(1000)])  # each is an error, whose text nobody reads
