@@ -317,4 +317,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def test_ledger_machine() -> None:
-    run_state_machine_as_test(LedgerMachine, settings=settings(max_examples=60, deadline=None))  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(LedgerMachine, settings=settings(max_examples=60, deadline=None))

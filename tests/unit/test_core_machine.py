@@ -24,10 +24,10 @@ from hypothesis.stateful import (
 )
 
 from shmserve.core import events
-from shmserve.core.effects import Send
+from shmserve.core.effects import Kill, Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
-from shmserve.messages import Cancel, Handle, Infer, Map, Options, Reply, Return, Tensor, Unmap, Wanted
+from shmserve.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, Options, Reply, Return, Tensor, Unmap, Wanted
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_world import World
 
@@ -78,6 +78,10 @@ class Slow(World):
         self.slow_from.add(effect.peer)
 
     def tell(self, effect: Any) -> None:
+        if isinstance(effect, Kill):
+            raise AssertionError(f"the workers here keep to the protocol, and one is killed: {effect.reason}")
+        if isinstance(effect, Send) and isinstance(effect.message, (Fail, FailHeld)):
+            assert effect.message.code != "INTERNAL", effect.message.text
         if isinstance(effect, Send) and isinstance(effect.message, Reply):
             place = self.asked_in_order.get((effect.peer, effect.message.request))
             if place is not None:
@@ -183,7 +187,7 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:  # fmt: skip
         client = self.choose_client(which)
         model = self.world.policies[self.names[which_model % len(self.names)], 1]
-        happened = []
+        happened: list[tuple[int, Any]] = []
         for _ in range(count):
             message = self._request(client, model, rows, where, shape, optional, wanted)
             message.options, message.timeout_us = options, timeout_ms * 1000
@@ -241,7 +245,7 @@ class CoreMachine(RuleBasedStateMachine):
             whole = (rows, *tail) if model.max_batch else tail
             size = 4 * whole[0] * (whole[1] if model.max_batch else 1)
             tensors.append(Tensor(spec.name, "FP32", whole, self._data(client, where, size)))
-        outputs = None
+        outputs: tuple[Wanted, ...] | None = None
         if wanted == ("placed",):
             own = [number for number in client.own if number not in client.withdrawn]
             outputs = (Wanted("w", Handle(own[0], 0, 64) if own else None),)
@@ -386,7 +390,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def test_whatever_happens_the_books_balance() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         CoreMachine,
         settings=settings(
             max_examples=int(os.environ.get("SHMSERVE_MACHINE_EXAMPLES", "120")),

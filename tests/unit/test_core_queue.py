@@ -167,7 +167,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def in_order(self) -> None:
-        found = self.queue.in_order()
+        found: list[Any] = list(self.queue.in_order())
         assert self.queue.count == len(found) == len(self.here)
         assert sorted(names(found)) == sorted(names(self.here))
         places = [(each.level, each.delayed) for each in found]
@@ -183,7 +183,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 def test_queue_machine() -> None:
-    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=60, deadline=None))  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=60, deadline=None))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=30, max_size=60), st.integers(0, 2**32))
