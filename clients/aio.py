@@ -27,22 +27,25 @@ class _Ticket(Ticket):
     __slots__ = ("future",)
 
     def __init__(self, future: asyncio.Future[Any]) -> None:
-        self.future = future
+        self.future: asyncio.Future[Any] | None = future
+        """Until it is done: the future knows its ticket, and results must not wait for the collector."""
 
     def settle(self, answer: Any) -> None:
-        if self.future.done():
+        future, self.future = self.future, None
+        if future is None or future.done():
             return
         if type(answer) is Reply:
             try:
                 answer = inline_result(answer)
             except ServeError as error:
-                self.future.set_exception(error)
+                future.set_exception(error)
                 return
-        self.future.set_result(answer)
+        future.set_result(answer)
 
     def fail(self, error: ServeError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
+        future, self.future = self.future, None
+        if future is not None and not future.done():
+            future.set_exception(error)
 
 
 class AsyncFuture(asyncio.Future[Any]):

@@ -140,6 +140,7 @@ def echo(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> N
         data = peer.bytes_of(tensor, frames)
         place = places.get(tensor.name)
         if place is not None and len(data) > INLINE_BYTES:
+            place = Handle(place.segment, place.offset, len(data))
             peer.mapped.writable(place, _BYTE, (len(data),))[:] = np.frombuffer(data, _BYTE)
             outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, (place,)))
         else:
@@ -206,7 +207,8 @@ class FakeBroker:
         self.answers: dict[str, Any] = {}
         self.peers: dict[Any, Peer] = {}
         self.owners = 0
-        self.running = False
+        self.running = self.started = False
+        self.failure: BaseException | None = None
 
     @property
     def lane(self) -> str:
@@ -231,14 +233,16 @@ class FakeBroker:
         self.tcp = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self.running = True
+        self.running = self.started = True
         self.thread = threading.Thread(target=self._run, name="fake-broker")
         self.thread.start()
 
     def stop(self) -> None:
-        if not self.running:
+        if not self.started:
             return
-        self.do(self._end)
+        self.started = False
+        if self.running:
+            self.do(self._end)
         self.thread.join()
         for peer in list(self.peers.values()):
             self.drop(peer)
@@ -246,6 +250,8 @@ class FakeBroker:
         self.router.close(0)
         self.context.term()
         os.close(self.bell)
+        if self.failure is not None:
+            raise self.failure
 
     def _end(self) -> None:
         self.running = False
@@ -288,6 +294,15 @@ class FakeBroker:
     # ------------------------------------------------------------------------------------ the loop
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:  # kept for `stop`; a client that waits for us must not wait for ever
+            self.failure = error
+            self.running = False
+            for peer in list(self.peers.values()):
+                self.drop(peer)
+
+    def _loop(self) -> None:
         poll = select.poll()
         self.poll = poll
         poll.register(self.listener, select.POLLIN)

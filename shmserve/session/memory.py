@@ -154,6 +154,7 @@ class Memory:
         self._arena.close()
         self.mapped.close()
         self._freed.clear()
+        self.maps.clear()
 
 
 class Drops:

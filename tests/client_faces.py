@@ -1,0 +1,110 @@
+"""Both clients behind one face, so that one test is for both. The coroutines of the async one run in the test's own
+thread, a call at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from shmserve import AsyncClient, Client
+
+uvloop.new_event_loop().close()
+"""The first loop of a process makes a pipe for signals that stays; it is no leak of any test."""
+
+
+class SyncFace:
+    def __init__(self, url: str, **options: Any) -> None:
+        self.client = Client(url, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def __enter__(self) -> SyncFace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+
+class AsyncFace:
+    def __init__(self, url: str, make_loop: Callable[[], Any], **options: Any) -> None:
+        self.loop = make_loop()
+        self.client = AsyncClient(url, **options)
+
+    def run(self, what: Any) -> Any:
+        return self.loop.run_until_complete(what)
+
+    def turn(self) -> None:
+        """Lets the loop do what is due, connecting included."""
+
+        async def due() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+                connecting = self.client._link._connecting
+                if connecting is not None:
+                    await asyncio.wait([connecting])
+
+        self.run(due())
+
+    def submit(self, *args: Any, **kwargs: Any) -> AsyncFaceFuture:
+        async def submit() -> Any:
+            return self.client.submit(*args, **kwargs)
+
+        future = AsyncFaceFuture(self, self.run(submit()))
+        self.turn()
+        return future
+
+    def empty(self, *args: Any) -> Any:
+        return self.client.empty(*args)
+
+    def flush(self) -> None:
+        self.client.flush()
+        self.turn()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.client, name)
+        return lambda *args, **kwargs: self.run(method(*args, **kwargs))
+
+    def __enter__(self) -> AsyncFace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self.client.close())
+        self.loop.close()
+
+
+class AsyncFaceFuture:
+    def __init__(self, face: AsyncFace, future: asyncio.Future[Any]) -> None:
+        self.face = face
+        self.future = future
+
+    def result(self) -> Any:
+        if self.future.done():
+            return self.future.result()
+
+        async def wait() -> Any:
+            return await self.future
+
+        return self.face.run(wait())
+
+    def cancel(self) -> bool:
+        cancelled = self.future.cancel()
+        self.face.turn()
+        return cancelled
+
+    def cancelled(self) -> bool:
+        return self.future.cancelled()
+
+    def done(self) -> bool:
+        return self.future.done()
+
+
+FACES: dict[str, Callable[..., Any]] = {
+    "sync": SyncFace,
+    "asyncio": lambda url, **options: AsyncFace(url, asyncio.new_event_loop, **options),
+    "uvloop": lambda url, **options: AsyncFace(url, uvloop.new_event_loop, **options),
+}
