@@ -48,7 +48,7 @@ def echo_lane(listener: socket.socket) -> None:
 
 def echo_zmq(path: str, ready: int) -> None:
     codec = wire.Codec(ClientMessage)
-    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind(path)
     os.write(ready, b"1")
     while True:

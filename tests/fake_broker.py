@@ -306,11 +306,11 @@ class FakeBroker:
         poll = select.poll()
         self.poll = poll
         poll.register(self.listener, select.POLLIN)
-        poll.register(self.router.getsockopt(zmq.FD), select.POLLIN)
+        zmq_fd = int(self.router.getsockopt(zmq.FD))
+        poll.register(zmq_fd, select.POLLIN)
         poll.register(self.bell, select.POLLIN)
-        zmq_fd = self.router.getsockopt(zmq.FD)
         while self.running:
-            if self.router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._take_zmq()
                 continue
             for descriptor, _ in poll.poll():

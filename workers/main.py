@@ -16,6 +16,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
+from shmserve.allocator import keep_freed_memory
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.messages import Load, Loaded, LoadFailed
 from shmserve.workers.exits import Exit
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> Exit:
     arguments = found.parse_args(argv)
     parent = os.getppid()
     _prepare(arguments.name)
+    keep_freed_memory()
     if os.getppid() != parent:
         return Exit.LINK_LOST  # the broker died before its death could be ours
     try:
