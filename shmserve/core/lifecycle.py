@@ -56,7 +56,7 @@ class Lifecycle:
         if version.state is _V.LOADING and all(other.state is _I.READY for other in version.instances):
             version.move(_V.READY)
             self._state.refresh(version.model)
-            self._state.log("info", f"{version.label} is READY with {len(version.instances)} instance(s)")
+            self._state.log("debug", f"{version.label} is READY with {len(version.instances)} instance(s)")
         self._state.dirty[version] = None
 
     def load_failed(self, peer: int, message: LoadFailed, now: int) -> None:
