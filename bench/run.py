@@ -18,7 +18,6 @@ from time import perf_counter
 from bench import measures, processes, table
 from bench.setting import Setting
 
-
 QUIET = 0.15
 """Cores that others may use before a result is called disturbed."""
 
