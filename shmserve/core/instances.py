@@ -1,7 +1,7 @@
 """Worker processes as the core sees them, and the batches that they have.
 
 An instance runs one batch and may have one more waiting at its worker, which stays open until the worker says that it
-has started. An extension that came too late is a batch of its own there; `Batch.split` does the same here.
+has started. Extensions that came too late are the waiting batch there, all together; `Batch.split` does the same here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class Batch(Struct, eq=False):
     signature: object
     sent: int
     state: BatchState = BatchState.OPEN
-    joinable: bool = True
-    """False: several Executes came too late for the batch that they wanted, and are a batch each at the worker."""
     left: int = 0
     """Requests that the worker has not reported on yet."""
 
@@ -65,7 +63,7 @@ class Batch(Struct, eq=False):
         if not late:
             return None
         self.pieces = [(number, piece) for number, piece in self.pieces if number <= through]
-        rest = Batch(late, 0, self.reason, self.signature, self.sent, joinable=len(late) == 1)
+        rest = Batch(late, 0, self.reason, self.signature, self.sent)
         for _, piece in late:
             for request in piece:
                 if request.batch is self:

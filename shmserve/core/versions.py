@@ -97,7 +97,7 @@ class Version:
 
     def plan_extension(self, batch: Batch, now: int) -> Plan:
         shape = self.shape
-        if shape is None or not batch.joinable or batch.rows in shape.preferred or batch.rows >= shape.max_batch:
+        if shape is None or batch.rows in shape.preferred or batch.rows >= shape.max_batch:
             return Plan(0, 0, batch.reason)
         return form(self.queue.in_order(), shape, now, batch.rows, batch.signature)
 

@@ -118,11 +118,9 @@ class FakeWorker:
                 assert own or handle.segment in self.mapped, f"{self.name} was never told of segment {handle.segment}"
             for wanted in work.outputs or ():
                 assert wanted.place is None or wanted.place.segment in self.mapped
-        newest = self.waiting[-1] if self.waiting else None
-        batch = newest if newest is not None and newest.more else None
-        if batch is None and order.join:
-            batch = next((known for known in self.waiting if known.number == order.join), None)
-        if batch is None:
+        batch = self.waiting[-1] if self.waiting else None
+        if batch is None or not (order.join or batch.more):
+            self.waiting = [known for known in self.waiting if known.works]
             self.waiting.append(WaitingBatch(order))
             return
         batch.works += order.works
