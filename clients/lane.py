@@ -21,10 +21,11 @@ from shmserve.session import Packet
 
 _INT = array.array("i").itemsize
 _ANCILLARY = socket.CMSG_SPACE(253 * _INT)
-_CLOEXEC = socket.MSG_CMSG_CLOEXEC
-_AT_ONCE = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_CUT = socket.MSG_TRUNC | socket.MSG_CTRUNC
+# Plain integers: the arithmetic of enums costs microseconds.
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_AT_ONCE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _TIMEVAL = struct.Struct("ll")
 SEND_BUFFER = 1 << 20
 

@@ -28,6 +28,9 @@ class Refused(Struct):
     text: str
 
 
+REFUSED = 64
+"""A packet with more bad messages than this is refused whole: that is no honest mistake, and each costs time."""
+
 encode = msgspec.msgpack.Encoder().encode
 """A list of messages -> the bytes of a packet."""
 
@@ -58,10 +61,14 @@ class Codec:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not a packet, which is a MessagePack array of messages: {error}") from None
         found: list[Message] = []
+        refused = 0
         for raw in raws:
             try:
                 found.append(self._decode_one(raw))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                refused += 1
+                if refused > REFUSED:
+                    raise ProtocolError(f"more than {REFUSED} messages of a packet cannot be read: {error}") from None
                 found.append(self._refuse(raw, str(error)))
         return found
 

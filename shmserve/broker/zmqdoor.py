@@ -241,8 +241,9 @@ class ZmqDoor:
         return ask, lost
 
     def drop(self, outbox: Outbox, reason: str) -> None:
-        if self._outboxes.pop(outbox.identity, None) is None:
+        if self._outboxes.get(outbox.identity) is not outbox:  # dropped already; another may have come in its name
             return
+        del self._outboxes[outbox.identity]
         self._stuck.discard(outbox)
         if outbox.watch is not None:
             self._loop.remove_reader(outbox.watch)

@@ -140,12 +140,12 @@ class Dispatcher:
         else:
             for row in message.rows:
                 self._row(version, instance, batch, row, now, taken)
-        batch.move(BatchState.ENDED)
-        instance.running = None
-        instance.deaths = 0
         if batch.left:
             for request in batch.requests():
                 self.end_failed(request, "INTERNAL", f"{version.label} did not answer this request of its batch", now)
+        batch.end()
+        instance.running = None
+        instance.deaths = 0
         version.served(times[3] - taken)
         version.statistics.batch_done(batch.rows, len(message.rows), batch.reason, times, now)
         if message.next:
@@ -177,7 +177,7 @@ class Dispatcher:
             request.batch = None
             self._released(request)
             if not batch.left:
-                batch.move(BatchState.ENDED)
+                batch.end()
                 instance.waiting = None
         if instance.idle and instance.usable and instance not in version.idle:
             version.idle.append(instance)

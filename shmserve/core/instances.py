@@ -52,6 +52,11 @@ class Batch(Struct, eq=False):
             raise IllegalMove(f"batch {self.numbers}", self.state, finish, f"{self.rows} rows")
         self.state = finish
 
+    def end(self) -> None:
+        """Over. Requests and batches refer to each other, and no collector looks at them: the circle is opened here."""
+        self.move(BatchState.ENDED)
+        self.pieces = []
+
     def known_as(self, number: int) -> bool:
         """By its first Execute; after a late extension, by the first of those that are left."""
         pieces = self.pieces

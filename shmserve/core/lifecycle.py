@@ -119,6 +119,7 @@ class Lifecycle:
         for batch in instance.batches():
             for request in batch.requests():
                 self._dispatcher.end_failed(request, "MODEL_FAILED", text, now)
+            batch.end()
         instance.running = instance.waiting = None
         if version.order is not None:
             self._dispatcher.answer_in_order(version)
