@@ -62,8 +62,8 @@ class Engine(Connection):
                 if end is not None or deadline is not None:
                     now = monotonic()
                     if deadline is not None and now >= deadline:
-                        self.session.expire(future)
-                        continue
+                        self._expire(future)
+                        break
                     if end is not None and now >= end:
                         return False
                     wait = min(moment for moment in (end, deadline) if moment is not None) - now
@@ -74,6 +74,11 @@ class Engine(Connection):
         finally:
             self._leave()
         return True
+
+    def _expire(self, future: Future) -> None:
+        self.session.expire(future)
+        if self._link is not None:
+            self.send_now()  # the Cancel
 
     def _follow(self, future: Future | None, wait: float | None) -> None:
         """Sleeps until the future is settled or nobody leads."""
@@ -140,8 +145,7 @@ class Engine(Connection):
             if not self._leading:
                 self._read_what_is_there()
             if future._state is PENDING and future.deadline is not None and monotonic() >= future.deadline:
-                self.session.expire(future)
-                self.send_now()
+                self._expire(future)
         finally:
             self._leave()
 

@@ -32,6 +32,7 @@ from shmserve.messages import (
     Released,
     Reply,
     Return,
+    Tensor,
 )
 from tests.client_faces import FACES
 from tests.fake_broker import MODELS, FakeBroker, echo
@@ -114,6 +115,13 @@ def data(name: str, shape: tuple[int, ...]) -> Any:
 
 
 NUMBERS = [name for name in ITEM_BYTES if name != "BYTES"]
+
+
+def place_of(tensor: Tensor) -> Handle:
+    """The one handle that a tensor has come by."""
+    assert isinstance(tensor.data, tuple)
+    (handle,) = tensor.data
+    return handle
 
 
 # ------------------------------------------------------------------------------------------------ tensors
@@ -230,8 +238,8 @@ def test_arrays_of_empty_are_not_copied(client: Any, broker: FakeBroker) -> None
     result = client.infer("echo", {"slice": x[2:4], "all": x, "copied": x[:, ::2]})
     np.testing.assert_array_equal(result["slice"], x[2:4])
     np.testing.assert_array_equal(result["copied"], x[:, ::2])
-    (first,) = broker.requests[0].inputs[0].data
-    (part,), (whole,), (copied,) = [tensor.data for tensor in broker.requests[1].inputs]
+    first = place_of(broker.requests[0].inputs[0])
+    part, whole, copied = map(place_of, broker.requests[1].inputs)
     assert whole == first
     assert part == Handle(first.segment, first.offset + 2 * 40_000, 2 * 40_000)
     assert copied.offset != first.offset
@@ -246,7 +254,7 @@ def test_memory_of_empty_is_used_again_when_dropped(client: Any, broker: FakeBro
         part = x[3:]
         del x
         client.infer("echo", {"x": part})
-        handles.append(broker.requests[-1].inputs[0].data[0])
+        handles.append(place_of(broker.requests[-1].inputs[0]))
         del part
     assert len(set(handles)) == 1
 
@@ -288,7 +296,7 @@ def test_received_outputs_are_passed_on(client: Any, broker: FakeBroker) -> None
     second = client.infer("echo", {"x": first, "rows": first[10:20]})
     np.testing.assert_array_equal(second["x"], x)
     np.testing.assert_array_equal(second["rows"], x[10:20])
-    (whole,), (rows,) = [tensor.data for tensor in broker.requests[1].inputs]
+    whole, rows = map(place_of, broker.requests[1].inputs)
     assert whole == given
     assert rows == Handle(given.segment, given.offset + 80_000, 80_000)
 
@@ -523,14 +531,14 @@ def test_inputs_are_not_reused_before_released(client: Any, broker: FakeBroker) 
     with pytest.raises(shmserve.QueueTimeout, match="waited for too long"):
         client.infer("held", {"x": x})
     peer, infer, _ = broker.parked.get(timeout=20)
-    (still_read,) = infer.inputs[0].data
+    still_read = place_of(infer.inputs[0])
     client.infer("echo", {"x": x + 1})
-    assert broker.requests[-1].inputs[0].data != (still_read,)
+    assert place_of(broker.requests[-1].inputs[0]) != still_read
     assert (np.frombuffer(peer.mapped.memory(still_read)) == 1.0).all()
     broker.do(lambda: peer.send(Released(infer.request)))
     client.live()
     client.infer("echo", {"x": x + 2})
-    assert broker.requests[-1].inputs[0].data == (still_read,)
+    assert place_of(broker.requests[-1].inputs[0]) == still_read
 
 
 @shared_only
@@ -546,12 +554,12 @@ def test_a_place_is_kept_until_released(client: Any, broker: FakeBroker) -> None
     gc.collect()
     other = client.empty((100, 100))
     client.infer("echo", {"x": other})
-    assert broker.requests[-1].inputs[0].data != (handle,)
+    assert place_of(broker.requests[-1].inputs[0]) != handle
     broker.do(lambda: peer.send(Released(infer.request)))
     client.live()
     again = client.empty((100, 100))
     client.infer("echo", {"x": again})
-    assert broker.requests[-1].inputs[0].data == (handle,)
+    assert place_of(broker.requests[-1].inputs[0]) == handle
 
 
 # ------------------------------------------------------------------------------------------------ the connection
@@ -613,7 +621,7 @@ def test_an_unanswered_request_is_sent_again(
     np.testing.assert_array_equal(result["own"], x + 1)
     np.testing.assert_array_equal(result["received"], x + 2)
     if link in ("lane", "ipc"):
-        owners = {handle.segment >> OWNER_SHIFT for tensor in broker.requests[-1].inputs for handle in tensor.data}
+        owners = {place_of(tensor).segment >> OWNER_SHIFT for tensor in broker.requests[-1].inputs}
         assert owners == {broker.owners}, "all in segments of the new connection"
     del received  # belongs to the old connection, and is not returned on the new one
     gc.collect()

@@ -1,0 +1,342 @@
+"""The session without input or output: packets in, packets out. The oracle of arrays is numpy, of bytes the codec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as of_numpy
+
+from shmserve import wire
+from shmserve.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    ProtocolError,
+    ServeError,
+)
+from shmserve.messages import (
+    PACKET_BYTES,
+    PROTOCOL,
+    Answer,
+    Cancel,
+    ClientMessage,
+    Fail,
+    FailHeld,
+    Goodbye,
+    Hello,
+    Infer,
+    Map,
+    Pong,
+    Released,
+    Reply,
+    Tensor,
+    Unmap,
+    Welcome,
+)
+from shmserve.session import Packet, Result, Session, Ticket, inline_result
+from shmserve.shm import memfd
+
+decode = wire.Codec(ClientMessage).decode
+
+
+class Noted(Ticket):
+    """A ticket that keeps what it was told."""
+
+    __slots__ = ("answer", "error", "told")
+
+    def __init__(self) -> None:
+        self.answer: Any = None
+        self.error: ServeError | None = None
+        self.told = 0
+
+    def settle(self, answer: Any) -> None:
+        self.told += 1
+        self.answer = inline_result(answer) if isinstance(answer, Reply) else answer
+
+    def fail(self, error: ServeError) -> None:
+        self.told += 1
+        self.error = error
+
+
+def feed(session: Session, *messages: Any) -> int:
+    return session.receive(wire.encode(list(messages)))
+
+
+def connected(memory: str = "memfd", owner: int = 1) -> Session:
+    session = Session(memory)
+    (hello,) = decode(session.hello(7, "test").data)
+    assert hello == Hello(PROTOCOL, 7, "test", memory)
+    feed(session, Welcome(PROTOCOL, owner, "server", {"client_requests": 10}))
+    assert session.connected
+    assert session.limits == {"client_requests": 10}
+    return session
+
+
+def ask(session: Session, inputs: dict[str, Any], **options: Any) -> tuple[Noted, list[Packet]]:
+    ticket = Noted()
+    session.infer(ticket, "m", inputs, 100.0, **options)
+    return ticket, session.take()
+
+
+def said(packets: list[Packet]) -> list[Any]:
+    return [message for packet in packets for message in decode(packet.data)]
+
+
+# ------------------------------------------------------------------------------------------------ round trips
+
+shapes = of_numpy.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
+numbers = st.sampled_from(["?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", ">i4", ">f8"])
+
+
+@given(st.lists(of_numpy.arrays(numbers, shapes), max_size=5), st.booleans())
+def test_arrays_come_back_as_they_were(arrays: list[np.ndarray[Any, Any]], turned: bool) -> None:
+    """Whatever layout they have."""
+    inputs = {f"x{number}": array.T if turned else array for number, array in enumerate(arrays)}
+    session = connected()
+    ticket, packets = ask(session, inputs)
+    (infer,) = said(packets)
+    assert infer == Infer(1, "m", 0, infer.inputs)
+    assert feed(session, Reply(1, 5, infer.inputs)) == 1
+    assert ticket.answer.version == 5
+    assert list(ticket.answer) == list(inputs)
+    for name, array in inputs.items():
+        found = ticket.answer[name]
+        assert found.shape == array.shape
+        assert found.dtype == array.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(found, array)
+
+
+@given(
+    of_numpy.arrays(
+        "O",
+        shapes,
+        elements=st.one_of(st.binary(max_size=9), st.text(st.characters(exclude_categories=["Cs"]), max_size=9)),
+    )
+)
+def test_strings_come_back_as_bytes(array: np.ndarray[Any, Any]) -> None:
+    session = connected()
+    ticket, packets = ask(session, {"s": array})
+    (infer,) = said(packets)
+    feed(session, Reply(1, 1, infer.inputs))
+    expected = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
+    assert ticket.answer["s"].ravel().tolist() == expected
+    assert ticket.answer["s"].shape == array.shape
+
+
+@given(st.lists(st.integers(0, 60_000), max_size=8))
+def test_no_message_has_more_than_its_share_of_bytes(sizes: list[int]) -> None:
+    session = connected()
+    _, packets = ask(session, {f"x{number}": np.zeros(size, np.uint8) for number, size in enumerate(sizes)})
+    assert all(len(packet.data) <= PACKET_BYTES for packet in packets)
+    messages = said(packets)
+    inline = sum(len(tensor.data) for tensor in messages[-1].inputs if isinstance(tensor.data, bytes))
+    assert inline <= 48 * 1024
+    handles = [tensor.data[0] for tensor in messages[-1].inputs if isinstance(tensor.data, tuple)]
+    mapped = {message.segment for message in messages if isinstance(message, Map)}
+    assert {handle.segment for handle in handles} <= mapped, "segments are announced before the first handle"
+    spans = sorted((handle.segment, handle.offset, handle.offset + handle.size) for handle in handles)
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(spans, spans[1:], strict=False)), "no two overlap"
+    session.close()
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+def test_many_requests_share_a_packet_until_it_is_full() -> None:
+    session = connected()
+    x = np.zeros(1000, np.float32)
+    for _ in range(100):
+        session.infer(Noted(), "m", {"x": x}, 0.0)
+    packets = session.take()
+    assert [message.request for message in said(packets)] == list(range(1, 101))
+    assert len(packets) == 4
+    assert session.take() == []
+
+
+def test_a_map_has_its_descriptor_and_comes_first() -> None:
+    session = connected()
+    _, packets = ask(session, {"x": np.zeros(10_000)})
+    (announced,), (infer,) = decode(packets[0].data), decode(packets[1].data)
+    assert isinstance(announced, Map)
+    assert announced.name is None
+    assert len(packets[0].descriptors) == 1
+    memfd.verify(packets[0].descriptors[0], announced.size)
+    assert infer.inputs[0].data[0].segment == announced.segment == (1 << 32) + 1
+    _, packets = ask(session, {"x": np.zeros(10_000)})
+    assert len(packets) == 1, "announced once"
+    session.close()
+
+
+def test_what_cannot_be_encoded_costs_only_its_own_request() -> None:
+    session = connected()
+    good, bad, other = Noted(), Noted(), Noted()
+    session.infer(good, "m", {"x": 1}, 0.0)
+    session.infer(bad, "m", {"\ud800": np.zeros(2)}, 0.0)
+    session.infer(other, "m", {"x": 1}, 0.0)
+    assert [message.request for message in said(session.take())] == [1, 3]
+    assert isinstance(bad.error, InvalidRequest)
+    assert (good.told, other.told) == (0, 0)
+
+
+def test_an_answer_settles_once() -> None:
+    session = connected()
+    ticket, _ = ask(session, {"x": 1})
+    reply = Reply(1, 1, (Tensor("y", "FP32", (1,), bytes(4)),), {"k": 1})
+    assert feed(session, reply, reply) == 1
+    assert ticket.told == 1
+    assert isinstance(ticket.answer, Result)
+    assert ticket.answer.parameters == {"k": 1}
+    assert feed(session, Fail(1, "INTERNAL", "late"), FailHeld(1, "INTERNAL", "late"), Released(1)) == 0
+    assert ticket.told == 1
+
+
+def test_unknown_codes_and_unreadable_answers() -> None:
+    session = connected()
+    strange, unreadable, mistyped = Noted(), Noted(), Noted()
+    for ticket in (strange, unreadable, mistyped):
+        session.infer(ticket, "m", {}, 0.0)
+    feed(session, Fail(1, "NEW_CODE", "new"))
+    assert strange.error is not None
+    assert strange.error.code == "UNKNOWN"
+    session.receive(wire.encode([[33, 2, "one", []], Reply(3, 1, (Tensor("y", "FP99", (1,), bytes(5000)[:4]),))]))
+    assert isinstance(unreadable.error, Internal)
+    assert "Reply: version" in str(unreadable.error)
+    with pytest.raises(ProtocolError):
+        session.receive(b"\xc1")
+    with pytest.raises(ProtocolError):
+        session.receive(wire.encode([[200, 1]]))
+
+
+def test_a_refused_packet_fails_what_may_have_been_in_it() -> None:
+    session = connected()
+    ticket, _ = ask(session, {"x": 1})
+    assert feed(session, Fail(0, "PROTOCOL", "not a packet")) == 1
+    assert isinstance(ticket.error, Internal)
+    ticket, _ = ask(session, {"x": 1})
+    assert feed(session, Fail(0, "INVALID_ARG", "a handle was returned twice")) == 0
+    assert ticket.told == 0
+
+
+def test_answers_in_pieces() -> None:
+    session = connected()
+    first, second, broken = Noted(), Noted(), Noted()
+    for ticket in (first, second, broken):
+        session.ask(ticket, "models", 0.0)
+    assert feed(session, Answer(1, b'[{"a":', True), Answer(2, b"[2", True)) == 0
+    assert feed(session, Answer(2, b"]"), Answer(1, b"1}]"), Answer(3, b"{")) == 3
+    assert first.answer == [{"a": 1}]
+    assert second.answer == [2]
+    assert isinstance(broken.error, Internal)
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def test_deadlines_pass_in_order() -> None:
+    session = connected()
+    tickets = [Noted() for _ in range(3)]
+    for ticket, timeout in zip(tickets, (3.0, 1.0, 2.0), strict=True):
+        session.infer(ticket, "m", {}, 100.0, timeout=timeout)
+    never = Noted()
+    session.infer(never, "m", {}, 100.0, timeout=float("inf"))
+    session.take()
+    assert session.deadline() == pytest.approx(101.1)
+    session.tick(101.0)
+    assert [ticket.told for ticket in tickets] == [0, 0, 0]
+    session.tick(101.11)
+    assert [ticket.told for ticket in tickets] == [0, 1, 0]
+    assert isinstance(tickets[1].error, DeadlineExceeded)
+    assert said(session.take()) == [Cancel(2)]
+    feed(session, Reply(3, 1, ()))
+    assert session.deadline() == pytest.approx(103.1)
+    session.tick(200.0)
+    assert [ticket.told for ticket in tickets] == [1, 1, 1]
+    assert session.deadline() is None
+    assert never.told == 0
+
+
+def test_old_deadlines_do_not_gather() -> None:
+    session = connected()
+    for number in range(10_000):
+        session.infer(Noted(), "m", {}, 100.0, timeout=1000.0)
+        feed(session, Reply(number + 1, 1, ()))
+    assert len(session._deadlines) < 200
+
+
+def test_a_cancelled_request_is_forgotten_when_the_server_is_done() -> None:
+    session = connected()
+    ticket, _ = ask(session, {"x": np.zeros(10_000)})
+    used = session.memory._arena.used
+    assert used
+    assert session.cancel(ticket)
+    assert not session.cancel(ticket)
+    assert session.memory._arena.used == used, "a worker may read it"
+    feed(session, Fail(1, "CANCELLED", "as you asked"))
+    assert session.memory._arena.used == 0
+    assert session.tickets == {}
+    assert ticket.told == 0
+    session.close()
+
+
+# ------------------------------------------------------------------------------------------------ connections
+
+
+def test_a_new_connection_repeats_what_is_unanswered() -> None:
+    session = connected(owner=1)
+    inputs = {"x": np.arange(10_000.0), "small": np.arange(3)}
+    answered, _ = ask(session, inputs)
+    open_one, _ = ask(session, inputs)
+    step, _ = ask(session, inputs, sequence=9)
+    gone, _ = ask(session, inputs)
+    question = Noted()
+    session.ask(question, "models", 0.0)
+    feed(session, Reply(1, 1, ()))
+    session.cancel(gone)
+    session.disconnected()
+    assert isinstance(step.error, ConnectionLost)
+    assert not session.connected
+    later, packets = ask(session, inputs)
+    decode(session.hello(7, "test").data)
+    feed(session, Welcome(PROTOCOL, 2, "server"))
+    messages = said(session.take())
+    assert [type(message).__name__ for message in messages] == ["Map", "Infer", "Ask", "Infer"]
+    assert messages[0].segment >> 32 == 2
+    assert [message.request for message in messages[1:]] == [2, 5, 6]
+    for infer in (messages[1], messages[3]):
+        assert infer.inputs[0].data[0].segment == messages[0].segment
+    feed(session, Reply(2, 1, ()), Reply(6, 1, ()), Answer(5, b"[]"))
+    assert (answered.told, open_one.told, step.told, gone.told, later.told, question.told) == (1, 1, 1, 0, 1, 1)
+    assert session.memory._arena.used == 0
+    session.close()
+    assert packets
+
+
+def test_other_protocols() -> None:
+    session = Session()
+    session.hello(1, "test")
+    with pytest.raises(ProtocolError, match="speaks protocol 99, this client 1"):
+        feed(session, Welcome(99, 1, "server"))
+    feed(session, Goodbye("PROTOCOL", "only 99 here"))
+    assert str(session.goodbye) == "only 99 here"
+
+
+def test_a_map_without_its_descriptor_ends_the_connection() -> None:
+    session = connected()
+    with pytest.raises(ProtocolError, match="without its descriptor"):
+        feed(session, Map(77, 4096))
+    feed(session, Unmap(78), Pong(1))
+
+
+def test_unreachable_memory_is_an_error_of_its_request() -> None:
+    session = connected()
+    ticket, _ = ask(session, {})
+    assert session.receive(wire.encode([[33, 1, 1, [["y", "FP32", [2000], [[5, 0, 8000]]]]]])) == 1
+    assert ticket.error is not None
+    assert ticket.error.code == "HANDLE_LOST"
+    assert session.has_returns, "a handle that was given is given back, whatever became of it"
+    session.close()
