@@ -20,8 +20,8 @@ from shmserve.clients.waiting import POLL_S, not_ready, pause_after
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import Result
 
-BUFFERED_MESSAGES = 16
-BUFFERED_BYTES = 32 * 1024
+BUFFERED_MESSAGES = 32
+BUFFERED_BYTES = 64 * 1024
 
 Outputs = Iterable[str] | Mapping[str, "np.ndarray[Any, Any] | None"]
 
@@ -108,7 +108,7 @@ class Client:
         """Like `infer`, but gives a future at once.
 
         The request is sent at once, too, except in the loop that collects a result and submits the next request while
-        more results are here already: then up to 16 requests go together, at the latest with the next call that waits.
+        more results are here already: then up to 32 requests go together, at the latest with the next call that waits.
         """
         engine = self._engine
         future = Future(engine)
