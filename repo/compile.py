@@ -5,6 +5,8 @@ The rule of the file: no decisions; a field of the policy is a field of the conf
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput, ModelQueuePolicy
@@ -25,11 +27,15 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
     )
 
 
-def compile_instances(config: ModelConfig) -> tuple[InstanceSpec, ...]:
+def compile_instances(
+    config: ModelConfig, policies: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[InstanceSpec, ...]:
     """One spec for each process: `<group>_0`, `<group>_1`, ... Groups of the same name count on.
 
-    A group on GPUs has `count` instances on each of its devices.
+    A group on GPUs has `count` instances on each of its devices. `policies` are the CPU cores of each host policy;
+    a group that names none has the policy `cpu` or `gpu_<device>`. No such policy: all cores.
     """
+    policies = policies or {}
     numbers: dict[str, int] = {}
     specs = []
     for group in config.instance_group:
@@ -39,7 +45,9 @@ def compile_instances(config: ModelConfig) -> tuple[InstanceSpec, ...]:
                 number = numbers.get(group.name, 0)
                 numbers[group.name] = number + 1
                 name = f"{group.name}_{number}"
-                specs.append(InstanceSpec(name=name, kind=group.kind, device=device, passive=group.passive))
+                policy = group.host_policy or (f"gpu_{device}" if group.kind == "KIND_GPU" else "cpu")
+                cpus = policies.get(policy, ())
+                specs.append(InstanceSpec(name, kind=group.kind, device=device, cpus=cpus, passive=group.passive))
     return tuple(specs)
 
 

@@ -74,7 +74,12 @@ _rows("ModelInstanceGroup", _N, "no instance runs on a GPU yet", "gpus")
 _rows("ModelInstanceGroup", _N, "there is no backend that uses a secondary device", "secondary_devices")
 _rows("ModelInstanceGroup", _X, "only TensorRT has optimisation profiles", "profile")
 _rows("ModelInstanceGroup", _Y, "loaded, never scheduled", "passive")
-_rows("ModelInstanceGroup", _N, "instances use the CPU cores of the server", "host_policy")
+_rows(
+    "ModelInstanceGroup",
+    _Y,
+    "the CPU cores of the policy; those of the server if it has none of this name",
+    "host_policy",
+)
 _SECONDARY = "with `ModelInstanceGroup.secondary_devices`"
 _rows("ModelInstanceGroup.SecondaryDevice", _N, _SECONDARY, "kind", "device_id")
 

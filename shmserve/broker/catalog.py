@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -23,7 +23,11 @@ def backends() -> set[str]:
 
 
 class Catalog:
-    def __init__(self, repositories: Sequence[Path], settings: dict[str, str]) -> None:
+    def __init__(
+        self, repositories: Sequence[Path], settings: dict[str, str], policies: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """`settings` go to the workers; `policies` are the CPU cores of the host policies."""
+        self._policies = policies
         self._repositories = repositories
         self._settings = settings
         self._backends = backends()
@@ -43,7 +47,7 @@ class Catalog:
                     events.append((0, Refuse(found.name, version, reason)))
                 warnings.append(f"model '{found.name}' is not served: {reason}")
                 continue
-            instances = compile_instances(found.config)
+            instances = compile_instances(found.config, self._policies)
             events += [(0, Deploy(found.name, version, instances)) for version in found.versions]
         return events, warnings
 

@@ -42,9 +42,13 @@ def parser() -> argparse.ArgumentParser:
         help="take configurations as they are; an incomplete one fails to load")  # fmt: skip
     add("--backend-config", action="append", metavar="BACKEND,KEY=VALUE", default=[],
         help="a setting for a backend, e.g. onnxruntime,default-max-batch-size=8")  # fmt: skip
+    add("--host-policy", action="append", metavar="NAME,cpu-cores=LIST", default=[], type=_host_policy,
+        help="CPU cores for the instances of a host policy, e.g. cpu,cpu-cores=0-3,8; those that name no policy have "
+        "'cpu' (default: all cores of the server)")  # fmt: skip
     add("--broker-arena-bytes", metavar="N", type=int, default=256 << 20,
         help="memory for tensors that come in frames (default: 256 MiB)")  # fmt: skip
-    add("--log-verbose", metavar="N", type=int, default=0, help="1: more in the log (default: 0)")
+    add("--log-verbose", metavar="N", type=int, default=0,
+        help="1: more in the log; 2: also each batch, and why it was formed (default: 0)")  # fmt: skip
     add("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
     add("--hints", action="store_true", help="when ready, show what to try next")
     return found
@@ -77,6 +81,29 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     return found
 
 
+def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    return dict(settings.host_policy)
+
+
+def _host_policy(text: str) -> tuple[str, tuple[int, ...]]:
+    """`cpu,cpu-cores=0-3,8` -> ("cpu", (0, 1, 2, 3, 8)). Cores that this machine does not let us use are refused."""
+    name, _, value = text.partition(",")
+    key, _, cores = value.partition("=")
+    if not name or key != "cpu-cores":
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME,cpu-cores=LIST with a LIST like 0-3,8")
+    found: set[int] = set()
+    for part in cores.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise argparse.ArgumentTypeError(f"'{part}' is neither a core nor a range of cores")
+        found.update(range(int(first), int(last or first) + 1))
+    ours = os.sched_getaffinity(0)
+    if not found or not found <= ours:
+        wrong = ", ".join(map(str, sorted(found - ours))) or "none given"
+        raise argparse.ArgumentTypeError(f"cores that cannot be used here: {wrong}; there are {sorted(ours)}")
+    return name, tuple(sorted(found))
+
+
 def _from_environment(found: argparse.ArgumentParser, known: dict[str, argparse.Action]) -> dict[str, object]:
     values: dict[str, object] = {}
     for name, action in known.items():
@@ -88,6 +115,8 @@ def _from_environment(found: argparse.ArgumentParser, known: dict[str, argparse.
                 values[name] = [Path(part) for part in text.split(":") if part]
             elif name == "backend_config":
                 values[name] = text.split(";")
+            elif name == "host_policy":
+                values[name] = [_host_policy(part) for part in text.split(";")]
             elif action.nargs == 0:
                 values[name] = _boolean(text)
             else:

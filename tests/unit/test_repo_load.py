@@ -205,7 +205,6 @@ def test_what_could_change_an_answer_is_refused_by_name(text: str, path: str) ->
         ("model_warmup { }", "model_warmup"),
         ("response_cache { enable: true }", "response_cache.enable"),
         ("instance_group { rate_limiter { priority: 2 } }", "instance_group[0].rate_limiter"),
-        ('instance_group { host_policy: "p" }', "instance_group[0].host_policy"),
         ('output { name: "l" data_type: TYPE_FP32 dims: 1 label_filename: "l.txt" }', "output[1].label_filename"),
     ],
 )
