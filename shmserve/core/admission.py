@@ -103,8 +103,10 @@ class Admission:
             if request.state is RequestState.QUEUED:
                 request.version.statistics.cancelled += 1
                 self._dispatcher.fail_early(request, "CANCELLED", "its client has gone", now)
-            else:
+            elif request.state is RequestState.SENT:
                 self._dispatcher.linger(request)
+            elif request.state is RequestState.DONE:  # else it has just had its turn, as others made way
+                self._dispatcher.drop_done(request)
         self._state.ledger.client_died(client)
 
     def bye(self, peer: int, message: Bye, now: int) -> None:

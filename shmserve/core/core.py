@@ -48,8 +48,10 @@ Handler = Callable[[int, Any, int], None]
 
 
 class Core:
-    def __init__(self, server: str = "shmserve", limits: Limits | None = None) -> None:
+    def __init__(self, server: str = "shmserve", limits: Limits | None = None, tracing: bool = False) -> None:
+        """`tracing`: a Log for each batch, with the reason why it was formed."""
         self.state = State(limits or Limits())
+        self.state.tracing = tracing
         self._dispatcher = Dispatcher(self.state)
         self._admission = Admission(self.state, self._dispatcher, server)
         self._lifecycle = Lifecycle(self.state, self._dispatcher)
@@ -138,7 +140,7 @@ class Core:
                         self._lifecycle.retry(instance, version)
         else:
             request = cast(Request, subject)
-            if request.state not in (RequestState.QUEUED, RequestState.SENT):
+            if request.state in (RequestState.LINGERING, RequestState.ENDED):
                 return  # another timer of this very moment has ended it
             if kind is Timer.DEADLINE:
                 text = "the request's own timeout passed before it was answered"
@@ -186,6 +188,10 @@ class Core:
             if request.state is RequestState.QUEUED:
                 queued[request.version] = queued.get(request.version, 0) + 1
                 assert request in request.version.queue.in_order(), story
+            elif request.state is RequestState.DONE:
+                assert request.reply is not None, story
+                assert request.version.order, story
+                assert request in list(request.version.order)[1:], story
             else:
                 assert request.state in (RequestState.SENT, RequestState.LINGERING), story
                 assert request.instance is not None, story

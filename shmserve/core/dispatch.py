@@ -28,7 +28,7 @@ from shmserve.messages import (
     Work,
 )
 
-_QUEUED, _SENT, _LINGERING, _ENDED = RequestState
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED = RequestState
 
 
 class Dispatcher:
@@ -140,6 +140,12 @@ class Dispatcher:
         else:
             for row in message.rows:
                 self._row(version, instance, batch, row, now, taken)
+        if self._state.tracing:
+            self._state.log(
+                "debug",
+                f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
+                f"{len(message.rows)} requests, formed because: {batch.reason.value}",
+            )
         if batch.left:
             for request in batch.requests():
                 self.end_failed(request, "INTERNAL", f"{version.label} did not answer this request of its batch", now)
@@ -147,7 +153,9 @@ class Dispatcher:
         instance.running = None
         instance.deaths = 0
         version.served(times[3] - taken)
-        version.statistics.batch_done(batch.rows, len(message.rows), batch.reason, times, now)
+        early, statistics = batch.early, version.statistics
+        statistics.queue_ns += sum(taken - arrived for arrived in early if taken > arrived)
+        statistics.batch_done(batch.rows, len(message.rows) + len(early), batch.reason, times, now)
         if message.next:
             self._run_waiting(version, instance, message.next, message.through)
         elif instance.waiting is None and instance.usable:
@@ -214,7 +222,7 @@ class Dispatcher:
 
     def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
         request = self._state.requests.get(row.request)
-        if request is None or request.batch is not batch:
+        if request is None or request.batch is not batch or request.state is _DONE:
             self._confused(version, instance, f"row of request {row.request}")
             return
         batch.left -= 1
@@ -251,14 +259,15 @@ class Dispatcher:
             if client.outputs != "frames":
                 ledger.show(handle.segment, client.number)
             ledger.give(client, handle)
-        self._answer(version, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
         statistics = version.statistics
         statistics.success_count += 1
         statistics.inference_count += request.cost
         statistics.success_ns += now - request.arrived
         if taken > request.arrived:
             statistics.queue_ns += taken - request.arrived
-        self.end(request)
+        elif not taken and request.batch is not None:
+            request.batch.early.append(request.arrived)
+        self._answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
         return True
 
     def _send_back(self, instance: Instance, row: Row) -> None:
@@ -285,36 +294,60 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------ ends
 
-    def _answer(self, version: Version, request: Request, message: object) -> None:
-        """Sends the answer, or keeps it until those before it are out (preserve_ordering)."""
-        if version.order is None:
-            self._deliver(request.client, message)
-            return
-        request.reply = message
-        self.answer_in_order(version)
+    def _answer(self, request: Request, message: Reply | Fail) -> None:
+        """The answer to one that no worker has any more: now or, with preserve_ordering, in its turn."""
+        order = request.version.order
+        if order is None:
+            self._deliver(request, message)
+        else:
+            request.reply = message
+            request.move(_DONE)
+            self._let_go(request)
+            self.answer_in_order(request.version)
 
-    def _deliver(self, client: Client, message: object) -> None:
-        self._state.send(client.number, message)
-        if client.outputs == "frames" and isinstance(message, Reply):  # copied out as it is sent: nothing is held
-            for tensor in message.outputs:
-                for handle in tensor.data if isinstance(tensor.data, tuple) else ():
-                    if handle.segment >> OWNER_SHIFT != client.number:
-                        self._state.ledger.take_back(client, handle)
+    def _deliver(self, request: Request, message: Reply | Fail) -> None:
+        client = request.client
+        if not client.gone:
+            self._state.send(client.number, message)
+            if client.outputs == "frames" and isinstance(message, Reply):  # copied out as it is sent: nothing is held
+                self._take_back(client, message)
+        self.end(request)
+
+    def _take_back(self, client: Client, reply: Reply) -> None:
+        """Gives what the client was given, or was to be given, back to the worker."""
+        for tensor in reply.outputs:
+            for handle in tensor.data if isinstance(tensor.data, tuple) else ():
+                if handle.segment >> OWNER_SHIFT != client.number:
+                    self._state.ledger.take_back(client, handle)
 
     def answer_in_order(self, version: Version) -> None:
+        """Whoever is first may be answered; one that has been answered early makes way."""
         order = version.order
-        while order and (order[0].reply is not None or order[0].state in (_ENDED, _LINGERING)):
+        while order and order[0].state in (_DONE, _LINGERING, _ENDED):
             request = order.popleft()
-            if request.reply is not None and not request.client.gone:
-                self._deliver(request.client, request.reply)
+            if request.state is _DONE:
+                assert request.reply is not None
+                self._deliver(request, request.reply)
+
+    def drop_done(self, request: Request) -> None:
+        """Its turn had not come, and nobody wants the answer any more."""
+        if isinstance(request.reply, Reply) and not request.client.gone:
+            self._take_back(request.client, request.reply)
+        self.end(request)
 
     def end(self, request: Request) -> None:
         """Over: nothing of it stays here."""
-        if request.state is not _LINGERING:  # a lingering one has left already; its number may be in use again
+        state = request.state
+        if state is not _LINGERING:  # a lingering one has left already; its number may be in use again
             del request.client.requests[request.client_number]
         request.move(_ENDED)
+        del self._state.requests[request.number]
+        if state is not _DONE:
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """The memory that it used."""
         state = self._state
-        del state.requests[request.number]
         for handle in request.pins:
             state.ledger.unpin(handle)
         if request.segments:
@@ -327,12 +360,10 @@ class Dispatcher:
         if request.state is _LINGERING:
             self._released(request)
             return
-        version = request.version
-        version.statistics.fail_count += 1
-        version.statistics.fail_ns += now - request.arrived
-        if not request.client.gone:
-            self._answer(version, request, Fail(request.client_number, code, text))
-        self.end(request)
+        statistics = request.version.statistics
+        statistics.fail_count += 1
+        statistics.fail_ns += now - request.arrived
+        self._answer(request, Fail(request.client_number, code, text))
 
     def end_early(self, request: Request, code: str, text: str, now: int) -> None:
         """The answer is an error, at once: it does not wait for its turn. The queue has let the request go already."""
@@ -352,6 +383,10 @@ class Dispatcher:
             version.queue.remove(request)
             self.end_early(request, code, text, now)
             self._state.dirty[version] = None
+            return
+        if request.state is _DONE:  # and has been counted
+            self._state.send(client.number, Fail(request.client_number, code, text))
+            self.drop_done(request)
             return
         version.statistics.fail_count += 1
         version.statistics.fail_ns += now - request.arrived

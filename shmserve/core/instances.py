@@ -21,6 +21,8 @@ from shmserve.core.states import (
     legal,
 )
 
+_AT_WORK = (RequestState.SENT, RequestState.LINGERING)
+
 
 class Batch(Struct, eq=False):
     """`pieces`: each Execute's number, and the requests that it brought, in the order of their sending."""
@@ -33,6 +35,8 @@ class Batch(Struct, eq=False):
     state: BatchState = BatchState.OPEN
     left: int = 0
     """Requests that the worker has not reported on yet."""
+    early: list[int] = []
+    """When those arrived that were answered by Rows, before Done has told when the batch was taken up."""
 
     @property
     def numbers(self) -> list[int]:
@@ -44,7 +48,7 @@ class Batch(Struct, eq=False):
             request
             for _, piece in self.pieces
             for request in piece
-            if request.batch is self and request.state is not RequestState.ENDED
+            if request.batch is self and request.state in _AT_WORK
         ]
 
     def move(self, finish: BatchState) -> None:

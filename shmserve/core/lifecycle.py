@@ -188,7 +188,7 @@ class Lifecycle:
     def drain_over(self, now: int) -> None:
         """Patience is over: whoever has not been answered is told, whatever still runs is ended."""
         for request in list(self._state.requests.values()):
-            if request.state in (RequestState.QUEUED, RequestState.SENT):
+            if request.state in (RequestState.QUEUED, RequestState.SENT, RequestState.DONE):
                 text = "the server is stopping and did not finish this request in time (exit-timeout-secs)"
                 self._dispatcher.fail_early(request, "UNAVAILABLE", text, now)
         for version, instance in list(self._state.instances.values()):

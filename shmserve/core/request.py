@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from shmserve.core.states import REQUEST_MOVES, IllegalMove, RequestState
-from shmserve.messages import OWNER_SHIFT, Handle, Options, Tensor, WantedOutputs
+from shmserve.messages import OWNER_SHIFT, Fail, Handle, Options, Reply, Tensor, WantedOutputs
 
 if TYPE_CHECKING:
     from shmserve.core.clients import Client
@@ -41,7 +41,7 @@ class Request(Struct, eq=False, gc=False):
     state: RequestState = RequestState.QUEUED
     instance: Instance | None = None
     batch: Batch | None = None
-    reply: object = None
+    reply: Reply | Fail | None = None
 
     @property
     def on_loan(self) -> bool:

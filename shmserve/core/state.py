@@ -19,6 +19,9 @@ WORKERS_FROM = 1 << 30
 
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
+_LIVE = (RequestState.QUEUED, RequestState.SENT, RequestState.DONE)
+"""Not answered yet."""
+
 
 class Timer(Enum):
     DEADLINE = 1  # a request's own
@@ -44,6 +47,8 @@ class State:
         self.dirty: dict[Version, None] = {}
         """Versions to look at when all events of this turn are in."""
         self.wakes: dict[Version, int] = {}
+        self.tracing = False
+        """Say of each batch why it was formed."""
         self.draining = False
         self.drained = False
         self._timers: list[tuple[int, int, Timer, Request | Instance | None]] = []
@@ -109,4 +114,4 @@ class State:
 
 
 def _live(subject: Request | Instance | None) -> bool:
-    return not isinstance(subject, Request) or subject.state in (RequestState.QUEUED, RequestState.SENT)
+    return not isinstance(subject, Request) or subject.state in _LIVE

@@ -1,8 +1,9 @@
 """The states of everything that has any, and the legal moves between them. Two rules: every move goes through a
 `move` that consults these tables, and a move that is not here is a bug of ours, told with the story of the thing.
 
-A request leaves the broker for a worker once (SENT) and may be answered before the worker is done with it
-(LINGERING: its inputs are still in use). Whether a sent request runs yet is the state of its batch.
+A request leaves the broker for a worker once (SENT). It may be answered before the worker is done with it (LINGERING:
+its inputs are still in use), or be done before it may be answered (DONE). Whether a sent request runs yet is the state
+of its batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ class RequestState(IntEnum):  # integers hash fast, and requests move thousands 
     QUEUED = 1  # in the model's queue, here
     SENT = 2  # in a batch at a worker
     LINGERING = 3  # answered early; the worker may still read its inputs
-    ENDED = 4
+    DONE = 4  # no worker has it any more; its answer waits for its turn (preserve_ordering)
+    ENDED = 5
 
 
 class BatchState(Enum):
@@ -49,8 +51,9 @@ _R, _B, _I, _V = RequestState, BatchState, InstanceState, VersionState
 
 REQUEST_MOVES = {
     _R.QUEUED: {_R.SENT, _R.ENDED},
-    _R.SENT: {_R.LINGERING, _R.ENDED},
+    _R.SENT: {_R.LINGERING, _R.DONE, _R.ENDED},
     _R.LINGERING: {_R.ENDED},
+    _R.DONE: {_R.ENDED},
     _R.ENDED: set[RequestState](),
 }
 

@@ -192,7 +192,7 @@ class CoreMachine(RuleBasedStateMachine):
             message = self._request(client, model, rows, where, shape, optional, wanted)
             message.options, message.timeout_us = options, timeout_ms * 1000
             client.sends(message.request)
-            if timeout_ms and model.name != "ordered":
+            if timeout_ms:
                 self.deadlines[client.peer, message.request] = self.world.now + timeout_ms * MS
             if model.name == "ordered":
                 self.world.asked_in_order[client.peer, message.request] = message.request

@@ -1,0 +1,104 @@
+"""The core keeps nothing of what is over. The collector does not look at its structs: a circle would stay for ever."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from shmserve.core import events
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
+from shmserve.messages import Cancel, Handle, Infer, Map, Options, Return, Tensor
+from tests.unit.core_fakes import FakeClient
+from tests.unit.core_world import World
+
+MS = 10**6
+ROUNDS = 60
+LIMIT = 25_000
+SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
+POLICIES: dict[str, BatchPolicy | None] = {
+    "plain": BatchPolicy(),
+    "levels": BatchPolicy((), 0, False, 3, 2, QueuePolicy(TimeoutAction.DELAY, 4 * MS)),
+    "expiring": BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 2 * MS, False, 50)),
+    "ordered": BatchPolicy(preserve_ordering=True),
+    "single": None,
+}
+
+
+class Busy:
+    def __init__(self, name: str, large: str) -> None:
+        self.world = World(checks=False)
+        self.world.deploy(ModelPolicy("m", 1, 8, *SPECS, POLICIES[name]), 2, large)
+        self.world.turn([(0, events.OwnSegment(Map(1, 1 << 40)))])
+        self.name, self.numbers = name, 0
+        self.client: FakeClient = self.world.connect("a")
+
+    def infer(self, where: object = None) -> tuple[int, Infer]:
+        self.numbers += 1
+        self.client.sends(self.numbers)
+        data = (where,) if isinstance(where, Handle) else bytes(4)
+        options = Options(priority=self.numbers % 4)
+        tensor = Tensor("x", "FP32", (1, 1), data)
+        return self.client.peer, Infer(self.numbers, "m", 0, (tensor,), None, 3000, options)
+
+    def round(self) -> None:
+        """Served, cancelled in every state, expired, crossed, from own and held memory, and by a client that goes."""
+        world, client = self.world, self.client
+        segment = world.own_segment(client, 4096)
+        world.turn([(client.peer, segment)] + [self.infer() for _ in range(9)])
+        held = next(iter(client.holds), None)
+        world.turn([self.infer(Handle(segment.segment, 0, 4)), self.infer(held), self.infer()])
+        for worker in world.workers.values():
+            if worker.running is not None:
+                worker.finish(world.now)
+        world.turn([self.infer() for _ in range(5)])
+        world.turn([(client.peer, Cancel(number)) for number in sorted(client.open)[::3]])
+        world.turn([(client.peer, Return(tuple(client.holds)))])
+        client.holds.clear()
+        world.advance(world.now + 5 * MS)
+        for _ in range(8):
+            for worker in world.workers.values():
+                if worker.running is not None:
+                    worker.finish(world.now)
+            world.settle()
+        if self.numbers % 4 == 0:
+            world.turn([self.infer() for _ in range(12)])
+        world.gone(client)
+        for worker in world.workers.values():
+            worker.started.clear()
+        world.forgotten.clear()
+        self.client = world.connect("a")
+
+    def crash(self) -> None:
+        self.world.turn([self.infer() for _ in range(6)])
+        self.world.crash(next(iter(self.world.workers.values())))
+        self.world.advance(self.world.now + 60 * 1000 * MS)
+        self.round()
+
+
+def grown(step: Callable[[], None], rounds: int) -> int:
+    """Bytes that are there after many rounds and were not after a few."""
+    tracemalloc.start()
+    try:
+        for _ in range(rounds):
+            step()
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(3 * rounds):
+            step()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("large", ["", "y"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_grows(name: str, large: str) -> None:
+    assert grown(Busy(name, large).round, ROUNDS) < LIMIT, "a request left behind is 500 bytes and more"
+
+
+def test_nothing_grows_when_workers_crash() -> None:
+    assert grown(Busy("plain", "y").crash, ROUNDS // 4) < LIMIT
