@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,12 +15,14 @@ from shmserve.messages import (
     Ask,
     Bye,
     Cancel,
+    ClientMessage,
     Done,
     Fail,
     Goodbye,
     Handle,
     Hello,
     Infer,
+    Loaded,
     Map,
     Ping,
     Pong,
@@ -30,6 +32,7 @@ from shmserve.messages import (
     Tensor,
     Unmap,
     Welcome,
+    WorkerReport,
 )
 from tests.unit.core_fakes import FakeClient, FakeWorker
 from tests.unit.core_world import World
@@ -242,6 +245,12 @@ def test_echoes_of_the_dead_are_not_heard() -> None:
     world.core.handle([(0, events.Closed(55)), (0, events.Exited(worker.peer, "again"))], world.now)
     world.core.check()
     assert len(world.effects) == before
+
+
+def test_every_message_of_the_protocol_is_taken() -> None:
+    core = World().core
+    assert set(get_args(ClientMessage)) <= set(core._of_clients)
+    assert set(get_args(WorkerReport)) - {Loaded} <= set(core._of_workers), "Loaded comes as Compiled"
 
 
 def test_versions_and_models_that_cannot_be_served() -> None:

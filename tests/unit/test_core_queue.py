@@ -5,13 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
 from shmserve.core.queue import Level, RequestQueue
 
+CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""The machine may be busy with other things."""
 CLIENTS = [SimpleNamespace(number=number) for number in range(1, 5)]
 
 
@@ -186,6 +188,7 @@ def test_queue_machine() -> None:
     run_state_machine_as_test(QueueMachine, settings=settings(max_examples=60, deadline=None))
 
 
+@CALM
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=30, max_size=60), st.integers(0, 2**32))
 def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: int) -> None:
     """While all have something waiting, no two differ by more than two of the largest requests."""
