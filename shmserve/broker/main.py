@@ -91,8 +91,10 @@ class Server:
         self._settings = settings
         self._loop = loop
         self._code = 0
-        self._core = Core(f"shmserve {shmserve.__version__}")
-        self._catalog = Catalog(settings.model_repository, setting.backend_settings(settings))
+        self._core = Core(f"shmserve {shmserve.__version__}", tracing=settings.log_verbose > 1)
+        self._catalog = Catalog(
+            settings.model_repository, setting.backend_settings(settings), setting.host_policies(settings)
+        )
         self._control = Control(self._core, self._catalog, shmserve.__version__, settings.strict_readiness)
         self._broker = Broker(
             loop, settings.runtime_dir, self._core, self._catalog, self._control, settings.broker_arena_bytes

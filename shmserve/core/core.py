@@ -168,7 +168,7 @@ class Core:
 
     def _started(self, peer: int, message: Started, now: int) -> None:
         version, instance = self.state.instances[peer]
-        self._dispatcher.started(version, instance, message)
+        self._dispatcher.started(version, instance, message, now)
 
     def _withdrawn(self, peer: int, message: Withdrawn, now: int) -> None:
         version, instance = self.state.instances[peer]

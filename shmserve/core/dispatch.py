@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmserve.core.batcher import Plan, Reason
+from shmserve.core.batcher import Reason
 from shmserve.core.clients import Client
 from shmserve.core.effects import Free, Kill, Send
 from shmserve.core.instances import Batch, Instance
@@ -40,24 +40,31 @@ class Dispatcher:
     def dispatch(self, version: Version, now: int) -> None:
         """Sends all that may go now."""
         queue = version.queue
-        wake = 0
+        version.wake = 0
         while queue.count:
-            instance = version.idle[-1] if version.idle else version.ahead(self._state.limits.prefetch_ns)
-            if instance is not None:
-                plan = version.plan(now)
-                if plan.count:
-                    self._start_batch(version, instance, plan, now)
+            if version.idle:
+                if self._start_batch(version, version.idle[-1], now):
                     continue
-                wake = plan.wake
-            if not self._extend_any(version, now):
+            if not any(self._send_ahead(version, instance, now) for instance in version.busy()):
                 break
-            wake = 0
-        if wake:
-            self._state.wakes[version] = wake
+        if version.wake:
+            self._state.wakes[version] = version.wake
         else:
             self._state.wakes.pop(version, None)
 
-    def _start_batch(self, version: Version, instance: Instance, plan: Plan, now: int) -> None:
+    def _send_ahead(self, version: Version, instance: Instance, now: int) -> bool:
+        """To a busy instance: more for the batch that waits there, or a batch that will wait there."""
+        if instance.waiting is not None:
+            return self._extend(version, instance, instance.waiting, now)
+        return version.sends_ahead(self._state.limits.prefetch_ns) and self._start_batch(version, instance, now)
+
+    def _start_batch(self, version: Version, instance: Instance, now: int) -> bool:
+        """False: what waits should wait for more; `version.wake` says until when."""
+        plan = version.plan(now)
+        if not plan.count:
+            version.wake = plan.wake
+            return False
+        version.wake = 0
         requests = version.queue.take(plan.count)
         batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
         if instance.running is None:
@@ -67,21 +74,19 @@ class Dispatcher:
         else:
             instance.waiting = batch
         self._send(instance, batch, requests, 0)
+        return True
 
-    def _extend_any(self, version: Version, now: int) -> bool:
-        """Adds to a batch that waits at a worker. False: there is none that can grow."""
-        for instance in version.instances:
-            batch = instance.waiting
-            if batch is None or not instance.usable:
-                continue
-            plan = version.plan_extension(batch, now)
-            if plan.count:
-                batch.rows += plan.rows
-                if plan.reason is not Reason.IDLE:
-                    batch.reason = plan.reason
-                self._send(instance, batch, version.queue.take(plan.count), batch.pieces[0][0])
-                return True
-        return False
+    def _extend(self, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
+        """False: it cannot grow."""
+        plan = version.plan_extension(batch, now)
+        if not plan.count:
+            return False
+        version.wake = 0
+        batch.rows += plan.rows
+        if plan.reason is not Reason.IDLE:
+            batch.reason = plan.reason
+        self._send(instance, batch, version.queue.take(plan.count), batch.pieces[0][0])
+        return True
 
     def _send(self, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
         """Execute, in as many messages as the inline bytes need."""
@@ -117,8 +122,8 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------ back
 
-    def started(self, version: Version, instance: Instance, message: Started) -> None:
-        self._run_waiting(version, instance, message.batch, message.through)
+    def started(self, version: Version, instance: Instance, message: Started, now: int) -> None:
+        self._run_waiting(version, instance, message.batch, message.through, now)
 
     def rows(self, version: Version, instance: Instance, message: Rows, now: int) -> None:
         batch = instance.running
@@ -157,18 +162,19 @@ class Dispatcher:
         statistics.queue_ns += sum(taken - arrived for arrived in early if taken > arrived)
         statistics.batch_done(batch.rows, len(message.rows) + len(early), batch.reason, times, now)
         if message.next:
-            self._run_waiting(version, instance, message.next, message.through)
+            self._run_waiting(version, instance, message.next, message.through, now)
         elif instance.waiting is None and instance.usable:
             version.idle.append(instance)
         self._state.dirty[version] = None
 
-    def _run_waiting(self, version: Version, instance: Instance, number: int, through: int) -> None:
+    def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
         batch = instance.waiting
         if batch is None or instance.running is not None or not batch.known_as(number):
             self._confused(version, instance, f"start of batch {number}")
             return
         instance.waiting = batch.split(through)
         instance.running = batch
+        batch.began = now
         batch.move(BatchState.RUNNING)
         self._state.dirty[version] = None
 

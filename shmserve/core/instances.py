@@ -31,7 +31,8 @@ class Batch(Struct, eq=False):
     rows: int
     reason: Reason
     signature: object
-    sent: int
+    began: int
+    """When it was sent or, if it waited, when its start was told."""
     state: BatchState = BatchState.OPEN
     left: int = 0
     """Requests that the worker has not reported on yet."""
@@ -72,7 +73,7 @@ class Batch(Struct, eq=False):
         if not late:
             return None
         self.pieces = [(number, piece) for number, piece in self.pieces if number <= through]
-        rest = Batch(late, 0, self.reason, self.signature, self.sent)
+        rest = Batch(late, 0, self.reason, self.signature, self.began)
         for _, piece in late:
             for request in piece:
                 if request.batch is self:

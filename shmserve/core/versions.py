@@ -58,7 +58,7 @@ class Version:
         self.service_ns = 0
         """About how long a batch takes: an exponential mean, 0 before the first."""
         self.wake = 0
-        """When to look at the queue again though nothing happens; 0: not."""
+        """When what waits should be looked at again though nothing happens; 0: not."""
         self.statistics = Statistics()
 
     @property
@@ -101,17 +101,16 @@ class Version:
             return Plan(0, 0, batch.reason)
         return form(self.queue.in_order(), shape, now, batch.rows, batch.signature)
 
-    def ahead(self, prefetch_ns: int) -> Instance | None:
-        """A busy instance to which a batch may be sent ahead: the one that has been busy for longest."""
-        if not self.prefetch or (len(self.instances) > 1 and self.service_ns > prefetch_ns):
-            return None
-        best: Instance | None = None
-        for instance in self.instances:
-            running = instance.running
-            if running is not None and instance.waiting is None and instance.usable:
-                if best is None or best.running is None or running.sent < best.running.sent:
-                    best = instance
-        return best
+    def sends_ahead(self, prefetch_ns: int) -> bool:
+        """May a batch wait at a busy instance?"""
+        return self.prefetch and (len(self.instances) == 1 or self.service_ns <= prefetch_ns)
+
+    def busy(self) -> list[Instance]:
+        """Those that have something to do; the one that will probably be done first is first."""
+        busy = [instance for instance in self.instances if not instance.idle and instance.usable]
+        if len(busy) > 1:
+            busy.sort(key=_began)
+        return busy
 
     def served(self, service_ns: int) -> None:
         self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8
@@ -128,6 +127,10 @@ class Model(Struct):
         """The highest version that is READY."""
         ready = [version for version in self.versions.values() if version.state is VersionState.READY]
         return max(ready, key=lambda version: version.number, default=None)
+
+
+def _began(instance: Instance) -> int:
+    return instance.running.began if instance.running is not None else 0
 
 
 def sends_ahead(policy: BatchPolicy) -> bool:

@@ -195,3 +195,14 @@ def test_exit_on_error(repository: Path, tmp_path: Path) -> None:
     (repository / "broken" / "config.pbtxt").write_text('name: "broken"\nbackend: "nonsense"\n')
     with Launched(repository, tmp_path / "run", "--exit-on-error", "true", wait=False) as server:
         assert server.wait() == 1
+
+
+def test_workers_keep_to_their_cores_and_batches_say_why(repository: Path, tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    options = ("--host-policy", f"cpu,cpu-cores={core}", "--log-verbose", "2")
+    with Launched(repository, tmp_path / "run", *options) as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(infer(1))
+        lane.receive_kind(Reply)
+        assert [os.sched_getaffinity(pid) for pid in server.workers()] == [{core}]
+    assert "1 rows in 1 requests, formed because: idle" in server.log
