@@ -6,6 +6,7 @@ One thread at a time is the leader: it connects or receives without the lock, wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from shmserve.clients.transport import Address, Incoming, Link, no_server, open_
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
 from shmserve.session import Packet, Session, Ticket
 
+INTERRUPTED = ConnectionLost("reading was interrupted")
 CLOSED = "the client was closed before the answer came"
 PAUSE_S = 0.01
 PAUSE_MOST_S = 0.25
@@ -118,7 +120,7 @@ class Connection:
         to_send = bool(self._unsent)
         self._leading = True
         self.lock.release()
-        incoming: Incoming | ServeError | None = ConnectionLost("reading was interrupted")
+        incoming: Incoming | ServeError | None = INTERRUPTED
         try:
             incoming = link.receive(wait, to_send, wakeable)
         except ServeError as error:
@@ -182,11 +184,15 @@ class Connection:
         if link is None:
             return
         self._unsent.clear()
+        ours = error is INTERRUPTED or not isinstance(error, ConnectionLost)
+        if ours:  # over ZeroMQ the server would not notice
+            with contextlib.suppress(ConnectionLost):
+                link.send(self.session.bye())
         self.session.disconnected()
         if self._leading:
             link.interrupt()  # the leader closes it
         else:
-            link.close()
+            link.close(linger=ours)
         if self.closed:
             self.session.fail_all(Cancelled(CLOSED))
         elif self.session.goodbye is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 import weakref
@@ -174,7 +175,11 @@ class LoopLink:
         if link is None:
             return
         self._unwatch(link)
-        link.close()
+        ours = not isinstance(error, ConnectionLost)
+        if ours:  # over ZeroMQ the server would not notice
+            with contextlib.suppress(ConnectionLost):
+                link.send(self.session.bye())
+        link.close(linger=ours)
         self.session.disconnected()
         if self.closed:
             self.session.fail_all(Cancelled(CLOSED))
