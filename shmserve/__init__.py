@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     if home is not None:
         found = getattr(importlib.import_module(home), name)
     elif name == "__version__":
-        found = _version()
+        found = importlib.import_module("shmserve.version").version()
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
@@ -83,15 +83,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("shmserve")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
 
 
 if TYPE_CHECKING:

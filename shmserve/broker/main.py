@@ -17,7 +17,6 @@ from typing import Any
 
 import uvloop
 
-import shmserve
 from shmserve.allocator import keep_freed_memory
 from shmserve.broker import settings as setting
 from shmserve.broker.broker import Broker
@@ -29,6 +28,7 @@ from shmserve.core.core import Core
 from shmserve.errors import ServeError
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
 from shmserve.shm import posix
+from shmserve.version import version
 
 log = logging.getLogger("shmserve")
 
@@ -91,11 +91,11 @@ class Server:
         self._settings = settings
         self._loop = loop
         self._code = 0
-        self._core = Core(f"shmserve {shmserve.__version__}", tracing=settings.log_verbose > 1)
+        self._core = Core(f"shmserve {version()}", tracing=settings.log_verbose > 1)
         self._catalog = Catalog(
             settings.model_repository, setting.backend_settings(settings), setting.host_policies(settings)
         )
-        self._control = Control(self._core, self._catalog, shmserve.__version__, settings.strict_readiness)
+        self._control = Control(self._core, self._catalog, version(), settings.strict_readiness)
         self._broker = Broker(
             loop, settings.runtime_dir, self._core, self._catalog, self._control, settings.broker_arena_bytes
         )
