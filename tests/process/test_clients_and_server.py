@@ -196,18 +196,17 @@ def test_callbacks_and_as_completed(server: Server) -> None:
 @pytest.mark.parametrize("face", ["sync", "asyncio"])
 def test_the_server_dies_and_comes_back(tmp_path: Path, face: str) -> None:
     model(tmp_path / "models", "slow", ["FP32"], "[ -1 ]", 1, parameter("delay_us", "300000"))
-    with Server(tmp_path / "models") as server:
-        with FACES[face](server.url, reconnect_timeout=30) as client:
-            x = np.arange(10_000, dtype=np.float32).reshape(1, -1)
-            own = client.empty((1, 10_000))
-            own[:] = x
-            received = client.infer("slow", {"i_FP32": x})["o_FP32"]
-            futures = [client.submit("slow", {"i_FP32": array}) for array in (x, own, received)]
-            server.kill()
-            server.start()
-            for future in futures:
-                np.testing.assert_array_equal(future.result()["o_FP32"], x)
-            np.testing.assert_array_equal(received, x)
-            del received, futures
-            gc.collect()
-            assert client.infer("slow", {"i_FP32": own})["o_FP32"].shape == (1, 10_000)
+    with Server(tmp_path / "models") as server, FACES[face](server.url, reconnect_timeout=30) as client:
+        x = np.arange(10_000, dtype=np.float32).reshape(1, -1)
+        own = client.empty((1, 10_000))
+        own[:] = x
+        received = client.infer("slow", {"i_FP32": x})["o_FP32"]
+        futures = [client.submit("slow", {"i_FP32": array}) for array in (x, own, received)]
+        server.kill()
+        server.start()
+        for future in futures:
+            np.testing.assert_array_equal(future.result()["o_FP32"], x)
+        np.testing.assert_array_equal(received, x)
+        del received, futures
+        gc.collect()
+        assert client.infer("slow", {"i_FP32": own})["o_FP32"].shape == (1, 10_000)
