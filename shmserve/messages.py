@@ -329,7 +329,7 @@ class Done(Struct, array_like=True, tag=99, gc=False):
     """The batch has run. Times are CLOCK_MONOTONIC ns: taken up, inputs ready, outputs computed, outputs placed.
 
     `next` is the batch that the worker has started after this one, 0 for none; `through` the last Execute number that
-    is part of it. An Execute after `through` that wanted to join it is a waiting batch of its own."""
+    is part of it. Executes after `through` that wanted to join it are a waiting batch of their own, together."""
 
     batch: Id
     rows: tuple[Row, ...]
