@@ -439,13 +439,12 @@ class Session:
         self.goodbye = from_wire(message.code, message.text)
         return 0
 
-    def disconnected(self) -> int:
+    def disconnected(self) -> None:
         """The link ended. Stateless requests wait to be sent again; steps of sequences fail, as do those cancelled."""
         self.connected = False
         self.outbox.clear()
         self._chunks.clear()
         self.memory.disconnected()
-        settled = 0
         for number in sorted(self.tickets):
             ticket = self.tickets[number]
             message = ticket.message
@@ -454,11 +453,9 @@ class Session:
             elif isinstance(message, Infer) and message.options is not None and message.options.sequence:
                 text = f"the connection ended in the middle of sequence {message.options.sequence}; start it again"
                 self._end(ticket, ConnectionLost(text))
-                settled += 1
         for kept in self._held.values():
             self.memory.let_go(kept)
         self._held.clear()
-        return settled
 
     def fail_all(self, error: ServeError) -> int:
         """Nobody will answer any more."""
