@@ -7,6 +7,7 @@ request for the test to answer. The rule of the file: it believes nothing, and n
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import queue
@@ -72,13 +73,12 @@ class Peer:
 
     def send(self, *messages: Any, descriptors: tuple[int, ...] = (), frames: tuple[bytes, ...] = ()) -> None:
         data = wire.encode(list(messages))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         if self.sock is None:
             self.broker.router.send_multipart([self.identity, data, *frames])
-        elif descriptors:
-            rights = array.array("i", descriptors)
-            self.sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        else:
-            self.sock.send(data)
+            return
+        with contextlib.suppress(BrokenPipeError):  # it has gone; reading will tell
+            self.sock.sendmsg([data], rights)
 
     def bytes_of(self, tensor: Tensor, frames: list[bytes]) -> bytes:
         if isinstance(tensor.data, bytes):
@@ -301,6 +301,8 @@ class FakeBroker:
             self.running = False
             for peer in list(self.peers.values()):
                 self.drop(peer)
+            self.listener.close()
+            self.router.close(0)
 
     def _loop(self) -> None:
         poll = select.poll()

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 import shmserve
-from shmserve.messages import Cancel, Infer
+from shmserve.messages import Bye, Cancel, Infer
 from tests.client_faces import FACES
 from tests.fake_broker import FakeBroker
 
@@ -133,6 +133,7 @@ def test_a_forked_child_connects_for_itself(url: str, broker: FakeBroker) -> Non
         asyncio.new_event_loop().run_until_complete(again())
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert broker.wait_for(Bye)
     assert len(broker.held_handles) == 1
     loop.run_until_complete(again())
     loop.close()
@@ -166,6 +167,7 @@ def test_results_do_not_wait_for_the_collector(run: Run, broker: FakeBroker) -> 
     gc.disable()
     try:
         run(main())
-        assert len(broker.held_handles) == 0
+        assert broker.wait_for(Bye)
+        assert broker.held_handles == []
     finally:
         gc.enable()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.messages import Cancel, Goodbye, Hello, Infer, Reply, Return
+from shmserve.messages import Bye, Cancel, Goodbye, Hello, Infer, Reply, Return
 from tests.fake_broker import MODELS, FakeBroker, Peer, echo
 
 as_completed: Callable[..., Iterator[Any]] = concurrent.futures.as_completed
@@ -414,6 +414,7 @@ def test_a_forked_child_connects_for_itself(client: shmserve.Client, broker: Fak
     assert in_child(child) == 0
     assert (own == 1).all(), "the child has not written into the parent's memory"
     assert (result["x"] == 1).all()
+    assert broker.wait_for(Bye)
     assert len(broker.held_handles) == 1, "the child has returned nothing of the parent's"
     broker.do(lambda: echo(broker, peer, infer, frames))
     np.testing.assert_array_equal(waiting.result(20)["x"], X)
@@ -459,12 +460,16 @@ def test_interrupted_by_a_signal(client: shmserve.Client, broker: FakeBroker) ->
         while not client._engine._leading:
             pass
         os.kill(os.getpid(), signal.SIGINT)
+        if not caught.wait(5):  # it came in the moment before the system call, where Python does not look for it
+            os.kill(os.getpid(), signal.SIGINT)
 
+    caught = threading.Event()
     thread = threading.Thread(target=interrupt)
     future = client.submit("hold", {"x": X})
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         thread.start()
         future.result()
+    caught.set()
     thread.join()
     np.testing.assert_array_equal(client.infer("echo", {"x": X})["x"], X)
     while not future.done():
