@@ -17,7 +17,7 @@ from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
 from shmserve.shm import views
 from shmserve.testing import Server
 from tests.client_faces import FACES
-from tests.conformance.test_clients import NUMBERS, data
+from tests.conformance.client_ways import NUMBERS, data
 
 pytestmark = pytest.mark.process
 

@@ -1,0 +1,108 @@
+"""The ways to reach a broker that echoes: both clients over every kind of link. Both halves of their suite use it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.messages import (
+    Handle,
+    Tensor,
+)
+from tests.client_faces import FACES
+from tests.fake_broker import FakeBroker
+
+LINKS: dict[str, tuple[Callable[[FakeBroker], str], dict[str, Any]]] = {
+    "lane": (lambda broker: broker.lane, {}),
+    "ipc": (lambda broker: broker.ipc, {}),
+    "frames": (lambda broker: broker.ipc, {"memory": "frames"}),
+    "tcp": (lambda broker: broker.tcp, {}),
+}
+CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError)
+
+
+@pytest.fixture
+def broker() -> Iterator[FakeBroker]:
+    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
+        made = FakeBroker(Path(folder))
+        made.start()
+        yield made
+        made.stop()
+
+
+WAYS = [
+    "sync lane",
+    "sync ipc",
+    "sync frames",
+    "sync tcp",
+    "asyncio lane",
+    "asyncio ipc",
+    "uvloop lane",
+    "uvloop frames",
+    "uvloop tcp",
+]
+
+
+def ways(*links: str) -> pytest.MarkDecorator:
+    """For tests that make sense over these links only."""
+    return pytest.mark.parametrize("way", [way for way in WAYS if way.split()[1] in links], indirect=True)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def link(way: str) -> str:
+    return way.split()[1]
+
+
+@pytest.fixture
+def connect(broker: FakeBroker, way: str) -> Callable[..., Any]:
+    face, link = way.split()
+    url, options = LINKS[link]
+    return lambda **more: FACES[face](url(broker), **options, **more)
+
+
+@pytest.fixture
+def client(connect: Callable[..., Any]) -> Iterator[Any]:
+    with connect() as made:
+        yield made
+
+
+shared_only = ways("lane", "ipc")
+
+LARGE = (7, 600)  # in the smallest type, 4,200 bytes: over INLINE_BYTES
+
+
+def data(name: str, shape: tuple[int, ...]) -> Any:
+    generator = np.random.default_rng(len(name))
+    if name == "BOOL":
+        return generator.random(shape) < 0.5
+    if name == "BF16":
+        return generator.standard_normal(shape).astype(ml_dtypes.bfloat16)
+    if name.startswith("FP"):
+        return generator.standard_normal(shape).astype(f"float{name[2:]}")
+    dtype = np.dtype(name.lower())
+    info = np.iinfo(dtype)
+    return generator.integers(info.min, info.max, shape, dtype, endpoint=True)
+
+
+NUMBERS = [name for name in ITEM_BYTES if name != "BYTES"]
+
+
+def place_of(tensor: Tensor) -> Handle:
+    """The one handle that a tensor has come by."""
+    assert isinstance(tensor.data, tuple)
+    (handle,) = tensor.data
+    return handle

@@ -1,0 +1,7 @@
+"""The fixtures of the client suite, for the two files that hold it."""
+
+from __future__ import annotations
+
+from tests.conformance.client_ways import broker, client, connect, link, way
+
+__all__ = ["broker", "client", "connect", "link", "way"]

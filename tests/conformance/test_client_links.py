@@ -1,0 +1,235 @@
+"""The other half of test_clients.py: deadlines, cancellation, and the connection itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.messages import (
+    OWNER_SHIFT,
+    Bye,
+    Cancel,
+    Goodbye,
+    Ping,
+    Pong,
+    Reclaim,
+    Released,
+    Reply,
+    Return,
+)
+from tests.conformance.client_ways import CANCELLED, place_of, shared_only, ways
+from tests.fake_broker import MODELS, FakeBroker, echo
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def test_a_deadline_is_kept_by_the_client_too(client: Any, broker: FakeBroker) -> None:
+    x = np.zeros((100, 100))
+    with pytest.raises(shmserve.DeadlineExceeded, match=r"model 'hold' did not answer within the timeout of 0\.02 s"):
+        client.infer("hold", {"x": x}, timeout=0.02)
+    assert broker.requests[0].timeout_us == 20_000
+    client.live()
+    assert broker.wait_for(Cancel).request == broker.requests[0].request
+    broker.answer()  # too late
+    client.live()
+    client.flush()
+    client.live()
+    assert broker.held_handles == []
+    assert client.infer("echo", {"x": x})["x"].shape == (100, 100)
+
+
+def test_the_default_timeout(connect: Callable[..., Any]) -> None:
+    with connect(timeout=0.02) as client:
+        with pytest.raises(shmserve.DeadlineExceeded):
+            client.infer("hold", {"x": 1})
+        with pytest.raises(TimeoutError):
+            client.submit("hold", {"x": 1}).result()
+
+
+def test_cancel(client: Any, broker: FakeBroker) -> None:
+    future = client.submit("hold", {"x": np.zeros((100, 100))})
+    assert not future.done()
+    peer, infer, frames = broker.parked.get(timeout=20)
+    assert future.cancel()
+    assert future.cancelled()
+    assert future.done()
+    with pytest.raises(CANCELLED):
+        future.result()
+    assert broker.wait_for(Cancel).request == infer.request
+    broker.do(lambda: echo(broker, peer, infer, frames))
+    client.live()
+    client.flush()
+    client.live()
+    assert broker.held_handles == []
+    done = client.submit("echo", {"x": 1})
+    done.result()
+    assert not done.cancel()
+
+
+@shared_only
+def test_inputs_are_not_reused_before_released(client: Any, broker: FakeBroker) -> None:
+    x = np.full((100, 100), 1.0)
+    with pytest.raises(shmserve.QueueTimeout, match="waited for too long"):
+        client.infer("held", {"x": x})
+    peer, infer, _ = broker.parked.get(timeout=20)
+    still_read = place_of(infer.inputs[0])
+    client.infer("echo", {"x": x + 1})
+    assert place_of(broker.requests[-1].inputs[0]) != still_read
+    assert (np.frombuffer(peer.mapped.memory(still_read)) == 1.0).all()
+    broker.do(lambda: peer.send(Released(infer.request)))
+    client.live()
+    client.infer("echo", {"x": x + 2})
+    assert place_of(broker.requests[-1].inputs[0]) == still_read
+
+
+@shared_only
+def test_a_place_is_kept_until_released(client: Any, broker: FakeBroker) -> None:
+    place = client.empty((100, 100))
+    with pytest.raises(shmserve.QueueTimeout):
+        client.infer("held", {"x": 1}, outputs={"x": place})
+    peer, infer, _ = broker.parked.get(timeout=20)
+    assert infer.outputs is not None
+    handle = infer.outputs[0].place
+    assert handle is not None
+    del place
+    gc.collect()
+    other = client.empty((100, 100))
+    client.infer("echo", {"x": other})
+    assert place_of(broker.requests[-1].inputs[0]) != handle
+    broker.do(lambda: peer.send(Released(infer.request)))
+    client.live()
+    again = client.empty((100, 100))
+    client.infer("echo", {"x": again})
+    assert place_of(broker.requests[-1].inputs[0]) == handle
+
+
+# ------------------------------------------------------------------------------------------------ the connection
+
+
+@shared_only
+def test_reclaim(client: Any, broker: FakeBroker) -> None:
+    result = client.infer("echo", {"x": np.zeros(10_000, np.uint8)})
+    del result
+    gc.collect()
+    (peer,) = broker.peers.values()
+    broker.do(lambda: peer.send(Reclaim()))
+    client.live()
+    assert broker.wait_for(Return)
+
+
+def test_ping(client: Any, broker: FakeBroker) -> None:
+    client.live()
+    (peer,) = broker.peers.values()
+    broker.do(lambda: peer.send(Ping(77)))
+    client.live()
+    client.live()
+    assert broker.wait_for(Pong).number == 77
+
+
+def test_bye(client: Any, broker: FakeBroker) -> None:
+    client.live()
+    future = client.submit("hold", {"x": 1})
+    client.close()
+    assert broker.wait_for(Bye)
+    with pytest.raises(shmserve.Cancelled, match="closed before the answer"):
+        future.result()
+    with pytest.raises(shmserve.Unavailable, match="the client is closed"):
+        client.infer("echo", {"x": 1})
+
+
+@ways("lane", "ipc", "frames")  # of tcp, the port would be another
+def test_an_unanswered_request_is_sent_again(
+    client: Any, broker: FakeBroker, link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.arange(20_000, dtype=np.float64)
+    own = client.empty((20_000,), "float64")
+    own[:] = x + 1
+    received = client.infer("echo", {"x": x + 2})["x"]
+    inputs = {"copied": x, "own": own, "received": received}
+    if link == "lane":
+        result = client.infer("die", inputs)
+        assert broker.deaths == 1
+    else:  # ZeroMQ: only the end of the server is the end of a connection
+        future = client.submit("hold", inputs)
+        broker.parked.get(timeout=20)
+        broker.stop()
+        monkeypatch.setitem(MODELS, "hold", echo)
+        broker.start()
+        result = future.result()
+        del future
+    del inputs
+    np.testing.assert_array_equal(result["copied"], x)
+    np.testing.assert_array_equal(result["own"], x + 1)
+    np.testing.assert_array_equal(result["received"], x + 2)
+    if link in ("lane", "ipc"):
+        owners = {place_of(tensor).segment >> OWNER_SHIFT for tensor in broker.requests[-1].inputs}
+        assert owners == {broker.owners}, "all in segments of the new connection"
+    del received  # belongs to the old connection, and is not returned on the new one
+    gc.collect()
+    client.flush()
+    client.infer("echo", {"own": own})
+
+
+@ways("lane")
+def test_a_step_of_a_sequence_is_not_sent_again(client: Any, broker: FakeBroker) -> None:
+    with pytest.raises(shmserve.ConnectionLost, match="in the middle of sequence 5; start it again"):
+        client.infer("die", {"x": 1}, sequence=5)
+    assert client.infer("echo", {"x": 1}, sequence=5, sequence_start=True)["x"] == 1
+
+
+def test_no_server(broker: FakeBroker, connect: Callable[..., Any], link: str) -> None:
+    broker.stop()
+    with connect(reconnect_timeout=0.3) as client:
+        with pytest.raises(shmserve.ConnectionLost, match=r"no server at .*start one with `shmserve serve"):
+            client.infer("echo", {"x": np.zeros(10_000)})
+        assert client.live() is False
+        assert client.ready() is False
+        with pytest.raises(shmserve.DeadlineExceeded, match=r"not ready after 0\.1 s: no server"):
+            client.wait_ready(timeout=0.1)
+        if link != "tcp":
+            broker.start()
+            client.wait_ready(timeout=10)
+            assert client.infer("echo", {"x": 1})["x"] == 1
+            broker.stop()
+            with pytest.raises(shmserve.ConnectionLost, match="no server at"):
+                client.infer("echo", {"x": 1})
+
+
+def test_wait_ready(client: Any, broker: FakeBroker) -> None:
+    broker.ready = False
+    broker.answers["models"] = [{"name": "m", "version": "1", "state": "LOADING", "reason": "half way"}]
+    with pytest.raises(shmserve.DeadlineExceeded, match=r"not ready after 0\.1 s: m 1 is LOADING \(half way\)"):
+        client.wait_ready(timeout=0.1)
+    broker.ready = True
+    client.wait_ready(timeout=5)
+    client.wait_ready("m")
+
+
+def test_goodbye(client: Any, broker: FakeBroker) -> None:
+    future = client.submit("hold", {"x": 1})
+    peer, _, _ = broker.parked.get(timeout=20)
+    broker.do(lambda: peer.send(Goodbye("DENIED", "not for you")))
+    with pytest.raises(shmserve.Denied, match="not for you"):
+        future.result()
+    assert client.infer("echo", {"x": 1})["x"] == 1, "over a new connection"
+
+
+def test_an_answer_to_nothing_is_returned(client: Any, broker: FakeBroker, link: str) -> None:
+    client.live()
+    (peer,) = broker.peers.values()
+
+    def unasked() -> None:
+        frames: list[bytes] = []
+        tensor = peer.tensor("x", "UINT8", (5000,), bytes(5000), frames)
+        peer.send(Reply(999, 1, (tensor,)), frames=tuple(frames))
+
+    broker.do(unasked)
+    client.live()
+    client.flush()
+    client.live()
+    assert broker.held_handles == []
