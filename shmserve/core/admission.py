@@ -9,7 +9,7 @@ from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Close, Free, Query
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.request import Request
-from shmserve.core.state import STOPPING, State, Timer
+from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.states import RequestState, VersionState
 from shmserve.core.versions import Version
 from shmserve.errors import (
@@ -297,7 +297,7 @@ class Admission:
             if (message.name is None) != (client.plane == "lane"):
                 raise InvalidRequest("over the lane a segment comes as a descriptor, over ZeroMQ by its name")
             if message.name is not None:
-                self._check_segment_name(message.name)
+                self._check_segment_name(client, message.name)
             self._state.ledger.announce(peer, message, client.audience)
             client.segments.add(message.segment)
         except ServeError as error:
@@ -306,14 +306,18 @@ class Admission:
     def own_segment_gone(self, peer: int, event: OwnSegmentGone, now: int) -> None:
         self._state.ledger.withdraw(0, event.segment)
 
-    def _check_segment_name(self, name: str) -> None:
+    def _check_segment_name(self, client: Client, name: str) -> None:
         """A client must not have a worker open the server's own memory for it, nor another client's."""
         if not _SEGMENT_NAME.fullmatch(name):
             raise InvalidRequest(
                 f"the name of a segment is a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -; this one is not"
             )
-        if any(segment.announcement.name == name for segment in self._state.ledger.segments.values()):
-            raise InvalidRequest("a segment of this name is announced already")
+        for segment in self._state.ledger.segments.values():
+            # The same again from one of the same user is a client that has come back before its old link was missed.
+            if segment.announcement.name == name and (
+                segment.owner >= WORKERS_FROM or segment.audience != client.audience
+            ):
+                raise InvalidRequest("a segment of this name is announced already")
 
     def unmap(self, peer: int, message: Unmap, now: int) -> None:
         client = self._greeted(peer)

@@ -123,13 +123,18 @@ def _start_time(pid: int) -> int:
     """When the process began, in clock ticks since boot: pid and this together are never used twice."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         text = file.read()
-    return int(text[text.rindex(b")") + 2 :].split()[19])
+    fields = text[text.rindex(b")") + 2 :].split()
+    if fields[0] in (b"Z", b"X"):
+        raise ProcessLookupError(f"process {pid} has ended, and waits to be reaped")
+    return int(fields[19])
 
 
 def _lives(pid: int, started: int) -> bool:
     try:
         return _start_time(pid) == started
-    except (FileNotFoundError, ProcessLookupError):
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
         pass  # dead, or hidden by how /proc is mounted: the signal 0 tells
     except PermissionError:
         return True

@@ -233,6 +233,16 @@ def test_the_sweep_leaves_a_living_child_alone() -> None:
     assert not name.exists()
 
 
+def test_a_process_that_waits_to_be_reaped_is_dead(leftover: list[Path]) -> None:
+    with subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        name = path(child.stdout.readline().strip())
+        leftover.append(name)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays as it is
+        assert posix.sweep() == 1
+        assert not name.exists()
+
+
 def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden(pid: int) -> int:
         raise FileNotFoundError(2, "hidden")
