@@ -12,15 +12,13 @@ import os
 import select
 import socket
 import struct
-from typing import Any
 
 from shmserve.clients.transport import Address, Incoming, no_server
 from shmserve.errors import ConnectionLost, InvalidRequest, ProtocolError
 from shmserve.messages import PACKET_BYTES
+from shmserve.rights import ANCILLARY_BYTES, received
 from shmserve.session import Packet
 
-_INT = array.array("i").itemsize
-_ANCILLARY = socket.CMSG_SPACE(253 * _INT)
 # Plain integers: the arithmetic of enums costs microseconds.
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
@@ -97,12 +95,12 @@ class Lane:
             if limit is None or limit > wait or (limit < 0.5 and limit < wait * 0.25):
                 self._set_limit(wait if wait < 0.05 else wait * 0.5)
         try:
-            size, ancillary, got, _ = self._recvmsg_into(self._buffers, _ANCILLARY, flags)
+            size, ancillary, got, _ = self._recvmsg_into(self._buffers, ANCILLARY_BYTES, flags)
         except BlockingIOError:
             return None
         except OSError as error:
             raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error
-        descriptors = _descriptors(ancillary) if ancillary else []
+        descriptors = received(ancillary) if ancillary else []
         if size == 0 or got & _CUT:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -153,11 +151,3 @@ class Lane:
 
     def abandon(self) -> None:
         self.close()
-
-
-def _descriptors(ancillary: list[tuple[int, int, Any]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % _INT])
-    return list(found)

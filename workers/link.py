@@ -5,7 +5,6 @@ The rule: descriptors that come with a packet belong to whoever takes the packet
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 from collections.abc import Sequence
@@ -14,16 +13,13 @@ from typing import Any
 from shmserve import wire
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.messages import PACKET_BYTES, Load, Loaded, Map, WorkerOrder
+from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, received
 
-DESCRIPTORS = 253
-"""The most descriptors that the kernel passes with one packet (SCM_MAX_FD)."""
 SEND_BUFFER = 4 * 1024 * 1024
 
-_INT = array.array("i").itemsize
 _WAIT = int(socket.MSG_CMSG_CLOEXEC)
 _NO_WAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
-_ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS * _INT)
 
 
 class Link:
@@ -51,10 +47,10 @@ class Link:
 
     def _take(self, flags: int) -> tuple[list[Any], list[int]]:
         try:
-            size, ancillary, what, _ = self._sock.recvmsg_into(self._into, _ANCILLARY, flags)
+            size, ancillary, what, _ = self._sock.recvmsg_into(self._into, ANCILLARY_BYTES, flags)
         except ConnectionError as error:
             raise ConnectionLost(f"the link to the broker broke: {error.strerror}") from None
-        descriptors = _descriptors(ancillary) if ancillary else []
+        descriptors = received(ancillary) if ancillary else []
         try:
             if what & _CUT:
                 raise ProtocolError(f"a packet or its descriptors were cut off; the limit is {PACKET_BYTES} bytes")
@@ -96,11 +92,3 @@ class Link:
 def carries_descriptor(message: Any) -> bool:
     """Whether a message has a descriptor of its packet: a nameless Map, and the two that bring a configuration."""
     return isinstance(message, (Load, Loaded)) or (isinstance(message, Map) and message.name is None)
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % _INT])
-    return list(found)

@@ -16,9 +16,8 @@ from typing import Any
 from shmserve import wire
 from shmserve.errors import ProtocolError
 from shmserve.messages import PACKET_BYTES, Map
+from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, received
 
-DESCRIPTORS = 253
-"""The most descriptors that the kernel passes with one packet (SCM_MAX_FD)."""
 SEND_BUFFER = 1 << 20
 """Asked for; the kernel gives as much as net.core.wmem_max allows, by default twice 208 KiB."""
 OUTBOX_BYTES = 64 << 20
@@ -27,8 +26,6 @@ a peer that is further behind than that does not come back."""
 MANY = 4
 """A packet with as many messages as this is likely to be followed by another: then look at once, without polling."""
 
-_INT = array.array("i").itemsize
-_ANCILLARY = socket.CMSG_SPACE(DESCRIPTORS * _INT)
 # Plain integers: the arithmetic of enums costs microseconds, twice a packet.
 _FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
@@ -77,13 +74,13 @@ class Link:
             if sock is None:
                 return
             try:
-                size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], _ANCILLARY, _FLAGS)
+                size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], ANCILLARY_BYTES, _FLAGS)
             except BlockingIOError:
                 return
             except OSError as error:
                 self.close(error.strerror or "the link broke")
                 return
-            descriptors = _descriptors(ancillary) if ancillary else []
+            descriptors = received(ancillary) if ancillary else []
             if size == 0 or flags & _CUT:
                 close_all(descriptors)
                 if size == 0:
@@ -206,14 +203,6 @@ def _has_more(sock: socket.socket) -> bool:
     except OSError:
         return True  # the next read will tell
     return True
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % _INT])
-    return list(found)
 
 
 def _pack_with_maps(messages: list[Any], descriptor_of: Callable[[int], int | None]) -> list[tuple[bytes, list[int]]]:

@@ -25,7 +25,8 @@ from shmserve.messages import (
     Tensor,
     WorkerReport,
 )
-from shmserve.workers.link import DESCRIPTORS, Link
+from shmserve.rights import DESCRIPTORS
+from shmserve.workers.link import Link
 from shmserve.workers.outbox import Outbox, in_chunks, row_bytes
 from shmserve.workers.say import TEXT_LIMIT, escaped, public, say, say_trace
 
