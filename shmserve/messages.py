@@ -70,10 +70,14 @@ Tensors = Annotated[tuple[Tensor, ...], Meta(max_length=TENSORS)]
 
 
 class Wanted(Struct, array_like=True, gc=False):
-    """An output that the caller asks for, and optionally where in its own memory it wants it written."""
+    """An output that the caller asks for, and optionally where in its own memory it wants it written.
+
+    `classes` above 0: not the tensor, but its so many largest values of each batch item, as BYTES "value:index:label"
+    (without ":label" where the model has none)."""
 
     name: Name
     place: Handle | None = None
+    classes: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
 
 WantedOutputs = Annotated[tuple[Wanted, ...], Meta(max_length=TENSORS)]
@@ -161,13 +165,18 @@ class Cancel(Struct, array_like=True, tag=8, gc=False):
 
 
 class Ask(Struct, array_like=True, tag=9, gc=False):
-    """A question that is not inference: live, ready, models, metadata, config, statistics. Answered with Answer."""
+    """What is not inference. Questions: live, ready, models, metadata, config, origins, statistics. Operations: load,
+    unload, restart. Answered with Answer, an operation when it is over.
+
+    `body`: what they need beyond the model, as docs/wire.md says. `more`: another Ask of the same request follows, and
+    the body goes on there; the other fields count in the first one."""
 
     request: Id
     what: Name
     model: Name = ""
     version: Id = 0
     body: Field = b""
+    more: bool = False
 
 
 class Bye(Struct, array_like=True, tag=10, gc=False):

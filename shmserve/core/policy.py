@@ -44,13 +44,14 @@ class BatchPolicy(Struct, frozen=True):
 
 
 class InstanceSpec(Struct, frozen=True):
-    """One worker process. `cpus` empty: those of the broker."""
+    """One worker process. `cpus` empty: those of the broker. `threads`: how many an engine may use; 0: as it likes."""
 
     name: str
     kind: str = "KIND_CPU"
     device: int = 0
     cpus: tuple[int, ...] = ()
     passive: bool = False
+    threads: int = 0
 
 
 class ModelPolicy(Struct, frozen=True):
