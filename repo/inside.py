@@ -1,0 +1,53 @@
+"""Files of a model that its configuration names. The rule: nothing outside the model's directory is ever read, however
+the name is written and wherever links lead, and texts show the name that was given, never a place on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from shmserve.errors import InvalidRequest
+
+
+def open_inside(folder: Path, name: str, what: str) -> int:
+    """A descriptor of a regular file at or below `folder`. `what` names it in texts: `label file 'labels.txt'`."""
+    if not name or name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise InvalidRequest(f"{what}: the name must be that of a file of the model, without .. or a / in front")
+    try:
+        root = folder.resolve(strict=True)
+        path = (root / name).resolve(strict=True)
+        if not path.is_relative_to(root):
+            raise InvalidRequest(f"{what} is a link that leads out of the model's directory; put the file itself there")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise InvalidRequest(f"{what} cannot be read: {_reason(error)}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidRequest(f"{what} is not a regular file")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_inside(folder: Path, name: str, what: str, limit: int) -> bytes:
+    """The whole of a file at or below `folder`, if it has no more than `limit` bytes."""
+    with os.fdopen(open_inside(folder, name, what), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise InvalidRequest(f"{what} has {size} bytes; the limit is {limit}")
+        try:
+            data = file.read(limit + 1)
+        except OSError as error:
+            raise InvalidRequest(f"{what} cannot be read: {_reason(error)}") from None
+    if len(data) > limit:
+        raise InvalidRequest(f"{what} has more than {limit} bytes, which is the limit")
+    return data
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file in the model's directory"
+    return (isinstance(error, OSError) and error.strerror) or "links that lead in a circle"
