@@ -5,7 +5,9 @@ The rule of the file: no decisions; a field of the policy is a field of the conf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+
+from msgspec import Struct, structs
 
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
 from shmserve.dtypes import FROM_CONFIG
@@ -27,28 +29,84 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
     )
 
 
-def compile_instances(
-    config: ModelConfig, policies: Mapping[str, tuple[int, ...]] | None = None
-) -> tuple[InstanceSpec, ...]:
+class Cores(Struct, frozen=True):
+    """The CPU cores that the server may use, as `broker.cores` finds them.
+
+    `nodes` are the usable cores of each NUMA node, `policies` those of each host policy, `gpus` those near to a GPU
+    where not all are. `quota` above 0: no more than so many cores' time is ours, as in a container.
+    """
+
+    usable: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...] = ()
+    policies: dict[str, tuple[int, ...]] = {}
+    gpus: dict[int, tuple[int, ...]] = {}
+    quota: int = 0
+
+
+def compile_instances(config: ModelConfig, cores: Cores | None = None) -> tuple[InstanceSpec, ...]:
     """One spec for each process: `<group>_0`, `<group>_1`, ... Groups of the same name count on.
 
-    A group on GPUs has `count` instances on each of its devices. `policies` are the CPU cores of each host policy;
-    a group that names none has the policy `cpu` or `gpu_<device>`. No such policy: all cores.
+    A group on GPUs has `count` instances on each of its devices. A group that names no host policy has the policy
+    `cpu` or `gpu_<device>`. When only `count` grows, the specs there were keep their names, and their cores, except
+    that a model with fewer instances than there are NUMA nodes is not bound to nodes; `threads` become fewer.
     """
-    policies = policies or {}
+    specs: list[InstanceSpec] = []
     numbers: dict[str, int] = {}
-    specs = []
+    policies: list[str] = []
     for group in config.instance_group:
-        devices = group.gpus if group.kind == "KIND_GPU" else (0,)
-        for device in devices:
+        gpu = group.kind == "KIND_GPU"
+        for device in group.gpus if gpu else (0,):
             for _ in range(group.count):
                 number = numbers.get(group.name, 0)
                 numbers[group.name] = number + 1
                 name = f"{group.name}_{number}"
-                policy = group.host_policy or (f"gpu_{device}" if group.kind == "KIND_GPU" else "cpu")
-                cpus = policies.get(policy, ())
-                specs.append(InstanceSpec(name, kind=group.kind, device=device, cpus=cpus, passive=group.passive))
-    return tuple(specs)
+                specs.append(InstanceSpec(name, kind=group.kind, device=device, passive=group.passive))
+                policies.append(group.host_policy or (f"gpu_{device}" if gpu else "cpu"))
+    if cores is None:
+        return tuple(specs)
+    bound = [_bound(spec, cores, policy) for spec, policy in zip(specs, policies, strict=True)]
+    bound = _dealt(specs, bound, cores)
+    return _with_cores(specs, bound, cores)
+
+
+def unknown_policies(config: ModelConfig, cores: Cores) -> tuple[str, ...]:
+    """Host policies that the model names and the server was not given: its instances have all cores."""
+    named = {group.host_policy for group in config.instance_group if group.host_policy}
+    return tuple(sorted(named - set(cores.policies)))
+
+
+def _bound(spec: InstanceSpec, cores: Cores, policy: str) -> tuple[int, ...]:
+    """The cores that an operator or a GPU gives to an instance; none: any of the server's."""
+    found = cores.policies.get(policy, ())
+    return found or (cores.gpus.get(spec.device, ()) if spec.kind == "KIND_GPU" else ())
+
+
+def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: Cores) -> list[tuple[int, ...]]:
+    """On several NUMA nodes the instances that nobody has bound are dealt to the nodes, if their shares fit in."""
+    free = [spec for spec, cpus in zip(specs, bound, strict=True) if not cpus and spec.kind != "KIND_GPU"]
+    sharing = sum(not spec.passive for spec in free)
+    if len(cores.nodes) < 2 or not sharing or len(cores.usable) // sharing > min(map(len, cores.nodes)):
+        return bound
+    # By group and number, and not one after the other: more instances of one group must not move those of the next.
+    turns: dict[str, int] = {}
+    found = []
+    for spec, cpus in zip(specs, bound, strict=True):
+        group, _, number = spec.name.rpartition("_")
+        turn = (turns.setdefault(group, len(turns)) + int(number)) % len(cores.nodes)
+        found.append(cpus or (cores.nodes[turn] if spec.kind != "KIND_GPU" else ()))
+    return found
+
+
+def _with_cores(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: Cores) -> tuple[InstanceSpec, ...]:
+    """`threads` are an instance's share: its cores, divided by the instances of the model that have the same ones."""
+    sharing = Counter(cpus for spec, cpus in zip(specs, bound, strict=True) if not spec.passive)
+    found = []
+    for spec, cpus in zip(specs, bound, strict=True):
+        threads = len(cpus or cores.usable) // max(1, sharing[cpus])
+        if cores.quota:
+            threads = min(threads, cores.quota // max(1, sharing.total()))
+        found.append(structs.replace(spec, cpus=cpus, threads=max(1, threads)))
+    return tuple(found)
 
 
 def _tensor(tensor: ModelInput | ModelOutput) -> TensorSpec:

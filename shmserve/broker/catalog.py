@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from shmserve.core.events import Deploy, Event, Refuse
 from shmserve.core.policy import ModelPolicy
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.messages import Load
-from shmserve.repo.compile import compile_instances, compile_policy
+from shmserve.repo.compile import Cores, compile_instances, compile_policy
 from shmserve.repo.load import verify
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
 from shmserve.repo.store import BACKENDS, Found, scan
@@ -23,11 +23,9 @@ def backends() -> set[str]:
 
 
 class Catalog:
-    def __init__(
-        self, repositories: Sequence[Path], settings: dict[str, str], policies: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """`settings` go to the workers; `policies` are the CPU cores of the host policies."""
-        self._policies = policies
+    def __init__(self, repositories: Sequence[Path], settings: dict[str, str], cores: Cores) -> None:
+        """`settings` go to the workers; `cores` are divided among them."""
+        self._cores = cores
         self._repositories = repositories
         self._settings = settings
         self._backends = backends()
@@ -47,7 +45,7 @@ class Catalog:
                     events.append((0, Refuse(found.name, version, reason)))
                 warnings.append(f"model '{found.name}' is not served: {reason}")
                 continue
-            instances = compile_instances(found.config, self._policies)
+            instances = compile_instances(found.config, self._cores)
             events += [(0, Deploy(found.name, version, instances)) for version in found.versions]
         return events, warnings
 

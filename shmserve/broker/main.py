@@ -22,6 +22,7 @@ from shmserve.broker import settings as setting
 from shmserve.broker.broker import Broker
 from shmserve.broker.catalog import Catalog
 from shmserve.broker.control import Control
+from shmserve.broker.cores import survey
 from shmserve.broker.progress import Progress, hints
 from shmserve.core import events
 from shmserve.core.core import Core
@@ -93,7 +94,7 @@ class Server:
         self._code = 0
         self._core = Core(f"shmserve {version()}", tracing=settings.log_verbose > 1)
         self._catalog = Catalog(
-            settings.model_repository, setting.backend_settings(settings), setting.host_policies(settings)
+            settings.model_repository, setting.backend_settings(settings), survey(setting.host_policies(settings))
         )
         self._control = Control(self._core, self._catalog, version(), settings.strict_readiness)
         self._broker = Broker(

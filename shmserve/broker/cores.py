@@ -1,0 +1,168 @@
+"""The CPU cores of this machine that the server may use: nodes, host policies, what is near to a GPU.
+
+The rule of the file: it reads, once, at start; who gets which cores is decided in `repo.compile`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+from shmserve.repo.compile import Cores
+
+SYS = Path("/sys")
+CGROUP = Path("/proc/self/cgroup")
+
+_KEYS = ("cpu-cores", "numa-node")
+
+
+class HostPolicy(Struct, frozen=True):
+    """What --host-policy says of one name. Cores count more than a node."""
+
+    cores: tuple[int, ...] = ()
+    node: int | None = None
+
+
+def survey(
+    policies: Mapping[str, tuple[int, ...]] | None = None,
+    gpus: Mapping[int, str] | None = None,
+    *,
+    sys: Path = SYS,
+    cgroup: Path = CGROUP,
+    usable: Collection[int] | None = None,
+) -> Cores:
+    """`policies` are the cores of each host policy; `gpus` the PCI ids of the GPUs, by their numbers."""
+    ours = usable_cores(usable)
+    local = {gpu: local_cores(pci, sys=sys, usable=ours) for gpu, pci in (gpus or {}).items()}
+    nodes = tuple(cores for _, cores in sorted(numa_nodes(sys, ours).items()))
+    return Cores(ours, nodes, dict(policies or {}), local, quota(cgroup, sys))
+
+
+def usable_cores(given: Collection[int] | None = None) -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0) if given is None else given))
+
+
+def numa_nodes(sys: Path, usable: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """The usable cores of each node that has any. A kernel without NUMA has no list, and then one node."""
+    found = {}
+    for path in (sys / "devices/system/node").glob("node[0-9]*/cpulist"):
+        cores = tuple(core for core in cpu_list(path.read_text()) if core in usable)
+        if cores:
+            found[int(path.parent.name.removeprefix("node"))] = cores
+    return found or {0: tuple(sorted(usable))}
+
+
+def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[int, ...]:
+    """The usable cores near to a PCI device, which may be written as drivers do, "00000000:3B:00.0"; none if unknown.
+
+    Where all cores are near, that is no reason to bind anything: none, too.
+    """
+    domain, colon, rest = pci.lower().partition(":")
+    path = sys / "bus/pci/devices" / (domain[-4:] + colon + rest) / "local_cpulist"
+    try:
+        near = cpu_list(path.read_text())
+    except OSError:
+        return ()
+    found = tuple(core for core in near if core in usable)
+    return () if len(found) == len(usable) else found
+
+
+def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
+    """How many cores' time the control groups around us grant, as containers are given it; 0: no limit."""
+    try:
+        lines = cgroup.read_text().splitlines()
+    except OSError:
+        return 0
+    group = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if group is None:
+        return 0
+    top = sys / "fs/cgroup"
+    path = top / group.strip("/")
+    limits = []
+    while True:
+        try:
+            allowed, period = (path / "cpu.max").read_text().split()
+        except OSError:
+            allowed, period = "max", ""  # the topmost has none, and a container does not see those around it
+        if allowed != "max":
+            limits.append(math.ceil(int(allowed) / int(period)))
+        if path == top or top not in path.parents:
+            return min(limits, default=0)
+        path = path.parent
+
+
+def cpu_list(text: str) -> tuple[int, ...]:
+    """`0-3,8` -> (0, 1, 2, 3, 8): as the kernel and people write cores. An empty list is one without cores."""
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) > 1 << 20:
+            raise ValueError(f"'{part}' is neither a core nor a range of cores")
+        if int(last or first) < int(first):
+            raise ValueError(f"the range '{part}' ends before it begins")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+# ------------------------------------------------------------------------------------------- host policies
+
+
+def host_policy(text: str) -> tuple[str, HostPolicy]:
+    """`cpu,cpu-cores=0-3,8` or `gpu_0,numa-node=1`."""
+    name, _, value = text.partition(",")
+    key, given, value = value.partition("=")
+    if not name or not given or key not in _KEYS:
+        raise ValueError(f"'{text}' is not NAME,cpu-cores=LIST with a LIST like 0-3,8, or NAME,numa-node=N")
+    if key == "numa-node":
+        if not value.isdecimal():
+            raise ValueError(f"'{value}' is not the number of a NUMA node")
+        return name, HostPolicy(node=int(value))
+    cores = cpu_list(value)
+    if not cores:
+        raise ValueError(f"'{text}' names no core")
+    return name, HostPolicy(cores=cores)
+
+
+def resolve(
+    given: Iterable[tuple[str, HostPolicy]], *, sys: Path = SYS, usable: Collection[int] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The cores of each policy. A policy that is given twice has the last cores and the last node."""
+    ours = usable_cores(usable)
+    merged: dict[str, HostPolicy] = {}
+    for name, policy in given:
+        before = merged.get(name, HostPolicy())
+        node = before.node if policy.node is None else policy.node
+        merged[name] = HostPolicy(policy.cores or before.cores, node)
+    nodes = numa_nodes(sys, ours)
+    return {name: _cores_of(name, policy, nodes, ours) for name, policy in merged.items()}
+
+
+def _cores_of(
+    name: str, policy: HostPolicy, nodes: Mapping[int, tuple[int, ...]], ours: tuple[int, ...]
+) -> tuple[int, ...]:
+    if not policy.cores:
+        assert policy.node is not None
+        if policy.node not in nodes:
+            text = f"host policy '{name}': NUMA node {policy.node} has no core that can be used here; there are nodes"
+            raise ValueError(f"{text} {', '.join(map(str, sorted(nodes)))}")
+        return nodes[policy.node]
+    wrong = [core for core in policy.cores if core not in ours]
+    if wrong:
+        text = f"host policy '{name}': cores that cannot be used here: {as_list(wrong)}"
+        raise ValueError(f"{text}; there are {as_list(ours)}")
+    return policy.cores
+
+
+def as_list(cores: Collection[int]) -> str:
+    """(0, 1, 2, 3, 8) -> `0-3,8`."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and parts[-1][1] == core - 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
