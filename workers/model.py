@@ -13,8 +13,8 @@ from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
 from shmserve.workers.backends import Backend, Context, find
 from shmserve.workers.gather import Gather
-from shmserve.workers.runner import Runner
-from shmserve.workers.say import public
+from shmserve.workers.runner import Runner, Trace
+from shmserve.workers.say import public, say_trace
 from shmserve.workers.scatter import Scatter
 from shmserve.workers.specs import inputs_of, outputs_of
 
@@ -32,8 +32,8 @@ class Model(Struct):
     runner: Runner
 
 
-def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped) -> Model:
-    """Raises whatever is wrong with the model, after it has been closed again."""
+def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace: Trace = say_trace) -> Model:
+    """Raises whatever is wrong with the model, after it has been closed again. `trace` is told of batches that fail."""
     config = decode_config(config_bytes)
     folder = Path(order.model_dir)
     context = Context(order.model, order.version, order.instance, folder, folder / str(order.version), order.settings)
@@ -50,7 +50,7 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped) -> Mo
     arenas = Arenas(order.owner, outbox, mapped, limit)
     gather = Gather(order.model, inputs, mapped, backend.text)
     scatter = Scatter(order.model, outputs, arenas, mapped)
-    return Model(config, backend, arenas, Runner(order.instance, order.model_dir, backend, gather, scatter))
+    return Model(config, backend, arenas, Runner(order.instance, order.model_dir, backend, gather, scatter, trace))
 
 
 def why(error: Exception, model_dir: str) -> Failure:

@@ -6,7 +6,7 @@ The rule: every request of the batch gets exactly one row, in the order of the b
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shmserve.errors import ModelFailed, ServeError
@@ -20,13 +20,24 @@ if TYPE_CHECKING:
     from shmserve.workers.scatter import Scatter
 
 Times = tuple[int, int, int, int]
+Trace = Callable[[str, BaseException], None]
+"""Told what has failed, and the exception. In a server it writes lines to the log."""
 _clock = time.monotonic_ns
 
 
 class Runner:
     """Runs batches on one loaded backend. Its times: taken up, inputs ready, outputs computed, outputs placed."""
 
-    def __init__(self, instance: str, model_dir: str, backend: Backend, gather: Gather, scatter: Scatter) -> None:
+    def __init__(
+        self,
+        instance: str,
+        model_dir: str,
+        backend: Backend,
+        gather: Gather,
+        scatter: Scatter,
+        trace: Trace = say_trace,
+    ) -> None:
+        self._trace = trace
         self._instance = instance
         self._model_dir = model_dir
         self._gather = gather
@@ -119,7 +130,7 @@ class Runner:
         """What callers are told when a model fails; the operator gets the trace too."""
         if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
             return Failure(error.code, public(str(error), self._model_dir))
-        say_trace(f"model instance '{self._instance}' failed", error)
+        self._trace(f"model instance '{self._instance}' failed", error)
         what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
         text = f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
         return Failure(ModelFailed.code, public(text, self._model_dir))
