@@ -1,7 +1,8 @@
 """The arrays that a model made -> the rows that its requests get.
 
 The rule: every output is written where it will be read, or copied there once. Small ones go into the message, large
-ones into the arena of the request's audience, and into the caller's own memory where it asked for that.
+ones into the arena of the request's audience, and into the caller's own memory where it asked for that. Where a request
+asked for classes it gets these strings, and never the tensor.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.dtypes import elements, from_numpy
+from shmserve.dtypes import ITEM_BYTES, elements, from_numpy
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.messages import FIELD_BYTES, INLINE_BYTES, Failure, Handle, Row, Tensor
 from shmserve.shm.strings import encode_bytes
+from shmserve.workers.classify import Top, classify, refusal
 
 if TYPE_CHECKING:
     from shmserve.messages import Value, Work
@@ -25,16 +27,25 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
-_Place = Handle | None | bool
-"""Where a request wants an output: a place of its own, None: wherever, False: not at all."""
+_Place = Handle | Top | None | bool
+"""Where a request wants an output: a place of its own, None: wherever, False: not at all; or only its top classes."""
 
 
 class Scatter:
     """Makes rows of outputs. One for each model; it keeps the buffers for outputs that end up in messages."""
 
-    def __init__(self, model: str, specs: Sequence[Spec], arenas: Arenas, mapped: Mapped) -> None:
+    def __init__(
+        self,
+        model: str,
+        specs: Sequence[Spec],
+        arenas: Arenas,
+        mapped: Mapped,
+        labels: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """`labels`: of the classes of each output, empty where it has none."""
         self.model = model
         self.specs = tuple(specs)
+        self.labels = tuple(labels) or ((),) * len(self.specs)
         self.names = {spec.name: index for index, spec in enumerate(self.specs)}
         self.arenas = arenas
         self.mapped = mapped
@@ -89,7 +100,7 @@ class Results:
             self._places = self._wanted(works)
 
     def _wanted(self, works: Sequence[Work]) -> list[list[_Place]]:
-        names = self._scatter.names
+        names, specs = self._scatter.names, self._scatter.specs
         places: list[list[_Place]] = [[False] * len(works) for _ in names]
         for position, work in enumerate(works):
             if work.outputs is None:
@@ -103,8 +114,12 @@ class Results:
                         f"unexpected inference output '{wanted.name}' for model '{self._scatter.model}'; "
                         f"its outputs are: {', '.join(names)}"
                     )
-                else:
+                elif not wanted.classes:
                     places[index][position] = wanted.place
+                elif (error := refusal(self._scatter.model, specs[index], wanted)) is not None:
+                    self._failures[position] = error
+                else:
+                    places[index][position] = Top(wanted.classes)
         return places
 
     # ------------------------------------------------------------------------------------ for backends
@@ -119,7 +134,8 @@ class Results:
         if not spec.item:
             return False
         if len(self._works) == 1:
-            return self._place(index, 0) is not None or elements(shape) * spec.item > INLINE_BYTES
+            place = self._place(index, 0)
+            return isinstance(place, Handle) or (place is None and elements(shape) * spec.item > INLINE_BYTES)
         return self._whole(index, shape) is not None
 
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
@@ -333,8 +349,12 @@ class Results:
         if place is False or position in self._failures:
             self._holes = True
             return None
+        dtype = spec.dtype
         try:
-            source = part if spec.item else self._strings(spec, part)
+            if isinstance(place, Top):
+                part = classify(spec, part, place.count, self._scatter.labels[index])
+                shape, dtype = part.shape, "BYTES"
+            source = part if ITEM_BYTES[dtype] else self._strings(spec, part)
             size = source.nbytes
             if isinstance(place, Handle):
                 np.copyto(self._writable(spec, place, part.shape, size), source)
@@ -342,13 +362,13 @@ class Results:
             if size <= INLINE_BYTES and self._inline + size <= FIELD_BYTES:
                 if position == len(self._works) - 1:
                     self._inline += INLINE_BYTES if len(self._works) > 1 else size
-                return Tensor(spec.name, spec.dtype, shape, source.tobytes())
+                return Tensor(spec.name, dtype, shape, source.tobytes())
             block = self._scatter.arenas.allocate(self._works[position].audience, size)
         except ServeError as error:
             self._failures[position] = error
             return None
         np.copyto(block.array(source.dtype, source.shape), source)
-        return Tensor(spec.name, spec.dtype, shape, (Handle(block.segment, block.offset, size),))
+        return Tensor(spec.name, dtype, shape, (Handle(block.segment, block.offset, size),))
 
     # ------------------------------------------------------------------------------------ what models get wrong
 
