@@ -1,67 +1,7 @@
-"""Tables and arrays for people. The rule of the file: text in, text out, and no line is longer for being a number."""
+"""Tables for the commands: shmserve.tables under the name that they know."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from shmserve.tables import duration_text, plain_text, shape_text, table, value_text, values_text
 
-if TYPE_CHECKING:
-    import numpy as np
-
-GAP = "  "
-FIRST = 6
-"""So many values of an array are shown."""
-STRING = 40
-"""So many characters of a string are shown."""
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Columns as wide as they need to be; those in `right` are aligned to the right. The last one is not padded."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    made = []
-    for line in lines:
-        cells = [
-            text.rjust(width) if column in right else text.ljust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        made.append(GAP.join(cells).rstrip())
-    return "\n".join(made)
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """[2, 3], as the server writes shapes."""
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def values_text(array: np.ndarray[Any, Any], first: int = FIRST) -> str:
-    """The first values of an array, in the order of memory, and how many there are if there are more."""
-    shown = " ".join(value_text(value) for value in array.reshape(-1)[:first].tolist())
-    return f"{shown} ... ({array.size:,} values)" if array.size > first else shown or "(no values)"
-
-
-def value_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, (bytes, str)):
-        text = plain_text(value)
-        return repr(text if len(text) <= STRING else text[: STRING - 3] + "...")
-    return str(value)
-
-
-def plain_text(value: bytes | str) -> str:
-    """A string as text; bytes that are no UTF-8 are shown as \\x.."""
-    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
-
-
-def duration_text(seconds: float) -> str:
-    """Three digits and the unit that fits."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 0.001:
-        ms = seconds * 1e3
-        return f"{ms:.{max(0, 2 - int(math.log10(ms)))}f} ms"
-    return f"{seconds * 1e6:.0f} us"
+__all__ = ["duration_text", "plain_text", "shape_text", "table", "value_text", "values_text"]

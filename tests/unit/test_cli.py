@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from shmserve.clients import cli
-from shmserve.clients.commands_base import Failed
-from shmserve.clients.commands_infer import _storable, as_json, file_name, percentile, timing
 from shmserve.clients.commands_status import _not_ready, stats_row
-from shmserve.clients.tables import duration_text, shape_text, table, values_text
+from shmserve.show import NotWritten, as_json, file_name, percentile, storable, timing
+from shmserve.tables import duration_text, shape_text, table, values_text
 
 ROOT = Path(__file__).parents[2]
 ASKING = ["models", "infer", "stats", "ready", "config", "version", "demo"]
@@ -206,11 +205,11 @@ def test_outputs_cannot_leave_their_directory() -> None:
 
 
 def test_strings_that_npy_cannot_hold() -> None:
-    kept = _storable("y", np.array([b"a", b"bcd"], object), "BYTES")
+    kept = storable("y", np.array([b"a", b"bcd"], object), "BYTES")
     assert kept.dtype == "S3"
     assert kept.tolist() == [b"a", b"bcd"]
-    with pytest.raises(Failed, match="zero byte"):
-        _storable("y", np.array([b"a\0"], object), "BYTES")
+    with pytest.raises(NotWritten, match="zero byte"):
+        storable("y", np.array([b"a\0"], object), "BYTES")
 
 
 def _durations(count: int, **ns: int) -> dict[str, dict[str, int]]:

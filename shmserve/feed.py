@@ -9,29 +9,50 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shmserve.clients.commands_base import Misuse
-from shmserve.clients.tables import shape_text
 from shmserve.dtypes import to_numpy
 from shmserve.messages import DIMS
-from shmserve.session import Raw
+from shmserve.show import from_bfloat16
+from shmserve.tables import shape_text
 
 Spec = Mapping[str, Any]
 """A tensor as the metadata describes it: name, datatype, shape."""
-Given = dict[str, Any]
-"""Input name -> array, or Raw for BF16."""
+Given = dict[str, NDArray[Any]]
+"""Input name -> array. BF16 is given as its bits, uint16."""
 
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
 RANDOM_BELOW = 100
 RANDOM_LETTERS = 8
 SHOWN = 60
 """So many characters of a refused value are shown."""
+
+
+class Refused(Exception):
+    """What was typed or read does not fit the model: one line for the user."""
+
+
+class Source(NamedTuple):
+    """Where a person says that inputs come from. `texts` and `shapes` are as they were typed."""
+
+    texts: Sequence[str] = ()
+    file: str | None = None
+    random: bool = False
+    batch: int | None = None
+    shapes: Sequence[str] = ()
+    seed: int | None = None
+
+    def check(self) -> None:
+        """Refuses what makes no sense whatever the model is."""
+        if not self.random:
+            for name, value in (("batch", self.batch), ("seed", self.seed), ("shape", self.shapes or None)):
+                if value is not None:
+                    raise Refused(f"--{name} is for random data: give --random too")
 
 
 def specs(metadata: Mapping[str, Any]) -> dict[str, Spec]:
@@ -45,11 +66,33 @@ def describe(known: Mapping[str, Spec]) -> str:
 def _spec(known: Mapping[str, Spec], name: str) -> Spec:
     spec = known.get(name)
     if spec is None:
-        raise Misuse(f"the model has no input '{name}'; it has {describe(known)}")
+        raise Refused(f"the model has no input '{name}'; it has {describe(known)}")
     return spec
 
 
 # ------------------------------------------------------------------------------------------ where they come from
+
+
+def inputs(source: Source, model: str, known: Mapping[str, Spec], largest: Callable[[], int]) -> Given:
+    """All inputs of one request. `largest` says the model's max_batch_size, and is asked only where it matters."""
+    given: Given = {}
+    if source.file is not None:
+        given.update(from_json(source.file, known))
+    given.update(from_arguments(source.texts, known))
+    if source.random:
+        left = {name: spec for name, spec in known.items() if name not in given}
+        if source.batch is not None:
+            most = largest()
+            if source.batch > most:
+                raise Refused(f"--batch {source.batch}: the max_batch_size of model '{model}' is {most}")
+        given.update(random(left, source.batch, shapes_from(source.shapes, left), source.seed))
+    if known and not given:
+        example = next(iter(known))
+        raise Refused(
+            f"model '{model}' needs {describe(known)}: "
+            f"give --input {example}=VALUE, a JSON file, or --random for data without a meaning"
+        )
+    return given
 
 
 def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Given:
@@ -58,7 +101,7 @@ def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Given:
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name:
-            raise Misuse(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
+            raise Refused(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
         spec = _spec(known, name)
         found[name] = _from_npy(Path(value[1:]), spec) if value.startswith("@") else from_text(value, spec)
     return found
@@ -71,16 +114,16 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Given:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         document = json.loads(text, parse_float=_float)
     except (OSError, ValueError, RecursionError) as error:
-        raise Misuse(f"cannot read inputs from {where}: {_reason(error)}") from error
+        raise Refused(f"cannot read inputs from {where}: {_reason(error)}") from error
     inputs = document.get("inputs") if isinstance(document, dict) else None
     if isinstance(inputs, dict):
         return {name: from_value(value, _spec(known, name)) for name, value in inputs.items()}
     if not isinstance(inputs, list):
-        raise Misuse(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
+        raise Refused(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
     found: Given = {}
     for entry in inputs:
         if not isinstance(entry, dict) or not {"name", "shape", "data"} <= entry.keys():
-            raise Misuse(f"{where}: an input in a list needs name, shape and data")
+            raise Refused(f"{where}: an input in a list needs name, shape and data")
         name = str(entry["name"])
         found[name] = from_value(entry["data"], _spec(known, name), shape=entry["shape"])
     return found
@@ -101,10 +144,10 @@ def shapes_from(texts: Sequence[str], known: Mapping[str, Spec]) -> dict[str, tu
         name, _, dims = text.partition("=")
         spec = _spec(known, name)
         if not re.fullmatch(r"\d+(,\d+)*", dims):
-            raise Misuse(f"--shape {text}: write NAME=D1,D2,..., e.g. {name}=1,3,48,320")
+            raise Refused(f"--shape {text}: write NAME=D1,D2,..., e.g. {name}=1,3,48,320")
         shape = tuple(int(dim) for dim in dims.split(","))
         if not _matches(shape, spec["shape"]):
-            raise Misuse(f"--shape {text} does not fit input '{name}', which is {shape_text(spec['shape'])}")
+            raise Refused(f"--shape {text} does not fit input '{name}', which is {shape_text(spec['shape'])}")
         found[name] = shape
     return found
 
@@ -113,7 +156,7 @@ def _shape(spec: Spec, batch: int | None) -> tuple[int, ...]:
     shape = [1 if dim < 0 else dim for dim in spec["shape"]]
     if batch is not None:
         if not shape or spec["shape"][0] >= 0:
-            raise Misuse(
+            raise Refused(
                 f"input '{spec['name']}' is {shape_text(spec['shape'])}: the model takes no batches, leave out --batch"
             )
         shape[0] = batch
@@ -157,7 +200,7 @@ def _word(word: str, spec: Spec) -> int | float | bool:
             return made(word)
         except ValueError:
             continue
-    raise Misuse(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
+    raise Refused(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
 
 
 def _float(text: str) -> float:
@@ -178,9 +221,9 @@ def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> An
     found = _flatten(value, flat, spec["name"], DIMS)
     if shape is not None:
         if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
-            raise Misuse(f"input '{spec['name']}': shape {shape} is no list of sizes")
+            raise Refused(f"input '{spec['name']}': shape {shape} is no list of sizes")
         if math.prod(shape) != len(flat):
-            raise Misuse(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
+            raise Refused(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
         found = tuple(shape)
     dtype = spec["datatype"]
     if dtype == "BYTES":
@@ -209,10 +252,10 @@ def _flatten(value: Any, flat: list[Any], name: str, dims: int) -> tuple[int, ..
         flat.append(value)
         return ()
     if not dims:
-        raise Misuse(f"input '{name}': a tensor has at most {DIMS} dims")
+        raise Refused(f"input '{name}': a tensor has at most {DIMS} dims")
     shapes = {_flatten(item, flat, name, dims - 1) for item in value}
     if len(shapes) > 1:
-        raise Misuse(f"input '{name}': the lists in it have different lengths")
+        raise Refused(f"input '{name}': the lists in it have different lengths")
     return (len(value), *(shapes.pop() if shapes else ()))
 
 
@@ -222,8 +265,8 @@ def _all_are(flat: list[Any], kinds: tuple[type, ...], what: str, spec: Spec) ->
             raise _unfit(item, what, spec)
 
 
-def _unfit(item: Any, what: str, spec: Spec) -> Misuse:
-    return Misuse(f"input '{spec['name']}' ({spec['datatype']}): {_short(json.dumps(item))} is not {what}")
+def _unfit(item: Any, what: str, spec: Spec) -> Refused:
+    return Refused(f"input '{spec['name']}' ({spec['datatype']}): {_short(json.dumps(item))} is not {what}")
 
 
 def _integers(flat: list[Any], spec: Spec) -> NDArray[Any]:
@@ -247,7 +290,7 @@ def _floats(values: NDArray[np.float64], spec: Spec) -> Any:
     lost = np.isinf(made) & np.isfinite(values)
     if lost.any():
         raise _unfit(values[lost].flat[0].item(), f"within the range of {dtype}", spec)
-    return Raw("BF16", bits) if dtype == "BF16" else made
+    return bits if dtype == "BF16" else made
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -255,12 +298,6 @@ def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     wide = values.view(np.uint32).astype(np.uint64)
     rounded = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
-
-
-def from_bfloat16(bits: NDArray[Any]) -> NDArray[np.float32]:
-    """What 16 bits of each element mean; also for the arrays of ml_dtypes."""
-    wide = np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16
-    return wide.view(np.float32).reshape(bits.shape)
 
 
 def _objects(items: Sequence[Any], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -276,21 +313,21 @@ def _from_npy(file: Path, spec: Spec) -> Any:
     try:
         array = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise Misuse(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
+        raise Refused(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
     if not isinstance(array, np.ndarray):
-        raise Misuse(f"input '{spec['name']}': {file} is no .npy file")
+        raise Refused(f"input '{spec['name']}': {file} is no .npy file")
     dtype = spec["datatype"]
     if dtype == "BYTES":
         if array.dtype.kind not in "SU":
-            raise Misuse(f"input '{spec['name']}' (BYTES): {file} holds {array.dtype}, not strings")
+            raise Refused(f"input '{spec['name']}' (BYTES): {file} holds {array.dtype}, not strings")
         return fit(_objects(array.reshape(-1).tolist(), array.shape), spec)
     if dtype == "BF16":
         if array.dtype not in (np.dtype(np.uint16), np.dtype("V2")):
-            raise Misuse(f"input '{spec['name']}' (BF16): {file} holds {array.dtype}, not 16-bit patterns (uint16)")
-        return Raw("BF16", fit(array.view(np.uint16), spec))
+            raise Refused(f"input '{spec['name']}' (BF16): {file} holds {array.dtype}, not 16-bit patterns (uint16)")
+        return fit(array.view(np.uint16), spec)
     wanted = to_numpy(dtype)
     if array.dtype != wanted:
-        raise Misuse(f"input '{spec['name']}' ({dtype}): {file} holds {array.dtype}; save it with .astype('{wanted}')")
+        raise Refused(f"input '{spec['name']}' ({dtype}): {file} holds {array.dtype}; save it with .astype('{wanted}')")
     return fit(array, spec)
 
 
@@ -314,7 +351,7 @@ def fit(array: NDArray[Any], spec: Spec) -> NDArray[Any]:
                 known = math.prod(dim for dim in shape if dim >= 0)
                 if (array.size == known) if min(shape, default=0) >= 0 else (array.size and array.size % known == 0):
                     return array.reshape(shape)
-    raise Misuse(
+    raise Refused(
         f"input '{spec['name']}' ({spec['datatype']}): a value of shape {shape_text(array.shape)} does not fit "
         f"{shape_text(pattern)}"
     )
