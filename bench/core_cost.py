@@ -50,7 +50,7 @@ class Driver:
         dims = (-1,) if sort == "preferred" else SHAPE[1:]
         inputs, outputs = (TensorSpec("x", "FP32", dims),), (TensorSpec("y", "FP32", (64,)),)
         policy = ModelPolicy("mlp", 1, 32, inputs, outputs, SORTS[sort])
-        self.handle([(0, events.Deploy("mlp", 1, (InstanceSpec("mlp_0"),)))])
+        self.handle([(0, events.Deploy("mlp", (events.Target(1, 0, (InstanceSpec("mlp_0"),)),)))])
         self.worker = next(iter(self.core.state.instances))
         self.handle([(self.worker, events.Compiled(policy))])
         for peer in range(1, clients + 1):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from shmserve.core.events import Deploy, Event, Refuse
+from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.policy import ModelPolicy
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.messages import Load
@@ -46,7 +46,8 @@ class Catalog:
                 warnings.append(f"model '{found.name}' is not served: {reason}")
                 continue
             instances = compile_instances(found.config, self._cores)
-            events += [(0, Deploy(found.name, version, instances)) for version in found.versions]
+            targets = tuple(Target(version, 0, instances) for version in found.versions)
+            events.append((0, Deploy(found.name, targets)))
         return events, warnings
 
     def load_order(self, peer: int, model: str, version: int, instance: str) -> tuple[Load, int]:

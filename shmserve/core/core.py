@@ -21,9 +21,11 @@ from shmserve.core.events import Event
 from shmserve.core.instances import Instance
 from shmserve.core.lifecycle import Lifecycle
 from shmserve.core.limits import Limits
+from shmserve.core.operations import Operations
 from shmserve.core.request import Request
 from shmserve.core.state import WORKERS_FROM, State, Timer
-from shmserve.core.states import BatchState, InstanceState, RequestState
+from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
+from shmserve.core.versions import Model
 from shmserve.messages import (
     Ask,
     Bye,
@@ -54,8 +56,9 @@ class Core:
         self.state.tracing = tracing
         self._dispatcher = Dispatcher(self.state)
         self._admission = Admission(self.state, self._dispatcher, server)
-        self._lifecycle = Lifecycle(self.state, self._dispatcher)
-        admission, lifecycle = self._admission, self._lifecycle
+        self._operations = Operations(self.state)
+        self._lifecycle = Lifecycle(self.state, self._dispatcher, self._operations)
+        admission, operations, lifecycle = self._admission, self._operations, self._lifecycle
         self._of_clients: dict[type, Handler] = {
             Infer: admission.infer,
             events.Framed: admission.framed,
@@ -73,8 +76,10 @@ class Core:
             events.Garbled: admission.garbled,
             events.OwnSegment: admission.own_segment,
             events.OwnSegmentGone: admission.own_segment_gone,
-            events.Deploy: lifecycle.deploy,
-            events.Refuse: lifecycle.refuse,
+            events.Deploy: operations.deploy,
+            events.Refuse: operations.refuse,
+            events.Unload: operations.unload,
+            events.Restart: operations.restart,
             events.Exited: lifecycle.exited,
             events.Drain: lifecycle.drain,
         }
@@ -125,6 +130,8 @@ class Core:
         while state.dirty:
             version, _ = state.dirty.popitem()
             self._dispatcher.dispatch(version, now)
+        if state.leaving:
+            self._operations.settle_leaving()
         state.ledger.flush()
         if state.draining:
             self._lifecycle.settle_drain()
@@ -135,7 +142,7 @@ class Core:
         elif kind is Timer.RETRY:
             instance = cast(Instance, subject)
             for model in self.state.models.values():
-                for version in model.versions.values():
+                for version in model.generations():
                     if instance in version.instances:
                         self._lifecycle.retry(instance, version)
         else:
@@ -202,11 +209,25 @@ class Core:
             assert not client.gone
             assert all(state.requests.get(request.number) is request for request in client.requests.values())
         for model in state.models.values():
-            for version in model.versions.values():
+            generations = model.generations()
+            assert len(generations) == len(set(generations)), model.name
+            for version in generations:
+                assert (version in state.leaving) == (version.state is VersionState.UNLOADING), version.label
                 assert version.queue.count == queued.get(version, 0), version.label
                 assert version.queue.count == len(version.queue.in_order()), version.label
                 for instance in version.instances:
                     self._check_instance(version.idle, instance)
+            self._check_operation(model)
+
+    def _check_operation(self, model: Model) -> None:
+        operation = model.operation
+        assert not model.coming or operation is not None, f"nobody waits for what is coming of '{model.name}'"
+        if operation is not None:
+            assert operation.loading or operation.starting, f"an operation on '{model.name}' waits for nothing"
+            for version in operation.loading:
+                assert version.state is VersionState.LOADING, version.label
+        for version in model.leaving:
+            assert version.state is VersionState.UNLOADING or not version.gone, version.label
 
     def _check_instance(self, idle: list[Instance], instance: Instance) -> None:
         story = instance.story()

@@ -23,6 +23,7 @@ class Spawn(Struct):
     peer: int
     model: str
     version: int
+    source: int
     instance: InstanceSpec
 
 
@@ -58,8 +59,16 @@ class Log(Struct):
     text: str
 
 
+class Settled(Struct):
+    """An operation (Deploy, Unload, Restart) is over. `code` "": it has succeeded."""
+
+    operation: int
+    code: str = ""
+    text: str = ""
+
+
 class Query(Struct):
-    """Answer this question about the server or its models. Nothing changes by it."""
+    """Answer this question about the server or its models, or see to this operation."""
 
     peer: int
     ask: Ask
@@ -69,4 +78,4 @@ class Drained(Struct):
     """Nothing is in flight and every worker has gone: the process may end."""
 
 
-Effect = Send | Spawn | Kill | Close | Free | Forget | Log | Query | Drained
+Effect = Send | Spawn | Kill | Close | Free | Forget | Log | Settled | Query | Drained

@@ -52,20 +52,50 @@ class OwnSegmentGone(Struct):
     segment: int
 
 
-class Deploy(Struct):
-    """Serve this version of this model. What it looks like is known when its first worker has loaded it."""
+class Target(Struct, frozen=True):
+    """A version that is to be served. `source` stands for what it is made of, files and configuration: a version that
+    is served from this source already is left as it is, but for its instances."""
 
-    model: str
-    version: int
+    number: int
+    source: int
     instances: tuple[InstanceSpec, ...]
 
 
+class Deploy(Struct):
+    """Serve these versions of the model, and no others. What they look like is known when their workers have loaded.
+
+    Versions that are served go on until all that replaces them is READY; if any of that fails, they simply go on.
+    `operation` is told by Settled (0: nobody asks). `fresh`: load also what is served from this source already."""
+
+    model: str
+    targets: tuple[Target, ...]
+    operation: int = 0
+    fresh: bool = False
+
+
 class Refuse(Struct):
-    """This model, or version (0: all), cannot be served, and why."""
+    """This model, or version (0: all), cannot be served, and why. What is served already goes on."""
 
     model: str
     version: int
     reason: str
+
+
+class Unload(Struct):
+    """Serve this model no more. What it has is finished; the operation is over when its processes have ended."""
+
+    model: str
+    operation: int = 0
+
+
+class Restart(Struct):
+    """Replace the worker process of this instance ("": all of this version, or with version 0 of the model) by a new
+    one, which takes over when it is ready."""
+
+    model: str
+    version: int
+    instance: str
+    operation: int = 0
 
 
 class Compiled(Struct):

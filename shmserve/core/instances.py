@@ -22,6 +22,7 @@ from shmserve.core.states import (
 )
 
 _AT_WORK = (RequestState.SENT, RequestState.LINGERING)
+_OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 
 class Batch(Struct, eq=False):
@@ -89,7 +90,7 @@ class Instance(Struct, eq=False):
     """A place for a worker process. `peer` is the process that it has now, 0 for none."""
 
     spec: InstanceSpec
-    state: InstanceState = InstanceState.STARTING
+    state: InstanceState = InstanceState.WAITING
     peer: int = 0
     running: Batch | None = None
     waiting: Batch | None = None
@@ -97,6 +98,12 @@ class Instance(Struct, eq=False):
     """In a row: with no batch done between them."""
     retry_at: int = 0
     reason: str = ""
+    load_error: str = ""
+    """Why it said that it could not load, this time."""
+    loaded: bool = False
+    """It has been READY. One that never was is not missed by a version that is served without it."""
+    replaces: Instance | None = None
+    """Goes when this one is READY."""
 
     def move(self, finish: InstanceState) -> None:
         self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())
@@ -111,6 +118,11 @@ class Instance(Struct, eq=False):
     @property
     def idle(self) -> bool:
         return self.running is None and self.waiting is None
+
+    @property
+    def over(self) -> bool:
+        """It has gone, or is about to, and will not come back."""
+        return self.state in _OVER
 
     def batches(self) -> list[Batch]:
         return [batch for batch in (self.running, self.waiting) if batch is not None]

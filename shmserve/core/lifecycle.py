@@ -1,14 +1,15 @@
-"""Versions and the worker processes that serve them: deployed, loaded, lost, started again, drained."""
+"""Worker processes: loaded, lost, started again, drained. What is to run at all is decided in operations.py."""
 
 from __future__ import annotations
 
 from shmserve.core.dispatch import Dispatcher
-from shmserve.core.effects import Drained, Spawn
-from shmserve.core.events import Compiled, Deploy, Drain, Exited, Garbled, Refuse
+from shmserve.core.effects import Drained
+from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.instances import Instance
+from shmserve.core.operations import Operations
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
-from shmserve.core.versions import Model, Version
+from shmserve.core.versions import Version
 from shmserve.errors import ServeError
 from shmserve.messages import LoadFailed, Map, Return, Stop, Unmap
 
@@ -16,32 +17,12 @@ _I, _V = InstanceState, VersionState
 
 
 class Lifecycle:
-    def __init__(self, state: State, dispatcher: Dispatcher) -> None:
+    def __init__(self, state: State, dispatcher: Dispatcher, operations: Operations) -> None:
         self._state = state
         self._dispatcher = dispatcher
+        self._operations = operations
 
     # ------------------------------------------------------------------------------------ loading
-
-    def deploy(self, peer: int, event: Deploy, now: int) -> None:
-        model = self._state.models.setdefault(event.model, Model(event.model))
-        version = Version(event.model, event.version, [Instance(spec) for spec in event.instances])
-        model.versions[event.version] = version
-        for instance in version.instances:
-            self._spawn(version, instance)
-
-    def refuse(self, peer: int, event: Refuse, now: int) -> None:
-        model = self._state.models.setdefault(event.model, Model(event.model))
-        if not event.version:
-            model.reason = event.reason
-            return
-        version = Version(event.model, event.version, [])
-        version.move(_V.UNAVAILABLE, event.reason)
-        model.versions[event.version] = version
-
-    def _spawn(self, version: Version, instance: Instance) -> None:
-        instance.peer = self._state.next_worker()
-        self._state.instances[instance.peer] = (version, instance)
-        self._state.effects.append(Spawn(instance.peer, version.model, version.number, instance.spec))
 
     def compiled(self, peer: int, event: Compiled, now: int) -> None:
         """A worker has loaded its model."""
@@ -49,20 +30,37 @@ class Lifecycle:
         if instance.state is not _I.STARTING:
             return
         instance.move(_I.READY)
+        instance.loaded = True
         if version.policy is None:
             version.adopt(event.policy)
         if instance.usable:
             version.idle.append(instance)
-        if version.state is _V.LOADING and all(other.state is _I.READY for other in version.instances):
+        if version.state is _V.LOADING and version.loaded:
             version.move(_V.READY)
+            version.took_ns = max(now - version.began, 1)
             self._state.refresh(version.model)
             self._state.log("debug", f"{version.label} is READY with {len(version.instances)} instance(s)")
         self._state.dirty[version] = None
+        self._operations.load_over(instance)
+        self._operations.has_loaded(version, instance)
 
     def load_failed(self, peer: int, message: LoadFailed, now: int) -> None:
-        version, instance = self._state.instances[peer]
-        if instance.state is _I.STARTING:
-            self._give_up(version, instance, f"failed to load: {message.text}", now)
+        """Its process ends now; what follows from that is decided then."""
+        _, instance = self._state.instances[peer]
+        instance.load_error = f"failed to load: {message.text}"
+
+    def _failed_to_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
+        instance.reason = reason
+        if version.state is _V.READY:
+            instance.move(_I.FAILED)
+            version.instances.remove(instance)
+            self._operations.has_failed(version, reason, instance)
+        elif version.retries < self._state.limits.load_retries:
+            version.retries += 1
+            self._state.log("warning", f"{version.label} is tried again (--model-load-retry-count): {reason}")
+            self._back_off(instance, self._state.limits.backoff_ns, now)
+        else:
+            self._give_up(version, instance, reason, now)
 
     def _give_up(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         """This instance will not run. Its version goes with it, as it was promised with all its instances."""
@@ -71,16 +69,14 @@ class Lifecycle:
         if version.state in (_V.LOADING, _V.READY):
             version.move(_V.UNAVAILABLE, reason)
             self._state.refresh(version.model)
-            self._state.log("error", f"{version.label} is UNAVAILABLE: {reason}")
-        for other in version.instances:
-            if other.peer and other.state in (_I.STARTING, _I.READY):
-                other.move(_I.STOPPING)
-                self._state.send(other.peer, Stop())
-            elif other.state is _I.BACKOFF:
-                other.move(_I.STOPPED)
+            if self._state.models[version.model].versions.get(version.number) is version:
+                self._state.log("error", f"{version.label} is UNAVAILABLE: {reason}")
+        for other in list(version.instances):
+            self._operations.stop(version, other)
         version.idle.clear()
         text = f"Request for unknown model: '{version.model}' version {version.number} is not at ready state: {reason}"
         self._empty_queue(version, text, now)
+        self._operations.has_failed(version, reason)
 
     def _empty_queue(self, version: Version, text: str, now: int) -> None:
         """Nobody will come to run what waits."""
@@ -100,18 +96,35 @@ class Lifecycle:
             version.idle.remove(instance)
         self._lose_batches(version, instance, event.reason, now)
         self._state.ledger.worker_died(event.peer)
-        over = version.state not in (_V.LOADING, _V.READY)
-        if instance.state in (_I.STOPPING, _I.FAILED) or over or self._state.draining:
+        self._what_now(version, instance, event, now)
+        self._operations.load_over(instance)
+        self._operations.look_after(self._state.models[version.model])
+        self._state.dirty[version] = None
+
+    def _what_now(self, version: Version, instance: Instance, event: Exited, now: int) -> None:
+        """Its process has ended: was that expected, is it the end of it, or shall there be another?"""
+        load_error = instance.load_error or event.loading_error
+        if self._state.draining:
             instance.move(_I.STOPPED)
-            if self._state.draining:
-                self._no_more(version, now)
-        elif instance.state is _I.STARTING and version.state is _V.LOADING:
-            text = event.loading_error or f"its worker process ended while loading: {event.reason}"
-            self._give_up(version, instance, text, now)
+            self._no_more(version, now)
+        elif instance.state is _I.STOPPING or version.state is _V.UNAVAILABLE:
             instance.move(_I.STOPPED)
+            self._operations.remove_stopped(version, instance)
+        elif version.state is _V.UNLOADING and not self._is_missed(version):
+            instance.move(_I.STOPPED)
+        elif instance.state is _I.STARTING and not instance.loaded:
+            text = load_error or f"its worker process ended while loading: {event.reason}"
+            self._failed_to_load(version, instance, text, now)
+        elif load_error:
+            self._give_up(version, instance, load_error, now)
         else:
             self._crashed(version, instance, event, now)
-        self._state.dirty[version] = None
+
+    def _is_missed(self, version: Version) -> bool:
+        """Something waits, and no other instance will come to run it."""
+        return version.queue.count > 0 and not any(
+            other.peer or other.state is _I.BACKOFF for other in version.instances if not other.spec.passive
+        )
 
     def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         name = instance.spec.name
@@ -135,17 +148,19 @@ class Lifecycle:
                 f"instance '{instance.spec.name}' ended {instance.deaths} times in a row, the last time: {event.reason}"
             )
             self._give_up(version, instance, text, now)
-            instance.move(_I.STOPPED)
             return
-        instance.move(_I.BACKOFF)
         pause = 0 if instance.deaths == 1 else min(limits.backoff_ns << (instance.deaths - 2), limits.backoff_max_ns)
+        self._back_off(instance, pause, now)
+
+    def _back_off(self, instance: Instance, pause: int, now: int) -> None:
+        instance.move(_I.BACKOFF)
+        instance.load_error = ""
         instance.retry_at = now + pause
         self._state.set_timer(instance.retry_at, Timer.RETRY, instance)
 
     def retry(self, instance: Instance, version: Version) -> None:
         if instance.state is _I.BACKOFF and not self._state.draining:
-            instance.move(_I.STARTING)
-            self._spawn(version, instance)
+            self._operations.spawn(version, instance)
 
     # ------------------------------------------------------------------------------------ workers' memory
 
@@ -178,9 +193,10 @@ class Lifecycle:
             return
         self._state.draining = True
         for model in self._state.models.values():
-            for version in model.versions.values():
+            self._operations.interrupt(model)
+            for version in model.generations():
                 for instance in version.instances:
-                    if instance.state is _I.BACKOFF:
+                    if instance.state in (_I.BACKOFF, _I.WAITING):
                         instance.move(_I.STOPPED)
                 self._no_more(version, now)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)

@@ -17,6 +17,10 @@ class Limits(Struct, frozen=True):
     backoff_ns: int = 1_000_000_000
     """Wait before the second restart in a row (the first is at once); doubles, up to backoff_max_ns."""
     backoff_max_ns: int = 30_000_000_000
+    loading: int = 4
+    """Instances that load at the same time: loading takes cores and disk from those that serve."""
+    load_retries: int = 0
+    """How often a version that fails to load is tried again, each time after backoff_ns."""
     prefetch_ns: int = 100_000_000
     """With several instances, a batch is sent ahead to a busy one only if batches take less than this. It goes to the
     instance that began first; if another is done before that one, it has waited at the wrong place."""

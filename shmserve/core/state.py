@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from enum import Enum
 
 from shmserve.core.clients import Client
@@ -47,6 +48,12 @@ class State:
         self.dirty: dict[Version, None] = {}
         """Versions to look at when all events of this turn are in."""
         self.wakes: dict[Version, int] = {}
+        self.loads: deque[tuple[Version, Instance]] = deque()
+        """Instances that wait for their turn to load."""
+        self.loading: dict[Instance, None] = {}
+        """Those that load, and count towards the limit."""
+        self.leaving: dict[Version, None] = {}
+        """Versions that take no new requests, and go when they have finished."""
         self.tracing = False
         """Say of each batch why it was formed."""
         self.draining = False

@@ -31,11 +31,12 @@ class BatchState(Enum):
 class InstanceState(Enum):
     __hash__ = object.__hash__  # Enum's own is a Python function
 
+    WAITING = "waiting"  # for its turn to load
     STARTING = "starting"  # its process runs, its model is loading
     READY = "ready"
     BACKOFF = "backoff"  # its process ended; the next one starts at a known time
     KILLED = "killed"  # it contradicted the protocol, or did not stop in time; its process is being ended
-    FAILED = "failed"  # given up, or could not load
+    FAILED = "failed"  # given up, or could not load; its process has ended
     STOPPING = "stopping"
     STOPPED = "stopped"
 
@@ -64,11 +65,12 @@ BATCH_MOVES = {
 }
 
 INSTANCE_MOVES = {
+    _I.WAITING: {_I.STARTING, _I.STOPPED},
     _I.STARTING: {_I.READY, _I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED},
     _I.READY: {_I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED},
     _I.BACKOFF: {_I.STARTING, _I.STOPPED, _I.FAILED},
     _I.KILLED: {_I.BACKOFF, _I.FAILED, _I.STOPPED},
-    _I.FAILED: {_I.STOPPED, _I.KILLED},
+    _I.FAILED: set[InstanceState](),
     _I.STOPPING: {_I.STOPPED, _I.KILLED},
     _I.STOPPED: set[InstanceState](),
 }

@@ -8,18 +8,22 @@ from msgspec import Struct
 
 from shmserve.core.batcher import Plan, Reason, Shape, form
 from shmserve.core.checks import Checker
+from shmserve.core.events import Target
 from shmserve.core.instances import Batch, Instance
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy
 from shmserve.core.queue import RequestQueue
 from shmserve.core.request import Request
-from shmserve.core.states import VERSION_MOVES, VersionState, legal
+from shmserve.core.states import VERSION_MOVES, InstanceState, VersionState, legal
 from shmserve.core.statistics import Statistics
 
 
 class Version:
-    """`policy`, `checker` and `queue` are made when the first worker has said what the model looks like."""
+    """One generation of a version: a reload makes a new one, which takes over when it is READY.
+
+    `policy`, `checker` and `queue` are made when the first worker has said what the model looks like."""
 
     __slots__ = (
+        "began",
         "checker",
         "idle",
         "instances",
@@ -31,16 +35,25 @@ class Version:
         "prefetch",
         "queue",
         "reason",
+        "retries",
         "service_ns",
         "shape",
+        "source",
         "state",
         "statistics",
+        "took_ns",
         "wake",
     )
 
-    def __init__(self, model: str, number: int, instances: list[Instance]) -> None:
+    def __init__(self, model: str, number: int, instances: list[Instance], source: int = 0, began: int = 0) -> None:
         self.model = model
         self.number = number
+        self.source = source
+        self.began = began
+        """When it was deployed."""
+        self.took_ns = 0
+        """From then until it was READY; 0: it is not, yet."""
+        self.retries = 0
         self.instances = instances
         self.state = VersionState.LOADING
         self.reason = ""
@@ -87,6 +100,21 @@ class Version:
         """Can somebody run a request now, or after the batches that run?"""
         return self.state is VersionState.READY and any(instance.usable for instance in self.instances)
 
+    @property
+    def loaded(self) -> bool:
+        """Every instance that is to serve is there."""
+        return all(instance.state is InstanceState.READY or instance.over for instance in self.instances)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing waits, runs or is still read."""
+        return not self.queue.count and all(instance.idle for instance in self.instances)
+
+    @property
+    def gone(self) -> bool:
+        """It has no process, and none is to come."""
+        return not any(instance.peer or not instance.over for instance in self.instances)
+
     # ------------------------------------------------------------------------------------ what to do next
 
     def plan(self, now: int) -> Plan:
@@ -116,17 +144,52 @@ class Version:
         self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8
 
 
-class Model(Struct):
+class Operation(Struct, eq=False):
+    """A Deploy or Restart under way: what it still waits for, and what goes when nothing of that is left."""
+
+    numbers: list[int]
+    """Who is to be told; more than one if the same was asked again meanwhile."""
+    targets: tuple[Target, ...]
+    beside: bool
+    """Something is served meanwhile."""
+    loading: dict[Version, None] = {}
+    starting: dict[Instance, Version] = {}
+    """Those added to versions that are served."""
+    added: list[tuple[Version, Instance]] = []
+    surplus: list[tuple[Version, Instance]] = []
+    dropped: list[int] = []
+    """Versions that are not to be served any more."""
+    failures: list[str] = []
+
+
+class Unloading(Struct, eq=False):
+    """An Unload under way."""
+
+    number: int
+    versions: list[Version]
+
+
+class Model(Struct, eq=False):
     """All versions of one name that are or were known."""
 
     name: str
     versions: dict[int, Version] = {}
+    """What each number stands for now."""
+    coming: dict[int, Version] = {}
+    """Generations that will take over from those in `versions`."""
+    leaving: list[Version] = []
+    """Generations that were replaced and still have something to finish, or a process that has not ended."""
     reason: str = ""
+    operation: Operation | None = None
+    unloading: list[Unloading] = []
 
     def default(self) -> Version | None:
         """The highest version that is READY."""
         ready = [version for version in self.versions.values() if version.state is VersionState.READY]
         return max(ready, key=lambda version: version.number, default=None)
+
+    def generations(self) -> list[Version]:
+        return [*self.versions.values(), *self.coming.values(), *self.leaving]
 
 
 def _began(instance: Instance) -> int:

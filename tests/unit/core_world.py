@@ -9,7 +9,7 @@ from typing import Any
 
 from shmserve.core import events
 from shmserve.core.core import Core
-from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Spawn
+from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.state import WORKERS_FROM
@@ -28,6 +28,7 @@ class World:
         self.clients: dict[int, FakeClient] = {}
         self.workers: dict[int, FakeWorker] = {}
         self.policies: dict[tuple[str, int], ModelPolicy] = {}
+        self.targets: dict[str, dict[int, events.Target]] = {}
         self.large: dict[str, frozenset[str]] = {}
         self.loads_itself: dict[str, bool] = {}
         self.slow_to: set[int] = set()
@@ -122,7 +123,7 @@ class World:
                 assert not self.drained
                 self.drained = True
             else:
-                assert isinstance(effect, (Log, Query))
+                assert isinstance(effect, (Log, Query, Settled))
 
     def _send(self, effect: Send) -> None:
         if effect.peer >= WORKERS_FROM:
@@ -143,7 +144,9 @@ class World:
         self.large[name] = frozenset(large.split())
         self.loads_itself[name] = load
         specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(instances))
-        self.turn([(0, events.Deploy(name, policy.version, specs))])
+        served = self.targets.setdefault(name, {})
+        served[policy.version] = events.Target(policy.version, 0, specs)
+        self.turn([(0, events.Deploy(name, tuple(served.values())))])
 
     def _spawn(self, effect: Spawn) -> None:
         policy = self.policies[effect.model, effect.version]

@@ -257,8 +257,8 @@ def test_versions_and_models_that_cannot_be_served() -> None:
     world = Recorded()
     client = world.connect("a")
     reason = "no such backend"
-    world.turn([(0, events.Refuse("bad", 0, reason)), (0, events.Refuse("m", 2, reason))])
     world.deploy(POLICY)
+    world.turn([(0, events.Refuse("bad", 0, reason)), (0, events.Refuse("m", 2, reason))])
     for number, name, version in ((1, "bad", 0), (2, "bad", 1), (3, "m", 2), (4, "m", 3), (5, "x", 0)):
         client.sends(number)
         world.turn([(client.peer, Infer(number, name, version, ()))])
@@ -282,7 +282,8 @@ def test_the_highest_ready_version_is_the_default() -> None:
     second = ModelPolicy("m", 3, POLICY.max_batch, POLICY.inputs, POLICY.outputs, POLICY.batching)
     world.deploy(second)
     world.policies["m", 1] = POLICY
-    world.turn([(0, events.Deploy("m", 1, (InstanceSpec("first"),)))])
+    targets = (*world.targets["m"].values(), events.Target(1, 0, (InstanceSpec("first"),)))
+    world.turn([(0, events.Deploy("m", targets))])
     world.turn([infer(client, 1)])
     assert world.worker("m_0").running is not None
     assert world.worker("first").running is None
