@@ -50,6 +50,19 @@ class Outbox:
                 os.close(descriptor)
 
 
+class Unheard(Outbox):
+    """Of a model that runs without a broker: nobody is told, and so there is no link."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, message: Any, descriptor: int | None = None) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
 def in_chunks(messages: list[Any]) -> list[Any]:
     """The same, with Rows before each Done whose results are too many for one message."""
     found: list[Any] = []

@@ -1,0 +1,49 @@
+"""`shmserve run`: this process becomes one that has the model in it, in this terminal.
+
+The rule of the file: nothing of the model is looked at here; what is asked for goes on as one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import NoReturn
+
+from shmserve.clients.commands_base import Failed
+
+PASSED_ON = (
+    "model_dir",
+    "file",
+    "input",
+    "random",
+    "batch",
+    "shape",
+    "seed",
+    "outputs",
+    "out",
+    "repeat",
+    "version",
+    "json",
+    "pdb",
+    "backend_config",
+    "model_config_name",
+)
+"""Arguments that are fields of the order; `shmserve.workers.solo` knows them by these names."""
+
+
+def run(args: argparse.Namespace) -> NoReturn:
+    order = {name: getattr(args, name) for name in PASSED_ON}
+    given = {name: value for name, value in order.items() if value is not None}
+    # What is in the current directory is importable there only if it is here.
+    safe = ["-P"] if sys.version_info >= (3, 11) and os.getcwd() not in sys.path and "" not in sys.path else []
+    command = [sys.executable, *safe, "-m", "shmserve.workers.solo", json.dumps(given, default=os.fspath)]
+    # As in a server, an engine does not tell others what it runs, unless it was set up to.
+    environment = {"ORT_DISABLE_TELEMETRY": "1"} | os.environ
+    try:
+        os.execve(sys.executable, command, environment)
+    except OSError as error:
+        size = len(command[-1])
+        text = f"cannot start the model's process with {size} bytes of arguments: {error.strerror}"
+        raise Failed(f"{text}; give long inputs in a file") from error

@@ -1,0 +1,285 @@
+"""One model in the foreground: what `shmserve run` becomes, `python -m shmserve.workers.solo ORDER`.
+
+The rule: the model meets what it meets in a worker of a server, the same loading, the same batches, the same read-only
+inputs; only the terminal is its own, and what goes wrong is shown in full.
+
+Exit codes: 0 done, 1 the model failed, 2 used wrongly.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from shmserve import feed, show
+from shmserve.allocator import keep_freed_memory
+from shmserve.dtypes import to_numpy
+from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
+from shmserve.messages import Load, Tensor, Wanted, Work
+from shmserve.repo.load import verify
+from shmserve.repo.schema import encode_config
+from shmserve.repo.store import Found, scan_model
+from shmserve.shm.mapped import Mapped
+from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.tables import duration_text, shape_text, table
+from shmserve.workers.backends import BACKENDS, GROUP
+from shmserve.workers.model import Model, load
+from shmserve.workers.outbox import Unheard
+from shmserve.workers.say import say
+from shmserve.workers.specs import Spec, inputs_of, outputs_of
+from shmserve.workers.terminal import Terminal
+
+if TYPE_CHECKING:
+    from shmserve.repo.schema import ModelConfig
+
+Array = np.ndarray[Any, np.dtype[Any]]
+OWNER = 1
+"""Whose memory the outputs are in: of the only process there is."""
+AUDIENCE = "internal"
+
+
+class Order(Struct, forbid_unknown_fields=True):
+    """What `shmserve run` was asked for, by the names of its arguments."""
+
+    model_dir: str
+    file: str | None = None
+    input: list[str] = []
+    random: bool = False
+    batch: int | None = None
+    shape: list[str] = []
+    seed: int | None = None
+    outputs: str | None = None
+    out: str | None = None
+    repeat: int = 1
+    version: int | None = None
+    json: bool = False
+    pdb: bool = False
+    backend_config: list[str] = []
+    model_config_name: str = ""
+
+
+class Failed(Exception):
+    """The model cannot be loaded, or has failed, and the trace was shown if there is one: lines for the user."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    order = msgspec.json.decode(words[0], type=Order)
+    faulthandler.enable()
+    keep_freed_memory()
+    terminal = Terminal(order.json, order.pdb)
+    try:
+        return _run(order, terminal)
+    except feed.Refused as error:
+        return terminal.end(str(error), 2)
+    except (Failed, ServeError, show.NotWritten) as error:
+        return terminal.end(str(error), 1)
+    except SystemExit as error:
+        return terminal.end(f"the model called sys.exit({error.code!r}); in a server that ends its worker", 1)
+    except BrokenPipeError:  # who reads our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except KeyboardInterrupt:
+        return terminal.end("interrupted", 130)
+
+
+def _run(order: Order, terminal: Terminal) -> int:
+    source = feed.Source(order.input, order.file, order.random, order.batch, order.shape, order.seed)
+    source.check()
+    found, version = _find(order)
+    started = time.perf_counter()
+    mapped = Mapped()
+    with _loaded(order, found, version, mapped, terminal) as model:
+        loading = time.perf_counter() - started
+        config = model.config
+        terminal.print(_heading(config, version, loading))
+        work = _work(order, source, config)
+        if order.file == "-":
+            terminal.read_again()
+        outputs, seconds = _repeat(order.repeat, work, model, mapped, terminal)
+    dtypes = {spec.name: spec.dtype for spec in outputs_of(config)}
+    files = show.write(Path(order.out), outputs, dtypes) if order.out is not None else {}
+    if order.json:
+        document = show.document(config.name, version, outputs, dtypes, files, seconds)
+        terminal.document(document | {"load_seconds": round(loading, 6), "warnings": list(found.warnings)})
+    else:
+        terminal.print(f"{show.outputs_table(outputs, dtypes, files)}\n")
+        terminal.print(f"{config.name} version {version}, {show.timing(seconds)}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------ the model
+
+
+def _backends() -> set[str]:
+    """Those that come with us, and those that other packages bring."""
+    return {*BACKENDS, *(point.name for point in entry_points(group=GROUP))}
+
+
+def _find(order: Order) -> tuple[Found, int]:
+    """The model of the directory, and the version to run: the one that was asked for, or the highest one served."""
+    # Not resolved: the name of the model is that of the link.
+    path = Path(os.path.abspath(order.model_dir))
+    if not path.is_dir():
+        raise feed.Refused(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
+    try:
+        found = scan_model(path, backends=_backends(), config_name=order.model_config_name)
+    except InvalidRequest as error:
+        raise feed.Refused(f"--model-config-name: {error}") from error
+    for warning in found.warnings:
+        say(warning, "warning")
+    if found.problems or found.config is None:
+        raise Failed("\n".join([f"model '{found.name}' cannot be loaded:", *found.problems]))
+    if order.version is None:
+        return found, found.versions[-1]
+    if not (path / str(order.version)).is_dir():
+        there = ", ".join(map(str, found.versions))
+        raise NotFound(f"model '{found.name}' has no version {order.version}; its versions are: {there}")
+    if order.version not in found.versions:
+        say(f"version {order.version} of model '{found.name}' would not be served: its version policy", "warning")
+    return found, order.version
+
+
+@contextmanager
+def _loaded(order: Order, found: Found, version: int, mapped: Mapped, terminal: Terminal) -> Iterator[Model]:
+    """The model, finalized at the end, and everything that it has told nobody of."""
+    config = found.config
+    assert config is not None
+    instance = f"{config.instance_group[0].name}_0" if config.instance_group else f"{config.name}_0_0"
+    told = Load(OWNER, config.name, version, instance, str(found.path), _settings(order.backend_config))
+    try:
+        model = load(told, encode_config(config), Unheard(), mapped, terminal.trace)
+    except Exception as error:
+        text = terminal.failure(error)
+        raise Failed(f"failed to load model '{config.name}' version {version}: {text}") from None
+    try:
+        verify(model.config, backends=_backends())
+        yield model
+    finally:
+        try:
+            model.backend.close()
+        except Exception as error:
+            text = terminal.failure(error)
+            raise Failed(f"model '{config.name}' failed while it was finalized: {text}") from None
+        finally:
+            model.arenas.close()
+            mapped.close()
+
+
+def _settings(texts: Sequence[str]) -> dict[str, str]:
+    """BACKEND,KEY=VALUE, or KEY=VALUE for all backends."""
+    found = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise feed.Refused(f"--backend-config {text}: write BACKEND,KEY=VALUE")
+        found[key if "," in key else f",{key}"] = value
+    return found
+
+
+def _heading(config: ModelConfig, version: int, loading: float) -> str:
+    rows = []
+    for kind, specs in (("input", inputs_of(config)), ("output", outputs_of(config))):
+        rows += [[kind, spec.name, spec.dtype, shape_text(_pattern(spec))] for spec in specs]
+    first = f"{config.name} version {version} ({config.backend}), loaded in {duration_text(loading)}"
+    return f"{first}\n\n{table(['', 'name', 'dtype', 'shape'], rows)}\n"
+
+
+# ------------------------------------------------------------------------------------------ one request
+
+
+def _pattern(spec: Spec) -> list[int]:
+    """The shape that callers see, -1 where it varies."""
+    return [-1, *spec.dims] if spec.batched else list(spec.dims)
+
+
+def _work(order: Order, source: feed.Source, config: ModelConfig) -> Work:
+    """The request, in which everything is as the model's configuration wants it."""
+    specs = inputs_of(config)
+    known = {spec.name: {"name": spec.name, "datatype": spec.dtype, "shape": _pattern(spec)} for spec in specs}
+    most = config.max_batch_size
+    given = feed.inputs(source, config.name, known, lambda: most)
+    missing = {spec.name: known[spec.name] for spec in specs if not spec.optional and spec.name not in given}
+    if missing:
+        raise feed.Refused(f"model '{config.name}' also needs {feed.describe(missing)}")
+    sizes = {name: array.shape[0] for name, array in given.items()} if most else {}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
+        raise feed.Refused(f"the inputs of model '{config.name}' must have the same number of rows: {listed}")
+    rows = next(iter(sizes.values()), 1) if most else 0
+    if rows > most:
+        raise feed.Refused(f"{rows} rows: the max_batch_size of model '{config.name}' is {most}")
+    # More bytes than would travel inside a message, but these do not travel.
+    tensors = tuple(
+        Tensor(spec.name, spec.dtype, given[spec.name].shape, _bytes(given[spec.name], spec))
+        for spec in specs
+        if spec.name in given
+    )
+    return Work(1, rows, tensors, _wanted(order, config), AUDIENCE)
+
+
+def _bytes(array: Array, spec: Spec) -> bytes:
+    return array.tobytes() if spec.item else bytes(encode_bytes(array))
+
+
+def _wanted(order: Order, config: ModelConfig) -> tuple[Wanted, ...] | None:
+    if not order.outputs:
+        return None
+    names = [entry.name for entry in config.output]
+    wanted = order.outputs.split(",")
+    for name in wanted:
+        if name not in names:
+            raise feed.Refused(f"the model has no output '{name}'; it has {', '.join(names)}")
+    return tuple(Wanted(name) for name in wanted)
+
+
+def _repeat(
+    times: int, work: Work, model: Model, mapped: Mapped, terminal: Terminal
+) -> tuple[dict[str, Array], list[float]]:
+    """The outputs of the last run, and how long each run took."""
+    seconds = []
+    outputs: dict[str, Array] = {}
+    for turn in range(1, times + 1):
+        started = time.perf_counter()
+        rows, _ = model.runner.run((work,))
+        seconds.append(time.perf_counter() - started)
+        row = rows[0]
+        if row.error is not None:
+            where = f"run {turn} of {times}: " if times > 1 else ""
+            raise from_wire(row.error.code, terminal.quit or f"{where}{row.error.text}")
+        if turn == times:
+            outputs = {tensor.name: _array(tensor, mapped) for tensor in row.outputs}
+        model.arenas.free([part for tensor in row.outputs if isinstance(tensor.data, tuple) for part in tensor.data])
+    return outputs, seconds
+
+
+def _array(tensor: Tensor, mapped: Mapped) -> Array:
+    """A copy of an output, as its memory is used again."""
+    data = tensor.data
+    if isinstance(data, tuple):
+        data = b"".join(mapped.memory(part).tobytes() for part in data)
+    if not isinstance(data, bytes):
+        raise InvalidRequest(f"output '{tensor.name}' is nowhere")
+    if tensor.dtype == "BYTES":
+        return decode_bytes(data, tensor.shape)
+    return np.frombuffer(data, to_numpy(tensor.dtype)).reshape(tensor.shape)
+
+
+if __name__ == "__main__":
+    code = main()
+    # Not by way of the interpreter's end: threads that a model left running must not keep the terminal.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
