@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from msgspec import Struct
 
 from shmserve.errors import ServeError
 from shmserve.messages import Failure, Load
+from shmserve.repo.labels import read_labels
 from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
 from shmserve.workers.backends import Backend, Context, find
@@ -21,6 +23,10 @@ from shmserve.workers.specs import inputs_of, outputs_of
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.outbox import Outbox
+
+
+THREADS = "SHMSERVE_THREADS"
+"""The environment variable that says how many threads an engine may use."""
 
 
 class Model(Struct):
@@ -36,21 +42,33 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace
     """Raises whatever is wrong with the model, after it has been closed again. `trace` is told of batches that fail."""
     config = decode_config(config_bytes)
     folder = Path(order.model_dir)
-    context = Context(order.model, order.version, order.instance, folder, folder / str(order.version), order.settings)
+    versioned = folder / str(order.version)
+    context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
+    limit = int(order.settings.get(KNOB, LIMIT_BYTES))
     backend = find(config.backend)(context)
     try:
         if context.auto_complete:
             config = backend.complete(config)
         inputs, outputs = inputs_of(config), outputs_of(config)
+        labels = [read_labels(folder, entry.label_filename) if entry.label_filename else () for entry in config.output]
         backend.load(config)
+        gather = Gather(order.model, inputs, mapped, backend.text)
+        if config.model_warmup:
+            from shmserve.workers.warmup import warm_up  # few models need it
+
+            warm_up(config, order.instance, folder, backend, gather, limit, trace)
     except BaseException:
         backend.close()
         raise
-    limit = int(order.settings.get(KNOB, LIMIT_BYTES))
     arenas = Arenas(order.owner, outbox, mapped, limit)
-    gather = Gather(order.model, inputs, mapped, backend.text)
-    scatter = Scatter(order.model, outputs, arenas, mapped)
+    scatter = Scatter(order.model, outputs, arenas, mapped, labels)
     return Model(config, backend, arenas, Runner(order.instance, order.model_dir, backend, gather, scatter, trace))
+
+
+def _threads() -> int:
+    """How many threads an engine may use, as the start of this process was told; 0: as it likes."""
+    text = os.environ.get(THREADS, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def why(error: Exception, model_dir: str) -> Failure:

@@ -44,7 +44,8 @@ BACKENDS = {
 
 
 class Context(Struct, frozen=True):
-    """What a backend is told of its instance. `folder` is the model's directory, `version_folder` the version's."""
+    """What a backend is told of its instance. `folder` is the model's directory, `version_folder` the version's.
+    `threads`: how many its engine may use, where the configuration does not say; 0: as it likes."""
 
     model: str
     version: int
@@ -52,6 +53,7 @@ class Context(Struct, frozen=True):
     folder: Path
     version_folder: Path
     settings: dict[str, str]
+    threads: int = 0
 
     def setting(self, backend: str, key: str, default: str = "") -> str:
         """A --backend-config value, also where it was given for all backends."""

@@ -180,7 +180,8 @@ class Onnx(StackedBackend):
         options.log_severity_level = 3
         # More threads than this process may use cores only take turns; waiting for work by spinning takes the cores
         # from the other instances, the broker and the clients.
-        options.intra_op_num_threads = number("intra_op_thread_count", 0) or len(os.sched_getaffinity(0))
+        threads = self.context.threads or len(os.sched_getaffinity(0))
+        options.intra_op_num_threads = number("intra_op_thread_count", 0) or threads
         options.inter_op_num_threads = number("inter_op_thread_count", 0)
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")

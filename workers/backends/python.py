@@ -126,7 +126,11 @@ class Python(SeparateBackend):
         return config.default_model_filename or "model.py"
 
     def _import(self, config: ModelConfig) -> ModuleType:
-        """Under a name of its own: a model may be called like any module. Its helpers are found beside it."""
+        """Under a name of its own: a model may be called like any module. Its helpers are found beside it.
+
+        What is compiled is not kept: it would be written into the user's repository, also by what the model imports
+        when it runs."""
+        sys.dont_write_bytecode = True
         folder = self.context.version_folder
         path = folder / self._file(config)
         if not path.is_file():
@@ -147,15 +151,31 @@ class Python(SeparateBackend):
         return module
 
     def _arguments(self, config: ModelConfig) -> dict[str, str]:
+        kind, device = _device(config, self.context.instance)
         return {
             "model_config": json.dumps(as_triton_json(config)),
-            "model_instance_kind": "CPU",
+            "model_instance_kind": kind,
             "model_instance_name": self.context.instance,
-            "model_instance_device_id": "0",
+            "model_instance_device_id": str(device),
             "model_repository": str(self.context.folder),
             "model_version": str(self.context.version),
             "model_name": self.context.model,
         }
+
+
+def _device(config: ModelConfig, instance: str) -> tuple[str, int]:
+    """The kind of an instance and the number of its device. Instances are numbered through the groups of one name,
+    in each group through its devices."""
+    name, _, number = instance.rpartition("_")
+    devices = [
+        (group.kind.removeprefix("KIND_"), device)
+        for group in config.instance_group
+        if group.name == name
+        for device in (group.gpus if group.kind == "KIND_GPU" else (0,))
+        for _ in range(group.count)
+    ]
+    place = int(number) if number.isdecimal() else len(devices)
+    return devices[place] if place < len(devices) else ("CPU", 0)
 
 
 def _wrong_parameters(parameters: Any) -> str:

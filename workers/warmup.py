@@ -1,0 +1,184 @@
+"""Warm-up: the samples of `model_warmup` are run before the model is said to be ready, so that what is slow at first is
+over by then.
+
+The rule: a sample goes the way that requests go, and leaves nothing behind. Its outputs are written to memory of its
+own, which nobody is told of and which is gone when warm-up is over.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import FROM_CONFIG, elements
+from shmserve.errors import InvalidRequest, from_wire
+from shmserve.messages import Tensor, Work
+from shmserve.repo.inside import open_inside, read_inside
+from shmserve.shm.mapped import Mapped
+from shmserve.shm.strings import decode_bytes
+from shmserve.workers.arenas import Arenas
+from shmserve.workers.outbox import Outbox
+from shmserve.workers.runner import Runner
+from shmserve.workers.say import say
+from shmserve.workers.scatter import Scatter
+from shmserve.workers.specs import outputs_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shmserve.repo.schema import ModelConfig, ModelWarmup, ModelWarmupInput
+    from shmserve.workers.backends import Backend
+    from shmserve.workers.gather import Gather
+    from shmserve.workers.runner import Trace
+    from shmserve.workers.specs import Spec
+
+FOLDER = "warmup"
+"""Data files are in this directory of the model."""
+STRINGS_LIMIT = 1 << 30
+"""The largest file of strings. Files of other types have exactly the bytes of their tensor."""
+RANDOM_BELOW = 100
+"""Random integers are below this: they may be indices."""
+
+
+class _Unheard(Outbox):
+    """Where announcements of segments go that nobody needs to know of."""
+
+    def __init__(self) -> None:
+        """It has no link."""
+
+    def add(self, message: Any, descriptor: int | None = None) -> None:
+        """Nobody is told."""
+
+
+def warm_up(
+    config: ModelConfig, instance: str, folder: Path, backend: Backend, gather: Gather, limit: int, trace: Trace
+) -> None:
+    """Runs all samples. A ServeError says which one failed, and why."""
+    mapped = Mapped()
+    arenas = Arenas(0, _Unheard(), mapped, limit)
+    runner = Runner(
+        instance, str(folder), backend, gather, Scatter(config.name, outputs_of(config), arenas, mapped), trace
+    )
+    try:
+        for number, sample in enumerate(config.model_warmup):
+            name = title(sample, number)
+            if not sample.batch_size:
+                say(f"{name} of model '{config.name}' has batch_size 0 and is skipped", "info")
+                continue
+            works = requests_of(name, sample, config, folder, gather.specs)
+            _run(name, works, max(1, sample.count), config.name, runner, arenas)
+    finally:
+        arenas.close()
+        mapped.close()
+
+
+def _run(name: str, works: list[Work], count: int, model: str, runner: Runner, arenas: Arenas) -> None:
+    started = time.monotonic()
+    for turn in range(1, count + 1):
+        rows, _ = runner.run(works)
+        for row in rows:
+            arenas.free([part for tensor in row.outputs if isinstance(tensor.data, tuple) for part in tensor.data])
+        failure = next((row.error for row in rows if row.error is not None), None)
+        if failure is not None:
+            where = f" in run {turn} of {count}" if count > 1 else ""
+            raise from_wire(failure.code, f"{name} of model '{model}' failed{where}: {failure.text}")
+    took = (time.monotonic() - started) * 1e3
+    say(f"{name} of model '{model}' took {took:.1f} ms: {count} run(s) of {len(works)} request(s)", "info")
+
+
+# ------------------------------------------------------------------------------------------ samples
+
+
+def title(sample: ModelWarmup, number: int) -> str:
+    """What a sample is called in texts."""
+    return f"warm-up sample '{sample.name}'" if sample.name else f"warm-up sample number {number}"
+
+
+def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Path, specs: Sequence[Spec]) -> list[Work]:
+    """The batch of a sample: `batch_size` requests of one row each, all alike."""
+    largest = max(1, config.max_batch_size)
+    if sample.batch_size > largest:
+        raise InvalidRequest(
+            f"{name} of model '{config.name}' has batch_size {sample.batch_size}; max_batch_size is "
+            f"{config.max_batch_size}, so it can be {largest} at most"
+        )
+    known = {spec.name: spec for spec in specs}
+    tensors = []
+    for key, given in sample.inputs.items():
+        what = f"{name} of model '{config.name}': input '{key}'"
+        spec = known.get(key)
+        if spec is None:
+            raise InvalidRequest(f"{what} is none of the model's inputs, which are: {', '.join(known)}")
+        tensors.append(_tensor(what, given, spec, folder))
+    missing = [spec.name for spec in specs if not spec.optional and spec.name not in sample.inputs]
+    if missing:
+        raise InvalidRequest(f"{name} of model '{config.name}' lacks input(s) {', '.join(missing)}: all must be given")
+    rows = int(config.max_batch_size > 0)
+    # More bytes than would travel inside a message, but these do not travel.
+    return [Work(number, rows, tuple(tensors), None, "internal") for number in range(1, sample.batch_size + 1)]
+
+
+def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Tensor:
+    if FROM_CONFIG.get(given.data_type) != spec.dtype:
+        raise InvalidRequest(f"{what} has data_type {given.data_type}; the model's is {spec.dtype}")
+    dims = tuple(given.dims)
+    if any(dim < 0 for dim in dims):
+        raise InvalidRequest(f"{what} has dims {list(dims)}: those of data must be known")
+    if len(dims) != len(spec.dims) or any(want not in (-1, dim) for want, dim in zip(spec.dims, dims, strict=True)):
+        raise InvalidRequest(
+            f"{what} has dims {list(dims)}; the model's are {list(spec.dims)}"
+            + (", without the dimension of the batch" if spec.batched else "")
+        )
+    shape = (1, *dims) if spec.batched else dims
+    try:
+        data = _data(what, given, spec, shape, folder)
+    except (MemoryError, OverflowError):
+        raise InvalidRequest(
+            f"{what} with dims {list(dims)} has {elements(dims)} elements, more than memory can hold"
+        ) from None
+    return Tensor(spec.name, spec.dtype, shape, data)
+
+
+def _data(what: str, given: ModelWarmupInput, spec: Spec, shape: tuple[int, ...], folder: Path) -> bytes:
+    count = elements(shape)
+    if given.input_data_file is not None:
+        return _from_file(f"{what}: file '{given.input_data_file}'", given.input_data_file, spec, shape, folder)
+    if given.random_data is not None:
+        return _random(spec, count)
+    if given.zero_data is not None:
+        return bytes(count * (spec.item or 4))  # a string of no bytes is its length, four zeros
+    raise InvalidRequest(f"{what} has no data: give zero_data, random_data or input_data_file")
+
+
+def _from_file(what: str, name: str, spec: Spec, shape: tuple[int, ...], folder: Path) -> bytes:
+    if name.startswith("/"):
+        raise InvalidRequest(f"{what}: the name must be that of a file in the model's {FOLDER} directory")
+    if not spec.item:
+        data = read_inside(folder, f"{FOLDER}/{name}", what, STRINGS_LIMIT)
+        decode_bytes(data, shape, what)
+        return data
+    size = elements(shape) * spec.item
+    with os.fdopen(open_inside(folder, f"{FOLDER}/{name}", what), "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        data = file.read(size) if found == size else b""
+    if len(data) != size:
+        raise InvalidRequest(f"{what} must have {size} bytes for {spec.dtype} {list(shape)}; it has {found}")
+    return data
+
+
+def _random(spec: Spec, count: int) -> bytes:
+    """The same at every load. Floats are below 1."""
+    if not spec.item:
+        return bytes(4 * count)
+    generator = np.random.default_rng(0)
+    if spec.dtype == "BOOL":
+        return generator.integers(0, 2, count, np.uint8).tobytes()
+    if spec.dtype == "BF16":  # the upper half of a float
+        return (generator.random(count, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    if spec.dtype in ("FP16", "FP32", "FP64"):
+        return generator.random(count, np.float32).astype(spec.numpy).tobytes()
+    return generator.integers(0, RANDOM_BELOW, count, np.uint8).astype(spec.numpy).tobytes()
