@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shmserve.workers.outbox import Outbox
 
 LIMIT_BYTES = 4 * 1024 * 1024 * 1024
-KNOB = "output_limit_bytes"
+KNOB = "worker-output-bytes"
 _IDS = 1 << 20
 """Ids of segments that each arena has for itself, below OWNER_SHIFT."""
 

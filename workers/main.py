@@ -1,4 +1,4 @@
-"""The worker's process: `python -m shmserve.workers.main --link FD [--cpus 0,1] [--name x]`.
+"""The worker's process: `python -m shmserve.workers.main --link FD [--cpus 0,1] [--threads 2] [--name x]`.
 
 The rule: the process belongs to the broker. It ends when the broker says so or has gone, and for no other reason than
 a fault, and its exit code says which.
@@ -33,11 +33,14 @@ _PR_SET_NO_NEW_PRIVS = 38
 _GC_THRESHOLDS = (50_000, 20, 50)
 """What the loop makes is freed by counting; the collector is for the cycles of models, so it may be lazy."""
 
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
 
 def main(argv: list[str] | None = None) -> Exit:
     found = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
     found.add_argument("--link", type=int, required=True, help="descriptor of the link to the broker")
     found.add_argument("--cpus", default="", help="the cores this worker may use, like 0,1")
+    found.add_argument("--threads", type=int, default=0, help="how many threads an engine may use; 0: as it likes")
     found.add_argument("--name", default="", help="the instance's name, for the process table")
     arguments = found.parse_args(argv)
     parent = os.getppid()
@@ -49,6 +52,8 @@ def main(argv: list[str] | None = None) -> Exit:
         # Before anything heavy is imported: libraries size their thread pools by it.
         if arguments.cpus:
             os.sched_setaffinity(0, {int(cpu) for cpu in arguments.cpus.split(",")})
+        if arguments.threads > 0:
+            _limit_threads(arguments.threads)
         sock = socket.socket(fileno=arguments.link)
     except (OSError, ValueError) as error:
         say(f"cannot start on cores '{arguments.cpus}' and link {arguments.link}: {error}")
@@ -81,6 +86,17 @@ def _prepare(name: str) -> None:
     signal.signal(signal.SIGINT, _leave_it_to_the_broker)
     signal.signal(signal.SIGTERM, _leave_it_to_the_broker)
     os.dup2(2, 1)
+
+
+def _limit_threads(threads: int) -> None:
+    """Tells the engines, in the variables that they read. What the operator has set counts more."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if first.isdecimal() and int(first) > 0:
+        threads = int(first)
+    os.environ["SHMSERVE_THREADS"] = str(threads)
+    for name in _THREAD_VARIABLES:
+        if not os.environ.get(name):
+            os.environ[name] = str(threads)
 
 
 def _leave_it_to_the_broker(number: int, frame: Any) -> None:

@@ -23,6 +23,7 @@ from shmserve.broker.broker import Broker
 from shmserve.broker.catalog import Catalog
 from shmserve.broker.control import Control
 from shmserve.broker.cores import survey
+from shmserve.broker.logs import set_up
 from shmserve.broker.progress import Progress, hints
 from shmserve.core import events
 from shmserve.core.core import Core
@@ -42,11 +43,13 @@ class CannotStart(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings = setting.parse(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s",
-        level=logging.DEBUG if settings.log_verbose else logging.INFO,
-        stream=sys.stderr,
-    )
+    try:
+        set_up(settings)
+    except OSError as error:
+        print(f"shmserve: cannot write to --log-file {settings.log_file}: {error.strerror}", file=sys.stderr)
+        return 1
+    for text in settings.warnings:
+        log.warning("%s", text)
     try:
         with _runtime_dir(settings.runtime_dir):
             return _serve(settings)

@@ -1,141 +1,271 @@
-"""The server's settings: command line, then SHMSERVE_* in the environment. Names are Triton's where it has one."""
+"""The server's settings: command line, then SHMSERVE_* in the environment, then the file, then the defaults.
+
+The rule of the file: what is wrong is said before anything starts, all of it, with the nearest name; exit code 2.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
+from shmserve.broker import cores
+from shmserve.broker.flags import (
+    BY_NAME,
+    ENVIRONMENT,
+    FLAGS,
+    GROUPS,
+    REQUIRED,
+    Flag,
+    from_environment,
+    from_text,
+    from_toml,
+    nearest,
+    unknown,
+    written,
+)
 from shmserve.paths import server_runtime_dir
 
-_EPILOG = """
-every option can also be given as an environment variable, in capitals and with SHMSERVE_ before it
-(SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2); the command line is stronger
+if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
+    import tomllib
+else:
+    import tomli as tomllib
 
-example:
+OUTPUT_LIMIT = "worker-output-bytes"
+"""The key under which workers are told their limit."""
+_OTHERS = frozenset(("SHMSERVE_URL", "SHMSERVE_THREADS", "SHMSERVE_REWRITE", "SHMSERVE_MACHINE_EXAMPLES"))
+"""Variables that are not the server's. Those that begin with SHMSERVE_MODEL_ are for the models."""
+_MODELS = "SHMSERVE_MODEL_"
+_SURELY = 0.9
+"""How alike a variable for models must be to one of the server's to be taken for it."""
+
+_EPILOG = """
+Each flag is also a variable, SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2, and a key of the file that --config names,
+model-repository = ["DIR1", "DIR2"]. The command line is stronger than the variables, and they are than the file.
+A flag that is given twice has the last value, unless it may be given several times. BOOL is true or false, and the
+flag alone is true.
+
+examples:
   shmserve serve --model-repository ./models
-  shmserve infer mlp --random
+      serves all models of ./models until Ctrl-C; then `shmserve models` and `shmserve infer MODEL --random`
+  shmserve serve --model-repository ./models --model-control-mode poll
+      and follows what changes there
+  shmserve serve --model-repository ./models --model-control-mode explicit --load-model mlp
+      begins with one model; others come and go with `shmserve load` and `shmserve unload`
+  shmserve serve --model-repository ./models --host-policy cpu,cpu-cores=2-7 --exit-on-error true
+      keeps models away from the cores 0 and 1, and ends if one of them cannot be loaded
+  shmserve serve --config ./shmserve.toml --log-verbose 1
+      has its settings from a file, and says more than the file asks for
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"shmserve serve: {message}\n`shmserve serve --help` explains the flags\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    """Its namespace has what was given, and no defaults."""
+    found = _Parser(
         prog="shmserve serve",
+        usage="shmserve serve --model-repository DIR [FLAG ...]",
         description="Serves the models of one or more repositories to clients on this machine.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
-    add = found.add_argument
-    add("--model-repository", "--model-store", action="append", metavar="DIR", type=Path,
-        help="directory with one sub-directory a model; may be given several times")  # fmt: skip
-    add("--runtime-dir", metavar="DIR", type=Path,
-        help="where the sockets are (default: $SHMSERVE_RUNTIME_DIR, /run/shmserve if writable, "
-        "$XDG_RUNTIME_DIR/shmserve, or a directory in the temporary one)")  # fmt: skip
-    add("--strict-readiness", metavar="BOOL", type=_boolean, default=True,
-        help="ready only when every model is READY (default: true); false: when loading has ended")  # fmt: skip
-    add("--exit-on-error", metavar="BOOL", type=_boolean, default=False,
-        help="end if a model fails to load at start (default: false, so that the others are served)")  # fmt: skip
-    add("--exit-timeout-secs", metavar="S", type=_seconds, default=30.0,
-        help="at a stop, wait this long for requests in flight (default: 30)")  # fmt: skip
-    add("--disable-auto-complete-config", action="store_true", default=False,
-        help="take configurations as they are; an incomplete one fails to load")  # fmt: skip
-    add("--backend-config", action="append", metavar="BACKEND,KEY=VALUE", default=[],
-        help="a setting for a backend, e.g. onnxruntime,default-max-batch-size=8")  # fmt: skip
-    add("--host-policy", action="append", metavar="NAME,cpu-cores=LIST", default=[], type=_host_policy,
-        help="CPU cores for the instances of a host policy, e.g. cpu,cpu-cores=0-3,8; those that name no policy have "
-        "'cpu' (default: all cores of the server)")  # fmt: skip
-    add("--broker-arena-bytes", metavar="N", type=int, default=256 << 20,
-        help="memory for tensors that come in frames (default: 256 MiB)")  # fmt: skip
-    add("--log-verbose", metavar="N", type=int, default=0,
-        help="1: more in the log; 2: also each batch, and why it was formed (default: 0)")  # fmt: skip
-    add("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
-    add("--hints", action="store_true", help="when ready, show what to try next")
+    groups = {name: found.add_argument_group(name) for name in GROUPS}
+    for flag in FLAGS:
+        more: dict[str, Any] = {"action": "append"} if flag.repeatable else {}
+        if flag.kind == "boolean":
+            more = {"nargs": "?", "const": True}
+        groups[flag.group].add_argument(
+            f"--{flag.name}",
+            *([f"--{flag.alias}"] if flag.alias else []),
+            dest=flag.dest,
+            type=_reader(flag),
+            metavar=flag.metavar or "BOOL",
+            help=_help(flag),
+            **more,
+        )
     return found
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The settings. Wrong use ends the process with code 2 and a usage line."""
+    """The settings, by the names of the flags with underscores; `warnings` are texts for the log.
+
+    Wrong use ends the process with code 2 and says what is wrong.
+    """
     found = parser()
-    known = {action.dest: action for action in found._actions if action.option_strings}
-    found.set_defaults(**_from_environment(found, known))
-    settings = found.parse_args(argv)
-    if not settings.model_repository:
-        found.error("no --model-repository given: name the directory that holds the models")
-    for root in settings.model_repository:
-        if not root.is_dir():
-            found.error(f"--model-repository {root} is not a directory")
+    given, rest = found.parse_known_args(argv)
+    problems = [_stray(word) for word in _strays(rest)]
+    from_variables, warnings = _environment(os.environ, problems)
+    config = vars(given).get("config", from_variables.get("config"))
+    from_file = _file(config, problems) if config is not None else {}
+    values = {flag.dest: copy(flag.default) for flag in FLAGS if not flag.instead}
+    for source, where in ((from_file, str(config)), (from_variables, "the environment"), (vars(given), "")):
+        warnings += _renamed(source, where)
+        values |= source
+    settings = argparse.Namespace(**values, warnings=warnings)
+    _check(settings, problems)
+    if problems:
+        found.error("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
     if settings.runtime_dir is None:
         settings.runtime_dir = server_runtime_dir()
     return settings
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
-    """For the workers: 'backend,key' -> value."""
-    found = {}
-    for text in settings.backend_config:
-        name, _, value = text.partition("=")
-        found[name] = value
+    """For the workers: 'backend,key' -> value, ',key' -> value for all backends, and what is for workers themselves."""
+    found = dict(settings.backend_config)
+    found[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
     if settings.disable_auto_complete_config:
         found["disable-auto-complete-config"] = "true"
     return found
 
 
 def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:
-    return dict(settings.host_policy)
+    """The CPU cores of each host policy."""
+    return cores.resolve(settings.host_policy)
 
 
-def _host_policy(text: str) -> tuple[str, tuple[int, ...]]:
-    """`cpu,cpu-cores=0-3,8` -> ("cpu", (0, 1, 2, 3, 8)). Cores that this machine does not let us use are refused."""
-    name, _, value = text.partition(",")
-    key, _, cores = value.partition("=")
-    if not name or key != "cpu-cores":
-        raise argparse.ArgumentTypeError(f"'{text}' is not NAME,cpu-cores=LIST with a LIST like 0-3,8")
-    found: set[int] = set()
-    for part in cores.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise argparse.ArgumentTypeError(f"'{part}' is neither a core nor a range of cores")
-        found.update(range(int(first), int(last or first) + 1))
-    ours = os.sched_getaffinity(0)
-    if not found or not found <= ours:
-        wrong = ", ".join(map(str, sorted(found - ours))) or "none given"
-        raise argparse.ArgumentTypeError(f"cores that cannot be used here: {wrong}; there are {sorted(ours)}")
-    return name, tuple(sorted(found))
+# ------------------------------------------------------------------------------------------- the command line
 
 
-def _from_environment(found: argparse.ArgumentParser, known: dict[str, argparse.Action]) -> dict[str, object]:
-    values: dict[str, object] = {}
-    for name, action in known.items():
-        text = os.environ.get("SHMSERVE_" + name.upper())
-        if not text or name in ("help", "ready_fd", "hints"):
-            continue
+def _reader(flag: Flag) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
         try:
-            if name == "model_repository":
-                values[name] = [Path(part) for part in text.split(":") if part]
-            elif name == "backend_config":
-                values[name] = text.split(";")
-            elif name == "host_policy":
-                values[name] = [_host_policy(part) for part in text.split(";")]
-            elif action.nargs == 0:
-                values[name] = _boolean(text)
-            else:
-                values[name] = action.type(text) if callable(action.type) else text
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            found.error(f"SHMSERVE_{name.upper()}={text}: {error}")
+            return from_text(flag, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _help(flag: Flag) -> str:
+    if flag.private:
+        return argparse.SUPPRESS
+    text = f"deprecated: {flag.help}" if flag.instead else flag.help
+    if flag.default_text:
+        text += f" ({'' if flag.default_text == REQUIRED else 'default: '}{flag.default_text})"
+    return text.replace("%", "%%")
+
+
+def _strays(rest: Sequence[str]) -> list[str]:
+    """Without the values of flags that are unknown, which only look like words of their own."""
+    return [word for at, word in enumerate(rest) if word.startswith("-") or not at or not _is_bare(rest[at - 1])]
+
+
+def _is_bare(word: str) -> bool:
+    return word.startswith("--") and "=" not in word
+
+
+def _stray(word: str) -> str:
+    if not word.startswith("-"):
+        return f"'{word}' is not a flag; a directory of models is named by --model-repository {word}"
+    shown = word.partition("=")[0]
+    return unknown(shown.lstrip("-"), shown)
+
+
+# ------------------------------------------------------------------------------------------- environment and file
+
+
+def _environment(environment: Mapping[str, str], problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values, and warnings about variables that nobody reads. They are no errors: a container's host may set some
+    of its own for a service that has our name."""
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith(ENVIRONMENT) or variable in _OTHERS:
+            continue
+        name = variable.removeprefix(ENVIRONMENT).lower().replace("_", "-")
+        flag = BY_NAME.get(name)
+        if flag is not None and not flag.private:
+            if text:
+                _take(values, flag, partial(from_environment, flag, text), problems, variable)
+        elif not variable.startswith(_MODELS):
+            warnings.append(unknown(name, variable, ENVIRONMENT))
+        elif close := nearest(name, _SURELY):
+            warnings.append(f"{variable} is for models; did you mean {ENVIRONMENT}{written(close, ENVIRONMENT)}?")
+    return values, warnings
+
+
+def _file(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"is not TOML: {error}"
+        problems.append(f"--config {path}: {why}")
+        return {}
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        flag = BY_NAME.get(key)
+        if flag is None or flag.private:
+            problems.append(f"{path}: {unknown(key, key, '')}")
+        elif flag.name == "config":
+            problems.append(f"{path}: config cannot be set in the file itself")
+        else:
+            _take(values, flag, partial(from_toml, flag, value, path.parent), problems, f"{path}: {key}")
     return values
 
 
-def _boolean(text: str) -> bool:
-    if text.lower() in ("true", "1", "yes", "on"):
-        return True
-    if text.lower() in ("false", "0", "no", "off"):
-        return False
-    raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")
+def _take(values: dict[str, Any], flag: Flag, read: Callable[[], Any], problems: list[str], where: str) -> None:
+    try:
+        found = read()
+    except ValueError as error:
+        problems.append(f"{where}: {error}")
+        return
+    # An alias beside the name: both count where there may be several.
+    values[flag.dest] = [*values.get(flag.dest, ()), *found] if flag.repeatable else found
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
-    return value
+# ------------------------------------------------------------------------------------------- what they mean together
+
+
+def _renamed(source: dict[str, Any], where: str) -> list[str]:
+    """Moves values of deprecated flags to the flags of now, and warns."""
+    warnings = []
+    for flag in FLAGS:
+        if flag.instead and flag.dest in source:
+            source.setdefault(BY_NAME[flag.instead].dest, source.pop(flag.dest))
+            at = f" (in {where})" if where else ""
+            warnings.append(f"--{flag.name} is deprecated{at}; use --{flag.instead}")
+    return warnings
+
+
+def _check(settings: argparse.Namespace, problems: list[str]) -> None:
+    wrong = problems.append
+    if not settings.model_repository and not problems:
+        wrong("no --model-repository given: name the directory that holds the models")
+    for root in settings.model_repository:
+        if not root.is_dir():
+            wrong(f"--model-repository {root} is not a directory")
+    if settings.load_model and settings.model_control_mode != "explicit":
+        wrong(
+            "Use of '--load-model' requires setting '--model-control-mode=explicit' as well; the mode is "
+            f"{settings.model_control_mode}"
+        )
+    if "*" in settings.load_model and len(settings.load_model) > 1:
+        wrong(
+            "Wildcard model name '*' must be the ONLY startup model if specified at all; --load-model was given "
+            f"{len(settings.load_model)} times"
+        )
+    if settings.model_namespacing:
+        wrong("--model-namespacing true is not supported: a model's name must be unique in all repositories together")
+    if not re.fullmatch(r"[^/\x00]*", settings.model_config_name) or settings.model_config_name in (".", ".."):
+        wrong(f"--model-config-name {settings.model_config_name}: the name of a file without its .pbtxt is expected")
+    if not settings.id.isprintable() or len(settings.id) > 128:
+        wrong("--id is expected to be at most 128 printable characters")
+    try:
+        cores.resolve(settings.host_policy)
+    except ValueError as error:
+        wrong(f"--host-policy: {error}")

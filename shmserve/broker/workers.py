@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from shmserve import wire
 from shmserve.broker.link import Link
+from shmserve.broker.logs import printable
 from shmserve.core.policy import InstanceSpec
 from shmserve.messages import WorkerReport
 
@@ -28,7 +29,7 @@ GRACE_S = 10.0
 """A worker whose link has ended has this long to end itself."""
 
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
-_PASSED_ON_PREFIXES = ("OMP_", "MKL_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
+_PASSED_ON_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
 """What of the environment a worker gets. Not more: it may hold the server's secrets."""
 
 _codec = wire.Codec(WorkerReport)
@@ -73,6 +74,8 @@ class Workers:
         command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno()), "--name", spec.name]
         if spec.cpus:
             command += ["--cpus", ",".join(map(str, spec.cpus))]
+        if spec.threads:
+            command += ["--threads", str(spec.threads)]
         try:
             process = subprocess.Popen(
                 command,
@@ -122,7 +125,7 @@ class Workers:
             lines.append(worker.partial)
             worker.partial = b""
         for line in lines:
-            text = printable(line[:LINE_BYTES])
+            text = printable(line[:LINE_BYTES].decode("utf-8", "backslashreplace"))
             worker.stderr.append(text)
             self._say("info", f"[{worker.name}] {text}")
 
@@ -154,9 +157,3 @@ def _reason(code: int) -> str:
         return f"exit code {code}"
     name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
     return f"signal {name}" + (", perhaps out of memory" if -code == signal.SIGKILL else "")
-
-
-def printable(line: bytes) -> str:
-    """A line that cannot forge another: control characters are escaped."""
-    text = line.decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)

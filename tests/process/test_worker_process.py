@@ -32,6 +32,7 @@ from shmserve.messages import (
 )
 from shmserve.repo.schema import ModelConfig, encode_config
 from shmserve.shm import memfd
+from shmserve.workers.arenas import KNOB
 from shmserve.workers.exits import Exit
 from tests.worker_harness import CLIENT, WORKER, WorkerProcess, config, gone, work
 from tests.worker_models import python_model
@@ -300,7 +301,7 @@ def test_memory_that_cannot_be_trusted_is_not_mapped(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
-    settings = {"output_limit_bytes": str(2 << 20)}
+    settings = {KNOB: str(2 << 20)}
     with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
         worker.loaded()
         tensor = worker.tensor("x", np.ones((1, 200_000), np.float32))
@@ -312,7 +313,7 @@ def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
         (row,) = worker.run(work(3, tensor))
         assert row.error is not None
         assert row.error.code == "UNAVAILABLE"
-        assert "output_limit_bytes" in row.error.text
+        assert KNOB in row.error.text
         assert worker.array(held[0], np.float32).sum() == 200_000
         worker.send(Return(held[0].data))  # type: ignore[arg-type]
         (row,) = worker.run(work(4, tensor))
@@ -328,7 +329,7 @@ def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
 
 
 def test_an_audience_gets_room_that_another_does_not_need(tmp_path: Path) -> None:
-    settings = {"output_limit_bytes": str(3 << 20)}
+    settings = {KNOB: str(3 << 20)}
     with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
         worker.loaded()
         tensor = worker.tensor("x", np.ones((1, 500_000), np.float32))

@@ -1,0 +1,323 @@
+"""The flags of `shmserve serve`, with Triton's names: one table for the command line, the environment, the file and
+docs/settings.md.
+
+The rule of the file: a flag is a row, and nothing about a flag stands anywhere else. What the values mean together is
+in settings.py.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.broker.cores import host_policy
+from shmserve.broker.logs import FORMATS
+
+ENVIRONMENT = "SHMSERVE_"
+REQUIRED = "required"
+SECONDS = 1e6
+"""The longest time that a flag takes."""
+_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+
+
+class Flag(Struct, frozen=True):
+    """`kind`: boolean, whole, bytes, seconds, text, path, choice, setting or policy. `triton`: its default there,
+    where ours differs, and why. `instead`: deprecated, what to say now. `private`: for programs that start us."""
+
+    name: str
+    kind: str
+    group: str
+    help: str
+    default: Any = None
+    metavar: str = ""
+    repeatable: bool = False
+    choices: tuple[str, ...] = ()
+    least: int = 0
+    alias: str = ""
+    shown: str = ""
+    triton: str = ""
+    instead: str = ""
+    private: bool = False
+
+    @property
+    def dest(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT + self.dest.upper()
+
+    @property
+    def default_text(self) -> str:
+        """As people write it; empty if there is none."""
+        if self.shown or self.default in (None, [], ""):
+            return self.shown
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        if self.kind == "bytes":
+            unit = next(unit for unit in ("GiB", "MiB", "KiB", "") if not self.default % _UNITS[unit.upper()])
+            return f"{self.default // _UNITS[unit.upper()]} {unit}".rstrip()
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+MODELS, LOADING, INSTANCES, MEMORY = "Models", "Loading", "Instances and cores", "Memory"
+STOPPING, LOGGING, SERVICE = "Stopping", "Logging", "Service"
+GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, STOPPING, LOGGING, SERVICE)
+
+FLAGS = (
+    Flag("model-repository", "path", MODELS, "directory with one sub-directory a model; may be given several times",
+         [], "DIR", repeatable=True, alias="model-store", shown=REQUIRED),
+    Flag("model-control-mode", "choice", MODELS, "none: load all models at start, and leave it at that; poll: follow "
+         "changes in the repositories; explicit: load what --load-model and clients ask for",
+         "none", "MODE", choices=("none", "poll", "explicit")),
+    Flag("load-model", "text", MODELS, "in mode explicit, a model to load at start; may be given several times; * alone"
+         " is all of them", [], "MODEL", repeatable=True),
+    Flag("repository-poll-secs", "seconds", MODELS, "in mode poll, how often to look for changes; 0: never", 15.0, "S"),
+    Flag("settle-secs", "seconds", MODELS, "in mode poll, how long a model must not change before it is loaded, so that"
+         " no half-copied one is", 1.0, "S"),
+    Flag("model-config-name", "text", MODELS, "use configs/NAME.pbtxt of each model that has it, instead of its "
+         "config.pbtxt", "", "NAME"),
+    Flag("model-namespacing", "boolean", MODELS, "only false: names of models are unique over all repositories", False),
+    Flag("disable-auto-complete-config", "boolean", LOADING, "take configurations as they are; an incomplete one fails "
+         "to load", False),
+    Flag("strict-model-config", "boolean", LOADING, "the old name of --disable-auto-complete-config",
+         instead="disable-auto-complete-config"),
+    Flag("backend-config", "setting", LOADING, "a setting for a backend, or for all of them without BACKEND; e.g. "
+         "onnxruntime,default-max-batch-size=8; may be given several times", [], "BACKEND,KEY=VALUE", repeatable=True),
+    Flag("model-load-thread-count", "whole", LOADING, "how many models load at the same time", 4, "N", least=1),
+    Flag("model-load-retry-count", "whole", LOADING, "how often loading a model is tried again after a failure",
+         0, "N"),
+    Flag("strict-readiness", "boolean", LOADING, "ready only when every model is READY; false: when loading has ended",
+         True),
+    Flag("exit-on-error", "boolean", LOADING, "end if a model fails to load at start; false: the others are served",
+         False, triton="true; one bad model does not keep the others from being served, and readiness says so"),
+    Flag("host-policy", "policy", INSTANCES, "CPU cores for the instances of a host policy: NAME,cpu-cores=0-3,8, or "
+         "NAME,numa-node=N for all of a node; instances that name no policy have 'cpu' or 'gpu_DEVICE'; may be given "
+         "several times", [], "NAME,KEY=VALUE", repeatable=True),
+    Flag("broker-arena-bytes", "bytes", MEMORY, "memory for tensors that come in frames", 256 << 20, "N",
+         least=1 << 20),
+    Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may have for its outputs", 4 << 30, "N",
+         least=1 << 20),
+    Flag("override-bytes", "bytes", MEMORY, "the most bytes of files that one load call may bring", 1 << 30, "N"),
+    Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, wait this long for requests in flight", 30.0, "S"),
+    Flag("log-verbose", "whole", LOGGING, "1: more in the log; 2: also each batch, and why it was formed", 0, "N"),
+    Flag("log-info", "boolean", LOGGING, "log what goes on", True),
+    Flag("log-warning", "boolean", LOGGING, "log what may be wrong", True),
+    Flag("log-error", "boolean", LOGGING, "log what has failed", True),
+    Flag("log-format", "choice", LOGGING, "default: local time, level, text; ISO8601: the time in UTC, for programs",
+         "default", "FORM", choices=FORMATS),
+    Flag("log-file", "path", LOGGING, "append to this file, not to the console; it may be rotated by renaming it",
+         None, "FILE", shown="console"),
+    Flag("id", "text", SERVICE, "the server's name, as its metadata says it", "shmserve", "NAME",
+         triton="triton; programs that look at the name see which server they talk to"),
+    Flag("runtime-dir", "path", SERVICE, "where the sockets are", None, "DIR",
+         shown="/run/shmserve if writable, $XDG_RUNTIME_DIR/shmserve, or a directory in the temporary one"),
+    Flag("config", "path", SERVICE, "a TOML file with flags as keys; the command line and the environment are stronger",
+         None, "FILE"),
+    Flag("hints", "boolean", SERVICE, "when ready, show what to try next", False, private=True),
+    Flag("ready-fd", "whole", SERVICE, "a descriptor that READY is written to", -1, "FD", private=True),
+)  # fmt: skip
+BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if name}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NOT_BUILT_YET = _names(
+    """
+    enable-peer-access allow-http http-address http-port reuse-http-port http-header-forward-pattern
+    http-thread-count http-max-input-size http-restricted-api allow-grpc grpc-address grpc-port reuse-grpc-port
+    grpc-header-forward-pattern grpc-infer-thread-count grpc-infer-allocation-pool-size
+    grpc-max-response-pool-size grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert grpc-server-key grpc-root-cert
+    grpc-infer-response-compression-level grpc-keepalive-time grpc-keepalive-timeout
+    grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data
+    grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes grpc-max-connection-age
+    grpc-max-connection-age-grace grpc-restricted-protocol allow-metrics allow-gpu-metrics allow-cpu-metrics
+    metrics-address metrics-port metrics-interval-ms metrics-config trace-config cache-config cache-directory
+    rate-limit rate-limit-resource pinned-memory-pool-byte-size cuda-memory-pool-byte-size
+    cuda-virtual-address-size min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit
+    allow-client-shm backend-directory repoagent-directory response-cache-byte-size trace-file trace-level
+    trace-rate trace-count trace-log-frequency
+    """
+)
+"""Triton's flags for what is not here."""
+NO_PART = _names(
+    """
+    allow-sagemaker sagemaker-port sagemaker-safe-port-range sagemaker-thread-count allow-vertex-ai
+    vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
+    """
+)
+
+
+def unknown(name: str, shown: str, prefix: str = "--") -> str:
+    """What to say of a name that is not a flag. `shown` is how it was written, `prefix` how the nearest one is."""
+    plain = name.replace("_", "-").lower()
+    if plain in NOT_BUILT_YET:
+        return f"{shown} is known to Triton, and not built here yet; leave it out"
+    if plain in NO_PART:
+        return f"{shown} is known to Triton, and not part of shmserve; leave it out"
+    close = nearest(plain)
+    return f"{shown} is unknown" + (f"; did you mean {prefix}{written(close, prefix)}?" if close else "")
+
+
+def nearest(name: str, cutoff: float = 0.6) -> str:
+    names = [known for known, flag in BY_NAME.items() if not flag.private]
+    return next(iter(get_close_matches(name, names, 1, cutoff)), "")
+
+
+def written(name: str, prefix: str) -> str:
+    """A flag's name as it is written behind that prefix."""
+    return name.replace("-", "_").upper() if prefix == ENVIRONMENT else name
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def from_text(flag: Flag, text: str) -> Any:
+    """One value, as it stands on the command line or in a variable. Raises ValueError."""
+    match flag.kind:
+        case "boolean":
+            return _boolean(text)
+        case "whole" | "bytes":
+            return _whole(flag, text)
+        case "seconds":
+            return _seconds(text)
+        case "choice":
+            return _choice(flag, text)
+        case "setting":
+            return _setting(text)
+        case "policy":
+            return host_policy(text)
+    if not text and flag.default != "":
+        raise ValueError(f"a {flag.metavar or 'value'} is expected, and nothing was given")
+    return Path(text) if flag.kind == "path" else text
+
+
+def from_environment(flag: Flag, text: str) -> Any:
+    """Directories are separated by ':', other values of a flag that may be given several times by ';'."""
+    if not flag.repeatable:
+        return from_text(flag, text)
+    return [from_text(flag, part) for part in text.split(":" if flag.kind == "path" else ";") if part]
+
+
+def from_toml(flag: Flag, value: Any, folder: Path) -> Any:
+    """A value of the file in `folder`, where relative paths begin. Raises ValueError."""
+    if flag.repeatable:
+        values = value if isinstance(value, list) else [value]
+        return [_one_from_toml(flag, one, folder) for one in values]
+    return _one_from_toml(flag, value, folder)
+
+
+def _one_from_toml(flag: Flag, value: Any, folder: Path) -> Any:
+    types: tuple[tuple[type, ...], str]
+    match flag.kind:
+        case "boolean":
+            types = (bool,), "true or false"
+        case "whole":
+            types = (int,), "a whole number"
+        case "bytes":
+            types = (int, str), 'a whole number or text like "256 MiB"'
+        case "seconds":
+            types = (int, float), "a number"
+        case _:
+            types = (str,), "text" + (" or an array of it" if flag.repeatable else "")
+    if not isinstance(value, types[0]) or (isinstance(value, bool) and flag.kind != "boolean"):
+        raise ValueError(f"found {_toml_type(value)}, expected {types[1]}")
+    found = from_text(flag, str(value))
+    return folder / found if isinstance(found, Path) else found
+
+
+def _toml_type(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    if isinstance(value, str):
+        return f'the text "{value}"'
+    if isinstance(value, list):
+        return "an array"
+    return "a table" if isinstance(value, dict) else "a date or time"
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise ValueError(f"'{text}' is neither true nor false")
+
+
+def _whole(flag: Flag, text: str) -> int:
+    match = re.fullmatch(r"(-?[0-9]{1,18})\s*([a-zA-Z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match and (flag.kind == "bytes" or not match[2]) else None
+    if match is None or unit is None:
+        more = ", with KiB, MiB or GiB behind it if you like" if flag.kind == "bytes" else ""
+        raise ValueError(f"'{text}' is not a whole number{more}")
+    value = int(match[1]) * unit
+    if value < flag.least and not flag.private:
+        raise ValueError(f"{text} is too small; the least is {flag.least}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < SECONDS:
+        raise ValueError(f"'{text}' is not a number of seconds, from 0 to {SECONDS:g}")
+    return value
+
+
+def _choice(flag: Flag, text: str) -> str:
+    if text in flag.choices:
+        return text
+    close = get_close_matches(text.lower(), [choice.lower() for choice in flag.choices], 1)
+    meant = next((choice for choice in flag.choices if close and choice.lower() == close[0]), "")
+    more = f"; did you mean {meant}?" if meant else ""
+    raise ValueError(f"'{text}' is none of {', '.join(flag.choices)}{more}")
+
+
+def _setting(text: str) -> tuple[str, str]:
+    """`onnxruntime,key=value` -> ("onnxruntime,key", "value"); `key=value` is for all backends: (",key", "value")."""
+    name, given, value = text.partition("=")
+    backend, comma, key = name.rpartition(",")
+    if not given or not key or (comma and not backend) or "," in backend:
+        raise ValueError(f"'{text}' is neither BACKEND,KEY=VALUE nor KEY=VALUE")
+    return f"{backend},{key}", value
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+def page() -> str:
+    """The part of docs/settings.md that is made from the table."""
+    lines: list[str] = []
+    for group in GROUPS:
+        lines += [f"### {group}", "", "| Flag | Default | |", "| --- | --- | --- |"]
+        for flag in FLAGS:
+            if flag.group == group and not flag.private:
+                lines.append(_row(flag))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def differences() -> str:
+    """Where a default is not Triton's."""
+    return "\n".join(f"- `--{flag.name}` is {flag.default_text}, there {flag.triton}." for flag in FLAGS if flag.triton)
+
+
+def _row(flag: Flag) -> str:
+    name = f"`--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
+    if flag.alias:
+        name += f", `--{flag.alias}`"
+    if flag.instead:
+        return f"| {name} | | deprecated: {flag.help} |"
+    return f"| {name} | {flag.default_text} | {flag.help} |".replace("|  |", "| |")
