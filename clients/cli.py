@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     _add_models(commands)
     _add_infer(commands)
+    _add_run(commands)
     _add_stats(commands)
     _add_ready(commands)
     _add_config(commands)
@@ -98,6 +99,15 @@ def _add_infer(commands: Any) -> None:
     made = _command(commands, "infer", _infer, "run a model once and show its outputs", examples)
     add = made.add_argument
     add("model", metavar="MODEL")
+    _feeding(made)
+    add("--timeout", metavar="SECONDS", type=_seconds, help="wait so long for an answer (default: no limit)")
+    _version_of(made)
+    _json(made)
+
+
+def _feeding(made: argparse.ArgumentParser) -> None:
+    """What a model gets, how often, and where its answer goes."""
+    add = made.add_argument
     add("file", metavar="FILE", nargs="?", help='JSON: {"inputs": {"NAME": [[1, 2, 3]]}}; - is standard input')
     add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
         help="an input: numbers with commas between them, a JSON literal, or @FILE.npy; dtype and shape are the "
@@ -111,8 +121,29 @@ def _add_infer(commands: Any) -> None:
     add("--out", metavar="DIR", type=Path, help="write each output to DIR/NAME.npy")
     add("--repeat", metavar="N", type=_at_least_1, default=1,
         help="send it N times, one after another, and show the median and 99th percentile of the latency")  # fmt: skip
-    add("--timeout", metavar="SECONDS", type=_seconds, help="wait so long for an answer (default: no limit)")
-    _version_of(made)
+
+
+def _add_run(commands: Any) -> None:
+    examples = """
+examples:
+  shmserve run models/mlp --random
+  shmserve run models/mlp --input x=@x.npy --repeat 100
+  shmserve run models/add_sub request.json --json
+  shmserve run models/add_sub --random --pdb      stop in the debugger where the model fails
+"""
+    about = "run one model in this terminal, without a server, where breakpoint() works"
+    made: argparse.ArgumentParser = commands.add_parser(
+        "run", help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=examples
+    )
+    made.set_defaults(run=_run_model)
+    add = made.add_argument
+    add("model_dir", metavar="MODEL_DIR", type=Path, help="the directory that has the model's config.pbtxt")
+    _feeding(made)
+    add("--pdb", action="store_true", help="stop in Python's debugger where the model raises")
+    add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[],
+        help="a setting for a backend, as for serve; may be given several times")  # fmt: skip
+    add("--model-config-name", metavar="NAME", default="", help="take MODEL_DIR/configs/NAME.pbtxt, if it is there")
+    add("--version", metavar="N", type=_at_least_1, help="a version of the model (default: its highest)")
     _json(made)
 
 
@@ -191,6 +222,12 @@ def _infer(args: argparse.Namespace) -> int:
     from shmserve.clients import commands_infer
 
     return commands_infer.infer(args)
+
+
+def _run_model(args: argparse.Namespace) -> int:
+    from shmserve.clients import commands_run
+
+    return commands_run.run(args)
 
 
 def _stats(args: argparse.Namespace) -> int:

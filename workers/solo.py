@@ -136,7 +136,7 @@ def _find(order: Order) -> tuple[Found, int]:
     try:
         found = scan_model(path, backends=_backends(), config_name=order.model_config_name)
     except InvalidRequest as error:
-        raise feed.Refused(f"--model-config-name: {error}") from error
+        raise feed.Refused(str(error)) from error
     for warning in found.warnings:
         say(warning, "warning")
     if found.problems or found.config is None:
