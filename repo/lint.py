@@ -16,12 +16,13 @@ from shmserve.repo.problems import Place, Report, meant
 _BOOLS = ("true", "True", "t", "1", "false", "False", "f", "0")
 _FLOAT_WORDS = ("inf", "infinity", "nan")
 _OCTAL = re.compile(r"[+-]?0[0-7]+")
-_INTEGERS = {
+INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: ("int32", -(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: ("int64", -(2**63), 2**63 - 1),
     FieldDescriptor.CPPTYPE_UINT32: ("uint32", 0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: ("uint64", 0, 2**64 - 1),
 }
+"""Kind of field -> its name, least and largest number."""
 
 
 def lint(root: Block, report: Report) -> None:
@@ -84,7 +85,7 @@ def _value(value: Token | Block, descriptor: FieldDescriptor, path: str, report:
     message = descriptor.message_type
     if isinstance(value, Block):
         if message is None:
-            report.problem(path, f"found a block, expected {_expected(descriptor)}", _place(token))
+            report.problem(path, f"found a block, expected {expected(descriptor)}", _place(token))
         else:
             _block(value, message, path, report)
     elif message is not None:
@@ -113,7 +114,8 @@ def _map_entry(
     if isinstance(key, Token):
         earlier = keys.setdefault(inner, key)
         if earlier is not key:
-            report.warn(inner, f"given twice, first in line {earlier.line}; the last one counts", _place(key))
+            report.repeated[inner] = earlier.line
+            report.places[inner] = _place(key)
     first: dict[str, Token] = {}
     for field in entry.fields:
         known = fields.get(field.name.text)
@@ -125,12 +127,13 @@ def _map_entry(
         _singular(field, known, inner, first, report)
 
 
-def _expected(descriptor: FieldDescriptor) -> str:
+def expected(descriptor: FieldDescriptor) -> str:
+    """What a value of the field looks like, for a message."""
     if descriptor.enum_type is not None:
         return f"a value of {descriptor.enum_type.name}"
     kind = descriptor.cpp_type
-    if kind in _INTEGERS:
-        name, least, most = _INTEGERS[kind]
+    if kind in INTEGERS:
+        name, least, most = INTEGERS[kind]
         return f"{name}, a whole number from {least} to {most}"
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return "true or false"
@@ -145,9 +148,9 @@ def _wrong(token: Token, descriptor: FieldDescriptor) -> str | None:
     if descriptor.enum_type is not None:
         return _wrong_enum(token, descriptor.enum_type)
     kind = descriptor.cpp_type
-    if kind in _INTEGERS:
+    if kind in INTEGERS:
         number = _integer(text)
-        _, least, most = _INTEGERS[kind]
+        _, least, most = INTEGERS[kind]
         fine = number is not None and least <= number <= most
     elif kind == FieldDescriptor.CPPTYPE_BOOL:
         fine = text in _BOOLS or _integer(text) in (0, 1)
@@ -155,7 +158,7 @@ def _wrong(token: Token, descriptor: FieldDescriptor) -> str | None:
         fine = token.kind == "string"
     else:
         fine = token.kind != "string" and _is_number(text)
-    return None if fine else f"found {shown(text)}, expected {_expected(descriptor)}"
+    return None if fine else f"found {shown(text)}, expected {expected(descriptor)}"
 
 
 def _wrong_enum(token: Token, enum: EnumDescriptor) -> str | None:

@@ -51,6 +51,8 @@ class Report:
     def __init__(self, file: str) -> None:
         self.file = file
         self.places: dict[str, Place] = {}
+        self.repeated: dict[str, int] = {}
+        """Entries of maps that stand in the file again, and the line of the first."""
         self.warnings: list[Problem] = []
         self._problems: list[Problem] = []
         self._more = 0

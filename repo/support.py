@@ -17,22 +17,31 @@ class Status(Enum):
 
 
 class Support(NamedTuple):
-    """`note` says what is done, or why it is not: the text of the warning or the problem."""
+    """`note` says what is done, or why it is not: the text of the warning or the problem.
+
+    Nothing is said to a model of backend `only`: where that backend is, it decides.
+    """
 
     status: Status
     note: str
+    only: str = ""
+
+
+NOT_SUPPORTED = "not supported: "
+"""In front of the note in the problem of a refused field."""
 
 
 TABLE: dict[str, Support] = {}
 """`Message.field` -> what is done with it. Nested messages are written `Outer.Inner.field`."""
 
 
-def _rows(message: str, status: Status, note: str, *fields: str) -> None:
+def _rows(message: str, status: Status, note: str, *fields: str, only: str = "") -> None:
     for field in fields:
-        TABLE[f"{message}.{field}"] = Support(status, note)
+        TABLE[f"{message}.{field}"] = Support(status, note, only)
 
 
 _Y, _N, _X = Status.HONOURED, Status.NO_EFFECT, Status.REFUSED
+_TENSORRT = "tensorrt"
 
 _rows("ModelConfig", _Y, "must equal the directory; taken from it when empty", "name")
 _rows("ModelConfig", _Y, "the older way to name the backend", "platform")
@@ -52,7 +61,7 @@ _rows("ModelConfig", _Y, "the model's file in its version directory", "default_m
 _rows("ModelConfig", _N, "models run on the CPU, so the default file is used", "cc_model_filenames")
 _rows("ModelConfig", _N, "metrics carry no labels of the model's own yet", "metric_tags")
 _rows("ModelConfig", _Y, "given to the backend", "parameters")
-_rows("ModelConfig", _N, "no warm-up is run yet: the first requests may be slow", "model_warmup")
+_rows("ModelConfig", _Y, "run by every instance before it takes requests", "model_warmup")
 _rows("ModelConfig", _Y, "see its fields", "model_operations", "model_transaction_policy", "response_cache")
 _rows(
     "ModelConfig",
@@ -72,7 +81,7 @@ _rows("ModelInstanceGroup", _Y, "default 1, or 2 for onnxruntime on the CPU", "c
 _rows("ModelInstanceGroup", _N, _NO_LIMITER, "rate_limiter")
 _rows("ModelInstanceGroup", _N, "no instance runs on a GPU yet", "gpus")
 _rows("ModelInstanceGroup", _N, "there is no backend that uses a secondary device", "secondary_devices")
-_rows("ModelInstanceGroup", _X, "only TensorRT has optimisation profiles", "profile")
+_rows("ModelInstanceGroup", _X, "only TensorRT has optimisation profiles", "profile", only=_TENSORRT)
 _rows("ModelInstanceGroup", _Y, "loaded, never scheduled", "passive")
 _rows(
     "ModelInstanceGroup",
@@ -89,16 +98,16 @@ _rows("ModelTensorReshape", _Y, "as many elements as dims, and as many -1s", "sh
 _rows("ModelInput", _Y, "checked in every request", "name", "data_type", "dims")
 _rows("ModelInput", _Y, "a hint: image formats need 3 dims", "format")
 _rows("ModelInput", _Y, _RESHAPE, "reshape")
-_rows("ModelInput", _X, "only TensorRT has shape tensors", "is_shape_tensor")
+_rows("ModelInput", _X, "only TensorRT has shape tensors", "is_shape_tensor", only=_TENSORRT)
 _rows("ModelInput", _X, "requests of different shapes cannot share a batch yet", "allow_ragged_batch")
 _rows("ModelInput", _Y, "a request may leave it out", "optional")
-_rows("ModelInput", _X, "only TensorRT has such layouts", "is_non_linear_format_io")
+_rows("ModelInput", _X, "only TensorRT has such layouts", "is_non_linear_format_io", only=_TENSORRT)
 
 _rows("ModelOutput", _Y, "checked against what the model returns", "name", "data_type", "dims")
 _rows("ModelOutput", _Y, _RESHAPE, "reshape")
-_rows("ModelOutput", _N, "no classification results are made yet", "label_filename")
-_rows("ModelOutput", _X, "only TensorRT has shape tensors", "is_shape_tensor")
-_rows("ModelOutput", _X, "only TensorRT has such layouts", "is_non_linear_format_io")
+_rows("ModelOutput", _Y, "one label a line, for classification results", "label_filename")
+_rows("ModelOutput", _X, "only TensorRT has shape tensors", "is_shape_tensor", only=_TENSORRT)
+_rows("ModelOutput", _X, "only TensorRT has such layouts", "is_non_linear_format_io", only=_TENSORRT)
 
 _rows("BatchInput", _X, "with `ModelConfig.batch_input`", "kind", "target_name", "data_type", "source_input")
 _rows("BatchOutput", _X, "with `ModelConfig.batch_output`", "target_name", "kind", "source_input")
@@ -161,9 +170,14 @@ _rows("ModelEnsembling.Step", _X, _ENSEMBLE, *_STEP)
 
 _rows("ModelParameter", _Y, "given to the backend as it is", "string_value")
 
-_WARMUP = "with `ModelConfig.model_warmup`"
-_rows("ModelWarmup", _N, _WARMUP, "name", "batch_size", "inputs", "count")
-_rows("ModelWarmup.Input", _N, _WARMUP, "data_type", "dims", "zero_data", "random_data", "input_data_file")
+_rows("ModelWarmup", _Y, "for the log", "name")
+_rows("ModelWarmup", _Y, "rows of the sample, 1 for a model that does not batch; 0: not run", "batch_size")
+_rows("ModelWarmup", _Y, "every input that is not optional", "inputs")
+_rows("ModelWarmup", _Y, "how often it is run; 0 counts as 1", "count")
+_rows("ModelWarmup.Input", _Y, "must agree with the input", "data_type", "dims")
+_rows("ModelWarmup.Input", _Y, "zeros; empty strings", "zero_data")
+_rows("ModelWarmup.Input", _Y, "random numbers; empty strings", "random_data")
+_rows("ModelWarmup.Input", _Y, "raw bytes of the file in the model's directory warmup", "input_data_file")
 
 _rows("ModelOperations", _X, "libraries of custom operators cannot be loaded yet", "op_library_filename")
 _rows("ModelTransactionPolicy", _X, "a request gets one answer; decoupled models are not run yet", "decoupled")

@@ -6,6 +6,7 @@ import contextlib
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
@@ -202,10 +203,8 @@ def test_what_could_change_an_answer_is_refused_by_name(text: str, path: str) ->
         ("optimization { cuda { graphs: true } }", "optimization.cuda.graphs"),
         ("optimization { input_pinned_memory { enable: false } }", "optimization.input_pinned_memory"),
         ('metric_tags { key: "a" value: "b" }', "metric_tags"),
-        ("model_warmup { }", "model_warmup"),
         ("response_cache { enable: true }", "response_cache.enable"),
         ("instance_group { rate_limiter { priority: 2 } }", "instance_group[0].rate_limiter"),
-        ('output { name: "l" data_type: TYPE_FP32 dims: 1 label_filename: "l.txt" }', "output[1].label_filename"),
     ],
 )
 def test_what_could_not_is_a_warning(text: str, path: str) -> None:
@@ -328,8 +327,15 @@ def test_what_protobuf_takes_is_taken(data: st.DataObject) -> None:
     except text_format.ParseError:
         with pytest.raises(ConfigError):
             parse(text)
+        return
+    try:
+        wanted = protos.to_config(message)
+    except msgspec.ValidationError:
+        # The number of an enum that has no such value: protobuf keeps it.
+        with pytest.raises(ConfigError):
+            parse(text)
     else:
-        assert repr(parse(text)) == repr(protos.to_config(message))
+        assert repr(parse(text)) == repr(wanted)
 
 
 def messages(descriptor: Any, depth: int = 0) -> st.SearchStrategy[str]:

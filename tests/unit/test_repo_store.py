@@ -157,11 +157,12 @@ def test_no_version_left(tmp_path: Path, policy: str, versions: tuple[str, ...],
 
 @pytest.mark.parametrize(
     ("model", "file", "backend"),
-    [("m", "model.onnx", "onnxruntime"), ("m", "model.py", "python"), ("m.python", "other.py", "python")],
+    [("m", "model.onnx", "onnxruntime"), ("m", "model.py", "python"), ("m.python", "model.py", "python")],
 )
 def test_a_model_without_config(tmp_path: Path, model: str, file: str, backend: str) -> None:
-    path = put(tmp_path, model, None, ("2", "3"))
-    (path / "2" / file).write_bytes(b"")
+    path = put(tmp_path, model, None, ("2", "3", "10"))
+    (path / "3" / file).write_bytes(b"")
+    (path / "10" / file).write_bytes(b"")
     config = only(tmp_path).config
     assert config is not None
     assert config.backend == backend
