@@ -20,6 +20,9 @@ _HOMES = {
     "AsyncClient": "shmserve.clients.aio",
     "Raw": "shmserve.session",
     "Result": "shmserve.session",
+    "TopK": "shmserve.session.options",
+    "ClassResult": "shmserve.session.outputs",
+    "parse_class": "shmserve.session.outputs",
     **dict.fromkeys(
         (
             "AlreadyExists",
@@ -47,6 +50,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncClient",
     "Cancelled",
+    "ClassResult",
     "Client",
     "ConnectionLost",
     "DeadlineExceeded",
@@ -62,10 +66,12 @@ __all__ = [
     "Raw",
     "Result",
     "ServeError",
+    "TopK",
     "Unavailable",
     "UnknownError",
     "Unsupported",
     "__version__",
+    "parse_class",
 ]
 
 
@@ -108,5 +114,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from shmserve.session import Raw, Result
+    from shmserve.session.options import TopK
+    from shmserve.session.outputs import ClassResult, parse_class
 
     __version__: str

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import index
 from typing import Any
+
+from msgspec import Struct
 
 from shmserve import wire
 from shmserve.errors import InvalidRequest
@@ -15,6 +18,22 @@ from shmserve.session.inputs import Encoder
 from shmserve.session.ticket import Kept
 
 _LARGEST = 2**63 - 1
+_MOST_CLASSES = 2**31 - 1
+
+
+class TopK(Struct, frozen=True):
+    """In the place of an output: not the tensor, but its `k` largest values of each batch item, as strings
+    b"value:index", or b"value:index:label" where the model has labels (`parse_class` takes them apart)."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        try:
+            good = 0 < index(self.k) <= _MOST_CLASSES and not isinstance(self.k, bool)
+        except TypeError:
+            good = False
+        if not good:
+            raise InvalidRequest(f"TopK({self.k!r}): it takes a number from 1 to {_MOST_CLASSES}")
 
 
 def check_name(what: str, name: Any) -> None:
@@ -85,7 +104,7 @@ def options_of(
 
 
 def wanted_of(outputs: Any, kept: Kept, encoder: Encoder) -> tuple[Wanted, ...]:
-    """`outputs` is a list of names, or a mapping of names to arrays (None: no place of its own)."""
+    """`outputs` is a list of names, or a mapping of names to arrays, TopK, or None: the output, wherever it is."""
     if isinstance(outputs, (str, bytes)):
         raise InvalidRequest(f"outputs is a list of names or a mapping of names to arrays, not {outputs!r}")
     try:
@@ -97,8 +116,11 @@ def wanted_of(outputs: Any, kept: Kept, encoder: Encoder) -> tuple[Wanted, ...]:
     found = []
     for name in names:
         check_name("output", name)
-        array = outputs[name] if isinstance(outputs, Mapping) else None
-        found.append(Wanted(name, encoder.place(name, array, kept) if array is not None else None))
+        how = outputs[name] if isinstance(outputs, Mapping) else None
+        if type(how) is TopK:
+            found.append(Wanted(name, None, index(how.k)))
+        else:
+            found.append(Wanted(name, encoder.place(name, how, kept) if how is not None else None))
     return tuple(found)
 
 

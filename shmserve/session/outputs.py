@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Struct
+
 from shmserve.dtypes import elements
-from shmserve.errors import Internal
+from shmserve.errors import Internal, InvalidRequest
 from shmserve.messages import Tensor
 from shmserve.session.memory import Memory
 from shmserve.session.results import from_bytes, into_place
@@ -36,3 +38,21 @@ def _written(tensor: Tensor, place: Array) -> Array:
     if tensor.shape == place.shape:
         return place
     return place.reshape(-1)[: elements(tensor.shape)].reshape(tensor.shape)
+
+
+class ClassResult(Struct, frozen=True):
+    """One class of an output that was asked for with TopK. `label` is "" where the model has none for it."""
+
+    value: float | int
+    index: int
+    label: str
+
+
+def parse_class(text: bytes | str) -> ClassResult:
+    """`b"0.9:5:cat"` -> `ClassResult(0.9, 5, "cat")`. A value is an int where the output is of integers."""
+    try:
+        value, _, rest = (text.decode() if isinstance(text, bytes) else text).partition(":")
+        number, _, label = rest.partition(":")
+        return ClassResult(int(value) if value.lstrip("-").isdecimal() else float(value), int(number), label)
+    except ValueError:
+        raise InvalidRequest(f"{text!r} is no class, which is written value:index or value:index:label") from None

@@ -4,7 +4,9 @@ change; what lay in memory of the old server's workers is copied to the caller's
 
 from __future__ import annotations
 
-from shmserve.messages import Handle, Infer, Tensor, Wanted
+from msgspec.structs import replace
+
+from shmserve.messages import Handle, Infer, Tensor
 from shmserve.session.memory import Memory
 from shmserve.session.ticket import Kept
 
@@ -27,7 +29,7 @@ def renewed(message: Infer, kept: Kept | None, numbers: dict[int, int], memory: 
     if outputs is not None:
         outputs = tuple(
             [
-                Wanted(wanted.name, _renumbered(wanted.place, numbers) if wanted.place is not None else None)
+                wanted if wanted.place is None else replace(wanted, place=_renumbered(wanted.place, numbers))
                 for wanted in outputs
             ]
         )
