@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from shmserve.errors import InvalidRequest
 from shmserve.messages import Options, Tensor, Wanted
 from shmserve.repo.schema import ModelConfig, ModelInstanceGroup, ModelWarmup, ModelWarmupInput
 from shmserve.shm.strings import encode_bytes
+from shmserve.workers.backends import Context
+from shmserve.workers.backends.onnx import Onnx
 from shmserve.workers.backends.python import _device
 from shmserve.workers.exits import Exit
+from shmserve.workers.model import THREADS, _threads
 from shmserve.workers.specs import inputs_of
 from shmserve.workers.warmup import requests_of, title
 from tests.worker_harness import WorkerProcess, config, work
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.process
 
 RECORDER = """\
 import json
+import os
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -113,9 +118,16 @@ def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
         assert " ms: 2 run(s) of 4 request(s)" in said
 
 
-def test_nothing_of_it_is_left(tmp_path: Path) -> None:
-    """The first answer with a large output is the first time that a segment is announced, and it is the only block."""
+def test_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer with a large output is the first time that a segment is announced, and it is the only block.
+    Nothing that was compiled is in the repository, whatever the model imports, and when."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "helper.py").write_text("SIZE = 5000")
     given = recorder(tmp_path, sample("s", 4, 20, x=data("FP32", 3, zero_data=True)))
+    python_model(
+        tmp_path, RECORDER.replace("        self.calls.append(", "        import helper\n\n        self.calls.append(")
+    )
     with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()
         (row,) = worker.run(work(1, Tensor("x", "FP32", (1, 1), bytes(4))))
@@ -327,3 +339,14 @@ def test_classes_of_a_python_model(tmp_path: Path) -> None:
             [[1, 3, 2]],
             [[b"3.000000:1:three"]],
         ]
+
+
+@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("", 0), ("many", 0)])
+def test_threads(tmp_path: Path, said: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process was told counts, what the configuration says counts more; else it is the cores."""
+    monkeypatch.setenv(THREADS, said)
+    context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {}, _threads())
+    given = config("onnxruntime", {}, {})
+    assert Onnx(context)._options(given).intra_op_num_threads == (threads or len(os.sched_getaffinity(0)))
+    given = config("onnxruntime", {}, {}, parameters={"intra_op_thread_count": "5"})
+    assert Onnx(context)._options(given).intra_op_num_threads == 5
