@@ -1,0 +1,303 @@
+"""Everything that can be known of repositories without running a model: all problems of all models.
+
+The rule of the file: it judges as the server does, by asking the same scan; what only this check finds comes on top,
+and one bad model hides nothing of the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.complete import complete, is_ensemble, needs_completion
+from shmserve.repo.ensembles import Member, check_graph
+from shmserve.repo.files import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
+from shmserve.repo.problems import Problem, Report
+from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
+from shmserve.repo.store import BACKENDS, Found, check_config_name, model_names, scan_model, select_versions
+from shmserve.repo.support import NOT_SUPPORTED
+
+_UNREADABLE = "cannot be read: "
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong (`severity` is error), or worth a look (warning).
+
+    `model` is "" for a repository itself. `file` is below `repository`; line and column are from 1, or 0. `path` is a
+    field of the configuration. `hint` is what to do, where the text does not say it. `log` is what a worker has said.
+    """
+
+    model: str
+    severity: str
+    repository: Path
+    file: str
+    line: int
+    column: int
+    path: str
+    text: str
+    hint: str = ""
+    log: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """For people and their editors: the file as it is found from here, and the line."""
+        file = str(self.repository / self.file)
+        return f"{file}:{self.line}:{self.column}" if self.line else file
+
+
+class CheckedModel(NamedTuple):
+    """`versions` are those that would be served, `groups` the names of its instance groups."""
+
+    name: str
+    repository: Path
+    ensemble: bool
+    versions: tuple[int, ...]
+    groups: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not any(finding.severity == ERROR for finding in self.findings)
+
+
+class Checked(NamedTuple):
+    """`findings` are those of the repositories themselves."""
+
+    models: tuple[CheckedModel, ...]
+    findings: tuple[Finding, ...]
+
+    def all(self) -> list[Finding]:
+        return [*self.findings, *(finding for model in self.models for finding in model.findings)]
+
+    def count(self, severity: str) -> int:
+        return sum(finding.severity == severity for finding in self.all())
+
+
+def installed_backends() -> frozenset[str]:
+    """The backends that come with us, and those that other packages bring by entry points."""
+    return BACKENDS | {entry.name for entry in entry_points(group="shmserve.backends")}
+
+
+def check(
+    roots: Sequence[Path],
+    *,
+    backends: Collection[str] | None = None,
+    gpus: Collection[int] = (),
+    config_name: str = "",
+    completed: Mapping[str, ModelConfig] | None = None,
+) -> Checked:
+    """All that is wrong in the repositories. InvalidRequest for a root that is not a directory, or a bad config_name.
+
+    `backends` are those of the server, by default those that are installed here; `gpus` its devices. `completed` has
+    the configurations of models that have been loaded: what an ensemble needs of them is then known for certain.
+    """
+    if config_name:
+        check_config_name(config_name)
+    for root in roots:
+        if not root.is_dir():
+            raise InvalidRequest(f"{root} is not a directory")
+    host = frozenset(backends) if backends is not None else installed_backends()
+    found = _Check(host, gpus, config_name, completed or {})
+    seen: set[Path] = set()
+    for root in roots:
+        if root.resolve() not in seen:
+            seen.add(root.resolve())
+            found.add_root(root)
+    return found.done()
+
+
+class _Model:
+    """A model while it is checked. `numbers` are the versions that the policy selects, sound or not."""
+
+    def __init__(self, root: Path, found: Found, config: ModelConfig | None, numbers: tuple[int, ...]) -> None:
+        self.root = root
+        self.found = found
+        self.config = config
+        self.numbers = numbers
+        self.findings: list[Finding] = []
+        self._report = Report(f"{found.name}/{found.file or '(no config.pbtxt)'}")
+        self._report.places = dict(found.places)
+
+    @property
+    def ensemble(self) -> bool:
+        return self.config is not None and is_ensemble(self.config)
+
+    def add(self, severity: str, problem: Problem, hint: str = "") -> None:
+        file = problem.file.removesuffix(" (no config.pbtxt)")
+        place = (file, problem.line, problem.column, problem.path)
+        self.findings.append(Finding(self.found.name, severity, self.root, *place, problem.text, hint))
+
+    def add_seen(self, seen: Seen) -> None:
+        if seen.path:
+            line, column = self._report.place(seen.path)
+            file = f"{self.found.name}/{self.found.file}" if self.found.file else self.found.name
+        else:
+            line, column, file = seen.line, seen.column, seen.file
+        self.add(seen.severity, Problem(file, line, column, seen.path, seen.text), seen.hint)
+
+    def has(self, path: str) -> bool:
+        return any(finding.path == path for finding in self.findings)
+
+    def errors(self) -> int:
+        return sum(finding.severity == ERROR for finding in self.findings)
+
+    def done(self) -> CheckedModel:
+        findings = sorted(self.findings, key=lambda finding: (finding.file, finding.line, finding.column))
+        sound = tuple(number for number in self.numbers if number not in self.found.missing)
+        groups = tuple(group.name for group in self.config.instance_group) if self.config is not None else ()
+        return CheckedModel(self.found.name, self.root, self.ensemble, sound, groups, tuple(findings))
+
+
+class _Check:
+    def __init__(
+        self,
+        backends: Collection[str],
+        gpus: Collection[int],
+        config_name: str,
+        completed: Mapping[str, ModelConfig],
+    ) -> None:
+        self._backends = backends
+        self._gpus = gpus
+        self._config_name = config_name
+        self._completed = completed
+        self._findings: list[Finding] = []
+        self._models: list[_Model] = []
+
+    def add_root(self, root: Path) -> None:
+        try:
+            if is_model(root):
+                hint = f"check its parent: {root.resolve().parent}"
+                self._of_root(
+                    root, Seen(ERROR, "", "this is a model; a repository is the directory around models", hint)
+                )
+                return
+            for seen in look_at_root(root):
+                self._of_root(root, seen)
+            names = model_names([root])
+        except (OSError, InvalidRequest) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            self._of_root(root, Seen(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))
+            return
+        if not names:
+            hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
+            self._of_root(root, Seen(WARNING, "", "there is no model in it", hint))
+        for paths in names.values():
+            self._models.append(self._look(root, paths[0]))
+
+    def _of_root(self, root: Path, seen: Seen) -> None:
+        self._findings.append(Finding("", seen.severity, root, seen.file, 0, 0, "", seen.text, seen.hint))
+
+    def _look(self, root: Path, path: Path) -> _Model:
+        found = scan_model(path, backends=self._backends, gpus=self._gpus, config_name=self._config_name)
+        numbers, config = found.versions, None
+        try:
+            if not numbers:
+                numbers = _numbers(path, found.given)
+            config = found.config or self._as_if_sound(found, path, numbers)
+            seen = look_at_model(path, config, numbers)
+        except OSError:  # which the scan has told
+            seen = []
+        model = _Model(root, found, config, numbers)
+        unreadable = any(one.text.startswith(_UNREADABLE) for one in seen)
+        for problem in found.faults:
+            if not (unreadable and problem.text.startswith(_UNREADABLE)):
+                model.add(self._severity(problem), problem)
+        for problem in found.remarks:
+            lacking = problem.file.rpartition("/")[2] in map(str, found.missing) and not problem.line
+            model.add(ERROR if lacking else WARNING, problem)
+        for one in seen:
+            if not (one.path and model.has(one.path)):
+                model.add_seen(one)
+        return model
+
+    def _severity(self, problem: Problem) -> str:
+        """An ensemble that is right but cannot be run yet is no mistake of its author."""
+        later = problem.path == "ensemble_scheduling" and problem.text.startswith(NOT_SUPPORTED)
+        return WARNING if later else ERROR
+
+    def _as_if_sound(self, found: Found, path: Path, numbers: Sequence[int]) -> ModelConfig | None:
+        """What the configuration would be but for its problems."""
+        if found.given is None:
+            return None
+        files = os.listdir(path / str(numbers[0])) if numbers else ()
+        return complete(found.given, found.name, files, self._backends, self._gpus)
+
+    # ------------------------------------------------------------------------------------------- all together
+
+    def done(self) -> Checked:
+        self._twice()
+        members = self._members()
+        for model in self._models:
+            if not model.ensemble or model.config is None:
+                continue
+            for problem in check_graph(model.config, members):
+                model.add_seen(Seen(ERROR, "", problem.text, path=problem.path))
+        models = sorted(self._models, key=lambda model: (model.found.name, str(model.root)))
+        return Checked(tuple(model.done() for model in models), tuple(self._findings))
+
+    def _twice(self) -> None:
+        roots: dict[str, list[Path]] = {}
+        for model in self._models:
+            roots.setdefault(model.found.name, []).append(model.root)
+        for model in self._models:
+            others = [str(root) for root in roots[model.found.name] if root != model.root]
+            if others:
+                text = f"model appears in two or more repositories: '{model.found.name}' is also in {', '.join(others)}"
+                hint = "none of them is served; keep one, or rename a directory"
+                model.add(ERROR, Problem(model.found.name, 0, 0, "", text), hint)
+
+    def _members(self) -> Mapping[str, Member]:
+        members: dict[str, Member] = {}
+        for model in self._models:
+            errors = model.errors()
+            reason = f"it has {errors} problem{'s' if errors > 1 else ''} of its own" if errors else ""
+            final = self._completed.get(model.found.name)
+            member = Member(final or model.config, model.numbers, reason, final is not None or _settled(model))
+            members.setdefault(model.found.name, member)
+        return members
+
+
+def _settled(model: _Model) -> bool:
+    if model.config is None or needs_completion(model.config):
+        return False
+    if model.config.backend == "python":
+        return not says_more(model.found.path, model.numbers, model.config)
+    return True
+
+
+def _numbers(path: Path, given: ModelConfig | None) -> tuple[int, ...]:
+    """The version directories that the policy selects."""
+    policy = (given and given.version_policy) or ModelVersionPolicy()
+    names: Iterable[str] = (entry.name for entry in os.scandir(path) if entry.is_dir())
+    numbers = [int(name) for name in names if name.isascii() and name.isdigit() and not name.startswith("0")]
+    return select_versions(policy, numbers)
+
+
+# ------------------------------------------------------------------------------------------------ for programs
+
+
+def as_json(checked: Checked) -> dict[str, Any]:
+    """The result as plain values. Repositories are written as they were named."""
+    return {
+        "models": [
+            {
+                "name": model.name,
+                "repository": str(model.repository),
+                "ok": model.ok,
+                "versions": list(model.versions),
+                "problems": [_plain(finding) for finding in model.findings],
+            }
+            for model in checked.models
+        ],
+        "problems": [_plain(finding) for finding in checked.findings],
+        "errors": checked.count(ERROR),
+        "warnings": checked.count(WARNING),
+    }
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    return {**finding._asdict(), "repository": str(finding.repository), "log": list(finding.log)}
