@@ -1,0 +1,81 @@
+"""A worker, started as the broker starts it, has the cores and the numbers of threads of its instance."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.broker.workers import Workers
+from shmserve.core.policy import InstanceSpec
+
+pytestmark = pytest.mark.process
+
+CORE = min(os.sched_getaffinity(0))
+VARIABLES = ("SHMSERVE_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+PATIENCE_S = 60.0
+LOOK = """\
+import os, sys
+import shmserve.workers.main as worker
+assert not {"numpy", "onnxruntime"} & set(sys.modules), "the libraries read the variables when they are imported"
+worker._serve = lambda link: print("found", *sorted(os.sched_getaffinity(0)), *map(os.environ.get, %r), flush=True) or 0
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def found(spec: InstanceSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a worker says of itself at the place where it would begin to serve."""
+    folder.joinpath("look.py").write_text(LOOK % (VARIABLES,) + "sys.exit(worker.main(sys.argv[1:]))\n")
+    popen = subprocess.Popen
+
+    def with_look(command: list[str], **more: Any) -> Any:
+        assert command[:3] == [sys.executable, "-m", "shmserve.workers.main"]
+        return popen([sys.executable, str(folder / "look.py"), *command[3:]], **more)
+
+    monkeypatch.setattr(subprocess, "Popen", with_look)
+
+    async def run() -> list[str]:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[str] = loop.create_future()
+        lines: list[str] = []
+        workers = Workers(
+            loop,
+            lambda *_: None,
+            lambda _, reason, error, detail: ended.set_result(reason),
+            lambda _, line: lines.append(line),
+        )
+        workers.spawn(1, spec)
+        assert await asyncio.wait_for(ended, PATIENCE_S) == "exit code 0", lines
+        assert not len(workers)
+        (line,) = [line for line in lines if "found " in line]
+        return line.partition("found ")[2].split()
+
+    return asyncio.run(run())
+
+
+def test_cores_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = InstanceSpec("m_0_0", cpus=(CORE,), threads=3)
+    assert found(spec, tmp_path, monkeypatch) == [str(CORE), *["3"] * 5]
+
+
+def test_what_is_in_the_environment_counts_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
+    monkeypatch.setenv("MKL_NUM_THREADS", "")
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    assert found(InstanceSpec("m_0_0", threads=5), tmp_path, monkeypatch) == [*cores, "2", "2,1", "7", "2", "2"]
+
+
+def test_without_a_number_nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = InstanceSpec("m_0_0", cpus=(CORE,))
+    assert found(spec, tmp_path, monkeypatch) == [str(CORE), *["None"] * 5]

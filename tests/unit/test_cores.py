@@ -1,0 +1,185 @@
+"""Which cores there are, read from trees like /sys, and how they are divided among instances."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.broker.cores import HostPolicy, as_list, cpu_list, host_policy, quota, resolve, survey
+from shmserve.core.policy import InstanceSpec
+from shmserve.repo.compile import Cores, compile_instances, unknown_policies
+from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
+
+
+def tree(sys: Path, nodes: dict[int, str], gpus: dict[str, str] | None = None) -> Path:
+    for node, cores in nodes.items():
+        folder = sys / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores + "\n")
+    for pci, cores in (gpus or {}).items():
+        folder = sys / "bus/pci/devices" / pci
+        folder.mkdir(parents=True)
+        (folder / "local_cpulist").write_text(cores + "\n")
+    return sys
+
+
+def model(*groups: ModelInstanceGroup) -> ModelConfig:
+    return ModelConfig(name="m", instance_group=groups)
+
+
+def group(count: int, name: str = "a", **more: str | bool) -> ModelInstanceGroup:
+    return ModelInstanceGroup(name=name, kind="KIND_CPU", count=count, **more)  # type: ignore[arg-type]
+
+
+def dealt(config: ModelConfig, cores: Cores) -> list[tuple[tuple[int, ...], int]]:
+    return [(spec.cpus, spec.threads) for spec in compile_instances(config, cores)]
+
+
+ONE = Cores(tuple(range(8)), (tuple(range(8)),))
+TWO = Cores(tuple(range(8)), ((0, 1, 2, 3), (4, 5, 6, 7)))
+
+
+# ---------------------------------------------------------------------------------------------- what there is
+
+
+def test_survey(tmp_path: Path) -> None:
+    sys = tree(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15", 2: ""}, {"0000:3b:00.0": "0-3,8-11", "0001:af:00.0": "0-15"})
+    gpus = {0: "00000000:3B:00.0", 1: "0001:AF:00.0", 2: "0000:00:00.0"}
+    found = survey({"cpu": (1,)}, gpus, sys=sys, cgroup=tmp_path / "none", usable=range(1, 16))
+    assert found.usable == tuple(range(1, 16))
+    assert found.nodes == ((1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+    assert found.policies == {"cpu": (1,)}
+    assert found.gpus == {0: (1, 2, 3, 8, 9, 10, 11), 1: (), 2: ()}
+    assert found.quota == 0
+
+
+def test_nodes_without_a_usable_core_do_not_count(tmp_path: Path) -> None:
+    sys = tree(tmp_path, {0: "0-3", 1: "4-7"})
+    assert survey(sys=sys, cgroup=tmp_path / "none", usable=(5, 4)).nodes == ((4, 5),)
+    assert survey(sys=tmp_path / "none", cgroup=tmp_path / "none", usable=(1, 0)).nodes == ((0, 1),)
+
+
+def test_this_machine() -> None:
+    found = survey()
+    assert set(found.usable) == os.sched_getaffinity(0)
+    assert {core for node in found.nodes for core in node} <= set(found.usable)
+
+
+@pytest.mark.parametrize(
+    ("line", "limits", "wanted"),
+    [
+        ("0::/", {}, 0),
+        ("0::/", {"": "150000 100000"}, 2),
+        ("0::/a/b", {"a": "400000 100000", "a/b": "max 100000"}, 4),
+        ("0::/a/b", {"": "max 100000", "a": "400000 100000", "a/b": "50000 100000"}, 1),
+        ("4:cpu:/a", {"": "100000 100000"}, 0),
+    ],
+)
+def test_a_quota_of_control_groups(line: str, limits: dict[str, str], wanted: int, tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text(line + "\n")
+    for name, text in limits.items():
+        folder = tmp_path / "sys/fs/cgroup" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cpu.max").write_text(text + "\n")
+    assert quota(tmp_path / "cgroup", tmp_path / "sys") == wanted
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_lists_of_cores(cores: set[int]) -> None:
+    assert cpu_list(as_list(cores)) == tuple(sorted(cores))
+
+
+# ---------------------------------------------------------------------------------------------- host policies
+
+
+def test_policies(tmp_path: Path) -> None:
+    sys = tree(tmp_path, {0: "0-3", 1: "4-7"})
+    texts = ["a,cpu-cores=0-1,3", "b,numa-node=1", "c,numa-node=0", "c,cpu-cores=5", "a,cpu-cores=2"]
+    found = resolve(map(host_policy, texts), sys=sys, usable=range(7))
+    assert found == {"a": (2,), "b": (4, 5, 6), "c": (5,)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (HostPolicy(cores=(1, 6, 8, 9)), "host policy 'x': cores that cannot be used here: 6,8-9; there are 0-5"),
+        (HostPolicy(node=2), "host policy 'x': NUMA node 2 has no core that can be used here; there are nodes 0, 1"),
+    ],
+)
+def test_policies_that_cannot_be(policy: HostPolicy, text: str, tmp_path: Path) -> None:
+    sys = tree(tmp_path, {0: "0-3", 1: "4-7", 2: "8-9"})
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        resolve([("x", policy)], sys=sys, usable=range(6))
+
+
+# ---------------------------------------------------------------------------------------------- who gets what
+
+
+def test_one_node() -> None:
+    assert dealt(model(group(1)), ONE) == [((), 8)]
+    assert dealt(model(group(3)), ONE) == [((), 2)] * 3
+    assert dealt(model(group(20)), ONE) == [((), 1)] * 20
+    assert dealt(model(group(2), group(2, "spare", passive=True)), ONE) == [((), 4)] * 4
+    assert dealt(model(group(2, passive=True)), ONE) == [((), 8)] * 2
+
+
+def test_without_cores_nothing_is_said() -> None:
+    assert compile_instances(model(group(1))) == (InstanceSpec("a_0"),)
+
+
+def test_policies_have_their_cores() -> None:
+    cores = Cores(tuple(range(8)), TWO.nodes, {"cpu": (0, 1, 2, 3, 4, 5), "big": (6, 7)})
+    config = model(group(3), group(1, "b", host_policy="big"), group(1, "c", host_policy="other"))
+    assert dealt(config, cores) == [(cores.policies["cpu"], 2)] * 3 + [((6, 7), 2), ((), 8)]
+    assert unknown_policies(config, cores) == ("other",)
+
+
+def test_several_nodes() -> None:
+    first, second = TWO.nodes
+    assert dealt(model(group(1)), TWO) == [((), 8)]
+    assert dealt(model(group(2)), TWO) == [(first, 4), (second, 4)]
+    assert dealt(model(group(3)), TWO) == [(first, 2), (second, 4), (first, 2)]
+    uneven = Cores(tuple(range(8)), ((0, 1, 2, 3, 4, 5), (6, 7)))
+    assert dealt(model(group(2)), uneven) == [((), 4)] * 2
+    assert dealt(model(group(4)), uneven) == [(uneven.nodes[0], 3), ((6, 7), 1)] * 2
+
+
+def test_a_quota() -> None:
+    cores = Cores(tuple(range(8)), (tuple(range(8)),), {"cpu": (0, 1, 2, 3)}, quota=3)
+    assert dealt(model(group(1)), cores) == [((0, 1, 2, 3), 3)]
+    assert dealt(model(group(2)), cores) == [((0, 1, 2, 3), 1)] * 2
+    assert dealt(model(group(8)), cores) == [((0, 1, 2, 3), 1)] * 8
+
+
+def test_gpus_have_the_cores_near_to_them() -> None:
+    cores = Cores(tuple(range(8)), TWO.nodes, {"gpu_2": (1,)}, {0: (0, 1, 2, 3), 1: (4, 5, 6, 7), 2: (4, 5), 3: ()})
+    config = model(ModelInstanceGroup(name="g", kind="KIND_GPU", count=2, gpus=(0, 1, 2, 3)))
+    found = [(spec.device, spec.cpus, spec.threads) for spec in compile_instances(config, cores)]
+    assert found[::2] == found[1::2]
+    assert found[::2] == [(0, (0, 1, 2, 3), 2), (1, (4, 5, 6, 7), 2), (2, (1,), 1), (3, (), 4)]
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(2, 4))
+def test_more_instances_of_a_group_change_neither_names_nor_cores(
+    count: int, more: int, others: int, size: int
+) -> None:
+    cores = Cores(tuple(range(2 * size)), (tuple(range(size)), tuple(range(size, 2 * size))))
+    rest = (group(others, "b"),) if others else ()
+    before = compile_instances(model(group(count), *rest), cores)
+    after = {spec.name: spec.cpus for spec in compile_instances(model(group(count + more), *rest), cores)}
+    if len(before) == 1:  # fewer than nodes: it has both
+        assert not before[0].cpus
+    else:
+        assert [(spec.name, after[spec.name]) for spec in before] == [(spec.name, spec.cpus) for spec in before]
+    for node in cores.nodes:
+        threads = sum(spec.threads for spec in before if spec.cpus == node)
+        assert threads <= max(size, sum(spec.cpus == node for spec in before))
+
+
+def test_many_instances_are_quick_to_deal() -> None:
+    config = model(*(group(1, f"g{number}") for number in range(500)), group(500))
+    assert len(compile_instances(config, TWO)) == 1000

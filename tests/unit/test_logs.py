@@ -1,0 +1,114 @@
+"""The server's log: levels, forms, and that nothing can forge a record."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.broker.logs import INDENT, Formatter, printable, set_up
+
+log = logging.getLogger("shmserve.test")
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def settings(**given: Any) -> argparse.Namespace:
+    known = {"log_verbose": 0, "log_info": True, "log_warning": True, "log_error": True}
+    return argparse.Namespace(**known | {"log_format": "default", "log_file": None} | given)
+
+
+@pytest.fixture(autouse=True)
+def _root() -> Iterator[None]:
+    """The root's own handlers are the test runner's."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    yield
+    for handler in root.handlers:
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({}, "info warning error critical"),
+        ({"log_verbose": 1}, "debug info warning error critical"),
+        ({"log_info": False}, "warning error critical"),
+        ({"log_verbose": 2, "log_info": False, "log_error": False}, "debug warning"),
+        ({"log_info": False, "log_warning": False, "log_error": False}, ""),
+    ],
+)
+def test_levels(given: dict[str, Any], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    set_up(settings(**given))
+    for level in LEVELS:
+        getattr(log, level)("said as %s", level)
+    assert re.findall(r"said as (\w+)\n", capsys.readouterr().err) == shown.split()
+    assert log.isEnabledFor(logging.DEBUG) is ("debug" in shown)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ("default", r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING model 'm' is slow\n"),
+        ("ISO8601", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING model 'm' is slow\n"),
+    ],
+)
+def test_forms(form: str, pattern: str, capsys: pytest.CaptureFixture[str]) -> None:
+    set_up(settings(log_format=form))
+    log.warning("model '%s' is slow", "m")
+    assert re.fullmatch(pattern, capsys.readouterr().err)
+
+
+def test_a_file_is_appended_to_and_may_be_renamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "log"
+    file.write_text("before\n")
+    set_up(settings(log_file=file))
+    log.info("first")
+    file.rename(tmp_path / "log.1")
+    log.info("second \udc80")
+    before, first = (tmp_path / "log.1").read_text().splitlines()
+    assert before == "before"
+    assert first.endswith(" INFO first")
+    assert file.read_text().endswith(" INFO second \\udc80\n")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        set_up(settings(log_file=tmp_path / "no" / "log"))
+
+
+def record(text: str, error: BaseException | None = None) -> logging.LogRecord:
+    info = None if error is None else (type(error), error, None)
+    return logging.LogRecord("x", logging.INFO, __file__, 1, "%s", (text,), info)
+
+
+@given(st.text())
+def test_a_record_is_one_line_and_nothing_in_it_steers_a_terminal(text: str) -> None:
+    line = Formatter("default").format(record(text))
+    assert len(line.splitlines()) == 1
+    assert line.replace("\t", "").isprintable()
+
+
+@given(st.text())
+def test_a_traceback_is_indented(text: str) -> None:
+    first, *lines = Formatter("ISO8601").format(record("failed", ValueError(text))).split("\n")
+    assert first.endswith(" INFO failed")
+    assert lines
+    for line in lines:
+        assert line.startswith(INDENT)
+        assert line.replace("\t", "").isprintable()
+
+
+def test_what_is_escaped() -> None:
+    assert printable("plain text, é and 模型\t.") == "plain text, é and 模型\t."
+    assert printable("a\nb\r\x1b[2J\u2028\u202e\x85") == "a\\nb\\r\\x1b[2J\\u2028\\u202e\\x85"
