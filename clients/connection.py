@@ -154,7 +154,7 @@ class Connection:
                 self._push()
             except ConnectionLost as error:
                 self._lose(error)
-        elif session.urgent or session.memory.drops.full:
+        if not self._unsent and (session.urgent or session.memory.drops.full):
             self.send_now()
 
     def _read_what_is_there(self) -> None:

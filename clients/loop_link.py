@@ -296,6 +296,7 @@ class LoopLink:
         self._start()
         if link is not None:
             link.abandon()
+        session.questions.close()
         session.memory.close()
 
     def __del__(self) -> None:

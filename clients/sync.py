@@ -19,11 +19,13 @@ from shmserve.clients.transport import address_of
 from shmserve.clients.waiting import POLL_S, not_ready, pause_after
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import Result
+from shmserve.session.body import Body, of_json, of_load
+from shmserve.session.options import TopK
 
 BUFFERED_MESSAGES = 32
 BUFFERED_BYTES = 64 * 1024
 
-Outputs = Iterable[str] | Mapping[str, "np.ndarray[Any, Any] | None"]
+Outputs = Iterable[str] | Mapping[str, "np.ndarray[Any, Any] | TopK | None"]
 
 
 class Client:
@@ -162,6 +164,20 @@ class Client:
             engine.send_now(future)
         return future.result()
 
+    def _operate(self, what: str, model: str, version: int | str | None, timeout: float | None, body: Body) -> Any:
+        """A question that changes something. Who is interrupted while it is sent takes it back."""
+        engine = self._engine
+        future = Future(engine)
+        with engine.lock:
+            engine.session.ask(future, what, monotonic(), model, version, timeout, body)
+        try:
+            with engine.lock:
+                engine.send_now(future)
+            return future.result()
+        except (KeyboardInterrupt, SystemExit):
+            future.cancel()
+            raise
+
     def live(self) -> bool:
         """Whether a server is there and not about to stop."""
         try:
@@ -206,7 +222,10 @@ class Client:
         return found
 
     def models(self) -> list[dict[str, Any]]:
-        """Every version of every model: name, version, state, reason."""
+        """Every version of every model: name, version, state, reason, default, loading_seconds, reloading, instances.
+
+        A model that was never loaded has the version "" and the state "".
+        """
         found: list[dict[str, Any]] = self._ask("models")
         return found
 
@@ -220,9 +239,57 @@ class Client:
         found: dict[str, Any] = self._ask("config", model, version)
         return found
 
+    def origins(self, model: str, version: int | str | None = None) -> dict[str, Any]:
+        """The configuration ("config"), where each value is from ("origins": path -> file, override, model or default),
+        and both as config.pbtxt with comments ("text")."""
+        found: dict[str, Any] = self._ask("origins", model, version)
+        return found
+
     def statistics(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
         """Counts and times of one model or of all, as Triton gives them: {"model_stats": [...]}."""
         found: dict[str, Any] = self._ask("statistics", model or "", version)
+        return found
+
+    # ------------------------------------------------------------------------------------ operations
+
+    def load(
+        self,
+        model: str,
+        *,
+        config: Mapping[str, Any] | str | None = None,
+        files: Mapping[str, bytes | os.PathLike[str]] | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Loads a model, or what has changed of one that is served, and returns when it is READY.
+
+        `config` (a mapping, or its JSON) takes the place of the file's. With `files` (names such as "1/model.onnx", and
+        bytes or paths) the model is not looked for in the repository at all. Without `timeout` it takes its time.
+        """
+        found: dict[str, Any] = self._operate("load", model, None, timeout, of_load(config, files))
+        return found
+
+    def unload(
+        self, model: str, *, unload_dependents: bool = False, wait: bool = True, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Ends a model; what it was asked before is answered first. Without `wait` it returns at once.
+
+        `unload_dependents`: also the models that were loaded only because this ensemble needs them.
+        """
+        body = of_json({"unload_dependents": unload_dependents, "wait": wait})
+        found: dict[str, Any] = self._operate("unload", model, None, timeout, body)
+        return found
+
+    def restart(
+        self,
+        model: str,
+        *,
+        version: int | str | None = None,
+        instance: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """New processes for a model, or for one version or one instance of it; returns when they serve."""
+        body = of_json({"instance": instance or ""})
+        found: dict[str, Any] = self._operate("restart", model, version, timeout, body)
         return found
 
     # ------------------------------------------------------------------------------------ the end

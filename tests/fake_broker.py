@@ -22,6 +22,7 @@ import numpy as np
 import zmq
 
 from shmserve import wire
+from shmserve.errors import ServeError
 from shmserve.messages import (
     INLINE_BYTES,
     OWNER_SHIFT,
@@ -52,6 +53,8 @@ from shmserve.shm.mapped import Mapped
 
 _BYTE = np.dtype("uint8")
 _INT = array.array("i").itemsize
+NOTHING = object()
+"""For a question that is never answered."""
 
 
 class Peer:
@@ -205,6 +208,12 @@ class FakeBroker:
         self.deaths = 0
         self.ready = True
         self.answers: dict[str, Any] = {}
+        """What is asked -> the answer, or a function of the model, the version and the body, which may raise one."""
+        self.bodies: dict[tuple[Any, int], list[Ask]] = {}
+        """Those that have not come to their end."""
+        self.pongs = True
+        self.pings: list[tuple[Peer, int]] = []
+        """Those that were not answered, as there were to be no pongs."""
         self.peers: dict[Any, Peer] = {}
         self.owners = 0
         self.running = self.started = False
@@ -396,19 +405,49 @@ class FakeBroker:
                 peer.held.remove(handle)
                 peer.arena.free(handle.segment, handle.offset, handle.size)
         elif isinstance(message, Ask):
-            self._answer(peer, message)
+            self._gather(peer, message)
         elif isinstance(message, Bye):
             self.drop(peer)
+        elif isinstance(message, Ping):
+            self.pings.append((peer, message.number))
+            if self.pongs:
+                self.pong()
         else:
-            assert isinstance(message, (Cancel, Ping, Pong)), message
+            assert isinstance(message, (Cancel, Pong)), message
+            if isinstance(message, Cancel):
+                self.bodies.pop((peer.owner, message.request), None)
 
-    def _answer(self, peer: Peer, ask: Ask) -> None:
+    def pong(self) -> None:
+        """From now on, and for what has come."""
+        self.pongs = True
+        while self.pings:
+            peer, number = self.pings.pop(0)
+            peer.send(Pong(number))
+
+    def _gather(self, peer: Peer, ask: Ask) -> None:
+        """The pieces of a body come in order; only the first says what it is about."""
+        asks = self.bodies.setdefault((peer.owner, ask.request), [])
+        assert bool(ask.what) is not bool(asks), ask
+        asks.append(ask)
+        if not ask.more:
+            del self.bodies[peer.owner, ask.request]
+            self._answer(peer, Ask(ask.request, asks[0].what, asks[0].model, asks[0].version, b""), asks)
+
+    def _answer(self, peer: Peer, ask: Ask, asks: list[Ask]) -> None:
         known = {
             "live": {"live": True},
             "ready": {"ready": self.ready},
             "models": [{"name": "echo", "version": "1", "state": "READY", "reason": ""}],
         }
         said = self.answers.get(ask.what, known.get(ask.what))
+        if callable(said):
+            try:
+                said = said(ask.model, ask.version, b"".join([piece.body for piece in asks]))
+            except ServeError as error:
+                peer.send(Fail(ask.request, error.code, str(error)))
+                return
+        if said is NOTHING:
+            return
         if said is None:
             peer.send(Fail(ask.request, "NOT_FOUND", f"Request for unknown model: '{ask.model}' is not found"))
             return

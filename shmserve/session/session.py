@@ -10,7 +10,6 @@ has expired stays too, without its asker, until the server says that its inputs 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
@@ -49,11 +48,13 @@ from shmserve.messages import (
     Unmap,
     Welcome,
 )
+from shmserve.session.body import Body
 from shmserve.session.inputs import Encoder
 from shmserve.session.memory import Memory
 from shmserve.session.options import check_name, check_size, options_of, timeout_us_of, version_of, wanted_of
 from shmserve.session.outbox import Outbox, Packet
 from shmserve.session.outputs import output_of
+from shmserve.session.questions import Questions
 from shmserve.session.resend import renewed
 from shmserve.session.results import Result
 from shmserve.session.ticket import Abandoned, Kept, Ticket
@@ -86,7 +87,8 @@ class Session:
         self._decode = wire.Codec(BrokerMessage).decode
         self._number = 0
         self._held: dict[int, Kept] = {}
-        self._chunks: dict[int, list[bytes]] = {}
+        self.questions = Questions(self.tickets, self.outbox)
+        self._operations = self.questions.to_send
         self._deadlines: list[tuple[float, int]] = []
 
     # ------------------------------------------------------------------------------------ questions
@@ -174,8 +176,9 @@ class Session:
         model: str = "",
         version: int | str | None = None,
         timeout: float | None = None,
+        body: Body | None = None,
     ) -> None:
-        """Puts a question into the outbox; the ticket is settled with what the JSON of the answer says."""
+        """Asks a question, or for an operation; the ticket is settled with what the JSON of the answer says."""
         check_name("model", model)
         number_of_version = version_of(version)
         self._number = number = self._number + 1
@@ -188,15 +191,19 @@ class Session:
             ticket.deadline = now + timeout_us_of(timeout) * 1e-6
             self._watch(ticket.deadline, number)
         self.tickets[number] = ticket
-        self.outbox.say(message)
+        self.questions.put(message, body)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Its asker no longer waits. False: it was answered already. The ticket itself is told nothing."""
         if self.tickets.get(ticket.number) is not ticket:
             return False
-        self.tickets[ticket.number] = Abandoned(ticket.number, ticket.kept)
         if isinstance(ticket.message, Infer):
             self.outbox.say(Cancel(ticket.number))
+        elif self.questions.ended(ticket.number):
+            del self.tickets[ticket.number]
+            ticket.message = None
+            return True
+        self.tickets[ticket.number] = Abandoned(ticket.number, ticket.kept)
         ticket.message = None
         ticket.kept = None
         return True
@@ -204,13 +211,12 @@ class Session:
     def expire(self, ticket: Ticket) -> None:
         """Its deadline has passed without an answer."""
         message = ticket.message
-        if not self.cancel(ticket):
-            return
         if isinstance(message, Infer):
             text = f"model '{message.model}' did not answer within the timeout of {message.timeout_us / 1e6:g} s"
         else:
-            text = "the server did not answer the question within its timeout"
-        ticket.fail(DeadlineExceeded(text))
+            text = self.questions.late(ticket.number)
+        if self.cancel(ticket):
+            ticket.fail(DeadlineExceeded(text))
 
     # ------------------------------------------------------------------------------------ time
 
@@ -247,6 +253,8 @@ class Session:
     def take(self) -> list[Packet]:
         """The packets to send now, in this order. Returns of dropped outputs go with the first message."""
         self.urgent = False
+        if self._operations:
+            return self.questions.packets(self._end) + self.outbox.take()
         return self.outbox.take()
 
     # ------------------------------------------------------------------------------------ in
@@ -335,7 +343,7 @@ class Session:
         ticket = self.tickets.pop(message.request, None)
         if ticket is None:
             return 0
-        self._chunks.pop(message.request, None)
+        self.urgent |= self.questions.ended(message.request)
         if ticket.kept is not None:
             self.memory.let_go(ticket.kept)
             ticket.kept = None
@@ -360,24 +368,6 @@ class Session:
             self.memory.let_go(kept)
         return 0
 
-    def _on_answer(self, message: Answer) -> int:
-        chunks = self._chunks.setdefault(message.request, [])
-        chunks.append(message.body)
-        if message.more:
-            return 0
-        del self._chunks[message.request]
-        ticket = self.tickets.pop(message.request, None)
-        if ticket is None:
-            return 0
-        ticket.message = None
-        try:
-            said = json.loads(b"".join(chunks))
-        except ValueError as error:
-            ticket.fail(Internal(f"the server's answer is no JSON: {error}"))
-        else:
-            ticket.settle(said)
-        return 1
-
     def _on_map(self, message: Map) -> int:
         if message.name is not None:
             self.memory.mapped.add(message.segment, message.size, name=message.name)
@@ -399,7 +389,8 @@ class Session:
         self.urgent = True
         return 0
 
-    def _on_nothing(self, message: Any) -> int:
+    def _on_pong(self, message: Pong) -> int:
+        self.urgent |= self.questions.on_pong()
         return 0
 
     def _on_refused(self, message: wire.Refused) -> int:
@@ -432,7 +423,9 @@ class Session:
             if isinstance(ticket.message, Infer):
                 ticket.message = renewed(ticket.message, ticket.kept, numbers, self.memory)
                 self.outbox.framed |= ticket.kept is not None and bool(ticket.kept.frames)
-            self.outbox.say(ticket.message)
+                self.outbox.say(ticket.message)
+            else:
+                self.questions.put_again(ticket.message)
         return 0
 
     def _on_goodbye(self, message: Goodbye) -> int:
@@ -440,17 +433,21 @@ class Session:
         return 0
 
     def disconnected(self) -> None:
-        """The link ended. Stateless requests wait to be sent again; steps of sequences fail, as do those cancelled."""
+        """The link ended. Stateless requests and questions wait to be sent again; sequences and operations fail."""
         self.connected = False
         self.outbox.clear()
-        self._chunks.clear()
+        self.questions.disconnected()
         self.memory.disconnected()
         for number in sorted(self.tickets):
             ticket = self.tickets[number]
             message = ticket.message
             if message is None:
                 self._end(ticket, None)
-            elif isinstance(message, Infer) and message.options is not None and message.options.sequence:
+            elif isinstance(message, Ask):
+                lost = self.questions.lost(message, self.goodbye)
+                if lost is not None:
+                    self._end(ticket, lost)
+            elif message.options is not None and message.options.sequence:
                 text = f"the connection ended in the middle of sequence {message.options.sequence}; start it again"
                 self._end(ticket, ConnectionLost(text))
         for kept in self._held.values():
@@ -466,6 +463,7 @@ class Session:
 
     def _end(self, ticket: Ticket, error: ServeError | None) -> None:
         self.tickets.pop(ticket.number, None)
+        self.questions.ended(ticket.number)
         if ticket.kept is not None:
             self.memory.let_go(ticket.kept)
             ticket.kept = None
@@ -487,12 +485,12 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Fail: Session._on_fail,
     FailHeld: Session._on_fail_held,
     Released: Session._on_released,
-    Answer: Session._on_answer,
+    Answer: lambda session, message: session.questions.on_answer(message),
     Map: Session._on_map,
     Unmap: Session._on_unmap,
     Reclaim: Session._on_reclaim,
     Ping: Session._on_ping,
-    Pong: Session._on_nothing,
+    Pong: Session._on_pong,
     Welcome: Session._on_welcome,
     Goodbye: Session._on_goodbye,
     wire.Refused: Session._on_refused,
