@@ -316,7 +316,8 @@ def test_the_file_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for name in ("models", "more-models"):
         (tmp_path / name).mkdir()
     file = written(tmp_path / "shmserve.toml", block)
-    found = settings.parse(file)
+    found = settings.parse([*file, "--exit-timeout-secs", "30"])
+    assert found.exit_timeout_secs == 30
     assert found.model_repository == [tmp_path / "models", tmp_path / "more-models"]
     assert (found.worker_output_bytes, found.load_model) == (1 << 30, ["mlp", "add_sub"])
     assert "requires setting '--model-control-mode=explicit'" in refused([*file, "--model-control-mode=poll"], capsys)
