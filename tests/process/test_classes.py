@@ -1,0 +1,92 @@
+"""Classes and warm-up through a whole server, with the example of the page on models as it stands there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve import TopK
+from shmserve.testing import Server
+from tests.client_faces import FACES
+
+pytestmark = pytest.mark.process
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WAYS = ["sync lane", "sync ipc", "sync frames", "asyncio lane"]
+IDENTITY = """
+name: "{name}" backend: "identity" max_batch_size: {batch}
+input [ {{ name: "x" data_type: {type} dims: [ -1 ] }} ] output [ {{ name: "y" data_type: {type} dims: [ -1 ] }} ]
+dynamic_batching {{ }}
+"""
+
+
+def section(title: str) -> list[str]:
+    """The code of a section of the page."""
+    text = PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return [match[2] for match in FENCE.finditer(text)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    pets = repository / "pets"
+    (pets / "1").mkdir(parents=True)
+    (pets / "warmup").mkdir()
+    (pets / "warmup" / "x.bin").write_bytes(bytes(16))
+    (configuration,) = section("Warm-up")
+    labels, model, _ = section("Labels and classes")
+    (pets / "config.pbtxt").write_text(configuration)
+    (pets / "labels.txt").write_text(labels)
+    (pets / "1" / "model.py").write_text(model)
+    for name, batch, kind in (("many", 8, "FP32"), ("single", 0, "INT64"), ("words", 8, "STRING")):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(IDENTITY.format(name=name, batch=batch, type=f"TYPE_{kind}"))
+    with Server(repository, "--exit-on-error", "true") as running:
+        with shmserve.Client(running.zmq_url) as client:  # named segments stay: all that tests need are made now
+            client.infer("many", {"x": np.zeros((8, 20_000), np.float32)}, outputs={"y": TopK(20_000)})
+        yield running
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_client(server: Server, way: str) -> None:
+    face, link = way.split()
+    options = {"memory": "frames"} if link == "frames" else {}
+    with FACES[face](server.url if link == "lane" else server.zmq_url, **options) as client:
+        x = np.random.default_rng(3).random((2, 2000), np.float32)
+        place = np.empty_like(x)
+        expected = [[f"{row[i]:f}:{i}".encode() for i in np.argsort(-row, kind="stable").tolist()] for row in x]
+        for count in (1, 3, 2000, 9999):
+            best = client.infer("many", {"x": x}, outputs={"y": TopK(count)})["y"]
+            assert best.dtype == object
+            assert best.tolist() == [row[:count] for row in expected]
+        wishes = (TopK(2), None, TopK(1), place[:1])
+        futures = [client.submit("many", {"x": x[:1]}, outputs={"y": wish}) for wish in wishes]
+        found = [future.result()["y"].tolist() for future in futures]
+        assert found == [[expected[0][:2]], x[:1].tolist(), [expected[0][:1]], x[:1].tolist()]
+        single = client.infer("single", {"x": np.array([3, -9, 2**60])}, outputs={"y": TopK(2)})["y"]
+        assert single.tolist() == [f"{2**60}:2".encode(), b"3:0"]
+
+
+def test_strings_have_no_classes(server: Server) -> None:
+    with server.client() as client, pytest.raises(shmserve.InvalidRequest, match=r"'y'.*unsupported type 'BYTES'"):
+        client.infer("words", {"x": np.array([["a"]], object)}, outputs={"y": TopK(2)})
+
+
+def test_the_page(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the comment in the example says is what is printed."""
+    program = section("Labels and classes")[2]
+    monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", str(server.runtime_dir))
+    exec(compile(program, "models.md", "exec"), {})
+    (said,) = re.findall(r"# (\[\[.*\]\])", program)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == said
+    assert others == ["dog 0.610296 1", "rabbit 0.224515 3"]
+    assert "warm-up sample 'full batch' of model 'pets' took " in server.log
+    assert "2 run(s) of 8 request(s)" in server.log
+    assert "warm-up sample 'a real one' of model 'pets' took " in server.log
