@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from shmserve.repo.inside import open_inside, read_inside
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes
 from shmserve.workers.arenas import Arenas
-from shmserve.workers.outbox import Outbox
+from shmserve.workers.outbox import Unheard
 from shmserve.workers.runner import Runner
 from shmserve.workers.say import say
 from shmserve.workers.scatter import Scatter
@@ -44,22 +44,12 @@ RANDOM_BELOW = 100
 """Random integers are below this: they may be indices."""
 
 
-class _Unheard(Outbox):
-    """Where announcements of segments go that nobody needs to know of."""
-
-    def __init__(self) -> None:
-        """It has no link."""
-
-    def add(self, message: Any, descriptor: int | None = None) -> None:
-        """Nobody is told."""
-
-
 def warm_up(
     config: ModelConfig, instance: str, folder: Path, backend: Backend, gather: Gather, limit: int, trace: Trace
 ) -> None:
     """Runs all samples. A ServeError says which one failed, and why."""
     mapped = Mapped()
-    arenas = Arenas(0, _Unheard(), mapped, limit)
+    arenas = Arenas(0, Unheard(), mapped, limit)
     runner = Runner(
         instance, str(folder), backend, gather, Scatter(config.name, outputs_of(config), arenas, mapped), trace
     )
