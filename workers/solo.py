@@ -75,9 +75,13 @@ class Failed(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    order = msgspec.json.decode(words[0], type=Order)
     faulthandler.enable()
     keep_freed_memory()
+    return run(msgspec.json.decode(words[0], type=Order))
+
+
+def run(order: Order) -> int:
+    """Everything from the order to the exit code."""
     terminal = Terminal(order.json, order.pdb)
     try:
         return _run(order, terminal)

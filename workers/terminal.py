@@ -15,6 +15,10 @@ from typing import Any
 
 from shmserve.errors import ServeError
 
+_OURS = frozenset(
+    {"shmserve", "__main__", "contextlib", "importlib", "_frozen_importlib", "_frozen_importlib_external"}
+)
+"""Packages whose frames lie between the command and the model."""
 QUIT = "the debugger was left in the middle of the model"
 
 
@@ -73,7 +77,8 @@ class Terminal:
         found = _of_the_model(error.__traceback__)
         if found is None and isinstance(error, ServeError):
             return  # its text says all
-        found = found or error.__traceback__
+        if found is None and not isinstance(error, SyntaxError):  # which has the place in its text
+            found = error.__traceback__
         if sys.stdout is not None:
             sys.stdout.flush()
         traceback.print_exception(type(error), error, found)
@@ -85,11 +90,11 @@ class Terminal:
 
 
 def _of_the_model(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a trace that is not ours: from the model's first line on. None where all of it is ours."""
+    """The trace from the model's first line on. None where all of it is ours."""
     while trace is not None and _is_ours(trace.tb_frame.f_globals.get("__name__", "")):
         trace = trace.tb_next
     return trace
 
 
 def _is_ours(module: str) -> bool:
-    return module.split(".")[0] in ("shmserve", "importlib", "__main__", "contextlib")
+    return module.split(".")[0] in _OURS
