@@ -1,19 +1,12 @@
-"""`shmserve run` as its user runs it: in a terminal, in a pipe, with a debugger, on models that work and that fail."""
+"""`shmserve run` as its user runs it, from a shell or a script, on models that work and that fail."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
-import select
 import shlex
 import subprocess
-import sys
-import termios
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,113 +19,21 @@ from shmserve.clients.commands_run import PASSED_ON
 from shmserve.repo import samples
 from shmserve.workers import solo
 from shmserve.workers.solo import Order
+from tests.run_models import END_S, build, command, environment
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
-END_S = 60
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGE = ROOT / "docs" / "run.md"
 COMMANDS = [line for block in BLOCK.findall(PAGE.read_text()) for line in block.splitlines()]
-
-CONFIG = """
-backend: "python" max_batch_size: 4
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ]
-input [ { name: "who" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }, { name: "greeting" data_type: TYPE_STRING dims: [ 1 ] } ]
-"""
-IDENTITY = CONFIG.replace("python", "identity").replace('"greeting"', '"z"')
-MODEL = """
-import sys
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        print("initialize", args["model_name"], args["model_version"])
-
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def one(self, request):
-        x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
-        who = pb_utils.get_input_tensor_by_name(request, "who")
-        first = x.flat[0]
-        if first == 1001:
-            secret = 42
-            raise LookupError("no luck today")
-        if first == 1002:
-            breakpoint()
-        if first == 1003:
-            return pb_utils.InferenceResponse([], pb_utils.TritonError("not for you"))
-        if first == 1004:
-            sys.exit(7)
-        if first == 1005:
-            x[:] = 0
-        if first == 1006:
-            x = x.astype(np.float64)
-        names = [[b"nobody"]] * len(x) if who is None else who.as_numpy()
-        greetings = np.array([[b"hello " + name[0]] for name in names], object)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2), pb_utils.Tensor("greeting", greetings)])
-
-    def finalize(self):
-        print("finalize")
-"""
-AUTO = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    @staticmethod
-    def auto_complete_config(config):
-        config.add_input({"name": "a", "data_type": "TYPE_INT32", "dims": [3]})
-        config.add_output({"name": "b", "data_type": "TYPE_INT32", "dims": [3]})
-        config.set_max_batch_size(0)
-        return config
-
-    def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("b", pb_utils.get_input_tensor_by_name(r, "a").as_numpy() + 1)])
-            for r in requests
-        ]
-"""
-
-
-def add_model(root: Path, name: str, source: str, config: str | None = CONFIG, version: int = 1) -> Path:
-    folder = root / name
-    (folder / str(version)).mkdir(parents=True)
-    (folder / str(version) / "model.py").write_text(source)
-    if config is not None:
-        (folder / "config.pbtxt").write_text(config)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    add_model(root, "greeter", MODEL)
-    add_model(root, "auto", AUTO, 'backend: "python"')
-    add_model(root, "broken", MODEL.replace('print("initialize",', "self.missing("))
-    add_model(root, "syntax", "class TritonPythonModel(:\n")
-    add_model(root, "last", MODEL.replace('print("finalize")', "raise OSError('no end')"))
-    add_model(root, "typo", MODEL, CONFIG.replace("TYPE_FP32", "TYPE_FP23"))
-    add_model(root, "names", AUTO.replace("TYPE_INT32", "TYPE_INVALID"), 'backend: "python"')
-    add_model(root, "identity", "", IDENTITY)
-    add_model(root, "old", "", IDENTITY + "version_policy: { specific { versions: [ 1 ] } }")
-    (root / "old" / "2").mkdir()
-    (root / "old" / "configs").mkdir()
-    (root / "old" / "configs" / "large.pbtxt").write_text(IDENTITY.replace("max_batch_size: 4", "max_batch_size: 64"))
+    build(root)
     return root
-
-
-def environment() -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if not name.startswith(("SHMSERVE", "PYTHON"))}
-    return found | {"PYTHONPATH": str(ROOT), "TERM": "dumb"}
-
-
-def command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "shmserve.clients.cli", "run", *words]
 
 
 class Ran:
@@ -354,129 +255,6 @@ def test_wrong_use_ends_with_2(
 def test_exit_codes_and_the_next_step_come_through_the_command(models: Path) -> None:
     assert "--random for data without a meaning" in Ran("identity", cwd=models, code=2).err
     assert "'0' is not a number from 1 up" in Ran("identity", "--repeat", 0, cwd=models, code=2).err
-
-
-# ------------------------------------------------------------------------------------------ in a terminal
-
-
-class Conversation:
-    """A command whose terminal is ours, which it has as its own too."""
-
-    def __init__(self, *words: str, cwd: Path, before: Sequence[str] = ()) -> None:
-        """`before`: a command that ends by running the words that follow it."""
-        self.master, slave = os.openpty()
-        self.process = subprocess.Popen(
-            [*before, *command(words)],
-            cwd=cwd,
-            env=environment(),
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(slave)
-        self.text = ""
-
-    def until(self, text: str) -> str:
-        """What was shown up to and with this text."""
-        while text not in self.text:
-            assert self._read(), f"never said {text!r}:\n{self.text}"
-        shown, _, self.text = self.text.partition(text)
-        return shown + text
-
-    def say(self, line: str) -> None:
-        os.write(self.master, f"{line}\n".encode())
-
-    def end(self) -> tuple[str, int]:
-        while self._read():
-            pass
-        return self.text, self.process.wait(END_S)
-
-    def _read(self) -> bool:
-        assert select.select([self.master], [], [], END_S)[0], f"nothing was said for {END_S} s:\n{self.text}"
-        try:
-            data = os.read(self.master, 65536)
-        except OSError:  # nobody has the other end any more
-            return False
-        self.text += data.decode().replace("\r", "")
-        return bool(data)
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.master)
-
-
-PROMPT = "(Pdb) "
-
-
-def test_breakpoints_stop_in_the_model_and_go_on(models: Path) -> None:
-    with Conversation("greeter", "-i", "x=1002,2", cwd=models) as terminal:
-        assert "greeter/1/model.py(" in terminal.until(PROMPT)
-        terminal.say("p first + 1")
-        assert "1003.0" in terminal.until(PROMPT)
-        terminal.say("c")
-        text, code = terminal.end()
-        assert code == 0
-        assert "2004 4" in text
-
-
-def test_leaving_the_debugger_ends_the_run(models: Path) -> None:
-    with Conversation("greeter", "-i", "x=1002,2", "--pdb", cwd=models) as terminal:
-        terminal.until(PROMPT)
-        terminal.say("q")
-        text, code = terminal.end()
-    assert code == 1
-    assert "Traceback" not in text
-    assert text.splitlines()[-2:] == ["finalize", "shmserve run: the debugger was left in the middle of the model"]
-
-
-@pytest.mark.parametrize("more", [[], ["--json"]])
-def test_pdb_stops_where_the_model_raised(models: Path, more: list[str]) -> None:
-    with Conversation("greeter", "-i", "x=1001,2", "--pdb", *more, cwd=models) as terminal:
-        shown = terminal.until(PROMPT)
-        assert "LookupError: no luck today" in shown
-        assert re.search(r"> .*/greeter/1/model.py\(\d+\)one\(\)\n-> raise LookupError", shown)
-        terminal.say("p secret")
-        assert "42" in terminal.until(PROMPT)
-        terminal.say("q")
-        text, code = terminal.end()
-    assert code == 1
-    assert text.splitlines()[-1].endswith("message: LookupError: no luck today")
-
-
-def test_pdb_stops_where_loading_failed(models: Path) -> None:
-    with Conversation("broken", "--random", "--pdb", cwd=models) as terminal:
-        assert re.search(r"> .*/broken/1/model.py\(\d+\)initialize\(\)", terminal.until(PROMPT))
-        terminal.say("q")
-        assert terminal.end()[1] == 1
-
-
-def test_the_debugger_has_the_terminal_when_inputs_came_from_a_pipe(models: Path, tmp_path: Path) -> None:
-    """Like `cat request.json | shmserve run greeter -`: the terminal is there, but it is not standard input."""
-    request = tmp_path / "request.json"
-    request.write_text('{"inputs": {"x": [1002, 2]}}')
-    piped = f"import os, sys; os.dup2(os.open({str(request)!r}, os.O_RDONLY), 0); os.execv(sys.argv[1], sys.argv[1:])"
-    with Conversation("greeter", "-", cwd=models, before=[sys.executable, "-c", piped]) as terminal:
-        terminal.until(PROMPT)
-        terminal.say("p first")
-        assert "1002.0" in terminal.until(PROMPT)
-        terminal.say("c")
-        assert terminal.end()[1] == 0
-
-
-def test_an_interrupt_finalizes_the_model(models: Path) -> None:
-    with Conversation("greeter", "--random", "--repeat", "1000000000", cwd=models) as terminal:
-        terminal.until("loaded in")
-        os.write(terminal.master, b"\x03")
-        text, code = terminal.end()
-    assert code == 130
-    assert text.endswith("finalize\nshmserve run: interrupted\n")
 
 
 # ------------------------------------------------------------------------------------------ the two sides, the page
