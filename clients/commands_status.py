@@ -8,7 +8,7 @@ from typing import Any
 
 import shmserve
 from shmserve.clients.commands_base import Failed, connected, make_client, print_json
-from shmserve.clients.tables import table
+from shmserve.tables import table
 
 US = 1000
 """ns in it."""

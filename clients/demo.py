@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.clients.commands_base import Failed, connected, print_json
-from shmserve.clients.tables import duration_text
 from shmserve.errors import ServeError
 from shmserve.repo import samples
+from shmserve.tables import duration_text
 
 if TYPE_CHECKING:
     from shmserve.clients.sync import Client
