@@ -11,9 +11,24 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 
 from shmserve.repo import protos
 from shmserve.repo.outline import Block, Field, Token, shown
-from shmserve.repo.problems import Place, Report, meant
+from shmserve.repo.problems import Place, Report, meant, nearest
 
 _BOOLS = ("true", "True", "t", "1", "false", "False", "f", "0")
+_ELSEWHERE = {
+    "half": "TYPE_FP16",
+    "float16": "TYPE_FP16",
+    "float": "TYPE_FP32",
+    "float32": "TYPE_FP32",
+    "double": "TYPE_FP64",
+    "float64": "TYPE_FP64",
+    "bfloat16": "TYPE_BF16",
+    "bytes": "TYPE_STRING",
+    "str": "TYPE_STRING",
+    "int": "TYPE_INT32",
+    "long": "TYPE_INT64",
+    "byte": "TYPE_UINT8",
+}
+"""What data types are called in other places."""
 _FLOAT_WORDS = ("inf", "infinity", "nan")
 _OCTAL = re.compile(r"[+-]?0[0-7]+")
 INTEGERS = {
@@ -89,11 +104,21 @@ def _value(value: Token | Block, descriptor: FieldDescriptor, path: str, report:
         else:
             _block(value, message, path, report)
     elif message is not None:
-        report.problem(path, f"found {shown(token.text)}, expected a block in {{ }}", _place(token))
+        report.problem(
+            path, f"found {shown(token.text)}, expected a block in {{ }}{_as(token, message)}", _place(token)
+        )
     else:
         wrong = _wrong(token, descriptor)
         if wrong:
             report.problem(path, wrong, _place(token))
+
+
+def _as(token: Token, message: protos.Field) -> str:
+    """How the value would be written, where that can be told: in a block of one field."""
+    if len(message.fields) != 1 or message.fields[0].message_type is not None:
+        return ""
+    field = message.fields[0]
+    return "" if _wrong(token, field) else f", as in {{ {field.name}: {shown(token.text)} }}"
 
 
 def _map_entry(
@@ -158,7 +183,20 @@ def _wrong(token: Token, descriptor: FieldDescriptor) -> str | None:
         fine = token.kind == "string"
     else:
         fine = token.kind != "string" and _is_number(text)
-    return None if fine else f"found {shown(text)}, expected {expected(descriptor)}"
+    return None if fine else f"found {shown(text)}, expected {expected(descriptor)}{_rather(token, descriptor)}"
+
+
+def _rather(token: Token, descriptor: FieldDescriptor) -> str:
+    """What was probably meant, if that can be told."""
+    bare = token.text.strip("\"'")
+    if descriptor.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return f'; write "{shown(bare)}"' if token.kind in ("word", "number") else ""
+    if token.kind == "string" and bare and _wrong(token._replace(kind="word", text=bare), descriptor) is None:
+        return f"; write {shown(bare)} without quotes"
+    if descriptor.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        near = nearest(bare, ("true", "false"))
+        return f'; did you mean "{near}"?' if near else ""
+    return ""
 
 
 def _wrong_enum(token: Token, enum: EnumDescriptor) -> str | None:
@@ -171,7 +209,9 @@ def _wrong_enum(token: Token, enum: EnumDescriptor) -> str | None:
     bare = token.text.strip("\"'")
     if token.kind == "string" and bare in enum.values_by_name:
         return f"found {shown(token.text)}, expected {bare} without quotes"
-    return f"found {shown(token.text)}, not a {enum.name}; {meant(bare, enum.values_by_name)}"
+    elsewhere = _ELSEWHERE.get(bare.lower().removeprefix("type_")) if enum.name == "DataType" else None
+    hint = f'did you mean "{elsewhere}"?' if elsewhere else meant(bare, enum.values_by_name)
+    return f"found {shown(token.text)}, not a {enum.name}; {hint}"
 
 
 def _integer(text: str) -> int | None:

@@ -168,7 +168,7 @@ def _message(data: str | bytes, report: Report) -> Message | None:
 
 def _syntax_problem(error: OutlineError | None, report: Report) -> None:
     if error is not None:
-        report.problem("", error.text, (error.token.line, error.token.column))
+        report.problem(protos.path_of(error.trail), error.text, (error.token.line, error.token.column))
 
 
 def decode_text(data: str | bytes, report: Report) -> str | None:

@@ -55,13 +55,17 @@ class Block(NamedTuple):
 
 
 class OutlineError(Exception):
-    """The text is not text format. `final`: nothing else should try to read it."""
+    """The text is not text format. `final`: nothing else should try to read it.
+
+    `trail` leads to the field whose value is read: names from the root on, each with its place among fields so named.
+    """
 
     def __init__(self, token: Token, text: str, final: bool = False) -> None:
         super().__init__(text)
         self.token = token
         self.text = text
         self.final = final
+        self.trail: tuple[tuple[str, int], ...] = ()
 
 
 def shown(text: str, limit: int = 60) -> str:
@@ -116,25 +120,58 @@ def outline(text: str) -> Block:
     reader = _Reader(text)
     root = Block(Token("symbol", "", 1, 1), [])
     opened = [_Open(root, "", root.start, None)]
-    while opened:
-        here = opened[-1]
-        token = reader.take()
-        if token.text == here.closer or (token.kind == "end" and not here.closer):
-            opened.pop()
-        elif token.kind == "end":
-            start = here.start
-            raise OutlineError(
-                start, f'"{start.text}" is never closed: expected "{here.closer}" before the end of file'
-            )
-        elif here.field is not None:
-            _list_item(reader, token, here.field, opened)
-        elif token.kind == "word":
-            _field(reader, token, here.block, opened)
-        elif token.text not in (",", ";"):
-            raise OutlineError(token, f"found {_named(token)}, expected a field name" + _or_closer(here))
-        if len(opened) > DEPTH:
-            raise OutlineError(token, f"nested deeper than {DEPTH} levels", final=True)
+    try:
+        while opened:
+            _next(reader, opened)
+    except OutlineError as error:
+        error.trail = _trail(opened)
+        raise
     return root
+
+
+def _next(reader: _Reader, opened: list[_Open]) -> None:
+    here = opened[-1]
+    token = reader.take()
+    if token.text == here.closer or (token.kind == "end" and not here.closer):
+        opened.pop()
+    elif token.kind == "end":
+        start = here.start
+        raise OutlineError(start, f'"{start.text}" is never closed: expected "{here.closer}" before the end of file')
+    elif here.field is not None:
+        _list_item(reader, token, here.field, opened)
+    elif token.kind == "word":
+        _field(reader, token, here.block, opened)
+    elif token.text not in (",", ";"):
+        raise OutlineError(
+            token, f"found {_named(token)}, expected a field name{_or_closer(here)}{_rather(token, here.block)}"
+        )
+    if len(opened) > DEPTH:
+        raise OutlineError(token, f"nested deeper than {DEPTH} levels", final=True)
+
+
+def _trail(opened: list[_Open]) -> tuple[tuple[str, int], ...]:
+    found = []
+    for place, here in enumerate(opened):
+        if here.field is not None or not here.block.fields:
+            continue
+        field = here.block.fields[-1]
+        if place + 1 < len(opened) or not field.values:
+            name = field.name.text
+            index = sum(len(other.values) for other in here.block.fields if other.name.text == name) - 1
+            found.append((name, max(index, 0)))
+    return tuple(found)
+
+
+def _rather(token: Token, block: Block) -> str:
+    """What was probably meant by a sign or a value where a field's name was expected."""
+    if not block.fields or not block.fields[-1].values:
+        return ""
+    last = block.fields[-1].values[-1]
+    if isinstance(last, Block):
+        return ""
+    if last.kind == "word" and (last.line, last.column + len(last.text)) == (token.line, token.column):
+        return "; text is written in quotes"
+    return "; several values are written as a list: [ 1, 2 ]" if token.kind in ("number", "string") else ""
 
 
 def _field(reader: _Reader, name: Token, block: Block, opened: list[_Open]) -> None:

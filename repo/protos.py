@@ -6,6 +6,7 @@ the process-wide pool, and two of them there would be an error at import.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
+from shmserve.repo.outline import shown
 from shmserve.repo.schema import ModelConfig
 
 Field = Any
@@ -52,6 +54,18 @@ def is_map(field: Field) -> bool:
 def local_name(descriptor: Any) -> str:
     """`ModelSequenceBatching.Control`, without the package."""
     return str(descriptor.full_name).removeprefix(PACKAGE + ".")
+
+
+def path_of(trail: Sequence[tuple[str, int]]) -> str:
+    """A field's path from names, each with its number, as far as the schema has them."""
+    message: Any = CONFIG
+    names = []
+    for name, index in trail:
+        field = message.fields_by_name.get(name) if message is not None else None
+        message = field.message_type if field is not None else None
+        listed = message is not None and is_repeated(field) and not is_map(field)
+        names.append(f"{name}[{index}]" if listed else name)
+    return shown(".".join(names), 200)
 
 
 def to_config(message: Message) -> ModelConfig:

@@ -1,7 +1,7 @@
 """The rules that a configuration must keep, beyond being well written: each one that is broken is reported.
 
 The rule of the file: a check reports and goes on; it never raises and never changes anything. Tensors, instance
-groups and the general rules are here, the schedulers' in validate_schedulers.
+groups and the general rules are here, the schedulers' in validate_schedulers, those of data in validate_data.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shmserve.repo.complete import COMPLETING, ENGINES, ENSEMBLE, is_ensemble
 from shmserve.repo.outline import shown
 from shmserve.repo.problems import meant, nearest
 from shmserve.repo.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from shmserve.repo.validate_data import file_name, validate_warmup
 from shmserve.repo.validate_schedulers import validate_scheduler
 
 MODEL_NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}", re.ASCII)
@@ -50,6 +51,7 @@ def validate(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
     _batch_tensors(config, problem)
     _instance_groups(config, host, problem)
     validate_scheduler(config, problem)
+    validate_warmup(config, problem)
     _others(config, problem)
 
 
@@ -107,6 +109,8 @@ def _tensors(
         _reshape(path, tensor, problem)
         if isinstance(tensor, ModelInput) and tensor.format != "FORMAT_NONE" and len(tensor.dims) != 3:
             problem(f"{path}.format", f"{tensor.format} needs 3 dims, found {len(tensor.dims)}")
+        if tensor.is_non_linear_format_io and len(tensor.dims) != 3:
+            problem(f"{path}.is_non_linear_format_io", f"needs 3 dims, found {len(tensor.dims)}")
         if isinstance(tensor, ModelInput) and tensor.allow_ragged_batch and config.max_batch_size == 0:
             problem(f"{path}.allow_ragged_batch", "needs max_batch_size > 0")
         if isinstance(tensor, ModelOutput):
@@ -248,12 +252,3 @@ def _others(config: ModelConfig, problem: ProblemFunction) -> None:
     file_name("default_model_filename", config.default_model_filename, problem)
     for capability, name in config.cc_model_filenames.items():
         file_name(f'cc_model_filenames["{capability}"]', name, problem)
-    for index, sample in enumerate(config.model_warmup):
-        for key, given in sample.inputs.items():
-            file_name(f'model_warmup[{index}].inputs["{key}"].input_data_file', given.input_data_file or "", problem)
-
-
-def file_name(path: str, name: str, problem: ProblemFunction) -> None:
-    """A file of the model stays in the model's directory."""
-    if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-        problem(path, f'found "{shown(name)}", expected a file of the model, without .. or a / in front')

@@ -12,6 +12,7 @@ from shmserve.repo import schema
 from shmserve.repo.complete import ENSEMBLE, is_ensemble, needs_completion
 from shmserve.repo.problems import meant
 from shmserve.repo.schema import ModelConfig
+from shmserve.repo.validate_data import file_name
 
 PRIORITY_LEVELS = 10_000
 """The most priority levels: each has a queue."""
@@ -166,6 +167,7 @@ def _initial_state(
         problem(f"{path}.name", "not given")
     if initial.zero_data is None and not initial.data_file:
         problem(path, "expected zero_data or data_file")
+    file_name(f"{path}.data_file", initial.data_file or "", problem)
     for index, dim in enumerate(initial.dims):
         if dim < 1:
             problem(f"{path}.dims[{index}]", f"found {dim}, expected 1 or more: the first state has a size")

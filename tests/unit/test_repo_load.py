@@ -76,7 +76,7 @@ instance_group [ { kind: KIND_CPUU }, { kind: 9 } ]
     assert texts[1] == "found 2147483648, expected int32, a whole number from -2147483648 to 2147483647"
     assert texts[2] == 'found TYPE_FP23, not a DataType; did you mean "TYPE_FP32"?'
     assert texts[3].startswith('found "4", expected int64')
-    assert texts[4] == "found y, expected a string in quotes"
+    assert texts[4] == 'found y, expected a string in quotes; write "y"'
     assert texts[5] == 'found "TYPE_FP32", expected TYPE_FP32 without quotes'
     assert texts[6].endswith('did you mean "format"?')
     assert texts[8].startswith("ModelOutput has no such field; expected one of name, data_type, dims,")
@@ -104,9 +104,9 @@ def test_error_reads_as_one_line_for_each_problem() -> None:
             ':2:1: sequence_batching: only one of "dynamic_batching" (line 1) and "sequence_batching" may be given',
         ),
         ("version_policy { latest { } all { } }", 'only one of "latest" (line 1) and "all" may be given'),
-        ('name: "m', ":1:7: this string is not closed on its line"),
+        ('name: "m', ":1:7: name: this string is not closed on its line"),
         ("input [ {", '"{" is never closed: expected "}" before the end of file'),
-        ("input [ { ]", ':1:11: found "]", expected a field name or "}"'),
+        ("input [ { ]", ':1:11: input[0]: found "]", expected a field name or "}"'),
         ("input [ { } { } ]", 'found "{" in a list, expected "," or "]"'),
         ("max_batch_size 8", 'found "8" after "max_batch_size", expected ":" and a value or "{"'),
         ("max_batch_size: ", "found end of file, expected a value"),

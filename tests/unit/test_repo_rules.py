@@ -1,0 +1,590 @@
+"""The rules that a configuration keeps, as Triton numbers none but enforces: each is broken once, in a file, and the
+problem says file, line and column, the field, what was found, and what was expected.
+
+The rule of the file: one row or more for each rule; what is broken stands in a line of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shmserve.repo.load import Setting, examine
+from shmserve.repo.support import NOT_SUPPORTED
+from tests.unit.repo_texts import BACKENDS
+
+FILE = "m/config.pbtxt"
+HEAD = 'backend: "identity"\nmax_batch_size: 8\n'
+INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: [ 3 ] }\n'
+OUTPUT = 'output { name: "y" data_type: TYPE_FP32 dims: [ 3 ] }\n'
+MODEL = HEAD + INPUT + OUTPUT
+"""Four lines, so that what a row adds is line 5."""
+
+ENDS = """platform: "ensemble"
+input { name: "RAW" data_type: TYPE_STRING dims: [ -1 ] }
+output { name: "LABEL" data_type: TYPE_FP32 dims: [ 10 ] }
+"""
+
+
+def step(model: str, reads: str, makes: str) -> str:
+    maps = f'input_map {{ key: "IN" value: "{reads}" }} output_map {{ key: "OUT" value: "{makes}" }}'
+    return f'  step {{ model_name: "{model}" {maps} }}\n'
+
+
+def ensemble(*steps: str) -> str:
+    return ENDS + "ensemble_scheduling {\n" + "".join(steps) + "}\n"
+
+
+DECODE = step("decode", "RAW", "picture")
+CLASSIFY = step("classify", "picture", "LABEL")
+
+
+def problems(text: str, folder: Path | None = None, gpus: tuple[int, ...] = ()) -> list[str]:
+    found = examine(text, FILE, Setting("m", BACKENDS, (), gpus, folder))
+    assert (found.config is None) is bool(found.problems)
+    return [str(problem) for problem in found.problems]
+
+
+RULES = [
+    # 1: the name
+    (1, 'name: "n"\n' + MODEL, '1:1: name: unexpected directory name "m" for model "n"'),
+    # 2: backend and platform
+    (2, INPUT + OUTPUT, "backend: not given, and the version directory has no file that tells it; name one of"),
+    (2, 'backend: "pyhton"\n' + INPUT, '1:1: backend: found "pyhton", which this server does not have; did you mean'),
+    (2, 'platform: "onnxruntime_onx"\n', '1:1: platform: found "onnxruntime_onx", not a platform; did you mean "onnx'),
+    (2, 'platform: "onnxruntime_onnx"\nbackend: "python"', '2:1: backend: found "python", but platform "onnxruntime_o'),
+    (2, 'backend: "python"\n' + ensemble(DECODE, CLASSIFY), '1:1: backend: found "python", but an ensemble has no'),
+    # 3: max_batch_size
+    (
+        3,
+        INPUT + OUTPUT + 'backend: "identity"\nmax_batch_size: -1',
+        "4:1: max_batch_size: found -1, expected 0 or more",
+    ),
+    # 6, 7, 8: dynamic batching
+    (
+        6,
+        MODEL + "dynamic_batching { preferred_batch_size: [ 4,\n0 ] }",
+        "6:1: dynamic_batching.preferred_batch_size[1]",
+    ),
+    (
+        6,
+        MODEL + "dynamic_batching { preferred_batch_size: 16 }",
+        "found 16, expected at most max_batch_size, which is 8",
+    ),
+    (
+        7,
+        MODEL + "dynamic_batching {\npriority_levels: 2 }",
+        "5:1: dynamic_batching.default_priority_level: found 0, expe",
+    ),
+    (
+        7,
+        MODEL + "dynamic_batching { priority_levels: 2\ndefault_priority_level: 3 }",
+        "6:1: dynamic_batching.default_priority_level: found 3, expected 1 to 2",
+    ),
+    (
+        7,
+        MODEL + "dynamic_batching { priority_levels: 2 default_priority_level: 1\npriority_queue_policy { key: 3 } }",
+        "6:23: dynamic_batching.priority_queue_policy[3]: level 3 does not exist; expected 1 to 2",
+    ),
+    (
+        8,
+        MODEL + "dynamic_batching { priority_levels: 2 default_priority_level: 1\npreserve_ordering: true }",
+        "6:1: dynamic_batching.preserve_ordering: cannot be kept with 2 priority_levels; expected at most 1",
+    ),
+    (
+        8,
+        MODEL
+        + "dynamic_batching { preserve_ordering: true default_queue_policy {\n"
+        + "timeout_action: DELAY default_timeout_microseconds: 5 } }",
+        "6:1: dynamic_batching.default_queue_policy.timeout_action: DELAY with a timeout does not go with",
+    ),
+    (
+        8,
+        MODEL
+        + "dynamic_batching { preserve_ordering: true priority_levels: 1 default_priority_level: 1\n"
+        + "priority_queue_policy { key: 1 value { timeout_action: DELAY default_timeout_microseconds: 5 } } }",
+        "6:40: dynamic_batching.priority_queue_policy[1].timeout_action: DELAY with a timeout",
+    ),
+    # 9 to 12: sequences
+    (
+        9,
+        MODEL + "sequence_batching { }\nresponse_cache { enable: true }",
+        "6:18: response_cache.enable: responses of a sequ",
+    ),
+    (
+        10,
+        MODEL + "sequence_batching { control_input {\ncontrol { int32_false_true: [ 0, 1 ] } } }",
+        "sequence_batching.control_input[0].name: not given",
+    ),
+    (
+        10,
+        MODEL
+        + 'sequence_batching { control_input { name: "C" control { int32_false_true: [ 0, 1 ] } }\n'
+        + 'control_input { name: "C" control { kind: CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } } }',
+        '6:17: sequence_batching.control_input[1].name: "C" is the name of sequence_batching.control_input[0] already',
+    ),
+    (
+        10,
+        MODEL
+        + 'sequence_batching { control_input { name: "C" control { int32_false_true: [ 0, 1 ] } }\n'
+        + 'control_input { name: "D" control { fp32_false_true: [ 0, 1 ] } } }',
+        "control_input[1].control[0].kind: CONTROL_SEQUENCE_START is given already by sequence_batching.control_input",
+    ),
+    (
+        10,
+        MODEL + 'sequence_batching { control_input { name: "C" control {\nkind: CONTROL_SEQUENCE_END } } }',
+        "control[0]: CONTROL_SEQUENCE_END needs exactly one of int32_false_true, fp32_false_true, bool_false_true",
+    ),
+    (
+        10,
+        MODEL + 'sequence_batching { control_input { name: "C" control {\nint32_false_true: [ 0, 1, 2 ] } } }',
+        "6:1: sequence_batching.control_input[0].control[0].int32_false_true: found 3 values, expected 2",
+    ),
+    (
+        10,
+        MODEL + 'sequence_batching { control_input { name: "C" control {\nkind: CONTROL_SEQUENCE_CORRID } } }',
+        "control[0].data_type: found TYPE_INVALID, expected one of TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32, ",
+    ),
+    (
+        11,
+        MODEL + "sequence_batching { oldest {\npreferred_batch_size: 9 } }",
+        "6:23: sequence_batching.oldest.preferred_batch_size[0]: found 9, expected at most max_batch_size, which is 8",
+    ),
+    (
+        11,
+        MODEL + "sequence_batching { direct {\nminimum_slot_utilization: 1.5 } }",
+        "6:1: sequence_batching.direct.minimum_slot_utilization: found 1.5, expected 0 to 1",
+    ),
+    (
+        12,
+        MODEL + "sequence_batching {" + 2 * '\nstate { input_name: "i" output_name: "o" }' + "}",
+        '7:9: sequence_batching.state[1].input_name: "i" is the input of sequence_batching.state[0] already',
+    ),
+    (
+        12,
+        MODEL
+        + 'sequence_batching { state { input_name: "i" output_name: "o" dims: [ 2, -1 ]\n'
+        + 'initial_state { name: "n" zero_data: true\ndims: [ 3, -1 ] } } }',
+        "7:9: sequence_batching.state[0].initial_state[0].dims[0]: found 3, expected 2 as the state has",
+    ),
+    (
+        12,
+        MODEL
+        + 'sequence_batching { state { input_name: "i" output_name: "o" dims: [ 2, -1 ]\n'
+        + 'initial_state { name: "n" zero_data: true\ndims: [ 2, -1 ] } } }',
+        "7:12: sequence_batching.state[0].initial_state[0].dims[1]: found -1, expected 1 or more",
+    ),
+    (
+        12,
+        MODEL
+        + 'sequence_batching { state { input_name: "i" output_name: "o" dims: 2\n'
+        + 'initial_state { name: "n" dims: 2 } } }',
+        "6:15: sequence_batching.state[0].initial_state[0]: expected zero_data or data_file",
+    ),
+    # 13 to 17: ensembles
+    (13, ensemble(DECODE, CLASSIFY) + "instance_group { }", "instance_group: an ensemble has none; give it to the mod"),
+    (13, ensemble(DECODE, CLASSIFY) + "optimization { eager_batching: true }", "optimization: an ensemble has none"),
+    (13, ensemble(DECODE, CLASSIFY) + "model_warmup { }", "model_warmup: an ensemble has none"),
+    (13, ensemble(DECODE, CLASSIFY).replace('platform: "ensemble"', ""), 'platform: found "", but ensemble_scheduling'),
+    (14, ensemble(), "4:1: ensemble_scheduling.step: not given; expected at least one"),
+    (14, ensemble(step("", "RAW", "LABEL")), "5:10: ensemble_scheduling.step[0].model_name: not given"),
+    (
+        14,
+        ensemble(DECODE, CLASSIFY, '  step { model_name: "z" output_map { key: "O" value: "p" } }\n'),
+        "7:8: ensemble_scheduling.step[2].input_map: not given",
+    ),
+    (
+        15,
+        ensemble(DECODE, CLASSIFY, step("again", "picture", "LABEL")),
+        '7:82: ensemble_scheduling.step[2].output_map["OUT"]: ensemble tensor "LABEL" is made already by ensemble',
+    ),
+    (
+        15,
+        ensemble(DECODE, CLASSIFY.replace("output_map", '\ninput_map { key: "IN" value: "RAW" } output_map')),
+        '7:18: ensemble_scheduling.step[1].input_map["IN"]: mapped twice, first in line 6',
+    ),
+    (16, ensemble(step("a", "RAW", "LABEL"), step("b", "RAW", "z")), 'ensemble tensor "z" is used by no step'),
+    (16, ENDS + "ensemble_scheduling { step { } }", '2:7: input[0]: ensemble input "RAW" is used by no step'),
+    (16, ensemble(DECODE), '3:8: output[0]: ensemble output "LABEL" is made by no step'),
+    (
+        17,
+        ensemble(DECODE, step("classify", "pictur", "LABEL"), step("rest", "picture", "z")),
+        '[1].input_map["IN"]: ensemble tensor "pictur" is neither an input nor made by a step; did you mean "picture"?',
+    ),
+    # 23 to 26: inputs and outputs
+    (23, HEAD + OUTPUT + "input {\ndata_type: TYPE_FP32 dims: 3 }", "4:7: input[0].name: not given"),
+    (
+        23,
+        HEAD + OUTPUT + 'input { name: "x"\ndims: 3 }',
+        '4:7: input[0].data_type: "x" has none; expected one of TYPE_',
+    ),
+    (
+        23,
+        HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 }',
+        '4:7: input[0].dims: "x" must have dims, at least',
+    ),
+    (
+        23,
+        HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32\ndims: [ 3, 0 ] }',
+        "5:12: input[0].dims[1]: found 0, expected 1 or more, or -1 for any size",
+    ),
+    (
+        23,
+        HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 dims: 3\nreshape { shape: [ -3 ] } }',
+        "5:20: input[0].reshape.shape[0]: found -3, expected 1 or more, or -1 for any size",
+    ),
+    (
+        24,
+        HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 dims: [ 2, 3 ]\nreshape { shape: [ 5 ] } }',
+        "5:1: input[0].reshape: [5] does not have as many elements as dims [2, 3]",
+    ),
+    (
+        24,
+        HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 dims: [ 2, -1, 4 ]\nreshape { shape: [ 4, -1, 2 ] } }',
+        "5:1: input[0].reshape: [4, -1, 2] does not have as many elements as dims [2, -1, 4], counted between the -1s",
+    ),
+    (
+        24,
+        HEAD + INPUT + 'output { name: "y" data_type: TYPE_FP32 dims: [ 3 ]\nreshape { } }',
+        "5:1: output[0].reshape: empty, which needs dims: [ 1 ]",
+    ),
+    (
+        25,
+        HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 dims: [ 3, 4 ]\nformat: FORMAT_NHWC }',
+        "5:1: input[0].format: FORMAT_NHWC needs 3 dims, found 2",
+    ),
+    (
+        26,
+        HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 dims: 3\nis_shape_tensor: true }',
+        "5:1: input[0].is_shape_tensor: not supported: only TensorRT has shape tensors",
+    ),
+    (
+        26,
+        HEAD + OUTPUT + 'input { name: "x" data_type: TYPE_FP32 dims: 3\nis_non_linear_format_io: true }',
+        "5:1: input[0].is_non_linear_format_io: needs 3 dims, found 1",
+    ),
+    # 27: ragged batches
+    (
+        27,
+        MODEL + 'batch_input { target_name: "t" data_type: TYPE_INT32\nsource_input: [ "x", "x" ] }',
+        "6:1: batch_input[0].source_input: found 2, expected exactly one",
+    ),
+    (
+        27,
+        MODEL + 'batch_input { target_name: "t" data_type: TYPE_INT32\nsource_input: "xx" }',
+        '6:15: batch_input[0].source_input[0]: "xx" is not an input; did you mean "x"?',
+    ),
+    (
+        27,
+        MODEL + 'batch_input { target_name: "t" source_input: "x"\ndata_type: TYPE_INT64 }',
+        "6:1: batch_input[0].data_type: found TYPE_INT64, expected TYPE_INT32 or TYPE_FP32",
+    ),
+    (
+        27,
+        MODEL + 'batch_input { source_input: "x" data_type: TYPE_FP32 }',
+        "5:13: batch_input[0].target_name: not given; expected at least one",
+    ),
+    (
+        27,
+        MODEL + 'batch_output { source_input: "x"\ntarget_name: "z" }',
+        '6:14: batch_output[0].target_name[0]: "z" is not an output',
+    ),
+    (
+        27,
+        MODEL + 'batch_output { source_input: "x" target_name: [ "y",\n"y" ] }',
+        '6:1: batch_output[0].target_name[1]: "y" is used already by batch_output[0].target_name[0]',
+    ),
+    # 28, 29: instance groups
+    (
+        28,
+        MODEL + "instance_group { kind: KIND_CPU\ngpus: 0 }",
+        "6:1: instance_group[0].gpus: KIND_CPU has no gpus, fou",
+    ),
+    (28, MODEL + "instance_group { kind: KIND_MODEL\ngpus: 0 }", "6:1: instance_group[0].gpus: KIND_MODEL has no gpus"),
+    (28, MODEL + "instance_group {\nkind: KIND_GPU }", "6:1: instance_group[0].kind: KIND_GPU, but this server runs"),
+    (
+        29,
+        MODEL + 'instance_group {\nprofile: [ "1" ] }',
+        "6:1: instance_group[0].profile: not supported: only TensorRT has",
+    ),
+    (
+        29,
+        MODEL + 'instance_group {\nprofile: [ "one" ] }',
+        '6:12: instance_group[0].profile[0]: found "one", expected a',
+    ),
+    # 30, 31
+    (
+        30,
+        MODEL + "model_transaction_policy { decoupled: true }\nresponse_cache { enable: true }",
+        "6:18: response_cache.enable: responses of a decoupled model cannot be cached",
+    ),
+    (
+        31,
+        MODEL + "model_metrics { metric_control { histogram_options { buckets: 1 } } }",
+        "5:32: model_metrics.metric_control[0].metric_identifier.family: not given",
+    ),
+    (
+        31,
+        MODEL + 'model_metrics { metric_control { metric_identifier { family: "f" }\nhistogram_options { } } }',
+        "6:1: model_metrics.metric_control[0].histogram_options.buckets: empty; expected at least one",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [row[1:] for row in RULES], ids=[f"rule{row[0]}-{n}" for n, row in enumerate(RULES)]
+)
+def test_a_broken_rule_is_named_with_its_place(text: str, wanted: str) -> None:
+    found = problems(text)
+    assert all(problem.startswith(f"{FILE}:") for problem in found)
+    assert any(wanted in problem for problem in found), found
+
+
+def test_every_rule_of_one_configuration_has_a_row() -> None:
+    """4 and 5 are filled in, 18 to 22 need other models, and 32 is no error."""
+    assert {row[0] for row in RULES} == set(range(1, 32)) - {4, 5} - set(range(18, 23))
+
+
+def test_what_is_filled_in_and_what_is_no_error() -> None:
+    found = examine(MODEL + "response_cache { enable: true }", FILE, Setting("m", BACKENDS))
+    assert found.config is not None
+    assert found.config.version_policy is not None
+    assert len(found.config.instance_group) == 1
+    assert [warning.path for warning in found.warnings] == ["response_cache.enable"]
+
+
+def test_gpus_that_do_not_exist() -> None:
+    text = MODEL + "instance_group { kind: KIND_GPU\ngpus: [ 0, 7 ] }"
+    assert problems(text, gpus=(0, 1)) == [
+        f"{FILE}:6:12: instance_group[0].gpus[1]: no GPU 7 here; there are [0, 1]",
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- warm-up
+
+
+def warmup(inputs: str, rest: str = "batch_size: 1", head: str = MODEL) -> str:
+    return head + f'model_warmup {{ name: "s" {rest}\n{inputs} }}'
+
+
+def sample(rest: str, key: str = "x") -> str:
+    return f'inputs {{ key: "{key}" value {{ {rest} }} }}'
+
+
+GOOD = sample("data_type: TYPE_FP32 dims: 3 zero_data: true")
+UNBATCHED = MODEL.replace("max_batch_size: 8", "max_batch_size: 0")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        warmup(GOOD),
+        warmup(GOOD, "batch_size: 8 count: 100"),
+        warmup("", "batch_size: 0"),
+        warmup(GOOD, "batch_size: 1", UNBATCHED),
+        warmup(sample("data_type: TYPE_FP32 dims: 3 random_data: true")),
+        warmup(GOOD, head=MODEL + 'input { name: "z" data_type: TYPE_INT8 dims: 1 optional: true }\n'),
+        warmup(sample("data_type: TYPE_FP32 dims: 7 zero_data: true"), head=MODEL.replace("[ 3 ]", "[ -1 ]")),
+        # The model has yet to say what its inputs are, and how large its batches may be.
+        warmup(sample("data_type: TYPE_INT8 dims: 7 zero_data: true"), "batch_size: 4", 'backend: "onnxruntime"\n'),
+    ],
+)
+def test_warmup_samples_as_they_should_be(text: str) -> None:
+    assert problems(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            warmup("", "batch_size: 1"),
+            '5:14: model_warmup[0].inputs: "x" is not given; a sample has every input that is',
+        ),
+        (
+            warmup(GOOD, "\nbatch_size: 9"),
+            "6:1: model_warmup[0].batch_size: found 9, expected at most max_batch_size, w",
+        ),
+        (warmup(GOOD, "\nbatch_size: 2", UNBATCHED), "6:1: model_warmup[0].batch_size: found 2, expected 1: the model"),
+        (
+            warmup(GOOD + sample("data_type: TYPE_FP32 dims: 3 zero_data: true", "xx")),
+            '.inputs["xx"]: "xx" is not an input; did you mean "x"?',
+        ),
+        (warmup(sample("dims: 3 zero_data: true")), '6:8: model_warmup[0].inputs["x"].data_type: not given'),
+        (
+            warmup(sample("data_type: TYPE_FP64 dims: 3 zero_data: true")),
+            '6:27: model_warmup[0].inputs["x"].data_type: found TYPE_FP64, expected TYPE_FP32 as the input has',
+        ),
+        (warmup(sample("data_type: TYPE_FP32 zero_data: true")), '6:8: model_warmup[0].inputs["x"].dims: not given'),
+        (
+            warmup(sample("data_type: TYPE_FP32 dims: 4 zero_data: true")),
+            '6:54: model_warmup[0].inputs["x"].dims[0]: found 4, expected 3 as the input has',
+        ),
+        (
+            warmup(sample("data_type: TYPE_FP32 dims: [ 1, 3 ] zero_data: true")),
+            '6:48: model_warmup[0].inputs["x"].dims: found [1, 3], expected 1 as the input has: [3]',
+        ),
+        (
+            warmup(sample("data_type: TYPE_FP32 dims: -1 zero_data: true")),
+            '6:54: model_warmup[0].inputs["x"].dims[0]: found -1, expected 1 or more: data has a size',
+        ),
+        (
+            warmup(sample("data_type: TYPE_FP32 dims: 3")),
+            "no data; expected one of zero_data, random_data, input_data_f",
+        ),
+        (
+            warmup(sample('data_type: TYPE_FP32 dims: 3 input_data_file: "../w"')),
+            '6:56: model_warmup[0].inputs["x"].input_data_file: found "../w", expected a file of the model',
+        ),
+        (warmup(sample('data_type: TYPE_FP32 dims: 3 input_data_file: ""')), "input_data_file: empty; expected a file"),
+    ],
+)
+def test_a_wrong_warmup_sample(text: str, wanted: str) -> None:
+    found = problems(text)
+    assert len(found) == 1, found
+    assert wanted in found[0]
+
+
+def test_samples_of_a_sequence_model_have_its_controls() -> None:
+    control = 'sequence_batching { control_input { name: "S" control { int32_false_true: [ 0, 1 ] } } }\n'
+    found = [text for text in problems(warmup(GOOD, head=MODEL + control)) if "model_warmup" in text]
+    assert len(found) == 1
+    assert '"S" is not given' in found[0]
+    both = GOOD + sample("data_type: TYPE_INT32 dims: 1 zero_data: true", "S")
+    assert not [text for text in problems(warmup(both, head=MODEL + control)) if "model_warmup" in text]
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+def test_files_that_are_named_are_there(tmp_path: Path) -> None:
+    text = (
+        HEAD
+        + INPUT
+        + 'output { name: "y" data_type: TYPE_FP32 dims: [ 3 ]\nlabel_filename: "labels.txt" }\n'
+        + warmup(sample('data_type: TYPE_FP32 dims: 3 input_data_file: "ones"'), head="")
+        + "\nsequence_batching { state { input_name: 'i' output_name: 'o' dims: 2 data_type: TYPE_FP32\n"
+        + "initial_state { name: 'n' dims: 2 data_type: TYPE_FP32 data_file: 'first' } } }"
+    )
+
+    def files() -> list[str]:
+        return [problem for problem in problems(text, tmp_path) if NOT_SUPPORTED not in problem]
+
+    assert files() == [
+        f"{FILE}:5:1: output[0].label_filename: label file 'labels.txt' cannot be read: there is no such file in the "
+        "model's directory",
+        f"{FILE}:7:56: model_warmup[0].inputs[\"x\"].input_data_file: warm-up data 'warmup/ones' cannot be read: there "
+        "is no such file in the model's directory",
+        f"{FILE}:9:56: sequence_batching.state[0].initial_state[0].data_file: initial state 'initial_state/first' "
+        "cannot be read: there is no such file in the model's directory",
+    ]
+    (tmp_path / "label.txt").write_text("a")
+    assert files()[0].endswith('directory; did you mean "label.txt"?')
+    (tmp_path / "labels.txt").mkdir()
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "ones").symlink_to("/etc/passwd")
+    (tmp_path / "initial_state").mkdir()
+    (tmp_path / "initial_state" / "first").write_bytes(bytes(7))
+    found = files()
+    assert "label file 'labels.txt' is not a regular file" in found[0]
+    assert "warm-up data 'warmup/ones' is a link that leads out of the model's directory" in found[1]
+    assert "initial state 'initial_state/first' has 7 bytes, expected 8" in found[2]
+    (tmp_path / "labels.txt").rmdir()
+    (tmp_path / "labels.txt").write_text("a\nb\nc")
+    (tmp_path / "warmup" / "ones").unlink()
+    (tmp_path / "warmup" / "ones").write_bytes(bytes(12))
+    (tmp_path / "initial_state" / "first").write_bytes(bytes(8))
+    assert files() == []
+
+
+# ---------------------------------------------------------------------------------------------------------- typos
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        # a field
+        ("max_batchsize: 8", '5:1: max_batchsize: ModelConfig has no such field; did you mean "max_batch_size"?'),
+        ("dynamic_batching { max_queue_delay: 5 }", 'did you mean "max_queue_delay_microseconds"?'),
+        ("instance_groups { }", 'did you mean "instance_group"?'),
+        (
+            "optimization { grahp { } }",
+            "5:16: optimization.grahp: ModelOptimizationPolicy has no such field; did you mea",
+        ),
+        # the value of an enum
+        (
+            "instance_group { kind: KIND_CPUS }",
+            "5:24: instance_group[0].kind: found KIND_CPUS, not a Kind; did you mean",
+        ),
+        (
+            "input { data_type: TYPE_FLOAT32 }",
+            '[1].data_type: found TYPE_FLOAT32, not a DataType; did you mean "TYPE_FP32',
+        ),
+        ("input { data_type: TYPE_BYTES }", 'did you mean "TYPE_STRING"?'),
+        ("input { data_type: TYPE_INT_8 }", 'did you mean "TYPE_INT8"?'),
+        (
+            'input { data_type: "TYPE_FP32" }',
+            '5:20: input[1].data_type: found "TYPE_FP32", expected TYPE_FP32 without q',
+        ),
+        ("input { data_type: 77 }", "5:20: input[1].data_type: found 77, not a DataType; expected one of TYPE_INVALID"),
+        ("input { format: FORMAT_NWHC }", 'not a Format; did you mean "FORMAT_NHWC"?'),
+        # a list of dims
+        ("input { dims: [ 3, 244, x244 ] }", "5:25: input[1].dims[2]: found x244, expected int64, a whole number from"),
+        ("input { dims: [ 3, 244 244 ] }", '5:24: input[1].dims: found "244" in a list, expected "," or "]"'),
+        ("input { dims: [ 3, 244, ] }", '5:25: input[1].dims: found "]", expected a value'),
+        ("input { dims: [ 3, 244 }", '5:24: input[1].dims: found "}" in a list, expected "," or "]"'),
+        ("input { dims: 3, 244 }", '5:18: input[1]: found "244", expected a field name or "}"'),
+        ("input { dims: [ 3, 2.44 ] }", "5:20: input[1].dims[1]: found 2.44, expected int64"),
+        ('input { dims: [ "3" ] }', '5:17: input[1].dims[0]: found "3", expected int64, a whole number'),
+        ("input { data_type: TYPE_FP32, dims: 3 244 }", "; several values are written as a list: [ 1, 2 ]"),
+        ("input { dims: ( 3 ) }", '5:15: input[1].dims: found "(", expected a value'),
+        # an entry of a map
+        ('parameters { kye: "k" value { } }', '.kye: a map entry has no such field; did you mean "key"?'),
+        (
+            'parameters { key: "k" valeu { } }',
+            '5:23: parameters["k"].valeu: a map entry has no such field; did you mean',
+        ),
+        ('parameters { key: "k" value: "v" }', 'expected a block in { }, as in { string_value: "v" }'),
+        (
+            'parameters { key: "k" value { string_val: "v" } }',
+            'parameters["k"].string_val: ModelParameter has no such f',
+        ),
+        ("parameters { key: k value { } }", '5:19: parameters[k]: found k, expected a string in quotes; write "k"'),
+        ('parameters { "k": "v" }', '5:14: parameters: found "k", expected a field name or "}"'),
+        ("parameters: 3", "5:13: parameters: found 3, expected { key: .. value: .. }"),
+        (
+            'metric_tags { key: "a" value: 1 }',
+            '5:31: metric_tags["a"]: found 1, expected a string in quotes; write',
+        ),
+        # a bool, a number, a string
+        (
+            "response_cache { enable: ture }",
+            "5:26: response_cache.enable: found ture, expected true or false; did you m",
+        ),
+        (
+            'response_cache { enable: "true" }',
+            '.enable: found "true", expected true or false; write true without quotes',
+        ),
+        ("response_cache { enable: yes }", "response_cache.enable: found yes, expected true or false"),
+        (
+            'instance_group { count: "2" }',
+            '5:25: instance_group[0].count: found "2", expected int32, a whole number fro',
+        ),
+        ('instance_group { count: "2" }', "write 2 without quotes"),
+        ("instance_group { count: two }", "5:25: instance_group[0].count: found two, expected int32"),
+        (
+            "instance_group { count: 99999999999 }",
+            "found 99999999999, expected int32, a whole number from -2147483648 to",
+        ),
+        (
+            "default_model_filename: model.onnx",
+            '5:30: found ".", expected a field name; text is written in quotes',
+        ),
+        ("metric_tags { key: 'a' value: 'b }", "5:31: metric_tags.value: this string is not closed on its line"),
+        ("output { name: 5 }", '5:16: output[1].name: found 5, expected a string in quotes; write "5"'),
+    ],
+)
+def test_a_typo_is_found_with_its_place_and_what_was_meant(line: str, wanted: str) -> None:
+    found = problems(MODEL + line)
+    assert any(wanted in problem for problem in found), found
+    assert all(problem.startswith(f"{FILE}:5:") for problem in found), found
