@@ -97,6 +97,8 @@ def build(root: Path) -> None:
     add_model(root, "identity", "", IDENTITY)
     add_model(root, "old", "", IDENTITY + "version_policy: { specific { versions: [ 1 ] } }")
     (root / "old" / "2").mkdir()
+    add_model(root, "half", MODEL, CONFIG + "version_policy: { all { } }")
+    (root / "half" / "2").mkdir()
     (root / "old" / "configs").mkdir()
     (root / "old" / "configs" / "large.pbtxt").write_text(IDENTITY.replace("max_batch_size: 4", "max_batch_size: 64"))
 

@@ -150,6 +150,8 @@ def _find(order: Order) -> tuple[Found, int]:
     if not (path / str(order.version)).is_dir():
         there = ", ".join(map(str, found.versions))
         raise NotFound(f"model '{found.name}' has no version {order.version}; its versions are: {there}")
+    if order.version in found.missing:
+        raise Failed(f"failed to load model '{found.name}' version {order.version}: {found.missing[order.version]}")
     if order.version not in found.versions:
         say(f"version {order.version} of model '{found.name}' would not be served: its version policy", "warning")
     return found, order.version
