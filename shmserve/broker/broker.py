@@ -22,6 +22,7 @@ from shmserve import wire
 from shmserve.broker.catalog import Catalog, read_descriptor
 from shmserve.broker.control import Control
 from shmserve.broker.link import Link, close_all
+from shmserve.broker.operations import Operations
 from shmserve.broker.segments import Segments
 from shmserve.broker.workers import Workers
 from shmserve.broker.zmqdoor import Outbox, ZmqDoor, free
@@ -31,7 +32,7 @@ from shmserve.core.effects import Effect, Send
 from shmserve.core.events import Event
 from shmserve.core.state import WORKERS_FROM
 from shmserve.errors import ServeError
-from shmserve.messages import ClientMessage, Hello, Loaded, LoadFailed, Map, Ping, Reply
+from shmserve.messages import Ask, Cancel, ClientMessage, Hello, Loaded, LoadFailed, Map, Ping, Reply
 from shmserve.paths import BROKER, LANE
 from shmserve.shm import memfd
 from shmserve.shm.arena import Arena, Segment
@@ -54,6 +55,8 @@ class Broker:
         self.core = core
         self.drained: Callable[[], None] = lambda: None
         """Called when the last worker has gone after a drain."""
+        self.operations: Operations
+        """Set before the loop runs."""
         self.turned: Callable[[], None] | None = None
         """Called after each turn, while somebody wants to watch models load."""
         self._loop = loop
@@ -87,6 +90,7 @@ class Broker:
             effects.Free: lambda effect: free(self._arena, effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
             effects.Log: lambda effect: self._say(effect.level, effect.text),
+            effects.Settled: lambda effect: self.operations.settled(effect),
             effects.Query: self._query,
             effects.Drained: lambda effect: self.drained(),
         }
@@ -127,6 +131,7 @@ class Broker:
         link = self._links.pop(peer, None)
         if link is not None:
             self._dirty.pop(link, None)
+        self.operations.gone(peer)
         self._put(0, events.Closed(peer, reason))
 
     def _ping_silent(self) -> None:
@@ -198,7 +203,10 @@ class Broker:
             return events.Garbled(0, "Loaded from nobody")
         version, _ = worker
         try:
-            return events.Compiled(self._catalog.complete(version.model, version.number, config))
+            policy, surprises = self._catalog.complete(version.source, config)
+            for text in surprises:
+                log.warning("%s: %s", version.label, text)
+            return events.Compiled(policy)
         except (ServeError, msgspec.MsgspecError) as error:
             self._workers.kill(peer, "its completed configuration is wrong")
             return LoadFailed("INVALID_ARG", f"the completed configuration is wrong: {error}")
@@ -276,7 +284,7 @@ class Broker:
     # ------------------------------------------------------------------------------------ effects
 
     def _spawn(self, effect: effects.Spawn) -> None:
-        load, descriptor = self._catalog.load_order(effect.peer, effect.model, effect.version, effect.instance.name)
+        load, descriptor = self._catalog.load_order(effect)
         try:
             worker = self._workers.spawn(effect.peer, effect.instance)
             self._links[effect.peer] = worker.link
@@ -297,8 +305,27 @@ class Broker:
             self._dirty[link] = None
 
     def _query(self, effect: effects.Query) -> None:
-        for message in self._control.answer(effect.ask):
-            self._send(Send(effect.peer, message))
+        peer, ask = effect.peer, effect.ask
+        if isinstance(ask, Cancel):
+            self.operations.cancelled(peer, ask.request)
+        elif ask.what == "models" and self.operations.explicit:  # those that were never loaded are only on disk
+            self.operations.names(lambda: self._answer(peer, ask))
+        elif not self.operations.asked(peer, ask):
+            self._answer(peer, ask)
+
+    def _answer(self, peer: int, ask: Ask) -> None:
+        for message in self._control.answer(ask):
+            self.tell(peer, message)
+
+    def tell(self, peer: int, message: Any) -> None:
+        """A message that no request is answered by."""
+        self._send(Send(peer, message))
+        self._flush()
+
+    def process_of(self, peer: int) -> int:
+        """The pid of a worker, 0 if it has none any more."""
+        worker = self._workers.get(peer)
+        return worker.process.pid if worker is not None else 0
 
     def _say(self, level: str, text: str) -> None:
         log.log(_LEVELS[level], "%s", text)
@@ -307,6 +334,7 @@ class Broker:
 
     def close(self) -> None:
         """Everything that is open. The workers have gone."""
+        self.operations.close()
         self._keepalive.cancel()
         if self._timer is not None:
             self._timer.cancel()

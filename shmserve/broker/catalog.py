@@ -1,20 +1,38 @@
-"""The models that there are: what was found in the repositories, and what workers completed it to."""
+"""The models that there are: what was read from the repositories, what of it is deployed, and what workers completed
+it to.
+
+The rule of the file: reading (`read`, `read_all`) touches nothing but disk, and runs in a thread; everything else
+belongs to the loop.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Collection, Sequence
 from importlib.metadata import entry_points
+from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shmserve.broker.overrides import Given
+from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.policy import ModelPolicy
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.messages import Load
 from shmserve.repo.compile import Cores, compile_instances, compile_policy
 from shmserve.repo.load import verify
+from shmserve.repo.origins import as_text, origins, surprises
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
-from shmserve.repo.store import BACKENDS, Found, scan
+from shmserve.repo.snapshot import Snapshot, take
+from shmserve.repo.store import BACKENDS, Found, find_model, model_names, scan_model
+
+SNAPSHOT = "snapshot"
+"""The setting that tells a worker which files it should have found."""
 
 
 def backends() -> set[str]:
@@ -22,55 +40,195 @@ def backends() -> set[str]:
     return {*BACKENDS, *(entry.name for entry in entry_points(group="shmserve.backends"))}
 
 
+class Reading(NamedTuple):
+    """A model as it was on disk. `snapshot` None: it could not be looked at, or is in two repositories."""
+
+    found: Found
+    snapshot: Snapshot | None = None
+    override: Given | None = None
+
+
+class Source(Struct, eq=False):
+    """What one version is made of. `completed` is what its worker made of the configuration."""
+
+    number: int
+    model: str
+    version: int
+    folder: Path
+    given: ModelConfig
+    config: ModelConfig
+    kind: str
+    digest: str
+    override: Path | None = None
+    completed: ModelConfig | None = None
+
+
 class Catalog:
-    def __init__(self, repositories: Sequence[Path], settings: dict[str, str], cores: Cores) -> None:
-        """`settings` go to the workers; `cores` are divided among them."""
+    def __init__(
+        self,
+        repositories: Sequence[Path],
+        settings: dict[str, str],
+        cores: Cores,
+        config_name: str = "",
+        verified: bool = False,
+    ) -> None:
+        """`settings` go to the workers; `cores` are divided among them. `verified`: workers see to it that the files
+        do not change while they load them."""
         self._cores = cores
         self._repositories = repositories
         self._settings = settings
+        self._config_name = config_name
+        self._verified = verified
         self._backends = backends()
-        self._found: dict[str, Found] = {}
-        self._completed: dict[tuple[str, int], ModelConfig] = {}
+        self._numbers = count(1)
+        self._sources: dict[int, Source] = {}
+        self._latest: dict[tuple[str, int], tuple[object, int]] = {}
+        """Model and version -> what tells whether it has changed, and its source."""
+        self.names: Collection[str] = ()
+        """The models in the repositories, when they were last looked at."""
 
-    def scan(self) -> tuple[list[Event], list[str]]:
-        """What is to be deployed, and warnings."""
-        events: list[Event] = []
-        warnings: list[str] = []
-        for found in scan(self._repositories, backends=self._backends):
-            self._found[found.name] = found
-            warnings += [f"model '{found.name}': {warning}" for warning in found.warnings]
-            if found.problems or found.config is None:
-                reason = "; ".join(found.problems) or "it has no configuration"
-                for version in found.versions or (0,):
-                    events.append((0, Refuse(found.name, version, reason)))
-                warnings.append(f"model '{found.name}' is not served: {reason}")
-                continue
-            instances = compile_instances(found.config, self._cores)
-            targets = tuple(Target(version, 0, instances) for version in found.versions)
-            events.append((0, Deploy(found.name, targets)))
-        return events, warnings
+    # ------------------------------------------------------------------------------------ reading, in a thread
 
-    def load_order(self, peer: int, model: str, version: int, instance: str) -> tuple[Load, int]:
-        """The Load for a new worker, and the descriptor that goes with it, which the caller closes."""
-        found = self._found[model]
+    def names_on_disk(self) -> dict[str, list[Path]]:
+        return model_names(self._repositories)
+
+    def read(self, name: str, given: Given | None = None) -> Reading:
+        """The model of that name, or what was given in its place. Errors are those of `find_model`."""
+        folder = (
+            given.folder if given is not None and given.folder is not None else find_model(self._repositories, name)
+        )
+        return self.read_folder(folder, given)
+
+    def read_folder(self, folder: Path, given: Given | None = None) -> Reading:
+        """What is read twice with nothing changed between is consistent; what changes all the time is seen as it is."""
+        override = given.config if given is not None else None
+        before = _look(folder)
+        for _ in range(3):
+            found = scan_model(folder, backends=self._backends, config_name=self._config_name, override=override)
+            after = _look(folder)
+            if after == before:
+                break
+            before = after
+        return Reading(found, before, given)
+
+    def read_all(self) -> list[Reading]:
+        readings = []
+        for name, folders in self.names_on_disk().items():
+            readings.append(self.read_folder(folders[0]) if len(folders) == 1 else self.read_doubled(name, folders))
+        return readings
+
+    def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
+        text = f"model appears in two or more repositories: '{name}' is in {len(folders)} of them; keep one"
+        return Reading(Found(name, folders[0], None, (), (text,), ()))
+
+    # ------------------------------------------------------------------------------------ deploying
+
+    def adopt(self, reading: Reading, operation: int = 0) -> list[Event]:
+        """What the core is to be told. Of a model that cannot be served: why, for who asks for it."""
+        found = reading.found
+        reason = why_not(found)
+        if found.config is None or reason:
+            return [(0, Refuse(found.name, version, reason)) for version in found.versions or (0,)]
+        instances = compile_instances(found.config, self._cores)
+        targets = tuple(Target(number, self._source(reading, number), instances) for number in found.versions)
+        events: list[Event] = [(0, Deploy(found.name, targets, operation))]
+        events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
+        return events
+
+    def _source(self, reading: Reading, version: int) -> int:
+        """The number of what the version is made of: the same as before, if that has not changed."""
+        found, given = reading.found, reading.override
         assert found.config is not None
-        load = Load(peer, model, version, instance, str(found.path), self._settings)
-        return load, config_descriptor(found.config)
+        assert found.given is not None
+        content = replace(found.config, instance_group=(), version_policy=None)
+        digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
+        mark = (encode_config(content), digest, str(found.path), given is not None)
+        known = self._latest.get((found.name, version))
+        if known is not None and known[0] == mark:
+            source = self._sources[known[1]]
+            source.config, source.given = found.config, found.given
+            source.completed = source.completed and _regrouped(source.completed, found.config)
+            return source.number
+        number = next(self._numbers)
+        kind = "override" if given is not None else "file" if found.file else ""
+        override = given.folder if given is not None else None
+        self._sources[number] = Source(
+            number, found.name, version, found.path, found.given, found.config, kind, digest, override
+        )
+        self._latest[found.name, version] = (mark, number)
+        return number
 
-    def complete(self, model: str, version: int, data: bytes) -> ModelPolicy:
-        """Takes what a worker has completed the configuration to."""
+    def prune(self, live: Collection[int]) -> list[Path]:
+        """Forgets sources that nothing is made of any more. Returns the directories that were made for them."""
+        wanted = {number for _, number in self._latest.values()}.union(live)
+        dropped = [source for number, source in self._sources.items() if number not in wanted]
+        for source in dropped:
+            del self._sources[source.number]
+        kept = {source.override for source in self._sources.values()}
+        return [
+            folder for folder in {source.override for source in dropped} if folder is not None and folder not in kept
+        ]
+
+    def forget(self, model: str) -> None:
+        """It is not served any more: when it is loaded again, it is read anew."""
+        for key in [key for key in self._latest if key[0] == model]:
+            del self._latest[key]
+
+    # ------------------------------------------------------------------------------------ workers
+
+    def load_order(self, spawn: Spawn) -> tuple[Load, int]:
+        """The Load for a new worker, and the descriptor that goes with it, which the caller closes."""
+        source = self._sources[spawn.source]
+        settings = self._settings
+        if self._verified and source.override is None:
+            settings = settings | {SNAPSHOT: source.digest}
+        load = Load(spawn.peer, spawn.model, spawn.version, spawn.instance.name, str(source.folder), settings)
+        return load, config_descriptor(source.config)
+
+    def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
+        """Takes what a worker has completed the configuration to. Also what its owner may not have expected."""
+        source = self._sources[number]
         config = verify(decode_config(data), backends=self._backends)
-        if config.name != model:
+        if config.name != source.model:
             raise InvalidRequest(f"the model has changed its own name to '{config.name}', which it may not")
-        policy = compile_policy(config, version)
-        self._completed[model, version] = config
-        return policy
+        policy = compile_policy(config, source.version)
+        said = source.completed is not None
+        source.completed = config
+        return policy, [] if said else surprises(source.given, config)
 
-    def config(self, model: str, version: int) -> ModelConfig:
-        config = self._completed.get((model, version))
-        if config is None:
-            raise NotFound(f"the configuration of model '{model}' version {version} is known when it has loaded")
-        return config
+    # ------------------------------------------------------------------------------------ questions
+
+    def config(self, number: int) -> ModelConfig:
+        source = self._sources.get(number)
+        if source is None or source.completed is None:
+            raise NotFound("the configuration of a model is known when it has loaded")
+        return source.completed
+
+    def origins(self, number: int) -> tuple[dict[str, str], str]:
+        """Where each value of the configuration comes from, and all of it as text that says so."""
+        final = self.config(number)
+        source = self._sources[number]
+        found = origins(source.given, final, source.config, source.kind or "file")
+        return found, as_text(final, found)
+
+
+def why_not(found: Found) -> str:
+    """Why the model cannot be served; "" if it can."""
+    if found.problems:
+        return "; ".join(found.problems)
+    return "" if found.config is not None else "it has no configuration"
+
+
+def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
+    """What a worker completed, with the parts that change in place as they are now."""
+    return replace(completed, instance_group=config.instance_group, version_policy=config.version_policy)
+
+
+def _look(folder: Path) -> Snapshot | None:
+    try:
+        return take(folder)
+    except (OSError, InvalidRequest):  # the scan says what is wrong with it
+        return None
 
 
 def config_descriptor(config: ModelConfig) -> int:
@@ -86,3 +244,9 @@ def read_descriptor(descriptor: int, limit: int = 4 << 20) -> bytes:
         return os.pread(descriptor, limit, 0)
     finally:
         os.close(descriptor)
+
+
+def remove(folders: Sequence[Path]) -> None:
+    """Directories that were made for overrides. In a thread."""
+    for folder in folders:
+        shutil.rmtree(folder.parent, ignore_errors=True)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shmserve.broker.catalog import Catalog
 from shmserve.core.core import Core
+from shmserve.core.instances import Instance
+from shmserve.core.operations import UNLOADED
 from shmserve.core.states import VersionState
 from shmserve.core.versions import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.messages import FIELD_BYTES, Answer, Ask, Fail
 from shmserve.repo.schema import as_triton_json
 
-NAME = "shmserve"
+PAGE = os.sysconf("SC_PAGE_SIZE")
 CHUNK = FIELD_BYTES // 2
 
 
 class Control:
-    def __init__(self, core: Core, catalog: Catalog, version: str, strict: bool) -> None:
+    def __init__(self, core: Core, catalog: Catalog, name: str, version: str, strict: bool) -> None:
+        self.process_of: Callable[[int], int] = lambda peer: 0
+        """The pid of a worker."""
         self._core = core
         self._catalog = catalog
+        self._name = name
         self._version = version
         self._strict = strict
         self._answers: dict[str, Callable[[Ask], Any]] = {
@@ -32,6 +39,7 @@ class Control:
             "models": self._models,
             "metadata": self._metadata,
             "config": self._config,
+            "origins": self._origins,
             "statistics": self._statistics,
         }
 
@@ -52,7 +60,7 @@ class Control:
 
     def server_ready(self) -> bool:
         """With strict readiness every version must be READY; without it, loading must only have ended."""
-        states = [version.state for version in self._versions()]
+        states = [version.state for version in self._versions() if version.reason != UNLOADED]
         if self._core.state.draining or VersionState.LOADING in states:
             return False
         refused = any(model.reason for model in self._core.state.models.values())
@@ -68,20 +76,56 @@ class Control:
         return {"ready": any(version.healthy for version in found)}
 
     def _models(self, ask: Ask) -> Any:
-        index = []
-        for model in self._core.state.models.values():
-            if not model.versions:
-                index.append({"name": model.name, "version": "", "state": "UNAVAILABLE", "reason": model.reason})
-            for version in sorted(model.versions.values(), key=lambda version: version.number):
-                index.append(
-                    {
-                        "name": model.name,
-                        "version": str(version.number),
-                        "state": version.state.value,
-                        "reason": version.reason,
-                    }
-                )
+        known = self._core.state.models
+        index: list[dict[str, Any]] = [
+            {"name": name, "version": "", "state": "", "reason": ""}
+            for name in self._catalog.names
+            if name not in known
+        ]
+        for model in known.values():
+            default = model.default()
+            shown = [version for version in model.versions.values() if self._is_of_interest(version)]
+            if not shown and (model.reason or model.name in self._catalog.names):
+                state = "UNAVAILABLE" if model.reason else ""
+                index.append({"name": model.name, "version": "", "state": state, "reason": model.reason})
+            for version in sorted(shown, key=lambda version: version.number):
+                entry: dict[str, Any] = {
+                    "name": model.name,
+                    "version": str(version.number),
+                    "state": version.state.value,
+                    "reason": version.reason,
+                    "default": version is default,
+                    "loading_seconds": self._loading_seconds(version),
+                    "reloading": version.number in model.coming,
+                }
+                made = [version, *[other for other in model.generations() if other.number == version.number]]
+                found = {id(instance): instance for other in made for instance in other.instances}
+                entry["instances"] = [self._instance(instance) for instance in found.values()]
+                index.append(entry)
         return sorted(index, key=lambda entry: entry["name"])
+
+    def _is_of_interest(self, version: Version) -> bool:
+        """What was unloaded is, as long as it could be loaded again."""
+        return version.reason != UNLOADED or version.model in self._catalog.names
+
+    def _loading_seconds(self, version: Version) -> float:
+        if version.state is VersionState.LOADING:
+            return round((time.monotonic_ns() - version.began) / 1e9, 3)
+        return round(version.took_ns / 1e9, 3)
+
+    def _instance(self, instance: Instance) -> dict[str, Any]:
+        pid = self.process_of(instance.peer) if instance.peer else 0
+        return {
+            "name": instance.spec.name,
+            "state": instance.state.value,
+            "kind": instance.spec.kind,
+            "device": instance.spec.device,
+            "passive": instance.spec.passive,
+            "pid": pid,
+            "memory_bytes": resident_bytes(pid) if pid else 0,
+            "restarts": instance.restarts,
+            "reason": instance.reason,
+        }
 
     def _find(self, ask: Ask) -> list[Version]:
         model = self._core.state.models.get(ask.model)
@@ -104,15 +148,17 @@ class Control:
 
     def _metadata(self, ask: Ask) -> Any:
         if not ask.model:
-            return {"name": NAME, "version": self._version, "extensions": ["statistics", "model_configuration"]}
+            return {"name": self._name, "version": self._version, "extensions": ["statistics", "model_configuration"]}
         version = self._one(ask)
-        config = self._catalog.config(version.model, version.number)
+        config = self._catalog.config(version.source)
         policy = version.policy
         assert policy is not None
+        models = self._core.state.models[version.model].versions
+        served = sorted(number for number, other in models.items() if other.state is VersionState.READY)
         lead = (-1,) if policy.max_batch else ()
         return {
             "name": version.model,
-            "versions": [str(number) for number in sorted(self._core.state.models[version.model].versions)],
+            "versions": [str(number) for number in served or [version.number]],
             "platform": config.platform or config.backend,
             "inputs": [{"name": t.name, "datatype": t.dtype, "shape": lead + t.dims} for t in policy.inputs],
             "outputs": [{"name": t.name, "datatype": t.dtype, "shape": lead + t.dims} for t in policy.outputs],
@@ -120,7 +166,12 @@ class Control:
 
     def _config(self, ask: Ask) -> Any:
         version = self._one(ask)
-        return as_triton_json(self._catalog.config(version.model, version.number))
+        return as_triton_json(self._catalog.config(version.source))
+
+    def _origins(self, ask: Ask) -> Any:
+        version = self._one(ask)
+        origins, text = self._catalog.origins(version.source)
+        return {"config": as_triton_json(self._catalog.config(version.source)), "origins": origins, "text": text}
 
     def _statistics(self, ask: Ask) -> Any:
         found = self._find(ask) if ask.model else self._versions()
@@ -163,3 +214,12 @@ class Control:
 
 def _duration(count: int, ns: int) -> dict[str, int]:
     return {"count": count, "ns": ns}
+
+
+def resident_bytes(pid: int) -> int:
+    """What of the process is in memory, shared pages included; 0 if it has ended."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(pages) * PAGE

@@ -9,6 +9,7 @@ import fcntl
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,21 +21,27 @@ import uvloop
 from shmserve.allocator import keep_freed_memory
 from shmserve.broker import settings as setting
 from shmserve.broker.broker import Broker
-from shmserve.broker.catalog import Catalog
+from shmserve.broker.catalog import Catalog, Reading
 from shmserve.broker.control import Control
 from shmserve.broker.cores import survey
 from shmserve.broker.logs import set_up
+from shmserve.broker.operations import Operations
+from shmserve.broker.poll import Poll
 from shmserve.broker.progress import Progress, hints
 from shmserve.core import events
 from shmserve.core.core import Core
+from shmserve.core.limits import Limits
 from shmserve.errors import ServeError
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
+from shmserve.repo.store import Found
 from shmserve.shm import posix
 from shmserve.version import version
 
 log = logging.getLogger("shmserve")
 
 LOCK = "broker.lock"
+OVERRIDES = "overrides"
+"""In the runtime directory: the files that came with load calls."""
 
 
 class CannotStart(Exception):
@@ -77,10 +84,12 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
             text = f"another server runs in {self._path}; stop it, or name another directory by --runtime-dir"
             raise CannotStart(text) from None
         self._remove()
+        (self._path / OVERRIDES).mkdir(mode=0o700)
 
     def _remove(self) -> None:
         for name in (LANE, BROKER):
             (self._path / name).unlink(missing_ok=True)
+        shutil.rmtree(self._path / OVERRIDES, ignore_errors=True)
 
     def __exit__(self, *_: object) -> None:
         self._remove()
@@ -95,14 +104,31 @@ class Server:
         self._settings = settings
         self._loop = loop
         self._code = 0
-        self._core = Core(f"shmserve {version()}", tracing=settings.log_verbose > 1)
+        limits = Limits(loading=settings.model_load_thread_count, load_retries=settings.model_load_retry_count)
+        self._core = Core(f"shmserve {version()}", limits, tracing=settings.log_verbose > 1)
+        self._mode: str = settings.model_control_mode
         self._catalog = Catalog(
-            settings.model_repository, setting.backend_settings(settings), survey(setting.host_policies(settings))
+            settings.model_repository,
+            setting.backend_settings(settings),
+            survey(setting.host_policies(settings)),
+            settings.model_config_name,
+            verified=self._mode == "poll",
         )
-        self._control = Control(self._core, self._catalog, version(), settings.strict_readiness)
+        self._control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
         self._broker = Broker(
             loop, settings.runtime_dir, self._core, self._catalog, self._control, settings.broker_arena_bytes
         )
+        self._operations = self._broker.operations = Operations(
+            loop,
+            self._core,
+            self._catalog,
+            self._broker.put,
+            self._broker.tell,
+            settings.runtime_dir / OVERRIDES,
+            self._mode,
+            settings.override_bytes,
+        )
+        self._control.process_of = self._broker.process_of
         self._broker.drained = loop.stop
         self._progress = Progress(self._core, self._loaded, lambda line: log.info("%s", line))
 
@@ -110,13 +136,7 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
         try:
-            found, warnings = self._catalog.scan()
-            for text in warnings:
-                log.warning("%s", text)
-            deployed = sum(isinstance(event, events.Deploy) for _, event in found)
-            log.info("serving %s; loading %d model version(s)", self._settings.runtime_dir, deployed)
-            for _, event in found:
-                self._broker.put(event)
+            self._begin()
             self._broker.turned = self._turned
             self._broker.put(events.Closed(0))  # so that there is a turn even if there is no model
             gc.collect()
@@ -126,6 +146,28 @@ class Server:
         finally:
             self._broker.close()
         return self._code
+
+    def _begin(self) -> None:
+        """What is to be served from the start is read, and deployed."""
+        settings = self._settings
+        if self._mode == "poll" and settings.repository_poll_secs:
+            poll = Poll(self._catalog, settings.settle_secs)
+            changes = poll.look()
+            readings, names = changes.readings, changes.names
+            self._operations.poll(poll, settings.repository_poll_secs, changes.again_s)
+        else:
+            names = self._catalog.names_on_disk()
+            every = self._mode != "explicit" or settings.load_model == ["*"]
+            readings = self._catalog.read_all() if every else [self._read(name) for name in settings.load_model]
+        self._catalog.names = names
+        log.info("serving %s; loading %d of %d model(s)", settings.runtime_dir, len(readings), len(names))
+        self._operations.begin(readings)
+
+    def _read(self, name: str) -> Reading:
+        try:
+            return self._catalog.read(name)
+        except ServeError as error:
+            return Reading(Found(name, Path(), None, (), (error.message,), ()))
 
     def _turned(self) -> None:
         if self._progress.look():

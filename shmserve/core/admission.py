@@ -276,8 +276,12 @@ class Admission:
 
     def cancel(self, peer: int, message: Cancel, now: int) -> None:
         client = self._greeted(peer)
-        request = client.requests.get(message.request) if client else None
-        if request is not None:  # else it has been answered: the answer and the Cancel have crossed
+        if client is None:
+            return
+        request = client.requests.get(message.request)
+        if request is None:  # it has been answered, and the two have crossed; or it is no request but an operation
+            self._state.effects.append(Query(peer, message))
+        else:
             request.version.statistics.cancelled += 1
             self._dispatcher.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
 

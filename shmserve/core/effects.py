@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec
-from shmserve.messages import Ask, Handle
+from shmserve.messages import Ask, Cancel, Handle
 
 
 class Send(Struct, gc=False):
@@ -68,10 +68,10 @@ class Settled(Struct):
 
 
 class Query(Struct):
-    """Answer this question about the server or its models, or see to this operation."""
+    """Answer this question about the server or its models, or see to this operation, or to its cancellation."""
 
     peer: int
-    ask: Ask
+    ask: Ask | Cancel
 
 
 class Drained(Struct):

@@ -96,6 +96,8 @@ class Instance(Struct, eq=False):
     waiting: Batch | None = None
     deaths: int = 0
     """In a row: with no batch done between them."""
+    restarts: int = 0
+    """In all, after it had been READY."""
     retry_at: int = 0
     reason: str = ""
     load_error: str = ""

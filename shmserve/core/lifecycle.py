@@ -141,6 +141,7 @@ class Lifecycle:
         """Start again: at once, then with growing pauses, then not any more."""
         limits = self._state.limits
         instance.deaths += 1
+        instance.restarts += instance.loaded
         instance.reason = event.reason
         self._state.log("error", f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}")
         if instance.deaths > limits.restarts:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.core import events
-from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Spawn
+from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
 from shmserve.core.state import WORKERS_FROM
 from shmserve.messages import (
+    Ask,
     Cancel,
     Done,
     Execute,
@@ -111,7 +112,10 @@ class Scenario(World):
         elif isinstance(effect, Log):
             self.line(f"log {effect.level}: {effect.text}")
         elif isinstance(effect, Query):
-            self.line(f"query {effect.ask.what}")
+            if isinstance(effect.ask, Ask):
+                self.line(f"query {effect.ask.what}")
+        elif isinstance(effect, Settled):
+            self.line(f"settled {effect.operation}" + (f" {effect.code}: {effect.text}" if effect.code else ""))
         else:
             assert isinstance(effect, Drained)
             self.line("drained")

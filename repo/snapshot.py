@@ -1,0 +1,86 @@
+"""What the files of a model look like from outside: enough to see that something has changed, cheap enough to look often.
+
+The rule of the file: names, sizes, times and inodes, never contents. Links are followed, as whoever loads them does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from shmserve.errors import InvalidRequest
+
+ENTRIES = 200_000
+"""Files and directories of one model; with more of them it is no model."""
+_CONFIGS = ("config.pbtxt", "configs")
+"""Configurations are compared by what they say."""
+
+Look = tuple[int, int, int]
+"""Size, time of the last change in ns, inode."""
+
+
+class Snapshot(NamedTuple):
+    """`files`: path in the model's directory -> how it looked. `newest`: when any of it was written or renamed last, in
+    ns; unlike the time of the last change, programs that copy cannot set it."""
+
+    files: Mapping[str, Look]
+    newest: int
+
+    def lacks(self, earlier: Snapshot) -> list[str]:
+        """What was there and has changed or gone. What has been added does not count."""
+        return [path for path, look in earlier.files.items() if self.files.get(path) != look]
+
+    def digest(self) -> str:
+        """Of all of it."""
+        return _digest(self.files.items())
+
+    def of_version(self, number: int) -> str:
+        """Of what this version may read: its own directory, and what no version has for itself."""
+        own = f"{number}/"
+        return _digest((path, look) for path, look in self.files.items() if path.startswith(own) or _is_shared(path))
+
+
+def take(folder: Path) -> Snapshot:
+    """A snapshot of the model's directory; OSError if it cannot be read."""
+    found = sorted(_walk(folder))
+    newest = max((changed for _, _, changed in found), default=0)
+    return Snapshot({path: look for path, look, _ in found if path}, newest)
+
+
+def _is_shared(path: str) -> bool:
+    top = path.partition("/")[0]
+    return top not in _CONFIGS and not (top.isascii() and top.isdigit())
+
+
+def _digest(files: Iterable[tuple[str, Look]]) -> str:
+    return hashlib.blake2b(repr(list(files)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, Look, int]]:
+    seen = 0
+    yield "", (0, 0, 0), os.stat(folder).st_ctime_ns
+    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [("", os.fspath(folder), ())]
+    while todo:
+        prefix, directory, above = todo.pop()
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                seen += 1
+                if seen > ENTRIES:
+                    raise InvalidRequest(f"{folder.name}: more than {ENTRIES} files and directories; is it a model?")
+                if entry.name.startswith(".") or entry.name == "__pycache__":
+                    continue
+                path = f"{prefix}{entry.name}"
+                try:
+                    state = entry.stat()
+                except FileNotFoundError:  # it has just gone, or is a link to nowhere
+                    continue
+                here = (state.st_dev, state.st_ino)
+                if not stat.S_ISDIR(state.st_mode):
+                    yield path, (state.st_size, state.st_mtime_ns, state.st_ino), state.st_ctime_ns
+                elif here not in above:  # else a link to a directory that it is in
+                    yield path + "/", (0, 0, 0), state.st_ctime_ns
+                    todo.append((path + "/", entry.path, (*above, here)))

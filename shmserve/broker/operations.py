@@ -1,0 +1,319 @@
+"""Operations on models: asked for by clients or seen on disk, read in a thread, decided in the core, answered.
+
+The rule of the file: the loop never waits for a disk. One thread reads, one model after another, so that what was asked
+first is deployed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.broker.catalog import Catalog, Reading, remove, why_not
+from shmserve.broker.overrides import Upload, decode_body
+from shmserve.broker.poll import Changes, Poll
+from shmserve.core import effects, events
+from shmserve.core.core import Core
+from shmserve.core.states import VersionState
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.messages import FIELD_BYTES, Answer, Ask, Fail
+
+log = logging.getLogger("shmserve")
+
+OPERATIONS = frozenset({"load", "unload", "restart"})
+UPLOADS = 16
+"""Bodies that come at the same time, of all clients together."""
+CHUNK = FIELD_BYTES // 2
+
+REFUSED = "explicit model load / unload is not allowed if polling is enabled"
+
+T = TypeVar("T")
+
+
+class UnloadBody(Struct, forbid_unknown_fields=True):
+    unload_dependents: bool = False
+    wait: bool = True
+
+
+class RestartBody(Struct, forbid_unknown_fields=True):
+    instance: str = ""
+
+
+class _Job(Struct):
+    """An operation that somebody waits for."""
+
+    peer: int
+    ask: Ask
+    began: float
+    warnings: tuple[str, ...] = ()
+    changed: bool = True
+
+
+class Operations:
+    """`put` tells the core an event, `send` a client a message. `place` is a directory for what load calls bring."""
+
+    def __init__(
+        self,
+        loop: Any,
+        core: Core,
+        catalog: Catalog,
+        put: Callable[[Any], None],
+        send: Callable[[int, Any], None],
+        place: Path,
+        mode: str = "none",
+        override_bytes: int = 1 << 30,
+    ) -> None:
+        self._loop = loop
+        self._core = core
+        self._catalog = catalog
+        self._put = put
+        self._send = send
+        self._place = place
+        self._mode = mode
+        self._override_bytes = override_bytes
+        self._reader = ThreadPoolExecutor(1, "reader")
+        self._numbers = count(1)
+        self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._poll: Poll | None = None
+        self._poll_timer: Any = None
+        self._poll_s = 0.0
+        self._looking = False
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------ asked by clients
+
+    def asked(self, peer: int, ask: Ask) -> bool:
+        """Sees to an operation, or to a part of its body. False: it is none."""
+        begun = self._uploads.pop((peer, ask.request), None)
+        if begun is None and ask.what not in OPERATIONS:
+            return False
+        upload = None
+        try:
+            first, upload = begun or (ask, self._begin())
+            upload.add(ask.body)
+            if ask.more:
+                self._uploads[peer, ask.request] = (first, upload)
+                return True
+            self._start(_Job(peer, first, time.monotonic()), upload, ask.body if begun is None else None)
+        except ServeError as error:
+            if upload is not None:
+                upload.close()
+            self._send(peer, Fail(ask.request, error.code, error.message))
+        return True
+
+    def _begin(self) -> Upload:
+        if len(self._uploads) >= UPLOADS:
+            raise Unavailable(
+                f"{UPLOADS} load calls are being received already; try again when one of them is complete"
+            )
+        return Upload(self._place, self._override_bytes)
+
+    def cancelled(self, peer: int, request: int) -> None:
+        """The rest of this body will not come."""
+        begun = self._uploads.pop((peer, request), None)
+        if begun is not None:
+            begun[1].close()
+
+    def gone(self, peer: int) -> None:
+        """A client has gone. What it had asked for completely is done all the same."""
+        for key in [key for key in self._uploads if key[0] == peer]:
+            self._uploads.pop(key)[1].close()
+
+    def _start(self, job: _Job, upload: Upload, body: bytes | None) -> None:
+        what, model = job.ask.what, job.ask.model
+        if what == "load":
+            if not self.explicit:
+                raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
+            self._in_thread(lambda: self._read(model, upload), lambda reading: self._deploy(job, reading), job)
+            return
+        upload.close()
+        if body is None:
+            raise InvalidRequest(f"the body of '{what}' is too long")
+        number = self._register(job)
+        if what == "restart":
+            self._put(events.Restart(model, job.ask.version, decode_body(body, RestartBody).instance, number))
+            return
+        options: UnloadBody = decode_body(body, UnloadBody)
+        if not self.explicit:
+            raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
+        self._catalog.forget(model)
+        self._put(events.Unload(model, number))
+        if not options.wait:
+            self.settled(effects.Settled(number))
+
+    def _register(self, job: _Job) -> int:
+        number = next(self._numbers)
+        self._jobs[number] = job
+        return number
+
+    def _read(self, model: str, upload: Upload) -> Reading:
+        try:
+            return self._catalog.read(model, upload.unpack(self._place, model))
+        finally:
+            upload.close()
+
+    def _deploy(self, job: _Job, reading: Reading) -> None:
+        """What was read is to be served, and somebody waits for it."""
+        found = reading.found
+        self._warn(reading)
+        reason = why_not(found)
+        if reason:
+            folder = reading.override.folder if reading.override is not None else None
+            if folder is not None:
+                self._remove([folder])
+            for _, event in self._catalog.adopt(reading):
+                self._put(event)
+            text = f"failed to load '{found.name}': {reason}"
+            self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
+            return
+        job.warnings = found.warnings
+        number = self._register(job)
+        adopted = self._catalog.adopt(reading, number)
+        job.changed = self._is_news(adopted[0][1])
+        for _, event in adopted:
+            self._put(event)
+
+    def _is_news(self, deploy: events.Deploy) -> bool:
+        model = self._core.state.models.get(deploy.model)
+        served = (
+            {version.source for version in model.versions.values() if version.state is VersionState.READY}
+            if model
+            else ()
+        )
+        return any(target.source not in served for target in deploy.targets)
+
+    def _warn(self, reading: Reading) -> None:
+        for warning in reading.found.warnings:
+            log.warning("model '%s': %s", reading.found.name, warning)
+
+    def settled(self, effect: effects.Settled) -> None:
+        """The core says that an operation is over."""
+        job = self._jobs.pop(effect.operation, None)
+        self._tidy()
+        if job is None:
+            return
+        if effect.code:
+            self._send(job.peer, Fail(job.ask.request, effect.code, effect.text))
+            return
+        model = self._core.state.models.get(job.ask.model)
+        seconds = time.monotonic() - job.began
+        versions = [
+            {"version": str(version.number), "state": version.state.value, "seconds": round(version.took_ns / 1e9, 3)}
+            for version in sorted(model.versions.values() if model else (), key=lambda version: version.number)
+        ]
+        log.info("%s of model '%s' done in %.2f s", job.ask.what, job.ask.model, seconds)
+        answer = {"model": job.ask.model, "versions": versions, "changed": job.changed, "warnings": job.warnings}
+        body = msgspec.json.encode(answer)
+        for start in range(0, len(body), CHUNK):
+            self._send(job.peer, Answer(job.ask.request, body[start : start + CHUNK], start + CHUNK < len(body)))
+
+    def _tidy(self) -> None:
+        """Forgets what no version is made of any more."""
+        live = {version.source for model in self._core.state.models.values() for version in model.generations()}
+        folders = self._catalog.prune(live)
+        if folders:
+            self._remove(folders)
+
+    def _remove(self, folders: Collection[Path]) -> None:
+        self._reader.submit(remove, list(folders))
+
+    # ------------------------------------------------------------------------------------ seen on disk
+
+    def begin(self, readings: Collection[Reading]) -> None:
+        """The first round: all that is to be served at start."""
+        for reading in readings:
+            self._adopt(reading)
+
+    def _adopt(self, reading: Reading) -> None:
+        self._warn(reading)
+        reason = why_not(reading.found)
+        if reason:
+            log.warning("model '%s' is not served: %s", reading.found.name, reason)
+        for _, event in self._catalog.adopt(reading):
+            self._put(event)
+
+    def poll(self, poll: Poll, every_s: float, first_s: float) -> None:
+        """From now on, look for changes."""
+        self._poll, self._poll_s = poll, every_s
+        self._poll_timer = self._loop.call_later(min(first_s, every_s), self._look)
+
+    def _look(self) -> None:
+        poll = self._poll
+        assert poll is not None
+        self._poll_timer = self._loop.call_later(self._poll_s, self._look)
+        if not self._looking:  # else the disk is slower than we are impatient
+            self._looking = True
+            self._in_thread(poll.look, self._changed, None)
+
+    def _changed(self, changes: Changes) -> None:
+        self._looking = False
+        for text in changes.troubles:
+            log.error("%s", text)
+        for reading in changes.readings:
+            log.info("model '%s' has changed in the repository", reading.found.name)
+            self._adopt(reading)
+        for name in changes.gone:
+            log.info("model '%s' has gone from the repository", name)
+            self._catalog.forget(name)
+            self._put(events.Unload(name))
+        self._catalog.names = changes.names
+        self._tidy()
+        if changes.again_s < self._poll_s:
+            self._poll_timer.cancel()
+            self._poll_timer = self._loop.call_later(changes.again_s, self._look)
+
+    # ------------------------------------------------------------------------------------ the thread
+
+    def _in_thread(self, work: Callable[[], T], then: Callable[[T], None], job: _Job | None) -> None:
+        """`then` is called on the loop. What goes wrong is told to whoever waits."""
+        self._reader.submit(work).add_done_callback(
+            lambda future: self._loop.call_soon_threadsafe(self._back, future, then, job)
+        )
+
+    def _back(self, future: Future[T], then: Callable[[T], None], job: _Job | None) -> None:
+        if self._closed:
+            return
+        error = future.exception()
+        if error is None:
+            then(future.result())
+        elif job is None:
+            self._looking = False
+            log.error("a look at the repositories failed; the next one is taken as usual", exc_info=error)
+        elif isinstance(error, (ServeError, OSError)):
+            code = error.code if isinstance(error, ServeError) else "UNAVAILABLE"
+            text = error.message if isinstance(error, ServeError) else f"the disk says: {error.strerror}"
+            if not text.startswith("failed to"):
+                text = f"failed to {job.ask.what} '{job.ask.model}': {text}"
+            self._send(job.peer, Fail(job.ask.request, code, text))
+        else:
+            raise error
+
+    @property
+    def explicit(self) -> bool:
+        return self._mode == "explicit"
+
+    def names(self, then: Callable[[], None]) -> None:
+        """Looks which models there are, then goes on."""
+
+        def known(names: dict[str, list[Path]]) -> None:
+            self._catalog.names = names
+            then()
+
+        self._in_thread(self._catalog.names_on_disk, known, None)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._poll_timer is not None:
+            self._poll_timer.cancel()
+        for _, upload in self._uploads.values():
+            upload.close()
+        self._reader.shutdown()

@@ -1,0 +1,130 @@
+"""What comes with a load call: a configuration, and files that stand in for the model's directory.
+
+    {"config": {...}, "files": [["1/model.onnx", 5120]]}\n      then the bytes of the files, one after another
+
+The rule of the file: files are written only below a new directory of ours, under names that cannot lead out of it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.override import Override, parse_override
+
+HEADER_BYTES = 2 << 20
+"""The line before the bytes: a configuration and the names of files."""
+IN_MEMORY = 1 << 20
+"""A body larger than this is kept in a file until it is complete."""
+FILES = 4096
+_COPY = 1 << 20
+_NAME = 1024
+
+
+class Header(Struct, forbid_unknown_fields=True):
+    config: msgspec.Raw = msgspec.Raw(b"")
+    files: Annotated[
+        list[tuple[Annotated[str, Meta(max_length=_NAME)], Annotated[int, Meta(ge=0)]]], Meta(max_length=FILES)
+    ] = []
+
+
+class Given(NamedTuple):
+    """`folder`: the model's directory made of the files; None: the repository's."""
+
+    config: Override
+    folder: Path | None
+
+
+class Upload:
+    """A body that comes piece by piece. `close` it, whatever became of it."""
+
+    def __init__(self, place: Path, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=str(place))  # noqa: SIM115
+
+    def add(self, piece: bytes) -> None:
+        self._size += len(piece)
+        if self._size > self._limit + HEADER_BYTES:
+            raise InvalidRequest(f"the files of a load call may have {self._limit} bytes (--override-bytes)")
+        self._file.write(piece)
+
+    @property
+    def empty(self) -> bool:
+        return not self._size
+
+    def close(self) -> None:
+        self._file.close()
+
+    def unpack(self, place: Path, model: str) -> Given | None:
+        """None: nothing was given. Files are written below a new directory in `place`. In a thread."""
+        if self.empty:
+            return None
+        self._file.seek(0)
+        line = self._file.readline(HEADER_BYTES + 1)
+        try:
+            header = msgspec.json.decode(line, type=Header)
+        except msgspec.DecodeError as error:
+            text = "cannot be read" if len(line) <= HEADER_BYTES else f"is longer than {HEADER_BYTES} bytes"
+            raise InvalidRequest(f"the first line of what came with the load call {text}: {error}") from None
+        config = bytes(header.config)
+        if not config:
+            if header.files:
+                raise InvalidRequest("files came with the load call without a config; give both")
+            return None
+        override = parse_override(config)
+        if not header.files:
+            return Given(override, None)
+        sizes = _checked(header.files)
+        expected = len(line) + sum(sizes.values())
+        if expected != self._size:
+            raise InvalidRequest(f"the files of the load call should have {expected - len(line)} bytes in all; "
+                                 f"{self._size - len(line)} came")  # fmt: skip
+        folder = Path(tempfile.mkdtemp(prefix="model-", dir=place)) / model
+        for name, size in sizes.items():
+            _write(self._file, folder / name, size)
+        return Given(override, folder)
+
+
+def _checked(files: list[tuple[str, int]]) -> Mapping[str, int]:
+    sizes: dict[str, int] = {}
+    for name, size in files:
+        parts = name.split("/")
+        if len(parts) < 2 or not all(_harmless(part) for part in parts):
+            raise InvalidRequest(
+                f"file '{name[:100]}' of the load call: expected VERSION/NAME below the model's directory, such as "
+                "1/model.onnx, without '..', empty or hidden parts"
+            )
+        if name in sizes or any(name.startswith(other + "/") or other.startswith(name + "/") for other in sizes):
+            raise InvalidRequest(f"file '{name[:100]}' of the load call stands in the place of another one")
+        sizes[name] = size
+    return sizes
+
+
+def _harmless(part: str) -> bool:
+    return bool(part) and not part.startswith(".") and part.isprintable() and "\\" not in part and len(part) < 256
+
+
+def _write(source: IO[bytes], path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as target:
+        while size:
+            piece = source.read(min(size, _COPY))
+            target.write(piece)
+            size -= len(piece)
+
+
+def decode_body(body: bytes, kind: Any) -> Any:
+    """The JSON of an operation that has no files."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body of the operation is wrong: {error}") from None
