@@ -165,8 +165,6 @@ def test_versions_and_configurations_by_name(
     assert err == "shmserve run: model 'old' has no version 3; its versions are: 1\n"
     _, err = here(capfd, model_dir="half", random=True, version=2, code=1)
     assert "shmserve run: failed to load model 'half' version 2: has no file 'model.py'" in err
-        "shmserve run: failed to load model 'half' version 2: has no file 'model.py'"
-    )
     out, err = here(capfd, model_dir="old", random=True, batch=64, model_config_name="large")
     assert "[64, 2]" in out
     assert "a/b" in here(capfd, model_dir="old", random=True, model_config_name="a/b", code=2)[1]
