@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidRequest
+from shmserve.errors import DeadlineExceeded, InvalidRequest
 
 if TYPE_CHECKING:
     from shmserve.clients.sync import Client
@@ -49,6 +49,16 @@ def connected(args: argparse.Namespace) -> Iterator[Client]:
     with make_client(args) as client:
         client.metadata()
         yield client
+
+
+def next_step(error: Exception, args: argparse.Namespace) -> str:
+    """What failed, and what may help where it is known."""
+    text = str(error).replace(" by url=", " by --url or --runtime-dir").replace(" by runtime_dir=", " by --runtime-dir")
+    if text.startswith("Request for unknown model"):
+        return f"{text}; `shmserve models` lists what is served"
+    if isinstance(error, DeadlineExceeded) and getattr(args, "timeout", None) is not None:
+        return f"{text}; --timeout gives it more"
+    return text
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

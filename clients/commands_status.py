@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import shmserve
-from shmserve.clients.commands_base import Failed, connected, make_client, print_json
-from shmserve.tables import table
+from shmserve.clients.commands_base import Failed, Misuse, connected, make_client, print_json
+from shmserve.clients.commands_operate import is_ready
+from shmserve.clients.waiting import why_not_ready
+from shmserve.tables import bytes_text, duration_text, table
 
 US = 1000
 """ns in it."""
@@ -21,15 +24,81 @@ def models(args: argparse.Namespace) -> int:
         print_json(found)
     elif not found:
         print("no models: put one into the repository, which is read when the server starts")
+    elif args.instances:
+        rows = [row for entry in found for row in instance_rows(entry)]
+        print(table(INSTANCES, rows, right=[1, 6, 7, 8]) if rows else "no model has a process now")
     else:
-        rows = [[entry["name"], entry["version"] or "-", entry["state"], entry["reason"]] for entry in found]
-        print(table(["model", "version", "state", "reason"], rows, right=[1]))
+        print(models_table(found))
     return 0
 
 
+MODELS = ["model", "version", "state", "instances", "pid", "device", "memory", "loaded in", "reason"]
+INSTANCES = ["model", "version", "instance", "state", "kind", "device", "pid", "memory", "restarts", "reason"]
+
+
+def models_table(index: Sequence[Mapping[str, Any]]) -> str:
+    """Where a model has several versions the default one is marked."""
+    counts = Counter(entry["name"] for entry in index)
+    rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
+    made = table(MODELS, rows, right=[1, 3, 6, 7])
+    marked = any(row[1].endswith("*") for row in rows)
+    return f"{made}\n\n* the version that is used when none is named" if marked else made
+
+
+def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
+    instances = entry.get("instances") or []
+    ready = sum(is_ready(instance) for instance in instances)
+    pids = [str(instance["pid"]) for instance in instances if instance["pid"]]
+    memory = sum(instance["memory_bytes"] or 0 for instance in instances)
+    seconds = entry.get("loading_seconds")
+    state = entry["state"] or "not loaded"
+    return [
+        entry["name"],
+        (entry["version"] or "-") + ("*" if several and entry.get("default") else ""),
+        f"{state} (reloading)" if entry.get("reloading") else state,
+        f"{ready}/{len(instances)}" if instances else "-",
+        _few(pids),
+        _few(list(dict.fromkeys(str(instance["device"]) for instance in instances))),
+        bytes_text(memory) if memory else "-",
+        duration_text(seconds) if seconds else "-",
+        entry["reason"],
+    ]
+
+
+def _few(texts: Sequence[str]) -> str:
+    return " ".join(texts[:3]) + (f" +{len(texts) - 3}" if len(texts) > 3 else "") if texts else "-"
+
+
+def instance_rows(entry: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            entry["name"],
+            entry["version"],
+            instance["name"],
+            str(instance["state"]),
+            str(instance["kind"]),
+            str(instance["device"]),
+            str(instance["pid"] or "-"),
+            bytes_text(instance["memory_bytes"]) if instance["memory_bytes"] else "-",
+            f"{instance['restarts']:,}",
+            instance["reason"],
+        ]
+        for instance in entry.get("instances") or ()
+    ]
+
+
 def config(args: argparse.Namespace) -> int:
+    """For people with the origins; as JSON it is Triton's, so that what reads that can read this."""
+    if args.origins and not args.json:
+        raise Misuse("--origins is for --json; without it they are shown anyway")
     with connected(args) as client:
-        print_json(client.config(args.model, args.version))
+        if not args.json:
+            print(client.origins(args.model, args.version)["text"].rstrip())
+        elif args.origins:
+            found = client.origins(args.model, args.version)
+            print_json({"config": found["config"], "origins": found["origins"]})
+        else:
+            print_json(client.config(args.model, args.version))
     return 0
 
 
@@ -79,11 +148,7 @@ def ready(args: argparse.Namespace) -> int:
 
 
 def _not_ready(model: str | None, index: list[dict[str, Any]]) -> str:
-    reasons = []
-    for entry in index:
-        if model in (None, entry["name"]) and entry["state"] != "READY":
-            why = f" ({entry['reason']})" if entry["reason"] else ""
-            reasons.append(f"{entry['name']} {entry['version']}".rstrip() + f" is {entry['state']}{why}")
+    reasons = why_not_ready(model, index)
     what = f"model '{model}'" if model else "the server"
     return f"{what} is not ready" + (f": {'; '.join(reasons)}" if reasons else "; it is starting or stopping")
 

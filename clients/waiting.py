@@ -24,10 +24,18 @@ def not_ready(
     what = f"model '{model}'" if model else "the server"
     if last is not None and not isinstance(last, DeadlineExceeded):
         return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s: {last}")
-    reasons = [
-        f"{entry['name']} {entry['version']} is {entry['state']}" + (f" ({entry['reason']})" if entry["reason"] else "")
-        for entry in index
-        if (entry["name"] == model or not model) and entry["state"] != "READY"
-    ]
+    reasons = why_not_ready(model, index)
     told = f": {'; '.join(reasons)}" if reasons else ""
     return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s{told}")
+
+
+def why_not_ready(model: str | None, index: list[dict[str, Any]]) -> list[str]:
+    """A text for each version that stands in the way. That a model is not loaded matters only to who names it."""
+    reasons = []
+    for entry in index:
+        if entry["name"] == model or (not model and entry["state"]):
+            if entry["state"] != "READY":
+                why = f" ({entry['reason']})" if entry["reason"] else ""
+                name = f"{entry['name']} {entry['version']}".rstrip()
+                reasons.append(f"{name} is {entry['state'] or 'not loaded'}{why}")
+    return reasons

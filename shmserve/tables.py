@@ -65,3 +65,12 @@ def duration_text(seconds: float) -> str:
         ms = seconds * 1e3
         return f"{ms:.{max(0, 2 - int(math.log10(ms)))}f} ms"
     return f"{seconds * 1e6:.0f} us"
+
+
+def bytes_text(size: int) -> str:
+    """Three digits and the unit that fits."""
+    value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    return f"{value:.{0 if value >= 99.95 or units[0] == 'bytes' else 1}f} {units[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ from shmserve.show import NotWritten, as_json, file_name, percentile, storable, 
 from shmserve.tables import duration_text, shape_text, table, values_text
 
 ROOT = Path(__file__).parents[2]
-ASKING = ["models", "infer", "stats", "ready", "config", "version", "demo"]
-WITH_MODEL = ("infer", "config")
+ASKING = ["models", "load", "unload", "restart", "infer", "stats", "ready", "config", "version", "demo"]
+ALONE = ["run", "check", "completion"]
+"""Commands that ask no server."""
+WITH_MODEL = ("load", "unload", "restart", "infer", "config")
 
 
 def arguments(command: str) -> list[str]:
@@ -50,6 +53,11 @@ def test_infer_understands_all_its_options() -> None:
         "models --url a --runtime-dir b",
         "ready --wait -1",
         "config",
+        "unload",
+        "restart",
+        "restart mlp --version 0",
+        "check",
+        "completion csh",
         "frobnicate",
     ],
 )
@@ -62,15 +70,15 @@ def test_wrong_use_ends_with_2_and_a_usage_line(words: str, capsys: pytest.Captu
     assert "error:" in said
 
 
-@pytest.mark.parametrize("command", ASKING)
+@pytest.mark.parametrize("command", [*ASKING, *ALONE])
 def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert f"examples:\n  shmserve {command}" in said
-    assert "--url" in said
-    assert "--runtime-dir" in said
+    assert ("--url" in said) is ("--runtime-dir" in said) is (command in ASKING)
+    assert re.search(r"exit codes:\n  0    \w.*\n  1    \w.*\n  2    used wrongly\n  130  interrupted\n", said)
     sentence = said.split("\n\n")[1]
     assert sentence[0].isupper()
     assert sentence.rstrip().endswith(".")
@@ -78,7 +86,7 @@ def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str])
 
 def test_examples_of_the_help_parse() -> None:
     found = 0
-    for command in ASKING:
+    for command in [*ASKING, *ALONE]:
         understood = cli.parser()
         choices: Any = next(action for action in understood._actions if action.dest == "command").choices
         for line in choices[command].epilog.splitlines():
@@ -86,19 +94,19 @@ def test_examples_of_the_help_parse() -> None:
             if words[:1] == ["shmserve"]:
                 understood.parse_args([word for word in words[1:] if word not in ("20,", "30,", "40]")])
                 found += 1
-    assert found >= len(ASKING)
+    assert found >= len(ASKING + ALONE)
 
 
 def test_without_a_command_it_helps_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     said = capsys.readouterr().err
-    for command in ["serve", *ASKING]:
-        assert f"    {command} " in said
+    for command in ["serve", *ASKING, *ALONE]:
+        assert re.search(rf"^    {command}\s", said, re.MULTILINE)
 
 
 def test_help_and_version_load_neither_numpy_nor_zmq() -> None:
     code = "import sys; from shmserve.clients.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
-    code += "print(sorted({'numpy', 'zmq', 'msgspec'} & set(sys.modules)))"
+    code += "print(sorted({'numpy', 'zmq', 'msgspec', 'argcomplete', 'subprocess'} & set(sys.modules)))"
     for word in ("--help", "version", "--version"):
         ran = subprocess.run([sys.executable, "-c", code, word], cwd=ROOT, capture_output=True, text=True, check=True)
         assert ran.stdout.splitlines()[-1] == "[]"
@@ -245,8 +253,10 @@ def test_why_it_is_not_ready() -> None:
         {"name": "a", "version": "1", "state": "READY", "reason": ""},
         {"name": "b", "version": "2", "state": "LOADING", "reason": ""},
         {"name": "c", "version": "", "state": "UNAVAILABLE", "reason": "no such backend"},
+        {"name": "d", "version": "", "state": "", "reason": ""},
     ]
     text = "the server is not ready: b 2 is LOADING; c is UNAVAILABLE (no such backend)"
     assert _not_ready(None, index) == text
     assert _not_ready("c", index) == "model 'c' is not ready: c is UNAVAILABLE (no such backend)"
+    assert _not_ready("d", index) == "model 'd' is not ready: d is not loaded"
     assert _not_ready(None, index[:1]) == "the server is not ready; it is starting or stopping"
