@@ -150,20 +150,22 @@ def _loaded(found: Mapping[str, Any]) -> str:
 
 
 def _unloaded(found: Mapping[str, Any]) -> str:
-    return f"{_versions(found)}unloaded"
+    versions = _versions(found)
+    return f"{versions} unloaded" if versions else "there was nothing to unload"
 
 
 def _begun(found: Mapping[str, Any]) -> str:
-    return f"{_versions(found)}is being unloaded"
+    versions = _versions(found)
+    return f"unloading {versions}" if versions else "there was nothing to unload"
 
 
 def _restarted(found: Mapping[str, Any]) -> str:
-    return f"{_versions(found)}restarted"
+    return f"{_versions(found)} restarted"
 
 
 def _versions(found: Mapping[str, Any]) -> str:
-    numbers = [str(entry["version"]) if isinstance(entry, dict) else str(entry) for entry in found.get("versions", ())]
-    return f"version{'s' if len(numbers) > 1 else ''} {', '.join(numbers)} " if numbers else ""
+    numbers = [entry["version"] for entry in found["versions"]]
+    return f"version{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else ""
 
 
 # ------------------------------------------------------------------------------------------ while one waits
@@ -194,10 +196,15 @@ def _many(names: Sequence[str]) -> str:
 
 def progress(index: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
     """How many processes of these models are there, of how many, where one can tell."""
-    found = [instance for entry in index if entry["name"] in names for instance in entry.get("instances", ())]
+    found = [instance for entry in index if entry["name"] in names for instance in instances_of(entry)]
     ready = sum(is_ready(instance) for instance in found)
     return f": {ready} of {len(found)} instances" if found else ""
 
 
+def instances_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those that have not ended because they were to end."""
+    return [instance for instance in entry.get("instances") or () if instance["state"] != "stopped"]
+
+
 def is_ready(instance: Mapping[str, Any]) -> bool:
-    return str(instance["state"]).upper() == "READY"
+    return bool(instance["state"] == "ready")

@@ -9,7 +9,7 @@ from typing import Any
 
 import shmserve
 from shmserve.clients.commands_base import Failed, Misuse, connected, make_client, print_json
-from shmserve.clients.commands_operate import is_ready
+from shmserve.clients.commands_operate import instances_of, is_ready
 from shmserve.clients.waiting import why_not_ready
 from shmserve.tables import bytes_text, duration_text, table
 
@@ -26,14 +26,14 @@ def models(args: argparse.Namespace) -> int:
         print("no models: put one into the repository, which is read when the server starts")
     elif args.instances:
         rows = [row for entry in found for row in instance_rows(entry)]
-        print(table(INSTANCES, rows, right=[1, 6, 7, 8]) if rows else "no model has a process now")
+        print(table(INSTANCES, rows, right=[1, 5, 6, 7]) if rows else "no model has a process now")
     else:
         print(models_table(found))
     return 0
 
 
 MODELS = ["model", "version", "state", "instances", "pid", "device", "memory", "loaded in", "reason"]
-INSTANCES = ["model", "version", "instance", "state", "kind", "device", "pid", "memory", "restarts", "reason"]
+INSTANCES = ["model", "version", "instance", "state", "device", "pid", "memory", "restarts", "reason"]
 
 
 def models_table(index: Sequence[Mapping[str, Any]]) -> str:
@@ -46,11 +46,11 @@ def models_table(index: Sequence[Mapping[str, Any]]) -> str:
 
 
 def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
-    instances = entry.get("instances") or []
+    instances = instances_of(entry)
     ready = sum(is_ready(instance) for instance in instances)
     pids = [str(instance["pid"]) for instance in instances if instance["pid"]]
     memory = sum(instance["memory_bytes"] or 0 for instance in instances)
-    seconds = entry.get("loading_seconds")
+    seconds = entry.get("loading_seconds") if entry["state"] in ("READY", "LOADING") else None
     state = entry["state"] or "not loaded"
     return [
         entry["name"],
@@ -58,7 +58,7 @@ def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
         f"{state} (reloading)" if entry.get("reloading") else state,
         f"{ready}/{len(instances)}" if instances else "-",
         _few(pids),
-        _few(list(dict.fromkeys(str(instance["device"]) for instance in instances))),
+        _few(list(dict.fromkeys(map(_device, instances)))),
         bytes_text(memory) if memory else "-",
         duration_text(seconds) if seconds else "-",
         entry["reason"],
@@ -69,21 +69,24 @@ def _few(texts: Sequence[str]) -> str:
     return " ".join(texts[:3]) + (f" +{len(texts) - 3}" if len(texts) > 3 else "") if texts else "-"
 
 
+def _device(instance: Mapping[str, Any]) -> str:
+    return f"gpu {instance['device']}" if instance["kind"] == "KIND_GPU" else "cpu"
+
+
 def instance_rows(entry: Mapping[str, Any]) -> list[list[str]]:
     return [
         [
             entry["name"],
             entry["version"],
             instance["name"],
-            str(instance["state"]),
-            str(instance["kind"]),
-            str(instance["device"]),
+            f"{instance['state']} (passive)" if instance.get("passive") else instance["state"],
+            _device(instance),
             str(instance["pid"] or "-"),
             bytes_text(instance["memory_bytes"]) if instance["memory_bytes"] else "-",
             f"{instance['restarts']:,}",
             instance["reason"],
         ]
-        for instance in entry.get("instances") or ()
+        for instance in instances_of(entry)
     ]
 
 

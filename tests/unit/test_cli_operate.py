@@ -33,7 +33,7 @@ READY = {"versions": [{"version": "2", "state": "READY", "seconds": 1.25}], "cha
 
 
 def instance(name: str, **more: Any) -> dict[str, Any]:
-    found = {"name": name, "state": "ready", "kind": "KIND_CPU", "device": "cpu", "pid": 41, "memory_bytes": 50 << 20,
+    found = {"name": name, "state": "ready", "kind": "KIND_CPU", "device": 0, "pid": 41, "memory_bytes": 50 << 20,
              "restarts": 0, "reason": ""}  # fmt: skip
     return found | more
 
@@ -44,11 +44,11 @@ INDEX: list[dict[str, Any]] = [
     {"name": "mlp", "version": "2", "state": "READY", "reason": "", "default": True, "loading_seconds": 3.5,
      "reloading": True, "instances": [
         instance("mlp_0_0", pid=42),
-        instance("mlp_0_1", state="starting", pid=43, device="gpu 0", memory_bytes=1 << 30),
-        instance("mlp_0_2", state="failed", pid=0, memory_bytes=0, restarts=3, reason="killed by signal 9"),
+        instance("mlp_0_1", state="starting", pid=43, kind="KIND_GPU", device=3, memory_bytes=1 << 30),
+        instance("mlp_0_2", state="failed", passive=True, pid=0, memory_bytes=0, restarts=3, reason="signal 9"),
      ]},
     {"name": "odd", "version": "1", "state": "UNAVAILABLE", "reason": "no such backend", "default": False,
-     "loading_seconds": 0, "reloading": False, "instances": []},
+     "loading_seconds": 0, "reloading": False, "instances": [instance("odd_0_0", state="stopped", pid=0)]},
     {"name": "other", "version": "", "state": "", "reason": ""},
 ]  # fmt: skip
 
@@ -75,7 +75,9 @@ class Operated(FakeBroker):
             return NOTHING
         if what == "load":
             return {"model": model, **READY, "changed": model != "same", "warnings": ["odd"] if model == "warn" else []}
-        return {"model": model, "versions": ["1", "2"]}
+        gone = {"state": "UNAVAILABLE", "seconds": 1.0}
+        versions = [] if model == "nobody" else [{"version": "1", **gone}, {"version": "2", **gone}]
+        return {"model": model, "versions": versions, "changed": True, "warnings": []}
 
 
 @pytest.fixture
@@ -148,17 +150,24 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
     assert run(broker, "unload", "a") == 0
     assert run(broker, "unload", "a", "--no-wait", "--dependents") == 0
     assert run(broker, "restart", "a", "--version", "2", "--instance", "a_0_1") == 0
+    assert run(broker, "unload", "nobody") == 0
     assert run(broker, "restart", "a", "--json") == 0
     assert broker.done == [
         ("unload", "a", 0, {"unload_dependents": False, "wait": True}),
         ("unload", "a", 0, {"unload_dependents": True, "wait": False}),
         ("restart", "a", 2, {"instance": "a_0_1"}),
+        ("unload", "nobody", 0, {"unload_dependents": False, "wait": True}),
         ("restart", "a", 0, {"instance": ""}),
     ]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["a: versions 1, 2 unloaded", "a: versions 1, 2 is being unloaded"]
-    assert lines[2] == "a: versions 1, 2 restarted"
-    assert json.loads("\n".join(lines[3:])) == [{"model": "a", "versions": ["1", "2"]}]
+    assert lines[:4] == [
+        "a: versions 1, 2 unloaded",
+        "a: unloading versions 1, 2",
+        "a: versions 1, 2 restarted",
+        "nobody: there was nothing to unload",
+    ]
+    (found,) = json.loads("\n".join(lines[4:]))
+    assert [entry["version"] for entry in found["versions"]] == ["1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +250,7 @@ def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
     assert [re.split(r"  +", row) for row in rows] == [
         ["mlp", "1", "READY", "1/1", "41", "cpu", "50.0 MiB", "250 ms"],
-        ["mlp", "2*", "READY (reloading)", "1/3", "42 43", "cpu gpu 0", "1.0 GiB", "3.50 s"],
+        ["mlp", "2*", "READY (reloading)", "1/3", "42 43", "cpu gpu 3", "1.0 GiB", "3.50 s"],
         ["odd", "1", "UNAVAILABLE", "-", "-", "-", "-", "-", "no such backend"],
         ["other", "-", "not loaded", "-", "-", "-", "-", "-"],
     ]
@@ -257,8 +266,8 @@ def test_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None
     assert run(broker, "models", "--instances") == 0
     rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 5
-    assert rows[3] == ["mlp", "2", "mlp_0_1", "starting", "KIND_CPU", "gpu 0", "43", "1.0 GiB", "0"]
-    assert rows[4] == ["mlp", "2", "mlp_0_2", "failed", "KIND_CPU", "cpu", "-", "-", "3", "killed by signal 9"]
+    assert rows[3] == ["mlp", "2", "mlp_0_1", "starting", "gpu 3", "43", "1.0 GiB", "0"]
+    assert rows[4] == ["mlp", "2", "mlp_0_2", "failed (passive)", "cpu", "-", "-", "3", "signal 9"]
     assert instance_rows(INDEX[3]) == []
     assert run(broker, "models", "--json") == 0
     assert json.loads(capsys.readouterr().out) == INDEX
