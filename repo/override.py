@@ -72,21 +72,20 @@ def _parse(text: str, message: Message, report: Report) -> None:
 
 def _look_over(text: str) -> None:
     """Refuses what is nested deeply or has very many values before all of it is built."""
-    depth = deepest = values = 0
+    depth = values = 0
     for match in _SIGNS.finditer(text):
         sign = match.group()
         if sign in "[{":
             depth += 1
             values += 1
-            deepest = max(deepest, depth)
         elif sign in "]}":
             depth -= 1
         elif sign == ",":
             values += 1
-    if deepest > DEPTH:
-        raise _Refused(f"nested deeper than {DEPTH} levels")
-    if values > TOKENS:
-        raise _Refused(f"more than {TOKENS} values")
+        if depth > DEPTH:
+            raise _Refused(f"nested deeper than {DEPTH} levels")
+        if values > TOKENS:
+            raise _Refused(f"more than {TOKENS} values")
 
 
 def _constant(word: str) -> Any:
@@ -120,10 +119,11 @@ def _message(pairs: _Pairs, message: Message, path: str, report: Report) -> None
         if value is None:
             continue
         group = field.containing_oneof.name if field.containing_oneof is not None else field.name
-        earlier = given.setdefault(group, key)
-        if earlier is key:
+        earlier = given.get(group)
+        if earlier is None:
+            given[group] = key
             _field(value, message, field, inner, report)
-        elif fields[earlier] is field:
+        elif fields[earlier].name == field.name:
             report.problem(inner, "given twice")
         else:
             report.problem(inner, f'only one of "{earlier}" and "{key}" may be given')

@@ -17,6 +17,7 @@ from shmserve.repo import protos
 from shmserve.repo.load import CONFIG_BYTES, load, parse
 from shmserve.repo.outline import DEPTH, TOKENS, Block, Token, outline, tokens
 from shmserve.repo.problems import LIMIT, ConfigError, Problem, nearest
+from tests.unit.repo_messages import messages
 from tests.unit.repo_texts import ALL, BACKENDS, DIRECT, DYNAMIC, ENSEMBLE, SMALL
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -338,60 +339,10 @@ def test_what_protobuf_takes_is_taken(data: st.DataObject) -> None:
         assert repr(parse(text)) == repr(wanted)
 
 
-def messages(descriptor: Any, depth: int = 0) -> st.SearchStrategy[str]:
-    """Any message of the schema, as text."""
-    scalars: dict[int, st.SearchStrategy[Any]] = {
-        descriptor.fields[0].CPPTYPE_INT32: st.integers(-(2**31), 2**31 - 1),
-        descriptor.fields[0].CPPTYPE_INT64: st.integers(-(2**63), 2**63 - 1),
-        descriptor.fields[0].CPPTYPE_UINT32: st.integers(0, 2**32 - 1),
-        descriptor.fields[0].CPPTYPE_UINT64: st.integers(0, 2**64 - 1),
-        descriptor.fields[0].CPPTYPE_BOOL: st.booleans(),
-        descriptor.fields[0].CPPTYPE_STRING: st.text(st.characters(exclude_categories=["Cs"])),
-        descriptor.fields[0].CPPTYPE_FLOAT: st.floats(width=32),
-        descriptor.fields[0].CPPTYPE_DOUBLE: st.floats(),
-    }
-
-    @st.composite
-    def build(draw: st.DrawFn) -> Any:
-        message = protos.new_config()
-        fill(draw, message, depth)
-        return text_format.MessageToString(message, as_utf8=draw(st.booleans()), as_one_line=draw(st.booleans()))
-
-    def fill(draw: st.DrawFn, message: Any, level: int) -> None:
-        fields = list(message.DESCRIPTOR.fields)
-        if not fields:
-            message.SetInParent()
-            return
-        for field in draw(st.lists(st.sampled_from(fields), max_size=4, unique_by=lambda found: found.name)):
-            target = getattr(message, field.name)
-            if protos.is_map(field):
-                entry = field.message_type.fields_by_name
-                key = draw(scalars[entry["key"].cpp_type])
-                if entry["value"].message_type is not None:
-                    fill(draw, target[key], level + 1)
-                else:
-                    target[key] = draw(scalars[entry["value"].cpp_type])
-            elif field.message_type is not None:
-                inner = target.add() if protos.is_repeated(field) else target
-                if not protos.is_repeated(field):
-                    inner.SetInParent()
-                if level < 4:
-                    fill(draw, inner, level + 1)
-            else:
-                numbers = [value.number for value in field.enum_type.values] if field.enum_type is not None else []
-                value = draw(st.sampled_from(numbers) if numbers else scalars[field.cpp_type])
-                if protos.is_repeated(field):
-                    target.append(value)
-                else:
-                    setattr(message, field.name, value)
-
-    return build()
-
-
 @QUICK
-@given(messages(protos.CONFIG))
-def test_every_message_that_protobuf_prints_is_read(text: str) -> None:
-    message = text_format.Parse(text, protos.new_config(), descriptor_pool=protos.POOL)
+@given(messages(), st.booleans(), st.booleans())
+def test_every_message_that_protobuf_prints_is_read(message: Any, as_utf8: bool, one_line: bool) -> None:
+    text = text_format.MessageToString(message, as_utf8=as_utf8, as_one_line=one_line)
     assert repr(parse(text)) == repr(protos.to_config(message))
 
 
