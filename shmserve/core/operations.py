@@ -174,8 +174,10 @@ class Operations:
 
     def interrupt(self, model: Model) -> None:
         """The server stops: nothing will be loaded any more."""
-        self._overtake(model, STOPPING)
         self._state.loads.clear()
+        self._overtake(model, STOPPING)
+        for number in list(model.coming):
+            self._abandon(model, model.coming.pop(number))
 
     def _overtake(self, model: Model, why: str) -> None:
         operation, model.operation = model.operation, None
@@ -323,8 +325,10 @@ class Operations:
             if version.gone and version.finished:
                 del self._state.leaving[version]
                 version.move(_V.UNAVAILABLE, UNLOADED)
-                self._state.log("info", f"{version.label} is unloaded")
-                self.look_after(self._state.models[version.model])
+                model = self._state.models[version.model]
+                if model.versions.get(version.number) is version:
+                    self._state.log("info", f"{version.label} is unloaded")
+                self.look_after(model)
 
     def look_after(self, model: Model) -> None:
         """Some process of the model has ended, or something is to be unloaded."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from shmserve.core import events
 from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
+from shmserve.core.instances import Instance
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
 from shmserve.core.state import WORKERS_FROM
@@ -45,7 +46,8 @@ from shmserve.messages import (
     Withdrawn,
 )
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
-from tests.unit.core_world import START, World
+from tests.unit.core_operating import Operating
+from tests.unit.core_world import START
 
 Event = tuple[int, Any]
 UNITS = {"us": 10**3, "ms": 10**6, "s": 10**9}
@@ -68,7 +70,7 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-class Scenario(World):
+class Scenario(Operating):
     """A world that understands commands and tells in lines what comes out."""
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -100,7 +102,7 @@ class Scenario(World):
             else:
                 self._tell_to_client(self.clients[effect.peer], effect.message)
         elif isinstance(effect, Spawn):
-            self.line(f"spawn {effect.instance.name}")
+            self.line(f"spawn {self.name_of(effect)}")
         elif isinstance(effect, Kill):
             self.line(f"kill {self.workers[effect.peer].name}: {effect.reason}")
         elif isinstance(effect, Close):
@@ -138,7 +140,7 @@ class Scenario(World):
 
     def _tell_to_worker(self, peer: int, message: Any) -> None:
         found = self.core.state.instances.get(peer)
-        name = found[1].spec.name if found else self.workers[peer].name
+        name = self.workers[peer].name
         if isinstance(message, Execute):
             assert found is not None
             instance = found[1]
@@ -385,7 +387,7 @@ class Scenario(World):
 
     def do_show(self, *what: str) -> None:
         """What is counted of the model, or where everything stands."""
-        for version in self.core.state.models[self.model].versions.values():
+        for version in self.core.state.models[self.model].generations():
             counted = version.statistics
             if "reasons" in what:
                 reasons = sorted((reason.value, count) for reason, count in counted.reasons.items())
@@ -401,8 +403,13 @@ class Scenario(World):
                 self.line(f"queue {self._set([request.number for request in waiting])}")
             if "state" in what:
                 why = f": {version.reason}" if version.reason else ""
-                states = ", ".join(f"{i.spec.name} {i.state.value}" for i in version.instances)
+                states = ", ".join(f"{self._name_of(i)} {i.state.value}" for i in version.instances)
                 self.line(f"{version.label} {version.state.value}{why}; {states}")
+
+
+    def _name_of(self, instance: Instance) -> str:
+        worker = self.workers.get(instance.peer)
+        return worker.name if worker else instance.spec.name
 
 
 def _policy(name: str, flags: tuple[str, ...], options: dict[str, str]) -> ModelPolicy:

@@ -150,13 +150,20 @@ class World:
 
     def _spawn(self, effect: Spawn) -> None:
         policy = self.policies[effect.model, effect.version]
-        worker = FakeWorker(effect.peer, effect.instance.name, policy, self.large[effect.model])
+        worker = FakeWorker(effect.peer, self.name_of(effect), policy, self.large[effect.model])
         self.workers[effect.peer] = worker
         if self.loads_itself[effect.model]:
             worker.outbox.append(events.Compiled(policy))
 
+    def name_of(self, effect: Spawn) -> str:
+        """The instance's; with a ~ if another process of that name is still there, as in a reload."""
+        name = effect.instance.name
+        while any(worker.name == name and not worker.dead for worker in self.workers.values()):
+            name += "~"
+        return name
+
     def worker(self, name: str) -> FakeWorker:
-        """The newest process of that instance."""
+        """The newest process of that name."""
         return [worker for worker in self.workers.values() if worker.name == name][-1]
 
     def die(self, worker: FakeWorker, reason: str, loading_error: str = "") -> None:

@@ -1,0 +1,40 @@
+"""Commands of scenario files that operate on models: deploy, unload, restart, refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from shmserve.core import events
+from shmserve.core.policy import InstanceSpec
+from tests.unit.core_world import World
+
+Event = tuple[int, Any]
+
+
+class Operating(World):
+    def do_deploy(self, name: str, *versions: str, op: str = "0") -> list[Event]:
+        """deploy m 1:7x2 3:8 op=1: version 1 of source 7 with 2 instances, version 3 of source 8 with one. `fresh`:
+        load what is served, too. `unloaded`: the workers do not load by themselves."""
+        flags = [word for word in versions if ":" not in word]
+        targets = tuple(self._target(name, word) for word in versions if ":" in word)
+        self.loads_itself[name] = "unloaded" not in flags
+        return [(0, events.Deploy(name, targets, int(op), "fresh" in flags))]
+
+    def _target(self, name: str, word: str) -> events.Target:
+        number, _, what = word.partition(":")
+        source, _, instances = what.partition("x")
+        known = next(policy for (model, _), policy in self.policies.items() if model == name)
+        self.policies[name, int(number)] = replace(known, version=int(number))
+        specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(int(instances or 1)))
+        return events.Target(int(number), int(source), specs)
+
+    def do_unload(self, name: str, op: str = "0") -> list[Event]:
+        return [(0, events.Unload(name, int(op)))]
+
+    def do_restart(self, name: str, instance: str = "", version: str = "0", op: str = "0") -> list[Event]:
+        return [(0, events.Restart(name, int(version), instance, int(op)))]
+
+    def do_refuse(self, name: str, version: str, reason: str) -> list[Event]:
+        return [(0, events.Refuse(name, int(version), reason))]
