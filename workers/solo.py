@@ -28,6 +28,7 @@ from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
 from shmserve.messages import Load, Tensor, Wanted, Work
 from shmserve.repo.load import verify
+from shmserve.repo.origins import surprises
 from shmserve.repo.schema import encode_config
 from shmserve.repo.store import Found, scan_model
 from shmserve.shm.mapped import Mapped
@@ -107,6 +108,9 @@ def _run(order: Order, terminal: Terminal) -> int:
     with _loaded(order, found, version, mapped, terminal) as model:
         loading = time.perf_counter() - started
         config = model.config
+        surprising = surprises(found.given, config) if found.given is not None else []
+        for text in surprising:
+            say(text, "warning")
         terminal.print(_heading(config, version, loading))
         work = _work(order, source, config)
         if order.file == "-":
@@ -116,7 +120,7 @@ def _run(order: Order, terminal: Terminal) -> int:
     files = show.write(Path(order.out), outputs, dtypes) if order.out is not None else {}
     if order.json:
         document = show.document(config.name, version, outputs, dtypes, files, seconds)
-        terminal.document(document | {"load_seconds": round(loading, 6), "warnings": list(found.warnings)})
+        terminal.document(document | {"load_seconds": round(loading, 6), "warnings": [*found.warnings, *surprising]})
     else:
         terminal.print(f"{show.outputs_table(outputs, dtypes, files)}\n")
         terminal.print(f"{config.name} version {version}, {show.timing(seconds)}")

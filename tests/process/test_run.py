@@ -134,6 +134,9 @@ def test_an_onnx_model_against_the_bare_engine(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", x)
     ran = Ran("matrix", "-i", "x=@x.npy", "--out", "out", "--repeat", 3, "--json", cwd=tmp_path)
     assert ran.document["outputs"]["y"] == {"dtype": "FP32", "shape": [4, 1500], "file": "out/y.npy"}
+    surprise = ran.document["warnings"][-1]
+    assert "max_batch_size was not given" in surprise
+    assert f"warning: {surprise}\n" in ran.err
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
