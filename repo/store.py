@@ -65,6 +65,8 @@ def scan(
 
     `config_name` chooses configs/<config_name>.pbtxt in the models that have it.
     """
+    if config_name:
+        check_config_name(config_name)
     found = []
     for name, paths in model_names(roots).items():
         if len(paths) > 1:
@@ -108,7 +110,7 @@ def find_model(roots: Sequence[Path], name: str) -> Path:
     failed = f"failed to load '{shown(name)}', failed to poll from model repository"
     if not MODEL_NAME.fullmatch(name) or not _is_model(name):
         raise NotFound(f"{failed}: a model cannot have this name; expected {NAME_RULE}")
-    paths = [root / name for root in dict.fromkeys(root.resolve() for root in roots) if (root / name).is_dir()]
+    paths = [root / name for root in dict.fromkeys(root.resolve() for root in roots) if os.path.isdir(root / name)]
     if len(paths) > 1:
         raise InvalidRequest(f"{failed}: {_twice(name, len(paths))}")
     if not paths:
@@ -211,7 +213,7 @@ class _Scan:
         return b"", ""
 
     def _examine(self, given: bytes | Message, file: str, numbers: Sequence[int]) -> Examined:
-        listed = (_names(self._path / str(number)) for number in numbers)
+        listed = (_names_if_readable(self._path / str(number)) for number in numbers)
         files = next((names for names in listed if names), ())
         named = f"{self._name}/{file}" if file else f"{self._name} (no {CONFIG_FILE})"
         setting = Setting(self._path.name, self._backends, files, self._gpus, self._path)
@@ -234,7 +236,10 @@ class _Scan:
         if examined.completed is None or examined.completed.backend not in {*self._backends, ""}:
             return ()
         for number in selected:
-            why = _missing_file(self._path / str(number), examined.completed)
+            try:
+                why = _missing_file(self._path / str(number), examined.completed)
+            except OSError as error:
+                why = f"cannot be read: {error.strerror or type(error).__name__}"
             if why:
                 self._missing[number] = why
         served = tuple(number for number in selected if number not in self._missing)
@@ -249,7 +254,7 @@ class _Scan:
         numbers: list[int] = []
         for entry in sorted(self._path.iterdir()):
             name = entry.name
-            if name in _NOT_VERSIONS or name.startswith((".", "__")) or not entry.is_dir():
+            if name in _NOT_VERSIONS or name.startswith((".", "__")) or not os.path.isdir(entry):
                 continue
             why = ""
             if not (name.isascii() and name.isdigit()):
@@ -273,7 +278,8 @@ class _Scan:
 def _models(root: Path) -> list[Path]:
     """The directories of a repository that are models."""
     try:
-        return sorted(entry for entry in root.iterdir() if _is_model(entry.name) and entry.is_dir())
+        # os.path.isdir, as Path's raises for a link into what may not be read.
+        return sorted(entry for entry in root.iterdir() if _is_model(entry.name) and os.path.isdir(entry))
     except OSError as error:
         raise InvalidRequest(f"model repository {root}: {error.strerror}; check --model-repository") from error
 
@@ -292,6 +298,14 @@ def _printed(name: str, limit: int = 60) -> str:
 
 def _names(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(os.listdir(directory)))
+
+
+def _names_if_readable(directory: Path) -> tuple[str, ...]:
+    """A version that cannot be read is not the one that tells the backend."""
+    try:
+        return _names(directory)
+    except OSError:
+        return ()
 
 
 def _missing_file(directory: Path, config: ModelConfig) -> str:
