@@ -152,7 +152,7 @@ def _add_restart(commands: Any) -> None:
   shmserve restart mlp --version 2
   shmserve restart mlp --instance mlp_0_1     a name from `shmserve models --instances`
 """
-    about = "give models new processes, one after another, so that no request is lost"
+    about = "give models new processes without losing a request"
     made = _command(commands, "restart", _later("commands_operate", "restart"), about, examples)
     _model(made, "+")
     version = made.add_argument("--version", metavar="N", type=_at_least_1, help="only this version (default: all)")

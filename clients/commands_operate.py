@@ -195,10 +195,9 @@ def _many(names: Sequence[str]) -> str:
 
 
 def progress(index: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """How many processes of these models are there, of how many, where one can tell."""
-    found = [instance for entry in index if entry["name"] in names for instance in instances_of(entry)]
-    ready = sum(is_ready(instance) for instance in found)
-    return f": {ready} of {len(found)} instances" if found else ""
+    """How many processes of these models serve, of how many, where one can tell."""
+    ready, wanted = counts(instance for entry in index if entry["name"] in names for instance in instances_of(entry))
+    return f": {ready} of {wanted} instances" if wanted else ""
 
 
 def instances_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -206,5 +205,7 @@ def instances_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [instance for instance in entry.get("instances") or () if instance["state"] != "stopped"]
 
 
-def is_ready(instance: Mapping[str, Any]) -> bool:
-    return bool(instance["state"] == "ready")
+def counts(instances: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many are ready, and how many are meant to be."""
+    states = [instance["state"] for instance in instances]
+    return states.count("ready"), len(states) - states.count("stopping")

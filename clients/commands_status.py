@@ -9,7 +9,7 @@ from typing import Any
 
 import shmserve
 from shmserve.clients.commands_base import Failed, Misuse, connected, make_client, print_json
-from shmserve.clients.commands_operate import instances_of, is_ready
+from shmserve.clients.commands_operate import counts, instances_of
 from shmserve.clients.waiting import why_not_ready
 from shmserve.tables import bytes_text, duration_text, table
 
@@ -47,7 +47,7 @@ def models_table(index: Sequence[Mapping[str, Any]]) -> str:
 
 def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
     instances = instances_of(entry)
-    ready = sum(is_ready(instance) for instance in instances)
+    ready, wanted = counts(instances)
     pids = [str(instance["pid"]) for instance in instances if instance["pid"]]
     memory = sum(instance["memory_bytes"] or 0 for instance in instances)
     seconds = entry.get("loading_seconds") if entry["state"] in ("READY", "LOADING") else None
@@ -56,7 +56,7 @@ def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
         entry["name"],
         (entry["version"] or "-") + ("*" if several and entry.get("default") else ""),
         f"{state} (reloading)" if entry.get("reloading") else state,
-        f"{ready}/{len(instances)}" if instances else "-",
+        f"{ready}/{wanted}" if wanted else "-",
         _few(pids),
         _few(list(dict.fromkeys(map(_device, instances)))),
         bytes_text(memory) if memory else "-",

@@ -111,7 +111,7 @@ def run_json(server: Server, *words: str, text: str = "") -> Any:
 
 def test_models(server: Server) -> None:
     lines = [line.split() for line in run(server, "models").splitlines()]
-    assert lines[0] == ["model", "version", "state", "reason"]
+    assert lines[0][:4] == ["model", "version", "state", "instances"]
     found = {entry["name"]: entry for entry in run_json(server, "models")}
     assert [line[:3] for line in lines[1:]] == [[name, "1", "READY"] for name in sorted(found)]
     assert {"add_sub", "cnn", "mlp", "every"} <= found.keys()
@@ -125,7 +125,8 @@ def test_ready(server: Server) -> None:
 
 
 def test_config(server: Server) -> None:
-    found = json.loads(run(server, "config", "mlp"))
+    assert "max_batch_size: 32  # file" in run(server, "config", "mlp")
+    found = run_json(server, "config", "mlp")
     assert found["max_batch_size"] == 32
     assert found["input"][0]["dims"] == [64]
 
@@ -399,19 +400,28 @@ def test_the_server_imports_nothing_from_the_current_directory(tmp_path: Path) -
     assert ("usage: shmserve serve" in ran.stdout) is safe
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if not line.startswith("shmserve serve")])
-def test_every_command_of_the_page(line: str, server: Server, tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.ones((2, 64), np.float32))
-    (tmp_path / "request.json").write_text('{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [4, 3, 2, 1]}}')
-    program = tmp_path / "bin" / "shmserve"
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what the page's commands read, and the program."""
+    found = tmp_path_factory.mktemp("place")
+    np.save(found / "x.npy", np.ones((2, 64), np.float32))
+    (found / "request.json").write_text('{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [4, 3, 2, 1]}}')
+    (found / "config.json").write_text('{"backend": "onnxruntime", "max_batch_size": 32}')
+    samples.build(found / "build" / "samples", lambda text: None)
+    shutil.copy(found / "build" / "samples" / "mlp" / "1" / "model.onnx", found)
+    program = found / "bin" / "shmserve"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shmserve.clients.cli "$@"\n')
     program.chmod(0o755)
-    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    return found
+
+
+def of_page(line: str, server: Server, place: Path) -> None:
+    path = f"{place}/bin{os.pathsep}{os.environ['PATH']}"
     ran = subprocess.run(
         ["sh", "-c", line],
         env=environment(server, PATH=path, SHMSERVE_URL=server.url),
-        cwd=tmp_path,
+        cwd=place,
         capture_output=True,
         text=True,
         check=False,
@@ -423,6 +433,23 @@ def test_every_command_of_the_page(line: str, server: Server, tmp_path: Path) ->
         json.loads(ran.stdout)
 
 
+OPERATING = [line for line in COMMANDS if line.split()[1] in ("load", "unload", "restart")]
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line not in OPERATING and line.split()[1] != "serve"])
+def test_every_command_of_the_page(line: str, server: Server, place: Path) -> None:
+    of_page(line, server, place)
+
+
+def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> None:
+    """In their order, on a server of their own."""
+    options = ["--model-control-mode", "explicit", "--load-model", "*"]
+    with Server(place / "build" / "samples", *options) as server:
+        for line in OPERATING:
+            of_page(line, server, place)
+
+
 def test_the_page_has_every_command() -> None:
     used = {line.rpartition("shmserve ")[2].split()[0] for line in COMMANDS}
-    assert used == {"serve", "models", "infer", "stats", "ready", "config", "version", "demo"}
+    understood = next(action for action in cli.parser()._actions if action.dest == "command").choices
+    assert used == set(understood or ())

@@ -40,7 +40,7 @@ def instance(name: str, **more: Any) -> dict[str, Any]:
 
 INDEX: list[dict[str, Any]] = [
     {"name": "mlp", "version": "1", "state": "READY", "reason": "", "default": False, "loading_seconds": 0.25,
-     "reloading": False, "instances": [instance("mlp_0_0")]},
+     "reloading": False, "instances": [instance("mlp_0_0"), instance("mlp_0_0", state="stopping", pid=40)]},
     {"name": "mlp", "version": "2", "state": "READY", "reason": "", "default": True, "loading_seconds": 3.5,
      "reloading": True, "instances": [
         instance("mlp_0_0", pid=42),
@@ -249,7 +249,7 @@ def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str
         "model", "version", "state", "instances", "pid", "device", "memory", "loaded in", "reason",
     ]  # fmt: skip
     assert [re.split(r"  +", row) for row in rows] == [
-        ["mlp", "1", "READY", "1/1", "41", "cpu", "50.0 MiB", "250 ms"],
+        ["mlp", "1", "READY", "1/1", "41 40", "cpu", "100 MiB", "250 ms"],
         ["mlp", "2*", "READY (reloading)", "1/3", "42 43", "cpu gpu 3", "1.0 GiB", "3.50 s"],
         ["odd", "1", "UNAVAILABLE", "-", "-", "-", "-", "-", "no such backend"],
         ["other", "-", "not loaded", "-", "-", "-", "-", "-"],
@@ -265,9 +265,9 @@ def test_a_server_that_knows_less() -> None:
 def test_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "models", "--instances") == 0
     rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 5
-    assert rows[3] == ["mlp", "2", "mlp_0_1", "starting", "gpu 3", "43", "1.0 GiB", "0"]
-    assert rows[4] == ["mlp", "2", "mlp_0_2", "failed (passive)", "cpu", "-", "-", "3", "signal 9"]
+    assert len(rows) == 6
+    assert rows[4] == ["mlp", "2", "mlp_0_1", "starting", "gpu 3", "43", "1.0 GiB", "0"]
+    assert rows[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "cpu", "-", "-", "3", "signal 9"]
     assert instance_rows(INDEX[3]) == []
     assert run(broker, "models", "--json") == 0
     assert json.loads(capsys.readouterr().out) == INDEX
