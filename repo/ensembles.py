@@ -1,7 +1,8 @@
 """Whether the models that an ensemble names fit together: the rules that no configuration can keep alone.
 
-The rule of the file: pure, and every problem is found, not the first. What one configuration tells by itself (a tensor
-that is made twice, or by nobody) is validate_schedulers'; such tensors are passed over here.
+The rule of the file: pure, and every problem is found, in an order that is always the same (that of maps is not).
+What one configuration tells by itself (a tensor that is made twice, or by nobody) is validate_schedulers'; such tensors
+are passed over here.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class _Graph:
             made = _Tensor(_OF_ENSEMBLE, "an input of the ensemble", tensor.data_type, tensor.dims, batches)
             self.made.setdefault(tensor.name, made)
         for index, step in enumerate(self.steps):
-            for key, name in step.output_map.items():
+            for key, name in sorted(step.output_map.items()):
                 self.made.setdefault(name, self._made_by(index, key))
 
     def _problem(self, index: int, path: str, text: str) -> None:
@@ -178,7 +179,7 @@ class _Graph:
 
     def _check_inputs(self, index: int, step: ModelEnsemblingStep, member: Member, config: ModelConfig) -> None:
         model = shown(config.name)
-        for key, name in step.input_map.items():
+        for key, name in sorted(step.input_map.items()):
             path = f'input_map["{key}"]'
             tensor = _named(config.input, key)
             if tensor is None:
@@ -200,7 +201,7 @@ class _Graph:
 
     def _check_output_names(self, index: int, step: ModelEnsemblingStep, member: Member, config: ModelConfig) -> None:
         names = [tensor.name for tensor in config.output]
-        for key in step.output_map if member.settled else ():
+        for key in sorted(step.output_map) if member.settled else ():
             if key not in names:
                 text = f'model "{shown(config.name)}" has no output "{shown(key)}"; {meant(key, names)}'
                 self._problem(index, f'output_map["{key}"]', text)
@@ -232,7 +233,7 @@ class _Graph:
         for way in circles:
             key, name = next(
                 (key, name)
-                for key, name in self.steps[way[0]].input_map.items()
+                for key, name in sorted(self.steps[way[0]].input_map.items())
                 if name in self.made and self.made[name].step == way[1]
             )
             text = f'ensemble tensor "{shown(name)}" waits for itself: step {way[0]} needs '
@@ -245,7 +246,7 @@ class _Graph:
         for index in order:
             step = self.steps[index]
             sources: dict[int, str] = {}
-            for name in step.input_map.values():
+            for _, name in sorted(step.input_map.items()):
                 if name in source:
                     sources.setdefault(source[name], name)
             if len(sources) > 1:

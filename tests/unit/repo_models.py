@@ -1,0 +1,65 @@
+"""Repositories that tests of `check` build, and what is told of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shmserve.repo.check import Checked, Finding, check
+
+BACKENDS = ("identity", "onnxruntime", "python")
+TENSOR = "data_type: TYPE_FP32 dims: [ 3 ]"
+GOOD = f"""backend: "identity"
+max_batch_size: 8
+input [ {{ name: "x" {TENSOR} }} ]
+output [ {{ name: "y" {TENSOR} }} ]
+"""
+PYTHON = """backend: "python"
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ]
+"""
+SOURCE = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+
+
+Files = dict[str, str | bytes]
+
+
+def model(root: Path, name: str, config: str = GOOD, files: Files | None = None, version: str = "1") -> Path:
+    folder = root / name
+    (folder / version).mkdir(parents=True)
+    for file, text in {"config.pbtxt": config, **(files or {})}.items():
+        path = folder / file
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+def run(*roots: Path, config_name: str = "") -> Checked:
+    return check(roots, backends=BACKENDS, config_name=config_name)
+
+
+def told(finding: Finding) -> str:
+    place = f"{finding.file}:{finding.line}" if finding.line else finding.file
+    return ": ".join(part for part in (finding.severity, place, finding.path, finding.text) if part)
+
+
+def lines(checked: Checked) -> list[str]:
+    return [told(finding) for finding in checked.all()]
+
+
+ENSEMBLE = f"""platform: "ensemble"
+max_batch_size: 4
+input [ {{ name: "IN" {TENSOR} }} ]
+output [ {{ name: "OUT" {TENSOR} }} ]
+ensemble_scheduling {{
+  step [
+    {{
+      model_name: "good"
+      model_version: -1
+      input_map {{ key: "x" value: "IN" }}
+      output_map {{ key: "y" value: "OUT" }}
+    }}
+  ]
+}}
+"""
+LATER = "warning: {0}/config.pbtxt:5: ensemble_scheduling: not supported: ensembles are not run yet"
+STEP = "ensemble_scheduling.step[0]"
