@@ -1,4 +1,4 @@
-"""What the files of a model look like from outside: enough to see that something has changed, cheap enough to look often.
+"""What the files of a model look like from outside: enough to see a change, cheap enough to look often.
 
 The rule of the file: names, sizes, times and inodes, never contents. Links are followed, as whoever loads them does.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -64,6 +65,12 @@ def make_runtime_dir(path: Path) -> None:
         raise PermissionError(f"runtime directory {path} belongs to uid {found.st_uid}; name another by --runtime-dir")
     if stat.S_IMODE(found.st_mode) & stat.S_IWOTH:
         raise PermissionError(f"runtime directory {path} may be written by everyone; chmod it, or name another")
+
+
+def python() -> list[str]:
+    """The command of another interpreter like this one. It can import from the current directory only if we can."""
+    safe = sys.version_info >= (3, 11) and os.getcwd() not in sys.path and "" not in sys.path
+    return [sys.executable, "-P"] if safe else [sys.executable]
 
 
 def _of_user() -> Path:

@@ -83,8 +83,12 @@ class Arenas:
             except ServeError as error:
                 say(f"a handle came back that cannot be freed: {error}")
 
-    def close(self) -> None:
+    def close(self, bequeath: bool = False) -> None:
+        """`bequeath`: what callers still hold keeps its names, which the broker removes when nobody needs them."""
         for arena in self._arenas.values():
+            for segment in arena.segments if bequeath else ():
+                if isinstance(segment.extent, posix.PosixExtent) and segment.blocks.used:
+                    segment.extent.bequeath()
             arena.close()
 
     @property

@@ -126,6 +126,7 @@ def _serve(link: Link) -> Exit:
         outbox.add(LoadFailed(failure.code, failure.text))
         outbox.flush()
         return Exit.LOAD_FAILED
+    stopped = False
     try:
         _report(model, outbox)
         gc.collect()
@@ -133,8 +134,9 @@ def _serve(link: Link) -> Exit:
         gc.set_threshold(*_GC_THRESHOLDS)
         loop = Loop(order.owner, link, outbox, mapped, model.arenas, model.runner)
         loop.run(orders[1:], descriptors)
+        stopped = True
     finally:
-        finalized = _finalize(model)
+        finalized = _finalize(model, stopped)
     return Exit.STOPPED if finalized else Exit.FINALIZE_FAILED
 
 
@@ -150,14 +152,15 @@ def _report(model: Model, outbox: Outbox) -> None:
         os.close(descriptor)
 
 
-def _finalize(model: Model) -> bool:
+def _finalize(model: Model, stopped: bool) -> bool:
+    """`stopped`: as the broker wanted it, which goes on and sees to what is left of our memory."""
     try:
         model.backend.close()
     except Exception as error:
         say_trace("the model failed while it was finalized", error)
         return False
     finally:
-        model.arenas.close()
+        model.arenas.close(bequeath=stopped)
     return True
 
 

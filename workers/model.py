@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from shmserve.errors import ServeError
+from shmserve.errors import ServeError, Unavailable
 from shmserve.messages import Failure, Load
 from shmserve.repo.labels import read_labels
 from shmserve.repo.schema import ModelConfig, decode_config
+from shmserve.repo.snapshot import Snapshot, take
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
 from shmserve.workers.backends import Backend, Context, find
 from shmserve.workers.gather import Gather
@@ -19,6 +20,9 @@ from shmserve.workers.runner import Runner, Trace
 from shmserve.workers.say import public, say_trace
 from shmserve.workers.scatter import Scatter
 from shmserve.workers.specs import inputs_of, outputs_of
+
+SNAPSHOT = "snapshot"
+"""The setting of a load order that says how the files should look."""
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
@@ -46,6 +50,7 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
     backend = find(config.backend)(context)
+    before = _look(folder, order)
     try:
         if context.auto_complete:
             config = backend.complete(config)
@@ -57,12 +62,30 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace
             from shmserve.workers.warmup import warm_up  # few models need it
 
             warm_up(config, order.instance, folder, backend, gather, limit, trace)
+        _still_the_same(folder, before)
     except BaseException:
         backend.close()
         raise
     arenas = Arenas(order.owner, outbox, mapped, limit)
     scatter = Scatter(order.model, outputs, arenas, mapped, labels)
     return Model(config, backend, arenas, Runner(order.instance, order.model_dir, backend, gather, scatter, trace))
+
+
+def _look(folder: Path, order: Load) -> Snapshot | None:
+    """How the files look, where the broker wants to be sure that they are those which it has seen."""
+    expected = order.settings.get(SNAPSHOT)
+    if expected is None:
+        return None
+    found = take(folder)
+    if found.of_version(order.version) != expected:
+        raise Unavailable("files of the model have changed before they were loaded")
+    return found
+
+
+def _still_the_same(folder: Path, before: Snapshot | None) -> None:
+    changed = take(folder).lacks(before) if before is not None else []
+    if changed:
+        raise Unavailable(f"files of the model have changed while they were loaded: {', '.join(changed[:3])}")
 
 
 def _threads() -> int:

@@ -185,6 +185,8 @@ class Broker:
                 self._door.watch(link, message.pid)
             return message
         if isinstance(message, Map) and message.name is not None:
+            if peer >= WORKERS_FROM:
+                self._segments.named(message, self.process_of(peer))
             return message
         if not descriptors:
             return events.Garbled(0, f"{type(message).__name__} came without its descriptor")

@@ -24,7 +24,7 @@ from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.policy import ModelPolicy
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.messages import Load
-from shmserve.repo.compile import Cores, compile_instances, compile_policy
+from shmserve.repo.compile import Cores, compile_instances, compile_policy, unknown_policies
 from shmserve.repo.load import verify
 from shmserve.repo.origins import as_text, origins, surprises
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
@@ -134,6 +134,14 @@ class Catalog:
         events: list[Event] = [(0, Deploy(found.name, targets, operation))]
         events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
         return events
+
+    def warnings(self, found: Found) -> list[str]:
+        """What its owner should know, though it can be served."""
+        unknown = unknown_policies(found.config, self._cores) if found.config is not None else ()
+        return [
+            *found.warnings,
+            *(f"host policy '{name}' is not known (--host-policy): its instances use all cores" for name in unknown),
+        ]
 
     def _source(self, reading: Reading, version: int) -> int:
         """The number of what the version is made of: the same as before, if that has not changed."""

@@ -175,7 +175,7 @@ class Operations:
             text = f"failed to load '{found.name}': {reason}"
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
             return
-        job.warnings = found.warnings
+        job.warnings = tuple(self._catalog.warnings(found))
         number = self._register(job)
         adopted = self._catalog.adopt(reading, number)
         job.changed = self._is_news(adopted[0][1])
@@ -192,7 +192,7 @@ class Operations:
         return any(target.source not in served for target in deploy.targets)
 
     def _warn(self, reading: Reading) -> None:
-        for warning in reading.found.warnings:
+        for warning in self._catalog.warnings(reading.found):
             log.warning("model '%s': %s", reading.found.name, warning)
 
     def settled(self, effect: effects.Settled) -> None:

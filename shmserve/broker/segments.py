@@ -9,7 +9,7 @@ import os
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.messages import OWNER_SHIFT, Handle, Map
-from shmserve.shm import memfd
+from shmserve.shm import memfd, posix
 from shmserve.shm.mapped import Mapped
 
 
@@ -17,6 +17,7 @@ class Segments:
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
+        self._names: dict[int, str] = {}
         self._mapped = Mapped()
 
     def __len__(self) -> int:
@@ -36,6 +37,11 @@ class Segments:
             raise
         self._descriptors[message.segment] = descriptor
         self._sizes[message.segment] = message.size
+
+    def named(self, message: Map, pid: int) -> None:
+        """A worker's segment that has a name. It is removed here when nobody needs it: its maker may have ended."""
+        if message.name is not None and posix.is_made_by(pid, message.name):
+            self._names[message.segment] = message.name
 
     def lend(self, message: Map, descriptor: int) -> None:
         """One of the broker's own; the arena keeps its descriptor, this is a double."""
@@ -59,8 +65,11 @@ class Segments:
             del self._sizes[segment]
         if segment in self._mapped:
             self._mapped.remove(segment)
+        name = self._names.pop(segment, None)
+        if name is not None:
+            posix.remove(name)
 
     def close(self) -> None:
-        for segment in list(self._descriptors):
+        for segment in [*self._descriptors, *self._names]:
             self.forget(segment)
         self._mapped.close()

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ from shmserve.broker.link import Link
 from shmserve.broker.logs import printable
 from shmserve.core.policy import InstanceSpec
 from shmserve.messages import WorkerReport
+from shmserve.paths import python
 
 STDERR_LINES = 20
 """The last lines of a worker's stderr, told to operators when it dies."""
@@ -71,7 +71,7 @@ class Workers:
 
     def spawn(self, peer: int, spec: InstanceSpec) -> Worker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno()), "--name", spec.name]
+        command = [*python(), "-m", "shmserve.workers.main", "--link", str(theirs.fileno()), "--name", spec.name]
         if spec.cpus:
             command += ["--cpus", ",".join(map(str, spec.cpus))]
         if spec.threads:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest
-from shmserve.messages import FIELD_BYTES, Tensor, WantedOutputs
+from shmserve.messages import FIELD_BYTES, Tensor, Wanted, WantedOutputs
 
 _REMEMBERED = 4096
 """Shapes remembered per model version; a model with more distinct shapes than this just looks again."""
@@ -37,7 +37,7 @@ class Checker:
     def __init__(self, policy: ModelPolicy) -> None:
         self._policy = policy
         self._specs = {spec.name: spec for spec in policy.inputs}
-        self._outputs = {spec.name for spec in policy.outputs}
+        self._outputs = {spec.name: spec.dtype for spec in policy.outputs}
         self._bits = {spec.name: 1 << index for index, spec in enumerate(policy.inputs)}
         self._required = sum(self._bits[spec.name] for spec in policy.inputs if not spec.optional)
         self._good: dict[tuple[str, str, tuple[int, ...]], Good] = {}
@@ -195,6 +195,21 @@ class Checker:
             if wanted.name in seen:
                 raise InvalidRequest(f"output '{wanted.name}' is asked for twice for model '{self._policy.name}'")
             seen.add(wanted.name)
+            if wanted.classes:
+                self._check_classes(wanted)
+
+    def _check_classes(self, wanted: Wanted) -> None:
+        dtype = self._outputs[wanted.name]
+        if dtype in ("BYTES", "BOOL"):
+            raise InvalidRequest(
+                f"class result not available for output '{wanted.name}' of model '{self._policy.name}' due to "
+                f"unsupported type '{dtype}'; it must be of numbers"
+            )
+        if wanted.place is not None:
+            raise InvalidRequest(
+                f"output '{wanted.name}' of model '{self._policy.name}' is wanted as {wanted.classes} classes, which "
+                f"are strings: they cannot be written into shared memory of the caller"
+            )
 
 
 def _dims(shape: tuple[int, ...]) -> str:

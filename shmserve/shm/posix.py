@@ -40,6 +40,10 @@ class PosixExtent(MappedExtent):
         with suppress(posix_ipc.ExistentialError):  # removed by hand: it is gone, which is what was wanted
             posix_ipc.unlink_shared_memory(self.name)
 
+    def bequeath(self) -> None:
+        """The name stays when this process goes, as others may not have opened it yet. Somebody will `remove` it."""
+        self._maker = 0
+
     def close(self) -> None:
         self.unlink()
         super().close()
@@ -99,6 +103,18 @@ def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> P
             raise failed("map", size, error) from error
         raise
     return PosixExtent(pages, fd=fd, name=name)
+
+
+def is_made_by(pid: int, name: str) -> bool:
+    """Whether the name is one that the process would give."""
+    ours = _OURS.fullmatch(name.removeprefix("/"))
+    return ours is not None and int(ours[1]) == pid
+
+
+def remove(name: str) -> None:
+    """Takes a name away that was bequeathed, or left behind by a death."""
+    with suppress(posix_ipc.ExistentialError):  # its maker was quicker
+        posix_ipc.unlink_shared_memory(name)
 
 
 def sweep() -> int:

@@ -92,7 +92,7 @@ class Slow(World):
 class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = Slow()
+        self.world: Slow = Slow()
         self.unsent: list[tuple[int, Any]] = []
         self.names = NAMES
         self.numbers = 0
@@ -121,6 +121,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     @initialize(names=st.lists(st.sampled_from(NAMES), max_size=2), ahead=st.sampled_from(AHEAD))
     def begin(self, names: list[str], ahead: str) -> None:
+        self.set_out(names, ahead)
+
+    def set_out(self, names: list[str], ahead: str) -> None:
         """Few models at a time, so that more happens to each, and one whose batches wait at the worker and grow."""
         self.names = names = sorted({*names, ahead})
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
@@ -384,7 +387,8 @@ class CoreMachine(RuleBasedStateMachine):
             world.advance(world.now + 20 * MS)
             world.slow_to.clear()
             world.slow_from.clear()
-            if not world.core.state.requests and world.core.deadline() is None and not world._pending:
+            quiet = world.core.deadline() is None and not world._pending and not self.workers(lambda w: w.outbox)
+            if quiet and not world.core.state.requests:
                 return
         raise AssertionError("it never becomes quiet")
 
