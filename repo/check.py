@@ -16,6 +16,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.repo.complete import complete, is_ensemble, needs_completion
 from shmserve.repo.ensembles import Member, check_graph
 from shmserve.repo.files import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
+from shmserve.repo.origins import surprises
 from shmserve.repo.problems import Problem, Report
 from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.store import BACKENDS, Found, check_config_name, model_names, scan_model, select_versions
@@ -212,6 +213,10 @@ class _Check:
         for one in seen:
             if not (one.path and model.has(one.path)):
                 model.add_seen(one)
+        final = self._completed.get(found.name)
+        if final is not None and found.given is not None:
+            for text in surprises(found.given, final):
+                model.add_seen(Seen(WARNING, "", text, path="max_batch_size"))
         return model
 
     def _severity(self, problem: Problem) -> str:

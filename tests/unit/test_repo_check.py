@@ -158,6 +158,14 @@ def test_an_ensemble_of_a_model_that_tells_more_when_it_is_loaded(tmp_path: Path
     assert any('"good" has no input "x"' in line for line in lines(checked))
 
 
+def test_what_a_model_has_made_of_its_configuration(tmp_path: Path) -> None:
+    model(tmp_path, "net", 'backend: "onnxruntime"\n', {"1/model.onnx": b"x"})
+    completed = parse(f'name: "net" {GOOD.replace("identity", "onnxruntime")} dynamic_batching {{ }}')
+    checked = check([tmp_path], backends=BACKENDS, completed={"net": completed})
+    (line,) = lines(checked)
+    assert line.startswith("warning: net/config.pbtxt: max_batch_size: max_batch_size was not given, or 0; the model")
+
+
 # ------------------------------------------------------------------------------------------------ for programs
 
 
