@@ -64,7 +64,12 @@ def restart(args: argparse.Namespace) -> int:
     def one(client: Client, model: str) -> dict[str, Any]:
         return client.restart(model, version=args.version, instance=args.instance, timeout=args.timeout)
 
-    return _each(args, one, "restarting", _restarted)
+    def told(found: Mapping[str, Any]) -> str:
+        if args.instance is not None:
+            return f"instance {args.instance} restarted"
+        return f"{f'version {args.version}' if args.version is not None else _versions(found)} restarted"
+
+    return _each(args, one, "restarting", told)
 
 
 def _config(name: str) -> dict[str, Any]:
@@ -157,10 +162,6 @@ def _unloaded(found: Mapping[str, Any]) -> str:
 def _begun(found: Mapping[str, Any]) -> str:
     versions = _versions(found)
     return f"unloading {versions}" if versions else "there was nothing to unload"
-
-
-def _restarted(found: Mapping[str, Any]) -> str:
-    return f"{_versions(found)} restarted"
 
 
 def _versions(found: Mapping[str, Any]) -> str:

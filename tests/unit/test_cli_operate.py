@@ -150,23 +150,29 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
     assert run(broker, "unload", "a") == 0
     assert run(broker, "unload", "a", "--no-wait", "--dependents") == 0
     assert run(broker, "restart", "a", "--version", "2", "--instance", "a_0_1") == 0
+    assert run(broker, "restart", "a", "--version", "2") == 0
+    assert run(broker, "restart", "a") == 0
     assert run(broker, "unload", "nobody") == 0
     assert run(broker, "restart", "a", "--json") == 0
     assert broker.done == [
         ("unload", "a", 0, {"unload_dependents": False, "wait": True}),
         ("unload", "a", 0, {"unload_dependents": True, "wait": False}),
         ("restart", "a", 2, {"instance": "a_0_1"}),
+        ("restart", "a", 2, {"instance": ""}),
+        ("restart", "a", 0, {"instance": ""}),
         ("unload", "nobody", 0, {"unload_dependents": False, "wait": True}),
         ("restart", "a", 0, {"instance": ""}),
     ]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:4] == [
+    assert lines[:6] == [
         "a: versions 1, 2 unloaded",
         "a: unloading versions 1, 2",
+        "a: instance a_0_1 restarted",
+        "a: version 2 restarted",
         "a: versions 1, 2 restarted",
         "nobody: there was nothing to unload",
     ]
-    (found,) = json.loads("\n".join(lines[4:]))
+    (found,) = json.loads("\n".join(lines[6:]))
     assert [entry["version"] for entry in found["versions"]] == ["1", "2"]
 
 
