@@ -15,14 +15,14 @@ from shmserve.clients import completion
 from shmserve.clients.arguments import parser
 from shmserve.clients.commands_base import Failed, Misuse, next_step
 from shmserve.errors import ServeError
+from shmserve.paths import python
 
 __all__ = ["main", "parser"]
 
 
 def _serve(options: Sequence[str]) -> int:
-    """This process becomes the broker. What is in the current directory is importable there only if it is here."""
-    safe = ["-P"] if sys.version_info >= (3, 11) and os.getcwd() not in sys.path and "" not in sys.path else []
-    os.execv(sys.executable, [sys.executable, *safe, "-m", "shmserve.broker.main", *options])
+    """This process becomes the broker."""
+    os.execv(sys.executable, [*python(), "-m", "shmserve.broker.main", *options])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import sys
 from typing import NoReturn
 
 from shmserve.clients.commands_base import Failed
+from shmserve.paths import python
 
 PASSED_ON = (
     "model_dir",
@@ -36,9 +37,7 @@ PASSED_ON = (
 def run(args: argparse.Namespace) -> NoReturn:
     order = {name: getattr(args, name) for name in PASSED_ON}
     given = {name: value for name, value in order.items() if value is not None}
-    # What is in the current directory is importable there only if it is here.
-    safe = ["-P"] if sys.version_info >= (3, 11) and os.getcwd() not in sys.path and "" not in sys.path else []
-    command = [sys.executable, *safe, "-m", "shmserve.workers.solo", json.dumps(given, default=os.fspath)]
+    command = [*python(), "-m", "shmserve.workers.solo", json.dumps(given, default=os.fspath)]
     # As in a server, an engine does not tell others what it runs, unless it was set up to.
     environment = {"ORT_DISABLE_TELEMETRY": "1"} | os.environ
     try:
