@@ -277,7 +277,7 @@ def _settled(model: _Model) -> bool:
 def _numbers(path: Path, given: ModelConfig | None) -> tuple[int, ...]:
     """The version directories that the policy selects."""
     policy = (given and given.version_policy) or ModelVersionPolicy()
-    names: Iterable[str] = (entry.name for entry in os.scandir(path) if entry.is_dir())
+    names: Iterable[str] = (entry.name for entry in os.scandir(path) if os.path.isdir(entry.path))
     numbers = [int(name) for name in names if name.isascii() and name.isdigit() and not name.startswith("0")]
     return select_versions(policy, numbers)
 

@@ -61,7 +61,7 @@ def look_at_root(root: Path) -> list[Seen]:
     """What is beside the models. OSError if the directory cannot be read."""
     found = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        if entry.name.startswith(".") or entry.is_dir():
+        if entry.name.startswith(".") or os.path.isdir(entry.path):  # which no circle of links makes fail
             continue
         name = printed(entry.name)
         if _dangles(entry):
@@ -77,7 +77,7 @@ def is_model(root: Path) -> bool:
     """Whether this is the directory of one model, where a repository was expected."""
     if (root / CONFIG_FILE).is_file():
         return True
-    versions = (entry for entry in root.iterdir() if entry.name.isdigit() and entry.is_dir())
+    versions = (entry for entry in root.iterdir() if entry.name.isdigit() and os.path.isdir(entry))
     return any((version / file).exists() for version in versions for file in _ENGINE_FILES)
 
 
@@ -139,7 +139,7 @@ def _walk(folder: Path, selected: Collection[int]) -> Iterator[Seen]:
             if _dangles(entry):
                 text = f"a link to what is not there: {_target(entry.path)}"
                 yield Seen(severity, name, text, "make the link right, or remove it")
-            elif entry.is_dir():
+            elif os.path.isdir(entry.path):
                 if not os.access(entry.path, os.R_OK | os.X_OK, effective_ids=True):
                     yield Seen(severity, name, "cannot be read: Permission denied", _permit(entry, "rx"))
                 elif here == folder or not entry.is_symlink():

@@ -88,6 +88,17 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "chmod u+rx" in found[1].hint
 
 
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    folder = model(tmp_path, "net")
+    for circle in (tmp_path / "around", folder / "3", folder / "1" / "around"):
+        circle.symlink_to(circle.name)
+    assert lines(run(tmp_path)) == [
+        "error: around: a link to what is not there: around",
+        "error: net/1/around: a link to what is not there: around",
+        "warning: net/3: a link to what is not there: 3",
+    ]
+
+
 def test_links_are_followed_and_circles_are_no_trap(tmp_path: Path) -> None:
     real = tmp_path / "store" / "real"
     model(tmp_path / "store", "real")
