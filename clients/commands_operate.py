@@ -178,17 +178,19 @@ def _watch(args: argparse.Namespace, futures: Mapping[str, Future[Any]], doing: 
         wait(futures.values())
         return
     started = time.monotonic()
-    with make_client(args, timeout=ASK_S) as asking:
-        for turn in itertools.cycle(SPINNER):
-            if not wait(futures.values(), TICK_S).not_done:
-                break
-            waiting = [name for name, future in futures.items() if not future.done()]
-            line = f"{turn} {doing} {_many(waiting)}, {time.monotonic() - started:.0f} s"
-            with contextlib.suppress(ServeError):  # the operation itself will tell what is wrong
-                line += progress(asking.models(), waiting)
-            width = shutil.get_terminal_size().columns - 1
-            print(_CLEAR + line[:width], end="", file=sys.stderr, flush=True)
-    print(_CLEAR, end="", file=sys.stderr, flush=True)
+    try:
+        with make_client(args, timeout=ASK_S) as asking:
+            for turn in itertools.cycle(SPINNER):
+                if not wait(futures.values(), TICK_S).not_done:
+                    break
+                waiting = [name for name, future in futures.items() if not future.done()]
+                line = f"{turn} {doing} {_many(waiting)}, {time.monotonic() - started:.0f} s"
+                with contextlib.suppress(ServeError):  # the operation itself will tell what is wrong
+                    line += progress(asking.models(), waiting)
+                width = shutil.get_terminal_size().columns - 1
+                print(_CLEAR + line[:width], end="", file=sys.stderr, flush=True)
+    finally:
+        print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def _many(names: Sequence[str]) -> str:

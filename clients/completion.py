@@ -17,7 +17,7 @@ from shmserve.clients.commands_base import Failed, Misuse, make_client
 from shmserve.errors import ServeError
 
 SHELLS = ("bash", "zsh", "fish")
-ANSWER_S = 1.0
+ANSWER_S = 2.0
 """Nobody waits longer than this after a key."""
 _ASKED = "_ARGCOMPLETE"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")

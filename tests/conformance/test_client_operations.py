@@ -84,8 +84,10 @@ def test_files_of_megabytes(client: Any, noting: Noting, broker: FakeBroker, tmp
 
 def test_an_operation_has_no_timeout_but_its_own(connect: Callable[..., Any], broker: FakeBroker) -> None:
     broker.answers["load"] = NOTHING
-    with connect(timeout=1e-6) as client, pytest.raises(shmserve.DeadlineExceeded, match="it goes on in the server"):
-        client.load("m", timeout=0.02)
+    with connect() as client:
+        client.live()
+        with pytest.raises(shmserve.DeadlineExceeded, match="it goes on in the server"):
+            client.load("m", timeout=0.02)
     broker.answers["load"] = DONE
     with connect(timeout=1e-6) as client:
         assert client.load("m") == DONE

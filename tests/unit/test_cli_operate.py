@@ -201,9 +201,9 @@ def test_wrong_use(words: str, text: str, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_timeouts(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(broker, "load", "never", "a", "--timeout", "0.05") == 1
+    assert run(broker, "load", "never", "--timeout", "0.05") == 1
     said = capsys.readouterr()
-    assert said.out == "a: version 2 is READY after 1.25 s\n"
+    assert said.out == ""
     assert "'load' of model 'never' has not ended within its timeout; it goes on in the server; --timeout" in said.err
 
 
@@ -234,9 +234,9 @@ def test_a_terminal_shows_how_far_it_is_and_ctrl_c_ends_it(broker: Operated) -> 
     os.close(ours)
     assert process.returncode == 130
     lines = said.decode().split("\r\x1b[K")
-    assert re.fullmatch(r"[|/\\-] loading (mlp, )?never, 0 s(: 2 of 4 instances)?", lines[1])
+    assert re.fullmatch(r"[|/\\-] loading (mlp, )?never, \d s(: 2 of 4 instances)?", lines[1])
     assert all(len(line.rstrip()) < 60 for line in lines)
-    assert lines[-1].endswith("shmserve load: interrupted\r\n")
+    assert lines[-1] == "shmserve load: interrupted\r\n"
 
 
 def test_progress() -> None:
