@@ -97,7 +97,12 @@ class Catalog:
         folder = (
             given.folder if given is not None and given.folder is not None else find_model(self._repositories, name)
         )
-        return self.read_folder(folder, given)
+        try:
+            return self.read_folder(folder, given)
+        except BaseException:
+            if given is not None and given.folder is not None:
+                remove([given.folder])
+            raise
 
     def read_folder(self, folder: Path, given: Given | None = None) -> Reading:
         """What is read twice with nothing changed between is consistent; what changes all the time is seen as it is."""

@@ -7,7 +7,9 @@ The rule of the file: files are written only below a new directory of ours, unde
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,22 +18,31 @@ from typing import IO, Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.repo.outline import shown
 from shmserve.repo.override import Override, parse_override
+from shmserve.repo.validate import MODEL_NAME, NAME_RULE
 
 HEADER_BYTES = 2 << 20
 """The line before the bytes: a configuration and the names of files."""
 IN_MEMORY = 1 << 20
 """A body larger than this is kept in a file until it is complete."""
 FILES = 4096
+LEVELS = 32
+"""Directories in a file's name."""
 _COPY = 1 << 20
 _NAME = 1024
+_PART = 255
+"""The most bytes that file systems take for one name."""
+_WRONG = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What the decoder raises for bytes that are not what was expected."""
 
 
 class Header(Struct, forbid_unknown_fields=True):
     config: msgspec.Raw = msgspec.Raw(b"")
     files: Annotated[
-        list[tuple[Annotated[str, Meta(max_length=_NAME)], Annotated[int, Meta(ge=0)]]], Meta(max_length=FILES)
+        list[tuple[Annotated[str, Meta(max_length=_NAME)], Annotated[int, Meta(ge=0, le=1 << 62)]]],
+        Meta(max_length=FILES),
     ] = []
 
 
@@ -54,24 +65,34 @@ class Upload:
         self._size += len(piece)
         if self._size > self._limit + HEADER_BYTES:
             raise InvalidRequest(f"the files of a load call may have {self._limit} bytes (--override-bytes)")
-        self._file.write(piece)
+        try:
+            self._file.write(piece)
+        except OSError as error:
+            raise _disk(error) from None
 
     @property
     def empty(self) -> bool:
         return not self._size
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take is not wanted any more
+            self._file.close()
 
     def unpack(self, place: Path, model: str) -> Given | None:
         """None: nothing was given. Files are written below a new directory in `place`. In a thread."""
         if self.empty:
             return None
+        try:
+            return self._unpack(place, model)
+        except OSError as error:
+            raise _disk(error) from None
+
+    def _unpack(self, place: Path, model: str) -> Given | None:
         self._file.seek(0)
         line = self._file.readline(HEADER_BYTES + 1)
         try:
             header = msgspec.json.decode(line, type=Header)
-        except msgspec.DecodeError as error:
+        except _WRONG as error:
             text = "cannot be read" if len(line) <= HEADER_BYTES else f"is longer than {HEADER_BYTES} bytes"
             raise InvalidRequest(f"the first line of what came with the load call {text}: {error}") from None
         config = bytes(header.config)
@@ -82,34 +103,45 @@ class Upload:
         override = parse_override(config)
         if not header.files:
             return Given(override, None)
-        sizes = _checked(header.files)
+        sizes = _checked(model, header.files)
         expected = len(line) + sum(sizes.values())
         if expected != self._size:
             raise InvalidRequest(f"the files of the load call should have {expected - len(line)} bytes in all; "
                                  f"{self._size - len(line)} came")  # fmt: skip
-        folder = Path(tempfile.mkdtemp(prefix="model-", dir=place)) / model
-        for name, size in sizes.items():
-            _write(self._file, folder / name, size)
-        return Given(override, folder)
+        made = Path(tempfile.mkdtemp(prefix="model-", dir=place))
+        try:
+            for name, size in sizes.items():
+                _write(self._file, made / model / name, size)
+        except BaseException:
+            shutil.rmtree(made)
+            raise
+        return Given(override, made / model)
 
 
-def _checked(files: list[tuple[str, int]]) -> Mapping[str, int]:
+def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
+    """Both the model's name and those of the files become paths."""
+    if not MODEL_NAME.fullmatch(model):
+        text = f"model name must not contain path traversal characters; found '{shown(model)}', expected {NAME_RULE}"
+        raise InvalidRequest(text)
     sizes: dict[str, int] = {}
+    folders: set[str] = set()
     for name, size in files:
         parts = name.split("/")
-        if len(parts) < 2 or not all(_harmless(part) for part in parts):
+        if not 1 < len(parts) <= LEVELS or not all(_harmless(part) for part in parts):
             raise InvalidRequest(
-                f"file '{name[:100]}' of the load call: expected VERSION/NAME below the model's directory, such as "
-                "1/model.onnx, without '..', empty or hidden parts"
+                f"file '{shown(name, 100)}' of the load call: expected VERSION/NAME below the model's directory, such "
+                f"as 1/model.onnx, of at most {LEVELS} parts, none of them empty, hidden, '..' or overlong"
             )
-        if name in sizes or any(name.startswith(other + "/") or other.startswith(name + "/") for other in sizes):
-            raise InvalidRequest(f"file '{name[:100]}' of the load call stands in the place of another one")
+        above = {name[:at] for at, char in enumerate(name) if char == "/"}
+        if name in sizes or name in folders or not above.isdisjoint(sizes):
+            raise InvalidRequest(f"file '{shown(name, 100)}' of the load call stands in the place of another one")
         sizes[name] = size
+        folders |= above
     return sizes
 
 
 def _harmless(part: str) -> bool:
-    return bool(part) and not part.startswith(".") and part.isprintable() and "\\" not in part and len(part) < 256
+    return not part.startswith(".") and part.isprintable() and "\\" not in part and 0 < len(part.encode()) <= _PART
 
 
 def _write(source: IO[bytes], path: Path, size: int) -> None:
@@ -122,9 +154,13 @@ def _write(source: IO[bytes], path: Path, size: int) -> None:
             size -= len(piece)
 
 
+def _disk(error: OSError) -> Unavailable:
+    return Unavailable(f"what came with the load call cannot be kept: the disk says: {error.strerror}")
+
+
 def decode_body(body: bytes, kind: Any) -> Any:
     """The JSON of an operation that has no files."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except msgspec.DecodeError as error:
+    except _WRONG as error:
         raise InvalidRequest(f"the body of the operation is wrong: {error}") from None
