@@ -5,6 +5,7 @@ The rule of the file: names, sizes, times and inodes, never contents. Links are 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -18,6 +19,8 @@ ENTRIES = 200_000
 """Files and directories of one model; with more of them it is no model."""
 _CONFIGS = ("config.pbtxt", "configs")
 """Configurations are compared by what they say."""
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
+"""For whoever loads the model either: it has just gone, or is a link to nowhere, to itself, or to what is closed."""
 
 Look = tuple[int, int, int]
 """Size, time of the last change in ns, inode."""
@@ -62,8 +65,11 @@ def _digest(files: Iterable[tuple[str, Look]]) -> str:
 
 def _walk(folder: Path) -> Iterator[tuple[str, Look, int]]:
     seen = 0
-    yield "", (0, 0, 0), os.stat(folder).st_ctime_ns
-    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [("", os.fspath(folder), ())]
+    top = os.stat(folder)
+    yield "", (0, 0, 0), top.st_ctime_ns
+    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [
+        ("", os.fspath(folder), ((top.st_dev, top.st_ino),)),
+    ]
     while todo:
         prefix, directory, above = todo.pop()
         with os.scandir(directory) as entries:
@@ -76,8 +82,10 @@ def _walk(folder: Path) -> Iterator[tuple[str, Look, int]]:
                 path = f"{prefix}{entry.name}"
                 try:
                     state = entry.stat()
-                except FileNotFoundError:  # it has just gone, or is a link to nowhere
-                    continue
+                except OSError as error:
+                    if error.errno in _NOT_THERE:
+                        continue
+                    raise
                 here = (state.st_dev, state.st_ino)
                 if not stat.S_ISDIR(state.st_mode):
                     yield path, (state.st_size, state.st_mtime_ns, state.st_ino), state.st_ctime_ns
