@@ -21,6 +21,15 @@ from shmserve.messages import FIELD_BYTES, Answer, Ask, Fail
 from shmserve.repo.schema import as_triton_json
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "schedule_policy",
+    "model_configuration",
+    "parameters",
+    "statistics",
+)
+"""Of the KServe protocol: what of them is here."""
 CHUNK = FIELD_BYTES // 2
 
 
@@ -148,7 +157,7 @@ class Control:
 
     def _metadata(self, ask: Ask) -> Any:
         if not ask.model:
-            return {"name": self._name, "version": self._version, "extensions": ["statistics", "model_configuration"]}
+            return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
         version = self._one(ask)
         config = self._catalog.config(version.source)
         policy = version.policy

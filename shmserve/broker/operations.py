@@ -95,10 +95,10 @@ class Operations:
         """Sees to an operation, or to a part of its body. False: it is none."""
         begun = self._uploads.pop((peer, ask.request), None)
         if begun is None and ask.what not in OPERATIONS:
-            return False
+            return not ask.what  # more of a body that was refused already
         upload = None
         try:
-            first, upload = begun or (ask, self._begin())
+            first, upload = begun or (ask, self._begin(ask.what))
             upload.add(ask.body)
             if ask.more:
                 self._uploads[peer, ask.request] = (first, upload)
@@ -110,7 +110,10 @@ class Operations:
             self._send(peer, Fail(ask.request, error.code, error.message))
         return True
 
-    def _begin(self) -> Upload:
+    def _begin(self, what: str) -> Upload:
+        """Refused at the first piece, before hundreds of megabytes have come."""
+        if what != "restart" and not self.explicit:
+            raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
         if len(self._uploads) >= UPLOADS:
             raise Unavailable(
                 f"{UPLOADS} load calls are being received already; try again when one of them is complete"
@@ -131,22 +134,23 @@ class Operations:
     def _start(self, job: _Job, upload: Upload, body: bytes | None) -> None:
         what, model = job.ask.what, job.ask.model
         if what == "load":
-            if not self.explicit:
-                raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
             self._in_thread(lambda: self._read(model, upload), lambda reading: self._deploy(job, reading), job)
             return
         upload.close()
         if body is None:
             raise InvalidRequest(f"the body of '{what}' is too long")
-        number = self._register(job)
         if what == "restart":
-            self._put(events.Restart(model, job.ask.version, decode_body(body, RestartBody).instance, number))
+            instance: str = decode_body(body, RestartBody).instance
+            self._put(events.Restart(model, job.ask.version, instance, self._register(job)))
             return
         options: UnloadBody = decode_body(body, UnloadBody)
-        if not self.explicit:
-            raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
-        self._catalog.forget(model)
-        self._put(events.Unload(model, number))
+        # By way of the thread, behind the loads that were asked for before.
+        self._in_thread(lambda: None, lambda _: self._unload(job, options), job)
+
+    def _unload(self, job: _Job, options: UnloadBody) -> None:
+        number = self._register(job)
+        self._catalog.forget(job.ask.model)
+        self._put(events.Unload(job.ask.model, number))
         if not options.wait:
             self.settled(effects.Settled(number))
 
