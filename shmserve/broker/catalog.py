@@ -49,7 +49,8 @@ class Reading(NamedTuple):
 
 
 class Source(Struct, eq=False):
-    """What one version is made of. `completed` is what its worker made of the configuration."""
+    """What one version is made of. `completed` is what its worker made of the configuration; `mark` tells whether
+    something else would be made of what is there now."""
 
     number: int
     model: str
@@ -59,6 +60,7 @@ class Source(Struct, eq=False):
     config: ModelConfig
     kind: str
     digest: str
+    mark: object = None
     override: Path | None = None
     completed: ModelConfig | None = None
 
@@ -82,8 +84,8 @@ class Catalog:
         self._backends = backends()
         self._numbers = count(1)
         self._sources: dict[int, Source] = {}
-        self._latest: dict[tuple[str, int], tuple[object, int]] = {}
-        """Model and version -> what tells whether it has changed, and its source."""
+        self._latest: dict[tuple[str, int], int] = {}
+        """Model and version -> the source that it was last to be made of."""
         self.names: Collection[str] = ()
         """The models in the repositories, when they were last looked at."""
 
@@ -156,9 +158,9 @@ class Catalog:
         content = replace(found.config, instance_group=(), version_policy=None)
         digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
         mark = (encode_config(content), digest, str(found.path), given is not None)
-        known = self._latest.get((found.name, version))
-        if known is not None and known[0] == mark:
-            source = self._sources[known[1]]
+        source = self._known(found.name, version, mark)
+        if source is not None:
+            self._latest[found.name, version] = source.number
             source.config, source.given = found.config, found.given
             source.completed = source.completed and _regrouped(source.completed, found.config)
             return source.number
@@ -166,14 +168,23 @@ class Catalog:
         kind = "override" if given is not None else "file" if found.file else ""
         override = given.folder if given is not None else None
         self._sources[number] = Source(
-            number, found.name, version, found.path, found.given, found.config, kind, digest, override
+            number, found.name, version, found.path, found.given, found.config, kind, digest, mark, override
         )
-        self._latest[found.name, version] = (mark, number)
+        self._latest[found.name, version] = number
         return number
+
+    def _known(self, model: str, version: int, mark: object) -> Source | None:
+        """The source that is made of this already: the last one, or one that goes on because the last one failed."""
+        same = [
+            source
+            for source in self._sources.values()
+            if source.mark == mark and source.version == version and source.model == model
+        ]
+        return same[-1] if same else None
 
     def prune(self, live: Collection[int]) -> list[Path]:
         """Forgets sources that nothing is made of any more. Returns the directories that were made for them."""
-        wanted = {number for _, number in self._latest.values()}.union(live)
+        wanted = {*self._latest.values(), *live}
         dropped = [source for number, source in self._sources.items() if number not in wanted]
         for source in dropped:
             del self._sources[source.number]
@@ -186,6 +197,9 @@ class Catalog:
         """It is not served any more: when it is loaded again, it is read anew."""
         for key in [key for key in self._latest if key[0] == model]:
             del self._latest[key]
+        for source in self._sources.values():
+            if source.model == model:
+                source.mark = None
 
     # ------------------------------------------------------------------------------------ workers
 

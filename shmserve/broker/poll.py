@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shmserve.broker.catalog import Catalog, Reading
 from shmserve.errors import ServeError
-from shmserve.repo.snapshot import take
+from shmserve.repo.snapshot import Snapshot, take
 
 
 class Changes(NamedTuple):
@@ -73,19 +73,27 @@ class Poll:
                 return None
             self._known[name] = digest
             return self._catalog.read_doubled(name, folders)
+        snapshot: Snapshot | None = None
         try:
             snapshot = take(folders[0])
-        except (OSError, ServeError):  # it is just coming or going
+            digest, newest = snapshot.digest(), snapshot.newest
+        except (FileNotFoundError, NotADirectoryError):  # it is just coming or going
             self._unsettled[name] = _Unsettled("", self._clock())
             return None
-        digest = snapshot.digest()
+        except (OSError, ServeError) as error:  # who reads it will say what is wrong
+            digest, newest = f"cannot be looked at: {error}", -1
         if self._known.get(name) == digest:
             self._unsettled.pop(name, None)
             return None
-        if not self._is_still(name, digest, snapshot.newest):
+        if not self._is_still(name, digest, newest):
             return None
         reading = self._catalog.read_folder(folders[0])
-        if reading.snapshot is None or reading.snapshot.digest() != digest:
+        after = reading.snapshot
+        if after is None or snapshot is None:
+            same = after is snapshot
+        else:
+            same = after.files == snapshot.files
+        if not same:
             self._unsettled[name] = _Unsettled("", self._clock())
             return None
         self._unsettled.pop(name, None)
