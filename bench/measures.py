@@ -193,6 +193,20 @@ def startup(setting: Setting) -> list[Row]:
     return [Row("serve to ready, beyond the script", serves - scripts, "s", at_most=1.0, beside=beside)]
 
 
+def loading(setting: Setting) -> list[Row]:
+    """Models loaded and reloaded beside one caller: its p99 over that with the same work outside, failed requests."""
+    from bench.loading import run_loading
+
+    found = run_loading(setting)
+    other, own = (found.loads, found.loads_outside), (found.reloads, found.reloads_outside)
+    unit = "x outside"
+    return [
+        Row("p99 while another model loads", other[0].over(other[1]), unit, at_most=1.2, beside=found.compared(*other)),
+        Row("p99 while its own model reloads", own[0].over(own[1]), unit, beside=found.compared(*own)),
+        Row("failed while models load and reload", found.failed, "", at_most=0, beside=found.counted()),
+    ]
+
+
 def soak(setting: Setting) -> list[Row]:
     """Mixed soak, 8 client processes: requests lost, answered twice or answered wrongly, and what is left behind."""
     from bench.soak import run_soak
@@ -220,6 +234,7 @@ ALL: dict[str, Measure] = {
     "large-identity": large_identity,
     "memory": memory,
     "startup": startup,
+    "loading": loading,
     "soak": soak,
     "hostile": hostile,
 }

@@ -39,10 +39,11 @@ class Served:
 
 
 @contextmanager
-def serving(repository: Path) -> Iterator[Served]:
+def serving(repository: Path, *options: str) -> Iterator[Served]:
+    """`options` are those of `shmserve serve`."""
     from shmserve.testing import Server
 
-    with Server(repository) as server:
+    with Server(repository, *options) as server:
         yield Served(Path(server.runtime_dir))
 
 

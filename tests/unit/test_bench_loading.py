@@ -1,0 +1,99 @@
+"""How the measure of loading counts: who was kept from asking has waited, and processor time is the kernel's."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+
+from bench.loading import SPACING_NS, Found, Party, again, busy_seconds, paced
+
+MS = 1_000_000
+
+
+class Clock:
+    """Time passes only where it is made to."""
+
+    def __init__(self) -> None:
+        self.ns = 5_000_000_000
+        self.waited = 0
+
+    def now(self) -> int:
+        return self.ns
+
+    def wait(self, seconds: float) -> None:
+        self.ns += round(seconds * 1e9)
+        self.waited += 1
+
+    def felt(self, took_ms: list[int], seconds: float) -> list[int]:
+        """The n-th call takes so many milliseconds, all after them one."""
+        times = iter(took_ms)
+
+        def call() -> None:
+            self.ns += next(times, 1) * MS
+
+        return paced(call, lambda answer: None, seconds, self.wait, self.now)
+
+
+def test_calls_that_are_answered_in_time_count_from_when_they_were_made() -> None:
+    clock = Clock()
+    taken = clock.felt([], 1.0)
+    assert set(taken) == {1 * MS}
+    assert 1000 * MS / SPACING_NS[1] <= len(taken) <= 1000 * MS / SPACING_NS[0] + 1
+
+
+def test_a_pause_is_felt_by_all_that_were_due_in_it() -> None:
+    smooth, stopped = Clock().felt([], 1.0), Clock().felt([1, 1, 200], 1.0)
+    assert len(stopped) == len(smooth)  # none was left out
+    assert stopped[:3] == [1 * MS, 1 * MS, 200 * MS]
+    late = [taken for taken in stopped[3:] if taken > 1 * MS]
+    assert len(late) >= 200 * MS // SPACING_NS[1]
+    assert late == sorted(late, reverse=True)
+    assert 200 * MS > late[0] > 190 * MS
+    assert stopped[-1] == 1 * MS  # caught up with
+
+
+def test_what_is_checked_takes_no_time() -> None:
+    clock = Clock()
+    seen: list[str] = []
+
+    def check(answer: str) -> None:
+        seen.append(answer)
+        clock.ns += 1 * MS
+
+    taken = paced(lambda: "answer", check, 0.1, clock.wait, clock.now)
+    assert taken == [0] * len(taken)
+    assert seen == ["answer"] * len(taken)
+
+
+def test_cycles_of_a_period() -> None:
+    calls: list[None] = []
+    done = again(lambda: calls.append(None), 0.05, 0.02)
+    assert done["cycles"] == len(calls) <= 3
+    assert done["per_s"] <= 1 / 0.02
+
+
+def test_processor_time_is_that_of_the_kernel() -> None:
+    def used() -> float:
+        return sum(
+            found.ru_utime + found.ru_stime
+            for found in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        )
+
+    before, found, after = used(), busy_seconds(os.getpid()), used()
+    tick = 4 / os.sysconf("SC_CLK_TCK")
+    assert before - tick <= found <= after + tick
+
+
+def test_ratio_work_and_failures() -> None:
+    inside = Party(
+        [100.0] * 3, [900.0, 1200.0, 5000.0], [2.0] * 3, [1.2] * 3, calls=30, cycles=6, failed=1, first=["x"]
+    )
+    outside = Party([100.0] * 3, [1000.0, 800.0, 1100.0], [2.0] * 3, [1.0] * 3, calls=30, cycles=6)
+    idle = Party([80.0] * 3, [100.0] * 3, [0.0] * 3, [0.2] * 3, calls=30)
+    found = Found(loads=inside, loads_outside=outside, reloads=inside, reloads_outside=outside, nothing=idle)
+    assert inside.over(outside) == pytest.approx(1.2)
+    assert inside.work(idle) == "2.00/s, 1.00 CPU s/s"
+    assert found.failed == 2
+    assert found.counted() == "150 requests, beside 6 loads and 6 reloads; x"
