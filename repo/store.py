@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import Message
 
-from shmserve.errors import InvalidRequest, NotFound
+from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.repo.complete import is_ensemble
 from shmserve.repo.load import CONFIG_BYTES, CONFIG_FILE, Examined, Setting, examine
 from shmserve.repo.outline import shown
@@ -114,7 +114,11 @@ def find_model(roots: Sequence[Path], name: str) -> Path:
     if len(paths) > 1:
         raise InvalidRequest(f"{failed}: {_twice(name, len(paths))}")
     if not paths:
-        near = nearest(name, (known for known in model_names(roots) if MODEL_NAME.fullmatch(known)))
+        try:
+            near = nearest(name, (known for known in model_names(roots) if MODEL_NAME.fullmatch(known)))
+        except InvalidRequest:  # it says where the repository is, which is not for everyone
+            text = f"{failed}: a model repository cannot be read now; check --model-repository"
+            raise Unavailable(text) from None
         raise NotFound(f"{failed}: no model repository has it" + (f"; did you mean '{near}'?" if near else ""))
     return paths[0]
 

@@ -22,7 +22,7 @@ from shmserve.broker.overrides import Given
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.policy import ModelPolicy
-from shmserve.errors import InvalidRequest, NotFound
+from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.messages import Load
 from shmserve.repo.compile import Cores, compile_instances, compile_policy, unknown_policies
 from shmserve.repo.load import verify
@@ -93,6 +93,13 @@ class Catalog:
 
     def names_on_disk(self) -> dict[str, list[Path]]:
         return model_names(self._repositories)
+
+    def names_now(self) -> Collection[str]:
+        """The names on disk; those of the last look, while a repository cannot be read."""
+        try:
+            return self.names_on_disk()
+        except (ServeError, OSError):
+            return self.names
 
     def read(self, name: str, given: Given | None = None) -> Reading:
         """The model of that name, or what was given in its place. Errors are those of `find_model`."""

@@ -308,11 +308,11 @@ class Operations:
     def names(self, then: Callable[[], None]) -> None:
         """Looks which models there are, then goes on."""
 
-        def known(names: dict[str, list[Path]]) -> None:
+        def known(names: Collection[str]) -> None:
             self._catalog.names = names
             then()
 
-        self._in_thread(self._catalog.names_on_disk, known, None)
+        self._in_thread(self._catalog.names_now, known, None)
 
     def close(self) -> None:
         self._closed = True
