@@ -72,7 +72,8 @@ class Control:
         states = [version.state for version in self._versions() if version.reason != UNLOADED]
         if self._core.state.draining or VersionState.LOADING in states:
             return False
-        refused = any(model.reason for model in self._core.state.models.values())
+        # One that goes on as before, because what should replace it cannot be read, is served.
+        refused = any(model.reason and model.default() is None for model in self._core.state.models.values())
         return not self._strict or (not refused and all(state is VersionState.READY for state in states))
 
     def _versions(self) -> list[Version]:

@@ -124,6 +124,7 @@ class Operations:
         if model is None:
             self._tell(event.operation)
             return
+        model.reason = ""
         self._overtake(model, OVERTAKEN)
         for number in list(model.coming):
             self._abandon(model, model.coming.pop(number))
