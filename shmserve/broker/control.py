@@ -218,7 +218,7 @@ class Control:
             "batch_reasons": {reason.value: count for reason, count in counted.reasons.items()},
             "rejected": counted.rejected,
             "cancelled": counted.cancelled,
-            "queued": version.queue.count,
+            "queued": version.waits,
         }
 
 

@@ -142,7 +142,7 @@ class Workers:
         self._loop.remove_reader(worker.pidfd)
         os.close(worker.pidfd)
         del self._workers[worker.peer]
-        reason = _reason(code) + (f" ({worker.killed})" if worker.killed else "")
+        reason = _reason(code, worker.killed)
         self._exited(worker.peer, reason, worker.loading_error, "\n".join(worker.stderr))
 
 
@@ -152,7 +152,10 @@ def worker_environment() -> dict[str, str]:
     return {"ORT_DISABLE_TELEMETRY": "1"} | kept | {"PYTHONUNBUFFERED": "1"}
 
 
-def _reason(code: int) -> str:
+def _reason(code: int, killed: str) -> str:
+    """`killed`: why we have ended it ourselves."""
+    if killed:
+        return f"killed: {killed}"
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)

@@ -101,7 +101,6 @@ class Admission:
         client.gone = True
         for request in list(client.requests.values()):
             if request.state is RequestState.QUEUED:
-                request.version.statistics.cancelled += 1
                 self._dispatcher.fail_early(request, "CANCELLED", "its client has gone", now)
             elif request.state is RequestState.SENT:
                 self._dispatcher.linger(request)
@@ -144,6 +143,8 @@ class Admission:
         except ServeError as error:
             if blocks:
                 self._state.effects.append(Free(blocks))
+            refused = self._state.refused
+            refused[error.code] = refused.get(error.code, 0) + 1
             number = 0 if message.request in client.requests else message.request
             self._state.send(peer, Fail(number, error.code, error.message))
 
@@ -185,6 +186,10 @@ class Admission:
             state.set_timer(request.deadline, Timer.DEADLINE, request)
         if not version.plain:
             self._set_queue_timeout(version, request)
+        if options is not None and TRACE in options.parameters:
+            told = state.traces.begin(request, now)
+            if told is not None:
+                state.effects.append(told)
         version.queue.add(request)
         state.dirty[version] = None
 
@@ -197,7 +202,7 @@ class Admission:
         if limit and len(level) >= limit:
             self._dispatcher.dispatch(version, now)  # what came before it in this turn may have its place elsewhere
         if limit and len(level) >= limit:
-            version.statistics.rejected += 1
+            version.statistics.failed(Failure.REJECTED, 0)
             raise Unavailable(
                 f"Exceeds maximum queue size: {limit} requests wait for model '{version.model}'; "
                 f"raise max_queue_size or add instances"
@@ -282,7 +287,6 @@ class Admission:
         if request is None:  # it has been answered, and the two have crossed; or it is no request but an operation
             self._state.effects.append(Query(peer, message))
         else:
-            request.version.statistics.cancelled += 1
             self._dispatcher.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
 
     # ------------------------------------------------------------------------------------ memory and the rest

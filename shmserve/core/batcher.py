@@ -25,6 +25,7 @@ class Reason(Enum):
     DELAY = "delay"  # its oldest request has waited for as long as it may
     SHAPE = "shape"  # the next request has other shapes, or other optional inputs
     IDLE = "idle"  # an instance is idle, and nothing says that it should wait
+    ALONE = "alone"  # it was in a batch that has killed its worker
     SINGLE = "single"  # the model takes one request at a time
 
 

@@ -10,7 +10,8 @@ from shmserve.core.request import Request
 class Client(Struct, eq=False):
     """`outputs` is how it takes large answers: memfd, posix or frames; empty until it has said Hello.
 
-    Answers are placed for its `audience`: whoever shares it may map them.
+    Answers are placed for its `audience`: whoever shares it may map them. `roles` are bits of core.access; it has them
+    from its Hello on, and until it is sent away (`leaving`). Its connection counts for its `user`.
     """
 
     number: int
@@ -25,3 +26,10 @@ class Client(Struct, eq=False):
     held_bytes: int = 0
     gone: bool = False
     reclaiming: bool = False
+    user: str = ""
+    granted: int = 0
+    roles: int = 0
+    leaving: bool = False
+    denied: bool = False
+    fined_until: int = 0
+    """Where its mistakes stand against client_errors: each moves it on by its share of a second."""

@@ -101,6 +101,7 @@ class Core:
 
     def handle(self, turn: Iterable[Event], now: int) -> list[Effect]:
         effects = self.state.begin()
+        self.state.now = now
         of_clients, of_workers, instances = self._of_clients, self._of_workers, self.state.instances
         for peer, message in turn:
             if peer < WORKERS_FROM:
@@ -117,6 +118,7 @@ class Core:
 
     def tick(self, now: int) -> list[Effect]:
         effects = self.state.begin()
+        self.state.now = now
         for kind, subject in self.state.due(now):
             self._timer(kind, subject, now)
         for version, wake in list(self.state.wakes.items()):
@@ -139,12 +141,8 @@ class Core:
     def _timer(self, kind: Timer, subject: Request | Instance | None, now: int) -> None:
         if kind is Timer.DRAIN:
             self._lifecycle.drain_over(now)
-        elif kind is Timer.RETRY:
-            instance = cast(Instance, subject)
-            for model in self.state.models.values():
-                for version in model.generations():
-                    if instance in version.instances:
-                        self._lifecycle.retry(instance, version)
+        elif kind in (Timer.RETRY, Timer.HANG, Timer.LATE):
+            self._look_at(kind, cast(Instance, subject), now)
         else:
             request = cast(Request, subject)
             if request.state in (RequestState.LINGERING, RequestState.ENDED):
@@ -152,13 +150,24 @@ class Core:
             if kind is Timer.DEADLINE:
                 text = "the request's own timeout passed before it was answered"
                 self._dispatcher.fail_early(request, "DEADLINE_EXCEEDED", text, now)
-            elif request.state is RequestState.QUEUED and not request.delayed:
+            elif request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
                 self._queue_timeout(request, now)
+
+    def _look_at(self, kind: Timer, instance: Instance, now: int) -> None:
+        """Its time has come. It may have gone meanwhile."""
+        for model in self.state.models.values():
+            for version in model.generations():
+                if instance in version.instances:
+                    if kind is Timer.RETRY:
+                        self._lifecycle.retry(instance, version)
+                    elif kind is Timer.HANG:
+                        self._dispatcher.look_at(version, instance, now)
+                    else:
+                        self._lifecycle.late(instance, version, now)
 
     def _queue_timeout(self, request: Request, now: int) -> None:
         version = request.version
         if version.queue.expire(request):
-            version.statistics.rejected += 1
             text = f"Request timeout expired: it waited longer than the queue policy of '{version.model}' allows"
             self._dispatcher.end_early(request, "QUEUE_TIMEOUT", text, now)
         self.state.dirty[version] = None
@@ -194,7 +203,10 @@ class Core:
             assert request.number == number
             if request.state is RequestState.QUEUED:
                 queued[request.version] = queued.get(request.version, 0) + 1
-                assert request in request.version.queue.in_order(), story
+                waits: Iterable[Request] = (
+                    request.version.suspects if request.suspect else request.version.queue.in_order()
+                )
+                assert request in waits, story
             elif request.state is RequestState.DONE:
                 assert request.reply is not None, story
                 assert request.version.order, story
@@ -213,7 +225,10 @@ class Core:
             assert len(generations) == len(set(generations)), model.name
             for version in generations:
                 assert (version in state.leaving) == (version.state is VersionState.UNLOADING), version.label
-                assert version.queue.count == queued.get(version, 0), version.label
+                assert version.waits == queued.get(version, 0), version.label
+                if version.trial is not None:
+                    assert version.trial.running is not None, version.label
+                    assert version.trial.running.count == 1, version.label
                 assert version.queue.count == len(version.queue.in_order()), version.label
                 for instance in version.instances:
                     self._check_instance(version.idle, instance)

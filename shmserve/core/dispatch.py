@@ -7,8 +7,9 @@ from shmserve.core.clients import Client
 from shmserve.core.effects import Free, Kill, Send
 from shmserve.core.instances import Batch, Instance
 from shmserve.core.request import Request
-from shmserve.core.state import State
+from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState
+from shmserve.core.statistics import Failure
 from shmserve.core.versions import Version
 from shmserve.messages import (
     CHUNK_BYTES,
@@ -41,6 +42,8 @@ class Dispatcher:
         """Sends all that may go now."""
         queue = version.queue
         version.wake = 0
+        if version.suspects:
+            self._try_suspect(version, now)
         while queue.count:
             if version.idle:
                 if self._start_batch(version, version.idle[-1], now):
@@ -51,6 +54,46 @@ class Dispatcher:
             self._state.wakes[version] = version.wake
         else:
             self._state.wakes.pop(version, None)
+
+    def _try_suspect(self, version: Version, now: int) -> None:
+        """One at a time, in a batch of its own, where nobody else is hurt."""
+        if version.trial is not None:
+            return
+        instance = version.quarantine
+        if instance is None or instance.over:
+            instance = version.quarantine = next(
+                (i for i in version.instances if not i.over and not i.spec.passive), None
+            )
+        if instance is None or not instance.usable or not instance.idle:
+            return
+        version.idle.remove(instance)
+        request = version.suspects.popleft()
+        version.trial = instance
+        batch = instance.running = Batch([], request.cost, Reason.ALONE, request.signature, now)
+        batch.move(BatchState.RUNNING)
+        self._watch(version, instance, now)
+        self._send(instance, batch, [request], 0)
+
+    def _watch(self, version: Version, instance: Instance, now: int) -> None:
+        """A timer for an instance that begins to run something, at most one at a time."""
+        if version.limit_ns and not instance.watched:
+            instance.watched = True
+            self._state.set_timer(now + version.limit_ns, Timer.HANG, instance)
+
+    def look_at(self, version: Version, instance: Instance, now: int) -> None:
+        """The timer has come: has it run the same batch all the time?"""
+        instance.watched = False
+        running = instance.running
+        if running is None or instance.state is InstanceState.KILLED:
+            return
+        left = running.began + version.limit_ns - now
+        if left > 0:
+            instance.watched = True
+            self._state.set_timer(now + left, Timer.HANG, instance)
+        else:
+            limit = version.limit_ns / 1e9
+            text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
+            self.kill(version, instance, text)
 
     def _send_ahead(self, version: Version, instance: Instance, now: int) -> bool:
         """To a busy instance: more for the batch that waits there, or a batch that will wait there."""
@@ -71,6 +114,8 @@ class Dispatcher:
             version.idle.remove(instance)
             instance.running = batch
             batch.move(BatchState.RUNNING)
+            if not instance.watched:
+                self._watch(version, instance, now)
         else:
             instance.waiting = batch
         self._send(instance, batch, requests, 0)
@@ -140,7 +185,12 @@ class Dispatcher:
             return
         times = message.times
         taken = times[0]
-        if version.plain:
+        statistics = version.statistics
+        before = statistics.success_count
+        traced = self._state.traces.open
+        if traced:
+            batch.number, batch.times = message.batch, times
+        if version.plain and not traced:
             self._usual_rows(version, instance, batch, message, now)
         else:
             for row in message.rows:
@@ -157,10 +207,14 @@ class Dispatcher:
         batch.end()
         instance.running = None
         instance.deaths = 0
+        if version.trial is instance:
+            version.trial = None
         version.served(times[3] - taken)
-        early, statistics = batch.early, version.statistics
-        statistics.queue_ns += sum(taken - arrived for arrived in early if taken > arrived)
-        statistics.batch_done(batch.rows, len(message.rows) + len(early), batch.reason, times, now)
+        early = batch.early
+        if early:
+            statistics.queued(early, taken)
+        answered = statistics.success_count - before + len(early)
+        statistics.batch_done(batch.rows, answered, batch.reason, times, now)
         if message.next:
             self._run_waiting(version, instance, message.next, message.through, now)
         elif instance.waiting is None and instance.usable:
@@ -176,6 +230,8 @@ class Dispatcher:
         instance.running = batch
         batch.began = now
         batch.move(BatchState.RUNNING)
+        if not instance.watched:
+            self._watch(version, instance, now)
         self._state.dirty[version] = None
 
     def withdrawn(self, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
@@ -201,7 +257,8 @@ class Dispatcher:
         """`_row` for each, with what nearly all need written out: an answer with no handle, to one who waits for it."""
         requests, append = self._state.requests, self._state.effects.append
         taken, number = done.times[0], version.number
-        answered = rows = arrived = 0
+        rows = 0
+        arrivals: list[int] = []
         for row in done.rows:
             request = requests.get(row.request)
             if request is not None and request.batch is batch and request.state is _SENT and row.error is None:
@@ -214,17 +271,12 @@ class Dispatcher:
                         append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
                         del client.requests[request.client_number], requests[row.request]
                         request.state = _ENDED  # legal from SENT
-                        answered += 1
                         rows += request.cost
-                        arrived += request.arrived
+                        arrivals.append(request.arrived)
                         continue
             self._row(version, instance, batch, row, now, taken)
-        batch.left -= answered
-        statistics = version.statistics
-        statistics.success_count += answered
-        statistics.inference_count += rows
-        statistics.success_ns += now * answered - arrived
-        statistics.queue_ns += max(0, taken * answered - arrived)
+        batch.left -= len(arrivals)
+        version.statistics.answered(arrivals, rows, taken, now)
 
     def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
         request = self._state.requests.get(row.request)
@@ -265,13 +317,11 @@ class Dispatcher:
             if client.outputs != "frames":
                 ledger.show(handle.segment, client.number)
             ledger.give(client, handle)
-        statistics = version.statistics
-        statistics.success_count += 1
-        statistics.inference_count += request.cost
-        statistics.success_ns += now - request.arrived
-        if taken > request.arrived:
-            statistics.queue_ns += taken - request.arrived
-        elif not taken and request.batch is not None:
+        if taken:
+            version.statistics.answered([request.arrived], request.cost, taken, now)
+        else:
+            version.statistics.answered_early(request.arrived, request.cost, now)
+            assert request.batch is not None
             request.batch.early.append(request.arrived)
         self._answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
         return True
@@ -317,7 +367,16 @@ class Dispatcher:
             self._state.send(client.number, message)
             if client.outputs == "frames" and isinstance(message, Reply):  # copied out as it is sent: nothing is held
                 self._take_back(client, message)
+        self._tell(request, message.code if isinstance(message, Fail) else "")
         self.end(request)
+
+    def _tell(self, request: Request, code: str) -> None:
+        """Of a request that is answered now, if it is traced."""
+        state = self._state
+        if state.traces.open:
+            told = state.traces.answered(request, code, state.now)
+            if told is not None:
+                state.effects.append(told)
 
     def _take_back(self, client: Client, reply: Reply) -> None:
         """Gives what the client was given, or was to be given, back to the worker."""
@@ -348,6 +407,8 @@ class Dispatcher:
             del request.client.requests[request.client_number]
         request.move(_ENDED)
         del self._state.requests[request.number]
+        if self._state.traces.open:  # nobody was left to answer
+            self._state.traces.open.pop(request.number, None)
         if state is not _DONE:
             self._let_go(request)
 
@@ -366,18 +427,16 @@ class Dispatcher:
         if request.state is _LINGERING:
             self._released(request)
             return
-        statistics = request.version.statistics
-        statistics.fail_count += 1
-        statistics.fail_ns += now - request.arrived
+        request.version.statistics.failed(Failure.BACKEND, now - request.arrived)
         self._answer(request, Fail(request.client_number, code, text))
 
     def end_early(self, request: Request, code: str, text: str, now: int) -> None:
         """The answer is an error, at once: it does not wait for its turn. The queue has let the request go already."""
         version, client = request.version, request.client
-        version.statistics.fail_count += 1
-        version.statistics.fail_ns += now - request.arrived
+        version.statistics.failed_as(code, now - request.arrived)
         if not client.gone:
             self._state.send(client.number, Fail(request.client_number, code, text))
+        self._tell(request, code)
         self.end(request)
         if version.order is not None:
             self.answer_in_order(version)
@@ -386,19 +445,20 @@ class Dispatcher:
         """The answer is an error, now, wherever the request is. A worker that could still drop it is told to."""
         version, client = request.version, request.client
         if request.state is _QUEUED:
-            version.queue.remove(request)
+            version.drop(request)
             self.end_early(request, code, text, now)
             self._state.dirty[version] = None
             return
         if request.state is _DONE:  # and has been counted
             self._state.send(client.number, Fail(request.client_number, code, text))
+            self._tell(request, code)
             self.drop_done(request)
             return
-        version.statistics.fail_count += 1
-        version.statistics.fail_ns += now - request.arrived
+        version.statistics.failed_as(code, now - request.arrived)
         if not client.gone:
             kind = FailHeld if request.on_loan else Fail
             self._state.send(client.number, kind(request.client_number, code, text))
+        self._tell(request, code)
         self.linger(request)
 
     def linger(self, request: Request) -> None:

@@ -57,6 +57,8 @@ class Log(Struct):
 
     level: str
     text: str
+    fields: dict[str, Any] | None = None
+    """What the text is about, for programs: model, version, instance, client and more."""
 
 
 class Settled(Struct):

@@ -11,11 +11,13 @@ from shmserve.messages import Handle, Infer, Map
 
 
 class Opened(Struct):
-    """A client has connected. `audience` names who may map what it is answered with; `plane` is its kind of link."""
+    """A client has connected. `audience` names who may map what it is answered with; `plane` is its kind of link;
+    `roles` are bits of core.access."""
 
     peer: int
     audience: str
     plane: str  # "lane" or "zmq"
+    roles: int
 
 
 class Closed(Struct):

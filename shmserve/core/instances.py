@@ -39,6 +39,14 @@ class Batch(Struct, eq=False):
     """Requests that the worker has not reported on yet."""
     early: list[int] = []
     """When those arrived that were answered by Rows, before Done has told when the batch was taken up."""
+    number: int = 0
+    times: tuple[int, ...] = ()
+    """Its Done's, while a request is traced."""
+
+    @property
+    def count(self) -> int:
+        """All requests that were ever in it."""
+        return sum(len(piece) for _, piece in self.pieces)
 
     @property
     def numbers(self) -> list[int]:
@@ -100,8 +108,14 @@ class Instance(Struct, eq=False):
     """In all, after it had been READY."""
     retry_at: int = 0
     reason: str = ""
+    spawned: int = 0
+    """When its process was started."""
+    watched: bool = False
+    """A timer is set for the end of what it may take to run a batch."""
     load_error: str = ""
     """Why it said that it could not load, this time."""
+    last_words: str = ""
+    """The last lines that its last process wrote before it ended unasked. For operators only."""
     loaded: bool = False
     """It has been READY. One that never was is not missed by a version that is served without it."""
     replaces: Instance | None = None

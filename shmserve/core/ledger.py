@@ -52,6 +52,8 @@ class Ledger:
         self.segments: dict[int, Segment] = {}
         self.holds: dict[Place, Hold] = {}
         self.effects: list[Effect] = []
+        self.held_bytes = 0
+        """Of all clients."""
         self._returns: dict[int, list[Handle]] = {}
 
     # ------------------------------------------------------------------------------------ segments
@@ -157,6 +159,7 @@ class Ledger:
         hold.clients[client.number] = hold.clients.get(client.number, 0) + 1
         client.holds.add(place)
         client.held_bytes += handle.size
+        self.held_bytes += handle.size
 
     def take_back(self, client: Client, handle: Handle) -> None:
         """The client returns a handle. It must be one that it holds, just as it was given."""
@@ -168,6 +171,7 @@ class Ledger:
                 f"a handle is returned once, as it was given"
             )
         client.held_bytes -= handle.size
+        self.held_bytes -= handle.size
         left = hold.clients[client.number] - 1
         if left:
             hold.clients[client.number] = left
@@ -222,6 +226,7 @@ class Ledger:
             del hold.clients[client.number]
             self._release(place, hold)
         client.holds.clear()
+        self.held_bytes -= client.held_bytes
         client.held_bytes = 0
 
     def worker_died(self, peer: int) -> None:
@@ -255,3 +260,4 @@ class Ledger:
                 self.holds[place].handle.size * self.holds[place].clients[client.number] for place in client.holds
             )
             assert held == client.held_bytes, f"client {client.number} miscounts held bytes"
+        assert self.held_bytes == sum(client.held_bytes for client in clients.values()), "held bytes do not add up"

@@ -7,6 +7,7 @@ from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.instances import Instance
 from shmserve.core.operations import Operations
+from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.core.versions import Version
@@ -33,6 +34,8 @@ class Lifecycle:
         instance.loaded = True
         if version.policy is None:
             version.adopt(event.policy)
+            own = event.policy.execution_limit_ns
+            version.limit_ns = self._state.limits.execution_ns if own is None else own
         if instance.usable:
             version.idle.append(instance)
         if version.state is _V.LOADING and version.loaded:
@@ -80,7 +83,9 @@ class Lifecycle:
 
     def _empty_queue(self, version: Version, text: str, now: int) -> None:
         """Nobody will come to run what waits."""
-        for request in version.queue.take(version.queue.count):
+        waiting = [*version.queue.take(version.queue.count), *version.suspects]
+        version.suspects.clear()
+        for request in waiting:
             self._dispatcher.end_early(request, "UNAVAILABLE", text, now)
         self._state.dirty[version] = None
 
@@ -94,15 +99,16 @@ class Lifecycle:
         instance.peer = 0
         if instance in version.idle:
             version.idle.remove(instance)
-        self._lose_batches(version, instance, event.reason, now)
+        named = self._lose_batches(version, instance, event.reason, now)
         self._state.ledger.worker_died(event.peer)
-        self._what_now(version, instance, event, now)
+        self._what_now(version, instance, event, named, now)
         self._operations.load_over(instance)
         self._operations.look_after(self._state.models[version.model])
         self._state.dirty[version] = None
 
-    def _what_now(self, version: Version, instance: Instance, event: Exited, now: int) -> None:
-        """Its process has ended: was that expected, is it the end of it, or shall there be another?"""
+    def _what_now(self, version: Version, instance: Instance, event: Exited, named: bool, now: int) -> None:
+        """Its process has ended: was that expected, is it the end of it, or shall there be another? `named`: it is
+        known which request has ended it."""
         load_error = instance.load_error or event.loading_error
         if self._state.draining:
             instance.move(_I.STOPPED)
@@ -112,36 +118,67 @@ class Lifecycle:
             self._operations.remove_stopped(version, instance)
         elif version.state is _V.UNLOADING and not self._is_missed(version):
             instance.move(_I.STOPPED)
-        elif instance.state is _I.STARTING and not instance.loaded:
+        elif not instance.loaded:
             text = load_error or f"its worker process ended while loading: {event.reason}"
             self._failed_to_load(version, instance, text, now)
         elif load_error:
             self._give_up(version, instance, load_error, now)
         else:
-            self._crashed(version, instance, event, now)
+            self._crashed(version, instance, event, named, now)
 
     def _is_missed(self, version: Version) -> bool:
         """Something waits, and no other instance will come to run it."""
-        return version.queue.count > 0 and not any(
+        return version.waits > 0 and not any(
             other.peer or other.state is _I.BACKOFF for other in version.instances if not other.spec.passive
         )
 
-    def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> None:
-        name = instance.spec.name
-        text = f"{version.label}: the worker process of instance '{name}' ended while it had this request ({reason})"
-        for batch in instance.batches():
-            for request in batch.requests():
-                self._dispatcher.end_failed(request, "MODEL_FAILED", text, now)
-            batch.end()
+    def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> bool:
+        """What becomes of the requests that the worker had. True: it is known which of them has ended it."""
+        running, waiting = instance.running, instance.waiting
         instance.running = instance.waiting = None
+        if version.trial is instance:
+            version.trial = None
+        alone = running is not None and running.count == 1
+        for request in running.requests() if running is not None else ():
+            if request.state is RequestState.SENT and not alone and self._may_retry(version):
+                self._suspect(version, instance, request)
+            else:
+                self._dispatcher.end_failed(
+                    request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now
+                )
+        for request in waiting.requests() if waiting is not None else ():  # it had not been begun
+            if request.state is RequestState.SENT:
+                self._take_back(request)
+                version.queue.put_back(request)
+            else:
+                self._dispatcher.end_failed(request, "", "", now)
+        for batch in (running, waiting):
+            if batch is not None:
+                batch.end()
         if version.order is not None:
             self._dispatcher.answer_in_order(version)
+        return alone
 
-    def _crashed(self, version: Version, instance: Instance, event: Exited, now: int) -> None:
-        """Start again: at once, then with growing pauses, then not any more."""
+    def _may_retry(self, version: Version) -> bool:
+        return version.policy is not None and version.policy.retry
+
+    def _take_back(self, request: Request) -> None:
+        request.move(RequestState.QUEUED)
+        request.instance = request.batch = None
+
+    def _suspect(self, version: Version, instance: Instance, request: Request) -> None:
+        self._take_back(request)
+        request.suspect = True
+        version.suspects.append(request)
+        if version.quarantine is None or version.quarantine.over:
+            version.quarantine = instance
+
+    def _crashed(self, version: Version, instance: Instance, event: Exited, named: bool, now: int) -> None:
+        """Start again: at once, then with growing pauses, then not any more. A death that one request is to blame for
+        does not count: the model is as good as before."""
         limits = self._state.limits
-        instance.deaths += 1
-        instance.restarts += instance.loaded
+        instance.deaths += not named
+        instance.restarts += 1
         instance.reason = event.reason
         self._state.log("error", f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}")
         if instance.deaths > limits.restarts:
@@ -150,7 +187,11 @@ class Lifecycle:
             )
             self._give_up(version, instance, text, now)
             return
-        pause = 0 if instance.deaths == 1 else min(limits.backoff_ns << (instance.deaths - 2), limits.backoff_max_ns)
+        pause = (
+            0
+            if named or instance.deaths == 1
+            else min(limits.backoff_ns << (instance.deaths - 2), limits.backoff_max_ns)
+        )
         self._back_off(instance, pause, now)
 
     def _back_off(self, instance: Instance, pause: int, now: int) -> None:
@@ -162,6 +203,13 @@ class Lifecycle:
     def retry(self, instance: Instance, version: Version) -> None:
         if instance.state is _I.BACKOFF and not self._state.draining:
             self._operations.spawn(version, instance)
+
+    def late(self, instance: Instance, version: Version, now: int) -> None:
+        """A timer set when a process of this instance was started; it may be another one by now."""
+        limit = self._state.limits.load_ns
+        if instance.state is _I.STARTING and instance.spawned + limit <= now:
+            instance.load_error = f"it did not load within {limit / 1e9:g} s (--load-limit-secs)"
+            self._dispatcher.kill(version, instance, instance.load_error)
 
     # ------------------------------------------------------------------------------------ workers' memory
 
@@ -229,3 +277,11 @@ class Lifecycle:
         if not state.instances and not state.requests and not state.drained:
             state.drained = True
             state.effects.append(Drained())
+
+
+def _lost(version: Version, instance: Instance, request: Request, alone: bool, reason: str) -> str:
+    text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended while it"
+    if not alone:
+        return f"{text} had this request ({reason})"
+    again = ", as one did before that ran it with others" if request.suspect else ""
+    return f"{text} ran this request alone ({reason}){again}"

@@ -1,17 +1,32 @@
-"""The core's limits: what each protects, its default, and why that much."""
+"""The core's limits: what each protects, its default, and why that much.
+
+The rule of the file: a limit that --limit can set is a field of Limits and a row of NAMED, and nothing about it stands
+anywhere else; docs/security.md has its table from here.
+"""
 
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import fields
+
+BURST_S = 10
+"""So many seconds' worth of mistakes may come at once."""
 
 
 class Limits(Struct, frozen=True):
+    connections: int = 4096
+    uid_connections: int = 1024
+    requests: int = 65_536
     client_requests: int = 8192
-    """Requests in flight of one client: 64 KiB of inline bytes each are 512 MiB at the very worst."""
-    client_segments: int = 1024
-    """Segments one client may announce: each costs the broker a descriptor and each worker a mapping."""
+    model_queue: int = 32_768
+    model_queue_bytes: int = 256 << 20
+    queue_bytes: int = 1 << 30
+    held_bytes: int = 64 << 30
     client_held_bytes: int = 8 << 30
-    """Bytes of answers one client may hold. Over it, new requests are refused until it returns some."""
+    segments: int = 16_384
+    client_segments: int = 1024
+    client_outbox_bytes: int = 64 << 20
+    client_errors: int = 1000
     restarts: int = 5
     """Worker deaths in a row, with no batch done between them, after which an instance is given up."""
     backoff_ns: int = 1_000_000_000
@@ -21,6 +36,68 @@ class Limits(Struct, frozen=True):
     """Instances that load at the same time: loading takes cores and disk from those that serve."""
     load_retries: int = 0
     """How often a version that fails to load is tried again, each time after backoff_ns."""
+    execution_ns: int = 300_000_000_000
+    """A batch that runs for longer hangs: its worker is killed. Models may say otherwise; 0: no limit."""
+    load_ns: int = 1_800_000_000_000
+    """A worker that takes longer to load is killed, and has failed to load; 0: no limit."""
     prefetch_ns: int = 100_000_000
     """With several instances, a batch is sent ahead to a busy one only if batches take less than this. It goes to the
     instance that began first; if another is done before that one, it has waited at the wrong place."""
+
+
+class Named(Struct, frozen=True):
+    """A limit that --limit sets: what it counts, why its default is what it is, and the least it can be."""
+
+    name: str
+    counts: str
+    why: str
+    least: int = 1
+
+
+NAMED = (
+    Named("connections", "connections of all clients; those who may operate come in all the same",
+          "each costs a descriptor and a few KiB; more than a machine of this size has programs"),
+    Named("uid_connections", "connections of one user; all ZeroMQ clients count as the server's own",
+          "a quarter of all, so that one user does not shut the others out"),
+    Named("requests", "requests in flight of all clients", "about 100 MiB of records, and seconds of work waiting"),
+    Named("client_requests", "requests in flight of one client",
+          "beyond that batches grow no better; 64 KiB of inline bytes each are 512 MiB at the very worst"),
+    Named("model_queue", "requests that wait for one model version; max_queue_size of its configuration may be less",
+          "half of all in flight, so that a model that is stuck leaves room for the others"),
+    Named("model_queue_bytes", "bytes inside messages that wait for one model version",
+          "a quarter of what may wait for all; tensors in shared memory do not count"),
+    Named("queue_bytes", "bytes inside messages that wait for all models", "what a server can spare without swapping"),
+    Named("held_bytes", "bytes of answers in shared memory that all clients hold",
+          "what instances may have for outputs, --worker-output-bytes, of 16 instances"),
+    Named("client_held_bytes", "bytes of answers in shared memory that one client holds",
+          "an eighth of all; above it requests are refused until some are returned"),
+    Named("segments", "segments of shared memory of clients, workers and the broker",
+          "each costs the broker a descriptor, and a mapping in each worker that uses it"),
+    Named("client_segments", "segments of one client", "a client needs a few; arenas grow by doubling"),
+    Named("client_outbox_bytes", "bytes that wait for a client that does not read",
+          "a second of answers at the rate at which they can be made; one further behind does not come back"),
+    Named("client_errors", f"mistakes of one client in a second, {BURST_S} times as many at once; 0: no limit",
+          "a program with a fault is told of it often enough, and a flood of nonsense ends", 0),
+)  # fmt: skip
+
+
+def defaults() -> dict[str, int]:
+    return {field.name: field.default for field in fields(Limits)}
+
+
+def shown(name: str, value: int) -> str:
+    """As people write it."""
+    if name.endswith("_bytes"):
+        for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+            if value and not value % (1 << shift):
+                return f"{value >> shift} {unit}"
+    return str(value)
+
+
+def page() -> str:
+    """The table of docs/security.md."""
+    known = defaults()
+    lines = ["| Limit | Default | What it counts | Why |", "| --- | --- | --- | --- |"]
+    for row in NAMED:
+        lines.append(f"| `{row.name}` | {shown(row.name, known[row.name])} | {row.counts} | {row.why} |")
+    return "\n".join(lines) + "\n"

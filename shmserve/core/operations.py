@@ -14,7 +14,7 @@ from shmserve.core.effects import Kill, Settled, Spawn
 from shmserve.core.events import Deploy, Refuse, Restart, Target, Unload
 from shmserve.core.instances import Instance
 from shmserve.core.policy import InstanceSpec
-from shmserve.core.state import STOPPING, State
+from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.versions import Model, Operation, Unloading, Version
 from shmserve.messages import Stop
@@ -198,6 +198,9 @@ class Operations:
 
     def spawn(self, version: Version, instance: Instance) -> None:
         instance.move(_I.STARTING)
+        instance.spawned = self._state.now
+        if self._state.limits.load_ns:
+            self._state.set_timer(self._state.now + self._state.limits.load_ns, Timer.LATE, instance)
         instance.peer = self._state.next_worker()
         self._state.instances[instance.peer] = (version, instance)
         self._state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec))

@@ -63,3 +63,7 @@ class ModelPolicy(Struct, frozen=True):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batching: BatchPolicy | None = None
+    execution_limit_ns: int | None = None
+    """A batch that takes longer hangs. None: the server's limit; 0: no limit."""
+    retry: bool = True
+    """Requests that lost their worker in a batch of many are run again, each alone, once."""

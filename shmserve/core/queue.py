@@ -63,6 +63,13 @@ class Level:
         if self.ready:
             self.unserved.append((request.client.number, request.tag, request.cost))
 
+    def put_back(self, request: Request) -> None:
+        """It had been taken, and was not served: it keeps the place that it had."""
+        if request.delayed:
+            self.delayed.insert(0, request)
+        else:
+            insort(self.ready, request, key=_by_tag)
+
     def delay(self, request: Request) -> None:
         self._drop(request)
         request.delayed = True
@@ -150,6 +157,10 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         self.levels[request.level - self._first].add(request)
+        self.count += 1
+
+    def put_back(self, request: Request) -> None:
+        self.level(request.level).put_back(request)
         self.count += 1
 
     def remove(self, request: Request) -> None:

@@ -38,6 +38,8 @@ class Request(Struct, eq=False, gc=False):
     deadline: int = 0
     queue_expires: int = 0
     delayed: bool = False
+    suspect: bool = False
+    """A worker died while it ran this one together with others. It is run once more, alone."""
     state: RequestState = RequestState.QUEUED
     instance: Instance | None = None
     batch: Batch | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from enum import Enum
+from typing import Any
 
 from shmserve.core.clients import Client
 from shmserve.core.effects import Effect, Log, Send
@@ -13,6 +14,7 @@ from shmserve.core.ledger import Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.request import Request
 from shmserve.core.states import RequestState
+from shmserve.core.trace import Traces
 from shmserve.core.versions import Model, Version
 
 WORKERS_FROM = 1 << 30
@@ -28,6 +30,8 @@ class Timer(Enum):
     DEADLINE = 1  # a request's own
     QUEUE = 2  # the queue policy's
     RETRY = 3  # an instance's next start
+    HANG = 5  # an instance may have run its batch for too long
+    LATE = 6  # an instance may have loaded for too long
     DRAIN = 4  # the end of patience at shutdown
 
 
@@ -36,6 +40,8 @@ class State:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.now = 0
+        """Of this turn."""
         self.clients: dict[int, Client] = {}
         self.models: dict[str, Model] = {}
         self.ready: dict[str, Version] = {}
@@ -54,6 +60,9 @@ class State:
         """Those that load, and count towards the limit."""
         self.leaving: dict[Version, None] = {}
         """Versions that take no new requests, and go when they have finished."""
+        self.traces = Traces()
+        self.refused: dict[str, int] = {}
+        """Requests that were not admitted, by limit, or by code where it was none."""
         self.tracing = False
         """Say of each batch why it was formed."""
         self.draining = False
@@ -79,8 +88,8 @@ class State:
     def send(self, peer: int, message: object) -> None:
         self.effects.append(Send(peer, message))
 
-    def log(self, level: str, text: str) -> None:
-        self.effects.append(Log(level, text))
+    def log(self, level: str, text: str, **fields: Any) -> None:
+        self.effects.append(Log(level, text, fields or None))
 
     def refresh(self, name: str) -> None:
         """The default version of a model may have changed."""

@@ -1,9 +1,9 @@
 """The states of everything that has any, and the legal moves between them. Two rules: every move goes through a
 `move` that consults these tables, and a move that is not here is a bug of ours, told with the story of the thing.
 
-A request leaves the broker for a worker once (SENT). It may be answered before the worker is done with it (LINGERING:
-its inputs are still in use), or be done before it may be answered (DONE). Whether a sent request runs yet is the state
-of its batch.
+A request leaves the broker for a worker (SENT), and is QUEUED again only if that worker dies. It may be answered before
+the worker is done with it (LINGERING: its inputs are still in use), or be done before it may be answered (DONE).
+Whether a sent request runs yet is the state of its batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _R, _B, _I, _V = RequestState, BatchState, InstanceState, VersionState
 
 REQUEST_MOVES = {
     _R.QUEUED: {_R.SENT, _R.ENDED},
-    _R.SENT: {_R.LINGERING, _R.DONE, _R.ENDED},
+    _R.SENT: {_R.LINGERING, _R.DONE, _R.ENDED, _R.QUEUED},
     _R.LINGERING: {_R.ENDED},
     _R.DONE: {_R.ENDED},
     _R.ENDED: set[RequestState](),

@@ -1,10 +1,33 @@
-"""What is counted of a model version. Durations are sums in ns; `batches` is by batch size."""
+"""What is counted of a model version, and of the server. The rule of the file: counts only rise, and they belong to
+the number of a version, whatever generation of it serves.
+
+Durations are sums in ns, over requests that were answered well unless another thing is said.
+"""
 
 from __future__ import annotations
 
-from msgspec import Struct
+from enum import IntEnum
 
+from msgspec import Struct, field
+
+from shmserve.core import histogram
 from shmserve.core.batcher import Reason
+
+
+class Failure(IntEnum):
+    """Why a request was not answered well."""
+
+    REJECTED = 0  # by a limit or a policy, before any worker had it
+    CANCELED = 1  # by its caller, or as that has gone
+    BACKEND = 2  # by the model, or by the end of its process
+    OTHER = 3
+
+
+_FAILURES = {"CANCELLED": Failure.CANCELED, "QUEUE_TIMEOUT": Failure.REJECTED}
+
+
+def _none() -> list[int]:
+    return [0] * len(Failure)
 
 
 class BatchCount(Struct):
@@ -12,6 +35,14 @@ class BatchCount(Struct):
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
+
+
+class Loads(Struct):
+    """How often versions of a model were loaded."""
+
+    done: int = 0
+    failed: int = 0
+    done_ns: int = 0
 
 
 class Statistics(Struct):
@@ -26,13 +57,72 @@ class Statistics(Struct):
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
-    rejected: int = 0
-    cancelled: int = 0
+    failures: list[int] = field(default_factory=_none)
+    """By Failure; their sum is fail_count."""
     reasons: dict[Reason, int] = {}
     batches: dict[int, BatchCount] = {}
+    """By rows."""
+    request_times: list[int] = field(default_factory=histogram.empty)
+    """From arrival to answer, of each request."""
+    queue_times: list[int] = field(default_factory=histogram.empty)
+    """From arrival until its batch was taken up, of each request."""
+    batch_times: list[int] = field(default_factory=histogram.empty)
+    """From taken up to outputs placed, of each batch."""
 
-    def batch_done(self, rows: int, requests: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
-        """The times of a batch count once for the batch, and for each of its requests."""
+    @property
+    def rejected(self) -> int:
+        return self.failures[Failure.REJECTED]
+
+    @property
+    def cancelled(self) -> int:
+        return self.failures[Failure.CANCELED]
+
+    def answered(self, arrivals: list[int], rows: int, taken: int, now: int) -> None:
+        """Requests of a batch, answered well now. Those that came together stand together, and are counted at once."""
+        count = len(arrivals)
+        if not count:
+            return
+        arrived = sum(arrivals)
+        self.success_count += count
+        self.inference_count += rows
+        self.success_ns += now * count - arrived
+        self.queue_ns += max(0, taken * count - arrived)
+        request_times, queue_times = self.request_times, self.queue_times
+        last, run = arrivals[0], 0
+        for arrived in arrivals:
+            if arrived != last:
+                request_times[(now - last).bit_length()] += run
+                queue_times[(taken - last).bit_length()] += run
+                last, run = arrived, 1
+            else:
+                run += 1
+        request_times[(now - last).bit_length()] += run
+        queue_times[(taken - last).bit_length()] += run
+
+    def answered_early(self, arrived: int, rows: int, now: int) -> None:
+        """A request answered before it is known when its batch was taken up: `queued` follows."""
+        self.success_count += 1
+        self.inference_count += rows
+        self.success_ns += now - arrived
+        self.request_times[(now - arrived).bit_length()] += 1
+
+    def queued(self, arrivals: list[int], taken: int) -> None:
+        for arrived in arrivals:
+            if taken > arrived:
+                self.queue_ns += taken - arrived
+            self.queue_times[(taken - arrived).bit_length()] += 1
+
+    def failed(self, why: Failure, ns: int) -> None:
+        self.fail_count += 1
+        self.fail_ns += ns
+        self.failures[why] += 1
+
+    def failed_as(self, code: str, ns: int) -> None:
+        """Here, not at a worker."""
+        self.failed(_FAILURES.get(code, Failure.OTHER), ns)
+
+    def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
+        """The times of a batch count once for the batch, and for each of its requests that was answered well."""
         taken, ready, computed, placed = times
         count = self.batches.get(rows)
         if count is None:
@@ -41,9 +131,10 @@ class Statistics(Struct):
         count.input_ns += ready - taken
         count.infer_ns += computed - ready
         count.output_ns += placed - computed
-        self.input_ns += (ready - taken) * requests
-        self.infer_ns += (computed - ready) * requests
-        self.output_ns += (placed - computed) * requests
+        self.input_ns += (ready - taken) * answered
+        self.infer_ns += (computed - ready) * answered
+        self.output_ns += (placed - computed) * answered
+        self.batch_times[(placed - taken).bit_length()] += 1
         self.execution_count += 1
         self.last_inference_ns = now
         self.reasons[reason] = self.reasons.get(reason, 0) + 1

@@ -27,12 +27,14 @@ class Version:
         "checker",
         "idle",
         "instances",
+        "limit_ns",
         "model",
         "number",
         "order",
         "plain",
         "policy",
         "prefetch",
+        "quarantine",
         "queue",
         "reason",
         "retries",
@@ -41,7 +43,9 @@ class Version:
         "source",
         "state",
         "statistics",
+        "suspects",
         "took_ns",
+        "trial",
         "wake",
     )
 
@@ -54,12 +58,20 @@ class Version:
         self.took_ns = 0
         """From then until it was READY; 0: it is not, yet."""
         self.retries = 0
+        self.limit_ns = 0
+        """A batch that runs for longer hangs; 0: no limit."""
         self.instances = instances
         self.state = VersionState.LOADING
         self.reason = ""
         self.policy: ModelPolicy | None = None
         self.checker: Checker | None = None
         self.queue = RequestQueue(None)
+        self.suspects: deque[Request] = deque()
+        """Those to be run again, each alone and one at a time, as one of them has killed a worker."""
+        self.quarantine: Instance | None = None
+        """Where suspects are run: one instance, so that the others serve on."""
+        self.trial: Instance | None = None
+        """It runs a suspect now."""
         self.shape: Shape | None = None
         self.prefetch = True
         self.plain = True
@@ -106,9 +118,21 @@ class Version:
         return all(instance.state is InstanceState.READY or instance.over for instance in self.instances)
 
     @property
+    def waits(self) -> int:
+        """Requests that no worker has."""
+        return self.queue.count + len(self.suspects)
+
+    def drop(self, request: Request) -> None:
+        """It waits no more."""
+        if request.suspect:
+            self.suspects.remove(request)
+        else:
+            self.queue.remove(request)
+
+    @property
     def finished(self) -> bool:
         """Nothing waits, runs or is still read."""
-        return not self.queue.count and all(instance.idle for instance in self.instances)
+        return not self.waits and all(instance.idle for instance in self.instances)
 
     @property
     def gone(self) -> bool:
@@ -135,7 +159,8 @@ class Version:
 
     def busy(self) -> list[Instance]:
         """Those that have something to do; the one that will probably be done first is first."""
-        busy = [instance for instance in self.instances if not instance.idle and instance.usable]
+        trial = self.trial
+        busy = [i for i in self.instances if not i.idle and i.usable and i is not trial]
         if len(busy) > 1:
             busy.sort(key=_began)
         return busy

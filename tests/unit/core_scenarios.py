@@ -7,7 +7,6 @@ are one turn. The rule of the file: what is printed is what the core did, never 
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from shmserve.core import events
 from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
 from shmserve.core.instances import Instance
 from shmserve.core.limits import Limits
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
+from shmserve.core.policy import ModelPolicy
 from shmserve.core.state import WORKERS_FROM
 from shmserve.messages import (
     Ask,
@@ -47,16 +46,10 @@ from shmserve.messages import (
 )
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_operating import Operating
+from tests.unit.core_policies import nanoseconds, policy_of
 from tests.unit.core_world import START
 
 Event = tuple[int, Any]
-UNITS = {"us": 10**3, "ms": 10**6, "s": 10**9}
-
-
-def nanoseconds(text: str) -> int:
-    found = re.fullmatch(r"([\d.]+)(us|ms|s)", text)
-    assert found, f"'{text}' is no time; write 10s, 5ms or 300us"
-    return round(float(found[1]) * UNITS[found[2]])
 
 
 def clock(ns: int) -> str:
@@ -208,7 +201,7 @@ class Scenario(Operating):
 
     def do_model(self, name: str, *flags: str, **options: str) -> None:
         """model m max_batch=8 preferred=2,6 delay=10s inputs=x:FP32:[-1] y:... levels=3 timeout=1s ordered ..."""
-        policy = _policy(name, flags, options)
+        policy = policy_of(name, flags, options)
         self.model = name
         before = len(self.lines)
         self.deploy(policy, int(options.get("instances", 1)), options.get("large", ""), "unloaded" not in flags)
@@ -406,45 +399,9 @@ class Scenario(Operating):
                 states = ", ".join(f"{self._name_of(i)} {i.state.value}" for i in version.instances)
                 self.line(f"{version.label} {version.state.value}{why}; {states}")
 
-
     def _name_of(self, instance: Instance) -> str:
         worker = self.workers.get(instance.peer)
         return worker.name if worker else instance.spec.name
-
-
-def _policy(name: str, flags: tuple[str, ...], options: dict[str, str]) -> ModelPolicy:
-    batching = None
-    if "single" not in flags:
-        levels = int(options.get("levels", 0))
-        each = {n: _queue(options[f"level{n}"]) for n in range(1, levels + 1) if f"level{n}" in options}
-        batching = BatchPolicy(
-            preferred=tuple(int(size) for size in options.get("preferred", "").split(",") if size),
-            delay_ns=nanoseconds(options.get("delay", "0s")),
-            preserve_ordering="ordered" in flags,
-            levels=levels,
-            default_level=int(options.get("default_level", 0)),
-            default_policy=_queue(options.get("policy", "")),
-            level_policies=each,
-        )
-    inputs = tuple(_tensor(text) for text in options.get("inputs", "x:[-1]").split("|"))
-    outputs = tuple(TensorSpec(text, "FP32", (-1,)) for text in options.get("outputs", "y").split(","))
-    version = int(options.get("version", 1))
-    return ModelPolicy(name, version, int(options.get("max_batch", 8)), inputs, outputs, batching)
-
-
-def _queue(text: str) -> QueuePolicy:
-    """reject:1s, delay:1s, with :override and :size4"""
-    words = text.split(":") if text else ["reject"]
-    size = [int(word.removeprefix("size")) for word in words if word.startswith("size")]
-    times = [nanoseconds(word) for word in words if re.fullmatch(r"[\d.]+(us|ms|s)", word)]
-    return QueuePolicy(TimeoutAction(words[0]), times[0] if times else 0, "override" in words, size[0] if size else 0)
-
-
-def _tensor(text: str) -> TensorSpec:
-    """x:[-1,4] with :optional and :ragged"""
-    name, dims, *flags = text.split(":")
-    numbers = tuple(int(dim) for dim in dims.strip("[]").split(",") if dim)
-    return TensorSpec(name, "FP32", numbers, "optional" in flags, "ragged" in flags)
 
 
 # ------------------------------------------------------------------------------------------------ the files

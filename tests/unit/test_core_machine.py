@@ -33,7 +33,14 @@ from tests.unit.core_world import World
 
 MS = 10**6
 LIMITS = Limits(
-    client_requests=30, client_segments=5, client_held_bytes=400, restarts=3, backoff_ns=2 * MS, backoff_max_ns=8 * MS
+    client_requests=30,
+    client_segments=5,
+    client_held_bytes=400,
+    restarts=3,
+    backoff_ns=2 * MS,
+    backoff_max_ns=8 * MS,
+    execution_ns=0,
+    load_ns=0,
 )
 BROKER_SEGMENT = 1
 Y = (TensorSpec("y", "FP32", (-1,)), TensorSpec("w", "FP32", (-1,)))
