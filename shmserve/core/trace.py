@@ -1,0 +1,78 @@
+"""Requests whose callers asked, by the parameter `trace_id`, what happens to them: one record in the log for each.
+
+The rule of the file: a request that is not traced pays for nothing here; the core asks only whether `open` is empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.core.effects import Log
+from shmserve.core.request import Request
+
+PARAMETER = "trace_id"
+ID_LENGTH = 128
+PER_SECOND = 100
+"""More are not traced: whoever may ask for inference must not be able to fill the disk of the log."""
+
+_SECOND = 1_000_000_000
+
+
+class Traces:
+    def __init__(self) -> None:
+        self.open: dict[int, str] = {}
+        """Number of a request that is not answered yet -> its trace_id."""
+        self._until = 0
+        self._left = 0
+
+    def begin(self, request: Request, now: int) -> Log | None:
+        """The request has arrived with the parameter. Gives what to log if it is one too many."""
+        assert request.options is not None
+        if now >= self._until:
+            self._until, self._left = now + _SECOND, PER_SECOND
+        self._left -= 1
+        if self._left >= 0:
+            self.open[request.number] = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
+        elif self._left == -1:
+            return Log(
+                "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
+            )
+        return None
+
+    def answered(self, request: Request, code: str, now: int) -> Log | None:
+        """The request has been answered: well, with code "", or not. None: it is not traced."""
+        trace = self.open.pop(request.number, None)
+        if trace is None:
+            return None
+        version = request.version
+        fields: dict[str, Any] = {
+            "trace_id": trace,
+            "model": version.model,
+            "version": version.number,
+            "client": request.client.number,
+            "request": request.client_number,
+            "rows": request.rows,
+            "code": code or "OK",
+            "answered_us": (now - request.arrived) // 1000,
+        }
+        if request.options is not None and request.options.id:
+            fields["id"] = request.options.id
+        fields |= _at_worker(request)
+        told = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
+        return Log("info", f"trace {trace}: {fields['code']}, {told}", fields)
+
+
+def _at_worker(request: Request) -> dict[str, Any]:
+    """What is known of its batch. Times are known if it was answered when its batch was done."""
+    instance, batch = request.instance, request.batch
+    if instance is None or batch is None:
+        return {}
+    number = batch.number or next(iter(batch.numbers), 0)
+    found: dict[str, Any] = {"instance": instance.spec.name, "batch": number, "batch_rows": batch.rows}
+    if batch.times:
+        taken, ready, computed, placed = batch.times
+        found["queued_us"] = max(0, taken - request.arrived) // 1000
+        found["input_us"] = (ready - taken) // 1000
+        found["infer_us"] = (computed - ready) // 1000
+        found["output_us"] = (placed - computed) // 1000
+    return found
