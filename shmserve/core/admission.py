@@ -11,6 +11,8 @@ from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, Ow
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.states import RequestState, VersionState
+from shmserve.core.statistics import Failure
+from shmserve.core.trace import PARAMETER as TRACE
 from shmserve.core.versions import Version
 from shmserve.errors import (
     InvalidRequest,
