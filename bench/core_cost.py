@@ -16,6 +16,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from shmserve.core import events
+from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
 from shmserve.core.effects import Send
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
@@ -54,7 +55,8 @@ class Driver:
         self.worker = next(iter(self.core.state.instances))
         self.handle([(self.worker, events.Compiled(policy))])
         for peer in range(1, clients + 1):
-            self.handle([(0, events.Opened(peer, "uid:1000", "lane")), (peer, Hello(1, 1, "bench", "memfd"))])
+            opened = events.Opened(peer, "uid:1000", "lane", EVERYTHING)
+            self.handle([(0, opened), (peer, Hello(1, 1, "bench", "memfd"))])
         self.answered = [peer for _ in range(flight // clients) for peer in range(1, clients + 1)]
 
     def handle(self, turn: list[tuple[int, Any]]) -> None:

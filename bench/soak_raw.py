@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 from bench.child import Answer, Handler
 from bench.raw import Lane, Link, Segment, Zmq
 from bench.soak import batch_of
+from bench.soak_client import Allowed, permitted
 from bench.variety import DTYPES, Maker, to_bytes
 from shmserve import messages, wire
 from shmserve.messages import Cancel, Fail, FailHeld, Infer, Released, Reply, Tensor
@@ -20,6 +22,8 @@ from shmserve.messages import Cancel, Fail, FailHeld, Infer, Released, Reply, Te
 FLIGHT = 32
 SLOT = 64 * 1024
 PATIENCE = 30.0
+LAST = 2**40
+"""The number of the last Ping."""
 FREE = 0xEE
 """What a slot is filled with as soon as its request has ended: whoever still reads it will show it."""
 
@@ -27,11 +31,13 @@ FREE = 0xEE
 class Asker:
     """One connection, its requests in flight, and the counts."""
 
-    def __init__(self, link: Link, seed: int) -> None:
+    def __init__(self, link: Link, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None) -> None:
         self.link = link
+        self._dtypes = dtypes
+        self._allowed = allowed or {}
         self.random = random.Random(seed)
         self.maker = Maker(seed)
-        self.out: dict[int, tuple[tuple[int, ...], bytes, bool, bool]] = {}
+        self.out: dict[int, tuple[tuple[int, ...], bytes, bool, str]] = {}
         self.answered: Counter[int] = Counter()
         self.counts: Counter[str] = Counter()
         self.examples: list[str] = []
@@ -55,7 +61,7 @@ class Asker:
 
     def ask(self) -> None:
         self.number += 1
-        dtype = self.random.choice(DTYPES)
+        dtype = self.random.choice(self._dtypes)
         model = f"identity_{dtype}" if self.random.random() < 0.8 else "slow"
         dtype = dtype if model != "slow" else "FP32"
         shape = self.maker.shape(dtype, self.maker.size(SLOT // 4), batch_of(model))
@@ -64,7 +70,7 @@ class Asker:
         data, frames = self.place(self.number, content)
         timeout = self.random.choice([500, 5000, 50_000]) if self.random.random() < 0.08 else 0
         cancel = self.random.random() < 0.1
-        self.out[self.number] = (shape, content, bool(timeout), cancel)
+        self.out[self.number] = (shape, content, bool(timeout), model)
         infer = Infer(self.number, model, 0, (Tensor("x", dtype, shape, data),), None, timeout)
         self.post([infer], frames)
         if cancel:
@@ -89,7 +95,7 @@ class Asker:
             if self.answered[number] == 1:
                 self.fault(f"an answer to request {number}, which was never sent: {message}")
             return
-        shape, content, timed, _ = self.out.pop(number)
+        shape, content, timed, model = self.out.pop(number)
         if isinstance(message, Reply):
             self.counts["right"] += 1
             output = message.outputs[0]
@@ -100,8 +106,11 @@ class Asker:
             self.counts["cancelled"] += 1  # a Cancel may name any request in flight
         elif message.code in ("DEADLINE_EXCEEDED", "QUEUE_TIMEOUT") and timed:
             self.counts["timed out"] += 1
+        elif permitted(self._allowed, message.code, f"{model}: {message.text}"):
+            self.counts[message.code] += 1
         else:
-            self.fault(f"request {number}: {message.code}: {message.text}")
+            self.counts["faulty"] += 1
+            self.fault(f"request {number}, {model}: {message.code}: {message.text}")
         if isinstance(message, FailHeld):
             self.held.add(number)
         else:
@@ -112,19 +121,25 @@ class Asker:
         while perf_counter() < end:
             while len(self.out) < FLIGHT and self.may_ask():
                 self.ask()
-            self.take(self.link.receive(PATIENCE))
+            self.take(self.hear())
         last = perf_counter() + PATIENCE
         while (self.out or self.held) and perf_counter() < last:
             try:
-                self.take(self.link.receive(PATIENCE))
+                self.take(self.hear())
             except TimeoutError:
                 break
         # An answer that comes twice would come before this one.
-        self.link.send(messages.Ping(1))
-        while not isinstance(message := self.link.receive(PATIENCE), messages.Pong):
+        self.link.send(messages.Ping(LAST))
+        while (message := self.hear()) != messages.Pong(LAST):
             self.take(message)
         if self.held:
             self.fault(f"Released never came for {len(self.held)} requests")
+        return self.answer()
+
+    def hear(self) -> Any:
+        return self.link.receive(PATIENCE)
+
+    def answer(self) -> Answer:
         return {
             "sent": self.number,
             "lost": len(self.out),
@@ -143,8 +158,8 @@ class LaneAsker(Asker):
 
     link: Lane
 
-    def __init__(self, link: Lane, seed: int) -> None:
-        super().__init__(link, seed)
+    def __init__(self, link: Lane, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None) -> None:
+        super().__init__(link, seed, dtypes, allowed)
         link.hello("memfd")
         self._segment = Segment(link, 2 * FLIGHT * SLOT)
         self._free = list(range(2 * FLIGHT))
@@ -174,8 +189,8 @@ class ZmqAsker(Asker):
 
     link: Zmq
 
-    def __init__(self, link: Zmq, seed: int) -> None:
-        super().__init__(link, seed)
+    def __init__(self, link: Zmq, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None) -> None:
+        super().__init__(link, seed, dtypes, allowed)
         link.hello("frames")
 
     def place(self, number: int, content: bytes) -> tuple[Any, tuple[bytes, ...]]:

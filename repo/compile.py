@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput, ModelQueuePolicy
+from shmserve.repo.validate import EXECUTION_LIMIT, RETRY
 
 _US = 1000
 _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
@@ -26,7 +27,19 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
         inputs=tuple(_tensor(tensor) for tensor in config.input),
         outputs=tuple(_tensor(tensor) for tensor in config.output),
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
+        execution_limit_ns=_limit(config),
+        retry=_parameter(config, RETRY).lower() != "false",
     )
+
+
+def _parameter(config: ModelConfig, key: str) -> str:
+    found = config.parameters.get(key)
+    return found.string_value if found is not None else ""
+
+
+def _limit(config: ModelConfig) -> int | None:
+    text = _parameter(config, EXECUTION_LIMIT)
+    return round(float(text) * 1e9) if text else None
 
 
 class Cores(Struct, frozen=True):

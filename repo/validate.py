@@ -26,6 +26,11 @@ INSTANCES = 1024
 """The most instances of one model: each is a process."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
 """Leaves room for the number that makes an instance's name of it."""
+EXECUTION_LIMIT = "execution_limit_secs"
+"""A model's parameter: a batch that runs for longer hangs; 0: no limit."""
+RETRY = "retry_alone"
+"""A model's parameter: false, if a request that lost its worker must not be run a second time."""
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
 _LARGEST = 2**63 - 1
 
 ProblemFunction = Callable[[str, str], None]
@@ -52,7 +57,18 @@ def validate(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
     _instance_groups(config, host, problem)
     validate_scheduler(config, problem)
     validate_warmup(config, problem)
+    _own_parameters(config, problem)
     _others(config, problem)
+
+
+def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
+    """Those that the server reads, not the backend."""
+    limit, retry = config.parameters.get(EXECUTION_LIMIT), config.parameters.get(RETRY)
+    if limit is not None and not _SECONDS.fullmatch(limit.string_value):
+        text = f'found "{shown(limit.string_value)}", expected seconds, such as "2.5", or "0" for no limit'
+        problem(f'parameters["{EXECUTION_LIMIT}"]', text)
+    if retry is not None and retry.string_value.lower() not in ("true", "false"):
+        problem(f'parameters["{RETRY}"]', f'found "{shown(retry.string_value)}", expected "true" or "false"')
 
 
 def _engine(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:

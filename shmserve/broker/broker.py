@@ -27,6 +27,7 @@ from shmserve.broker.segments import Segments
 from shmserve.broker.workers import Workers
 from shmserve.broker.zmqdoor import Outbox, ZmqDoor, free
 from shmserve.core import effects, events
+from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
 from shmserve.core.effects import Effect, Send
 from shmserve.core.events import Event
@@ -116,13 +117,13 @@ class Broker:
         _, uid, _ = _CREDENTIALS.unpack(credentials)
         peer = next(self._peers)
         self._links[peer] = Link(sock, peer, _client_codec, self._deliver, self._ended, self._loop)
-        self._put(0, events.Opened(peer, f"uid:{uid}", "lane"))
+        self._put(0, events.Opened(peer, f"uid:{uid}", "lane", EVERYTHING))
 
     def _zmq_opened(self, outbox: Outbox) -> int:
         peer = next(self._peers)
         self._links[peer] = outbox
         self._door_used = True
-        self._put(0, events.Opened(peer, f"uid:{os.geteuid()}", "zmq"))
+        self._put(0, events.Opened(peer, f"uid:{os.geteuid()}", "zmq", EVERYTHING))
         return peer
 
     def _ended(self, peer: int, reason: str) -> None:

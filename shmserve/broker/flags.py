@@ -97,6 +97,10 @@ FLAGS = (
          True),
     Flag("exit-on-error", "boolean", LOADING, "end if a model fails to load at start; false: the others are served",
          False, triton="true; one bad model does not keep the others from being served, and readiness says so"),
+    Flag("execution-limit-secs", "seconds", INSTANCES, "a worker that runs one batch for longer hangs, and is killed; "
+         "a model's parameter execution_limit_secs is stronger; 0: no limit", 300.0, "S"),
+    Flag("load-limit-secs", "seconds", LOADING, "a worker that loads for longer is killed, and has failed to load; 0: "
+         "no limit", 1800.0, "S"),
     Flag("host-policy", "policy", INSTANCES, "CPU cores for the instances of a host policy: NAME,cpu-cores=0-3,8, or "
          "NAME,numa-node=N for all of a node; instances that name no policy have 'cpu' or 'gpu_DEVICE'; may be given "
          "several times", [], "NAME,KEY=VALUE", repeatable=True),

@@ -104,7 +104,12 @@ class Server:
         self._settings = settings
         self._loop = loop
         self._code = 0
-        limits = Limits(loading=settings.model_load_thread_count, load_retries=settings.model_load_retry_count)
+        limits = Limits(
+            loading=settings.model_load_thread_count,
+            load_retries=settings.model_load_retry_count,
+            execution_ns=round(settings.execution_limit_secs * 1e9),
+            load_ns=round(settings.load_limit_secs * 1e9),
+        )
         self._core = Core(f"shmserve {version()}", limits, tracing=settings.log_verbose > 1)
         self._mode: str = settings.model_control_mode
         self._catalog = Catalog(

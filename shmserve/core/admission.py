@@ -1,12 +1,17 @@
-"""What clients say: they come, announce memory, ask, cancel, give back, and go."""
+"""What clients say: they come, announce memory, ask, cancel, give back, and go.
+
+The rule of the file: whoever wants something is looked up in core.access here, whatever door it came through.
+"""
 
 from __future__ import annotations
 
 import re
 
+from shmserve.core import access
 from shmserve.core.clients import Client
+from shmserve.core.crowd import Crowd
 from shmserve.core.dispatch import Dispatcher
-from shmserve.core.effects import Close, Free, Query
+from shmserve.core.effects import Close, Forget, Free, Query
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
@@ -15,6 +20,7 @@ from shmserve.core.statistics import Failure
 from shmserve.core.trace import PARAMETER as TRACE
 from shmserve.core.versions import Version
 from shmserve.errors import (
+    Denied,
     InvalidRequest,
     NotFound,
     ProtocolError,
@@ -51,6 +57,7 @@ _PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
 """How large outputs can come back, by the kind of link."""
 
 _SEGMENT_NAME = re.compile(rf"/[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_LENGTH - 2}}}")
+_INFER = access.INFER
 _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 
@@ -59,17 +66,29 @@ class Admission:
         self._state = state
         self._dispatcher = dispatcher
         self._server = server
+        self._crowd = Crowd(state)
+        self._client_requests = state.limits.client_requests
+        self._busy = self._crowd.busy
+        self._heavy = self._crowd.heavy
 
     # ------------------------------------------------------------------------------------ coming and going
 
     def opened(self, peer: int, event: Opened, now: int) -> None:
-        self._state.clients[event.peer] = Client(event.peer, event.audience, event.plane)
+        client = Client(event.peer, event.audience, event.plane, user=event.audience, granted=event.roles)
+        try:
+            self._crowd.enter(client)
+        except Unavailable as error:
+            self._goodbye(client, error)
+            return
+        self._state.clients[event.peer] = client
 
     def hello(self, peer: int, message: Hello, now: int) -> None:
         client = self._state.clients.get(peer)
-        if client is None:
+        if client is None or client.leaving:
             return
-        if message.protocol != PROTOCOL:
+        if not client.granted:
+            self._goodbye(client, access.stranger())
+        elif message.protocol != PROTOCOL:
             text = f"protocol {message.protocol} is not spoken here, only {PROTOCOL}; use a client of this version"
             self._goodbye(client, ProtocolError(text))
         elif client.outputs:
@@ -80,6 +99,7 @@ class Admission:
             self._goodbye(client, ProtocolError(text))
         else:
             client.outputs = message.outputs
+            client.roles = client.granted
             client.name = message.name
             client.audience = {"memfd": "", "posix": "posix:", "frames": "internal"}[message.outputs] + (
                 client.audience if message.outputs != "frames" else ""
@@ -101,6 +121,7 @@ class Admission:
         if client is None:
             return
         client.gone = True
+        self._crowd.leave(client)
         for request in list(client.requests.values()):
             if request.state is RequestState.QUEUED:
                 self._dispatcher.fail_early(request, "CANCELLED", "its client has gone", now)
@@ -114,22 +135,51 @@ class Admission:
         self._state.effects.append(Close(peer))
 
     def _goodbye(self, client: Client, error: ServeError) -> None:
+        """It is sent away, and what it still says is not heard."""
+        client.leaving = True
+        client.roles = access.NOBODY
         self._state.send(client.number, Goodbye(error.code, error.message))
         self._state.effects.append(Close(client.number))
 
+    def _refuse(self, client: Client, number: int, error: ServeError, now: int) -> None:
+        """The answer to a request, or to what is none (0), that is not taken."""
+        self._state.send(client.number, Fail(number, error.code, error.message))
+        if not isinstance(error, Unavailable):  # which is not its own mistake
+            self._fine(client, now)
+
+    def _fine(self, client: Client, now: int) -> None:
+        """One more mistake. Too many in a short time, and it has to go."""
+        text = self._crowd.fine(client, now)
+        if text and not client.leaving:
+            self._goodbye(client, Unavailable(text))
+
     def garbled(self, peer: int, event: Garbled, now: int) -> None:
         client = self._state.clients.get(peer)
-        if client is not None:  # one in flight is answered by what becomes of it, not by this
+        if client is not None and not client.leaving:
+            # One in flight is answered by what becomes of it, not by this.
             number = 0 if event.request in client.requests else event.request
             self._state.send(peer, Fail(number, event.code, event.text))
+            self._fine(client, now)
 
     def _greeted(self, peer: int) -> Client | None:
         """The client, if it has said Hello. Otherwise it is told, and its link ends."""
         client = self._state.clients.get(peer)
-        if client is not None and not client.outputs:
+        if client is None or client.leaving:
+            return None
+        if not client.outputs:
             self._goodbye(client, ProtocolError("the first message of a connection must be Hello"))
             return None
         return client
+
+    def _check_role(self, client: Client, action: str) -> None:
+        """Raises, and tells the operator, once for each connection."""
+        if access.allows(action, client.roles):
+            return
+        error = access.refusal(action, client.roles)
+        if isinstance(error, Denied) and not client.denied:
+            client.denied = True
+            self._state.log("warning", f"client {client.number} ({client.user}): {error.message}")
+        raise error
 
     # ------------------------------------------------------------------------------------ inference
 
@@ -156,11 +206,13 @@ class Admission:
     def _admit(self, client: Client, message: Infer, now: int, blocks: tuple[Handle, ...]) -> None:
         state = self._state
         number = message.request
+        if not client.roles & _INFER:
+            self._check_role(client, "infer")
         if number == 0 or number in client.requests:
             raise InvalidRequest(f"request number {number} is 0, or that of a request in flight")
         if state.draining:
             raise Unavailable(STOPPING)
-        if len(client.requests) >= state.limits.client_requests:
+        if len(client.requests) >= self._client_requests:
             raise Unavailable(
                 f"{len(client.requests)} requests of this client are in flight, its limit (client_requests); "
                 f"wait for answers first"
@@ -171,8 +223,10 @@ class Admission:
         inputs, outputs, options = message.inputs, message.outputs, message.options
         assert version.checker is not None, version.label
         rows, signature, inline, outside = version.checker.check(inputs, outputs)
-        if client.held_bytes > state.limits.client_held_bytes:
-            self._over_held(client)
+        if len(state.requests) >= self._busy:
+            self._crowd.check_queue(client, version, inline, now)
+        if client.held_bytes > self._heavy:
+            self._check_held(client)
         if options is not None and options.sequence != 0:
             raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
         level = 0 if version.plain else self._level(version, options, now)
@@ -272,14 +326,14 @@ class Admission:
         ledger.use(found)
         return found, tuple([ledger.pin(place) for place in places])
 
-    def _over_held(self, client: Client) -> None:
+    def _check_held(self, client: Client) -> None:
+        text = self._crowd.held(client)
+        if not text:
+            return
         if not client.reclaiming:
             client.reclaiming = True
             self._state.send(client.number, Reclaim())
-        raise Unavailable(
-            f"this client holds {client.held_bytes} bytes of answers, over the limit of "
-            f"{self._state.limits.client_held_bytes} (client_held_bytes); drop arrays that are no longer needed"
-        )
+        raise Unavailable(text)
 
     def cancel(self, peer: int, message: Cancel, now: int) -> None:
         client = self._greeted(peer)
@@ -299,11 +353,11 @@ class Admission:
     def map(self, peer: int, message: Map, now: int) -> None:
         client = self._greeted(peer)
         if client is None:
+            self._drop_segment(peer, message.segment)
             return
-        limit = self._state.limits.client_segments
         try:
-            if len(client.segments) >= limit:
-                raise Unavailable(f"this client has {limit} segments, its limit (client_segments)")
+            self._check_role(client, "map" if message.name is None else "register")
+            self._crowd.check_segments(client)
             if (message.name is None) != (client.plane == "lane"):
                 raise InvalidRequest("over the lane a segment comes as a descriptor, over ZeroMQ by its name")
             if message.name is not None:
@@ -311,7 +365,13 @@ class Admission:
             self._state.ledger.announce(peer, message, client.audience)
             client.segments.add(message.segment)
         except ServeError as error:
+            self._drop_segment(peer, message.segment)
             self._goodbye(client, error)
+
+    def _drop_segment(self, peer: int, number: int) -> None:
+        """It was not taken, but its descriptor may have been."""
+        if number >> OWNER_SHIFT == peer and number not in self._state.ledger.segments:
+            self._state.effects.append(Forget(number))
 
     def own_segment_gone(self, peer: int, event: OwnSegmentGone, now: int) -> None:
         self._state.ledger.withdraw(0, event.segment)
@@ -336,7 +396,7 @@ class Admission:
                 self._state.ledger.withdraw(peer, message.segment)
                 client.segments.discard(message.segment)
             except ServeError as error:
-                self._state.send(peer, Fail(0, error.code, error.message))
+                self._refuse(client, 0, error, now)
 
     def give_back(self, peer: int, message: Return, now: int) -> None:
         client = self._greeted(peer)
@@ -347,14 +407,26 @@ class Admission:
             try:
                 self._state.ledger.take_back(client, handle)
             except ServeError as error:
-                self._state.send(peer, Fail(0, error.code, error.message))
+                self._refuse(client, 0, error, now)
+                if client.leaving:
+                    return
 
     def ask(self, peer: int, message: Ask, now: int) -> None:
-        if self._greeted(peer) is not None:
-            self._state.effects.append(Query(peer, message))
+        client = self._greeted(peer)
+        if client is None:
+            return
+        if message.what:  # else it is more of what was asked before, and goes on only where that was allowed
+            try:
+                self._check_role(client, message.what)
+            except ServeError as error:
+                self._refuse(client, message.request, error, now)
+                return
+        self._state.effects.append(Query(peer, message))
 
     def ping(self, peer: int, message: Ping, now: int) -> None:
-        self._state.send(peer, Pong(message.number))
+        client = self._state.clients.get(peer)
+        if client is not None and not client.leaving:
+            self._state.send(peer, Pong(message.number))
 
     def pong(self, peer: int, message: Pong, now: int) -> None:
         """Hearing from a peer at all is what it was pinged for; the shell has noted that."""

@@ -145,6 +145,8 @@ class RequestQueue:
             for number in range(self._first, self._first + max(1, policy.levels))
         ]
         self.count = 0
+        self.bytes = 0
+        """Inside the messages of what waits."""
 
     def level_of(self, priority: int) -> int:
         """The level for a caller's priority: 0 and numbers that are no level mean the default."""
@@ -158,14 +160,17 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         self.levels[request.level - self._first].add(request)
         self.count += 1
+        self.bytes += request.inline
 
     def put_back(self, request: Request) -> None:
         self.level(request.level).put_back(request)
         self.count += 1
+        self.bytes += request.inline
 
     def remove(self, request: Request) -> None:
         self.level(request.level).remove(request)
         self.count -= 1
+        self.bytes -= request.inline
 
     def expire(self, request: Request) -> bool:
         """The queue timeout has passed. True: it must be rejected (and has been taken out). False: it waits on."""
@@ -198,4 +203,6 @@ class RequestQueue:
                 break
             taken += level.take(count - len(taken))
         self.count -= len(taken)
+        for request in taken:
+            self.bytes -= request.inline
         return taken

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,10 @@ PAUSE_S = 0.01
 STEADY = "steady"
 """Nobody touches it: none of its requests may fail."""
 NAMES = ("red", "green", "blue")
+ACTIONS = (
+    *("load", "load", "reload", "reload", "add", "remove", "resize", "bad config", "bad model"),
+    *("unload", "restart"),
+)
 
 MODEL = """
 import numpy as np
@@ -130,9 +133,7 @@ class Operator:
 
     def act(self) -> None:
         name = self.random.choice(NAMES)
-        action = self.random.choice(
-            ("load", "load", "reload", "reload", "add", "remove", "resize", "bad config", "bad model", "unload", "restart")
-        )
+        action = self.random.choice(ACTIONS)
         self.done[action] = self.done.get(action, 0) + 1
         getattr(self, action.replace(" ", "_"))(name)
         if name in self.served:
@@ -210,7 +211,7 @@ class Operator:
         for load in self.loads:
             load.must_serve.pop(name, None)
         self.client.unload(name)
-        with pytest.raises(ServeError, match="has no available versions|is not found"):
+        with pytest.raises(ServeError, match=r"has no available versions|is not found"):
             self.client.infer(name, {"x": np.zeros((1, 4), np.float32)})
 
     def restart(self, name: str) -> None:
@@ -225,12 +226,12 @@ class Operator:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Path]:
+def repository(tmp_path: Path) -> Path:
     repository = tmp_path / "models"
     (repository / STEADY).mkdir(parents=True)
     configure(repository, STEADY, CONFIG.format(count=1))
     write(repository, STEADY, 1, 0)
-    yield repository
+    return repository
 
 
 def resident(server: Server) -> int:

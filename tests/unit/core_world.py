@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core import events
+from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
 from shmserve.core.limits import Limits
@@ -181,13 +182,15 @@ class World:
 
     # ------------------------------------------------------------------------------------ clients
 
-    def connect(self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000") -> FakeClient:
+    def connect(
+        self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: int = EVERYTHING
+    ) -> FakeClient:
         self._last_client += 1
         peer = self._last_client
         client = FakeClient(peer, name, plane, outputs or OUTPUTS[plane])
         self.clients[peer] = client
         hello = Hello(1, 4000 + peer, name, client.outputs)
-        self.turn([(0, events.Opened(peer, audience, plane)), (peer, hello)])
+        self.turn([(0, events.Opened(peer, audience, plane, roles)), (peer, hello)])
         return client
 
     def gone(self, client: FakeClient) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Effect, Send
 from shmserve.core.events import Opened
@@ -11,7 +12,7 @@ from shmserve.messages import OWNER_SHIFT, PROTOCOL, Goodbye, Hello, Map
 
 
 def connect(core: Core, peer: int, audience: str = "uid:1000") -> None:
-    core.handle([(0, Opened(peer, audience, "zmq")), (peer, Hello(PROTOCOL, 0, "test", "posix"))], 0)
+    core.handle([(0, Opened(peer, audience, "zmq", EVERYTHING)), (peer, Hello(PROTOCOL, 0, "test", "posix"))], 0)
 
 
 def announce(core: Core, peer: int, name: str) -> list[Effect]:

@@ -261,8 +261,7 @@ RULES = [
     ),
     (SMALL + 'cc_model_filenames { key: "7.5" value: "a/../../b" }', 'cc_model_filenames["7.5"]: found "a/../../b"'),
     (
-        SMALL
-        + 'model_warmup { inputs { key: "x" value { data_type: TYPE_FP32 dims: 3 input_data_file: "/x" } } }',
+        SMALL + 'model_warmup { inputs { key: "x" value { data_type: TYPE_FP32 dims: 3 input_data_file: "/x" } } }',
         'model_warmup[0].inputs["x"].input_data_file: found "/x"',
     ),
 ]

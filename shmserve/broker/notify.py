@@ -1,0 +1,200 @@
+"""What the service manager is told: what is waited for, ready, alive, reloading, stopping (sd_notify's protocol).
+
+The rule of the file: WATCHDOG=1 is sent by a timer of the broker's own loop and by nothing else, so that a loop that
+hangs is not fed. Without a manager nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, NamedTuple
+
+from shmserve.broker.logs import printable
+from shmserve.core.operations import UNLOADED
+from shmserve.core.states import VersionState
+from shmserve.core.versions import Model
+
+log = logging.getLogger("shmserve")
+
+BEAT_S = 5.0
+"""How often the manager hears from us, at least."""
+EXTENSION_S = 60.0
+"""While models load, each beat asks for so much more time. What takes too long to load is ended by the core."""
+STOP_S = 30.0
+"""Asked for beyond the time that requests in flight have at a stop: workers end, files are closed."""
+PATIENCE_MS = 1000
+"""How long a message that is sent only once waits for a manager that is busy."""
+NAMES = 8
+"""Models named in a status, at most; a line is short."""
+
+VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+
+
+class Manager:
+    """The service manager that has started us, if one has. Takes its variables out of the environment: they are
+    meant for this process alone."""
+
+    def __init__(self, environment: MutableMapping[str, str], pid: int) -> None:
+        given = {name: environment.pop(name, "") for name in VARIABLES}
+        self._socket: socket.socket | None = None
+        self._address = ""
+        self.watchdog_s = 0.0
+        """The manager ends us if it has not heard for so long; 0: it does not mind."""
+        address = given["NOTIFY_SOCKET"]
+        if not address:
+            return
+        if address[0] not in "@/":
+            log.warning("NOTIFY_SOCKET is neither a path nor an abstract name: the service manager hears nothing")
+            return
+        self._address = "\0" + address[1:] if address[0] == "@" else address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        if given["WATCHDOG_USEC"].isdecimal() and given["WATCHDOG_PID"] in ("", str(pid)):
+            self.watchdog_s = int(given["WATCHDOG_USEC"]) / 1e6
+
+    def __bool__(self) -> bool:
+        return self._socket is not None
+
+    def tell(self, *fields: str, once: bool = False) -> None:
+        """`once`: it is not said again soon, so a manager that is busy is waited for."""
+        if self._socket is None:
+            return
+        message = "\n".join(fields).encode()
+        try:
+            self._send(self._socket, message, PATIENCE_MS if once else 0)
+        except OSError as error:
+            log.warning("the service manager could not be told %s: %s", fields[0], error.strerror)
+
+    def _send(self, sock: socket.socket, message: bytes, patience_ms: int) -> None:
+        try:
+            sock.sendto(message, self._address)
+        except BlockingIOError:
+            # A datagram socket is writable when there is room for it here; only the peer's queue can be full there.
+            sock.connect(self._address)
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            poll.poll(patience_ms)
+            sock.send(message)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class Census(NamedTuple):
+    """How it stands with the models."""
+
+    total: int
+    loading: list[str]
+    failed: list[str]
+
+    @classmethod
+    def of(cls, models: Iterable[Model]) -> Census:
+        total, loading, failed = 0, [], []
+        for model in models:
+            versions = [version for version in model.versions.values() if version.reason != UNLOADED]
+            if not versions and not model.reason:
+                continue
+            total += 1
+            if any(version.state is VersionState.LOADING for version in [*versions, *model.coming.values()]):
+                loading.append(model.name)
+            elif model.reason or any(version.state is VersionState.UNAVAILABLE for version in versions):
+                failed.append(model.name)
+        return cls(total, loading, failed)
+
+    def text(self) -> str:
+        """In one line, for `systemctl status`."""
+        if self.loading:
+            text = f"loading {len(self.loading)} of {self.total} models: {_some(self.loading)}"
+        else:
+            text = f"serving {self.total - len(self.failed)} of {self.total} models"
+        return text + (f"; failed: {_some(self.failed)}" if self.failed else "")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:NAMES])
+    return printable(shown) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+
+
+class Announcer:
+    """Tells the manager what there is to tell, from `begin` to `close`. `in_flight` counts requests."""
+
+    def __init__(
+        self, loop: Any, manager: Manager, models: Callable[[], Iterable[Model]], in_flight: Callable[[], int]
+    ) -> None:
+        self._loop = loop
+        self._manager = manager
+        self._models = models
+        self._in_flight = in_flight
+        self._every_s = min(BEAT_S, manager.watchdog_s / 2 or BEAT_S)
+        self._timer: Any = None
+        self._status = ""
+        self._ready = False
+        self._stopping = False
+        self._reloads = 0
+
+    def begin(self) -> None:
+        """Before the repositories are read."""
+        if self._manager:
+            self._manager.tell("STATUS=reading the repositories")
+            self._timer = self._loop.call_later(0, self._beat)
+
+    def look(self) -> None:
+        """Something may have changed: tells the status, if it is another one."""
+        if self._manager:
+            self._say()
+
+    def ready(self) -> None:
+        """The first round of loading has ended."""
+        self._ready = True
+        if self._manager:
+            self._say("READY=1", once=True)
+
+    def reloading(self) -> None:
+        self._reloads += 1
+        if self._manager and self._ready and self._reloads == 1:
+            now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+            self._say("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
+
+    def reloaded(self) -> None:
+        self._reloads -= 1
+        if self._manager and self._ready and not self._reloads and not self._stopping:
+            self._say("READY=1", once=True)
+
+    def stopping(self, limit_s: float) -> None:
+        """No request is taken any more; those in flight have so long."""
+        first, self._stopping = not self._stopping, True
+        if self._manager and first:
+            self._say("STOPPING=1", f"EXTEND_TIMEOUT_USEC={round((limit_s + STOP_S) * 1e6)}", once=True)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._manager.close()
+
+    def _beat(self) -> None:
+        self._timer = self._loop.call_later(self._every_s, self._beat)
+        fields = ["WATCHDOG=1"] if self._manager.watchdog_s else []
+        if not self._stopping and (self._reloads or not self._ready):
+            fields.append(f"EXTEND_TIMEOUT_USEC={round(EXTENSION_S * 1e6)}")
+        self._say(*fields)
+
+    def _say(self, *fields: str, once: bool = False) -> None:
+        if self._stopping:
+            status = f"stopping: {self._in_flight()} requests in flight"
+        else:
+            status = Census.of(self._models()).text()
+        if status != self._status:
+            self._status = status
+            fields += (f"STATUS={status}",)
+        if fields:
+            self._manager.tell(*fields, once=once)
+
+
+def of_this_process() -> Manager:
+    return Manager(os.environ, os.getpid())

@@ -1,0 +1,64 @@
+"""Who may do what: one table from actions to roles. Every action of every door is looked up here, and nowhere else.
+
+The rule of the file: what is not in the table nobody may do.
+"""
+
+from __future__ import annotations
+
+from shmserve.errors import Denied, InvalidRequest, ServeError
+
+INFER, OBSERVE, OPERATE = 1, 2, 4
+NOBODY = 0
+EVERYTHING = INFER | OBSERVE | OPERATE
+ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}
+"""As they are written in --access. Roles are bits, so that the test on the way of each request is one `and`."""
+
+_ANY = EVERYTHING
+_LOOK = OBSERVE | OPERATE
+_OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel"), _ANY)
+"""What only concerns what the connection itself has done."""
+QUESTIONS = {
+    "live": _ANY,
+    "ready": _ANY,
+    "metadata": _ANY,
+    "models": _LOOK,
+    "config": _LOOK,
+    "origins": _LOOK,
+    "statistics": _LOOK,
+    "metrics": _LOOK,
+    "load": OPERATE,
+    "unload": OPERATE,
+    "restart": OPERATE,
+}
+"""Ask.what -> the roles of which one is enough."""
+ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUESTIONS
+"""The same for all that a client can want. `map`: memory by descriptor, which is the client's own. `register`: memory
+by its name, which a worker opens in the server's name."""
+
+
+def allows(action: str, roles: int) -> bool:
+    return bool(ACTIONS.get(action, NOBODY) & roles)
+
+
+def refusal(action: str, roles: int) -> ServeError:
+    """The error for one who may not, or for an action that does not exist."""
+    enough = ACTIONS.get(action)
+    if enough is None:
+        return InvalidRequest(f"unknown question '{action}'; known are: {', '.join(QUESTIONS)}")
+    return Denied(
+        f"'{action}' needs the role {' or '.join(names(enough))}, and this connection has {_have(roles)}; "
+        f"roles are given by --access when the server is started"
+    )
+
+
+def stranger() -> ServeError:
+    """For a connection without any role."""
+    return Denied("this user has no role here; roles are given by --access when the server is started")
+
+
+def names(roles: int) -> list[str]:
+    return [name for name, bit in ROLES.items() if roles & bit]
+
+
+def _have(roles: int) -> str:
+    return " and ".join(names(roles)) or "none"

@@ -1,0 +1,154 @@
+"""Who works while the server is under attack: the soak's clients with the errors that are allowed then, raw ones that
+connect again, and an operator.
+
+The rule of the file: an error is allowed by its code and its words together, so that a new error is a finding.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Event
+from time import monotonic
+from typing import Any
+
+from bench.child import Answer, Handler
+from bench.raw import Ended, Lane, Zmq
+from bench.soak_client import Allowed
+from bench.soak_raw import PATIENCE, Asker, LaneAsker, ZmqAsker
+from shmserve.messages import Goodbye, Ping
+
+PAUSE_S = 0.05
+"""Between two attempts to connect, as the broker may be away."""
+
+
+class _Lane(LaneAsker):
+    def take(self, message: Any) -> None:
+        if isinstance(message, Goodbye):
+            raise Ended(message.text)
+        super().take(message)
+
+
+class _Zmq(ZmqAsker):
+    """A ZeroMQ socket does not tell that the server was another one meanwhile. A question to it does."""
+
+    def hear(self) -> Any:
+        for _ in range(int(PATIENCE)):
+            try:
+                return self.link.receive(1.0)
+            except TimeoutError:
+                self.link.send(Ping(self.number))
+        raise TimeoutError(f"nothing within {PATIENCE:g} s")
+
+    def take(self, message: Any) -> None:
+        if isinstance(message, Goodbye):
+            raise Ended(message.text)
+        super().take(message)
+
+
+def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed) -> Handler:
+    """What was in flight when the connection ended counts as `connection lost`; `ends` says how it ended."""
+
+    def connect() -> Asker:
+        made: Any = Lane(path) if link == "lane" else Zmq(path)
+        try:
+            return (_Lane if link == "lane" else _Zmq)(made, seed, dtypes, allowed)
+        except (AssertionError, OSError):  # no Welcome
+            made.close()
+            raise
+
+    def handle(seconds: float) -> Answer:
+        end = monotonic() + seconds
+        total: dict[str, Any] = {"sent": 0, "lost": 0, "twice": 0, "wrong": 0, "examples": [], "ends": []}
+        counts: Counter[str] = Counter()
+        while (left := end - monotonic()) > 0:
+            try:
+                asker = connect()
+            except OSError:
+                Event().wait(PAUSE_S)
+                continue
+            try:
+                found = asker.talk(left)
+            except Ended as error:
+                found = asker.answer()
+                counts["connection lost"] += found["lost"]
+                found["lost"] = 0
+                total["ends"].append(str(error))
+            asker.link.close()
+            for key in ("sent", "lost", "twice", "wrong", "examples"):
+                total[key] += found[key]
+            counts.update(found["counts"])
+        return {**total, "counts": dict(counts)}
+
+    return handle
+
+
+class Operator:
+    """Random operations on the models, and in the end all of them are served. `log`: (when, what)."""
+
+    def __init__(self, url: str, seed: int, root: str, models: Sequence[str], away: str, allowed: Allowed) -> None:
+        from shmserve import Client
+
+        self._client = Client(url, reconnect_timeout=30.0)
+        self._random = random.Random(seed)
+        self._root = Path(root)
+        self._models = models
+        self._away = away
+        self._allowed = allowed
+        self._number = 0
+        self._counts: Counter[str] = Counter()
+        self._faults: list[str] = []
+        self._log: list[tuple[float, str]] = []
+
+    def _do(self, what: str, act: Callable[[], Any]) -> bool:
+        from bench.soak_client import permitted
+        from shmserve.errors import ServeError
+
+        self._counts["operations"] += 1
+        try:
+            act()
+        except ServeError as error:
+            self._log.append((monotonic(), f"operator: {what}: {error.code}: {error}"))
+            self._counts[error.code] += 1
+            if not permitted(self._allowed, error.code, str(error)):
+                self._faults.append(f"{what}: {error.code}: {error}")
+            return False
+        self._log.append((monotonic(), f"operator: {what}"))
+        return True
+
+    def _change(self, model: str) -> None:
+        self._number += 1
+        (self._root / model / "1" / "changed.txt").write_text(f"{self._number}\n")
+
+    def _one(self) -> None:
+        client, model, roll = self._client, self._random.choice(self._models), self._random.random()
+        if roll < 0.5:
+            self._change(model)
+            self._do(f"reload {model}", lambda: client.load(model))
+        elif roll < 0.75:
+            self._do(f"restart {model}", lambda: client.restart(model))
+        else:
+            self._do(f"unload {self._away}", lambda: client.unload(self._away))
+            self._do(f"load {self._away}", lambda: client.load(self._away))
+
+    def handle(self, seconds: float, pause: float) -> Answer:
+        end, wait = monotonic() + seconds, Event().wait
+        while monotonic() < end:
+            self._one()
+            wait(self._random.random() * 2 * pause)
+        for model in self._models:
+            # What it was killed in the middle of may have failed; with nobody killing it succeeds.
+            if not self._do(f"load {model}", lambda model=model: self._client.load(model)):  # type: ignore[misc]
+                self._do(f"load {model} again", lambda model=model: self._client.load(model))  # type: ignore[misc]
+        served = {entry["name"] for entry in self._client.models() if entry["state"] == "READY"}
+        missing = set(self._models) - served
+        if missing:
+            self._faults.append(f"not served in the end: {sorted(missing)}")
+        self._client.close()
+        return {"counts": dict(self._counts), "examples": self._faults, "log": self._log[-200:]}
+
+
+def operator(url: str, seed: int, root: str, models: Sequence[str], away: str, allowed: Allowed) -> Handler:
+    return Operator(url, seed, root, models, away, allowed).handle

@@ -1,0 +1,146 @@
+"""Workers that crash, hang and never finish loading, with real processes: who is told what, and who is not hurt."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.errors import DeadlineExceeded, ModelFailed, Unavailable
+from shmserve.testing import Server
+
+pytestmark = pytest.mark.process
+
+MODEL = """
+import os
+import signal
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            if (x == 13).any():
+                print("thirteen is more than I can bear")
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if (x == 99).any():
+                while True:
+                    time.sleep(3600)
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
+        return answers
+"""
+CONFIG = """
+backend: "python" max_batch_size: 16
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+dynamic_batching {{ max_queue_delay_microseconds: 50000 preferred_batch_size: 16 }}
+instance_group [ {{ count: {count} kind: KIND_CPU }} ]
+{more}
+"""
+PARAMETER = 'parameters {{ key: "{}" value: {{ string_value: "{}" }} }}'
+
+
+def write(repository: Path, name: str, more: str = "", count: int = 1, model: str = MODEL) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(CONFIG.format(count=count, more=more))
+    (repository / name / "1" / "model.py").write_text(model)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    write(repository, "frail")
+    write(repository, "pair", count=2)
+    write(repository, "once", PARAMETER.format("retry_alone", "false"))
+    write(repository, "slow", PARAMETER.format("execution_limit_secs", "0.5"))
+    with Server(repository, "--exit-on-error", "true") as server:
+        yield server
+
+
+def ask(client: shmserve.Client, name: str, values: list[int]) -> list[float | str]:
+    """All in one batch. What each was answered: a number, or a code."""
+    futures = [client.submit(name, {"x": np.full((1, 1), value, np.float32)}) for value in values]
+    found: list[float | str] = []
+    for future in futures:
+        try:
+            found.append(float(future.result(60)["y"][0, 0]))
+        except shmserve.ServeError as error:
+            found.append(f"{error.code}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["frail", "pair"])
+@pytest.mark.parametrize("link", ["lane", "zmq"])
+def test_only_the_culprit_fails(server: Server, name: str, link: str) -> None:
+    with shmserve.Client(server.url if link == "lane" else server.zmq_url) as client:
+        values = [1, 2, 3, 13, 5, 6, 7, 8]
+        found = ask(client, name, values)
+        culprit = found[3]
+        assert [answer for answer in found if answer is not culprit] == [2.0 * value for value in values if value != 13]
+        assert isinstance(culprit, str)
+        assert culprit.startswith(f"MODEL_FAILED: model '{name}' version 1: the worker process of instance '{name}_0_")
+        assert "signal SIGSEGV" in culprit
+        assert client.infer(name, {"x": np.ones((1, 1), np.float32)})["y"] == 2
+
+
+def test_a_crash_with_a_culprit_is_never_the_end(server: Server) -> None:
+    """Ten in a row, where five without a culprit give an instance up."""
+    with server.client() as client:
+        for _ in range(10):
+            with pytest.raises(ModelFailed, match="ran this request alone"):
+                client.infer("frail", {"x": np.full((1, 1), 13, np.float32)})
+        assert ask(client, "frail", [4]) == [8.0]
+        assert client.ready("frail")
+
+
+def test_a_model_may_not_want_a_second_run(server: Server) -> None:
+    with server.client() as client:
+        found = ask(client, "once", [1, 13, 2])
+        assert [str(answer).partition(":")[0] for answer in found] == ["MODEL_FAILED"] * 3
+        assert ask(client, "once", [4]) == [8.0]
+
+
+def test_a_worker_that_hangs_is_killed(server: Server) -> None:
+    with server.client() as client:
+        found = ask(client, "slow", [1, 99, 2])
+        assert found[0] == 2.0
+        assert found[2] == 4.0
+        assert "it has run one batch for more than 0.5 s" in str(found[1])
+
+
+def test_a_timeout_does_not_wait_for_the_worker(server: Server) -> None:
+    with server.client() as client:
+        with pytest.raises(DeadlineExceeded):
+            client.infer("slow", {"x": np.full((1, 1), 99, np.float32)}, timeout=0.1)
+        assert ask(client, "slow", [4]) == [8.0]
+
+
+def test_a_worker_killed_from_outside(server: Server) -> None:
+    """With nothing to do, and with a request that waits for another worker."""
+    with server.client() as client:
+        (pair,) = (entry for entry in client.models() if entry["name"] == "pair")
+        pids = [instance["pid"] for instance in pair["instances"]]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert ask(client, "pair", [1, 2, 3]) == [2.0, 4.0, 6.0]
+
+
+def test_one_that_never_finishes_loading(tmp_path: Path) -> None:
+    write(tmp_path, "stuck", model="import threading\nthreading.Event().wait()\n")
+    write(tmp_path, "good")
+    with Server(tmp_path, "--load-limit-secs", "2") as server, server.client() as client:
+        reasons = {entry["name"]: entry["reason"] for entry in client.models()}
+        assert reasons == {"stuck": "it did not load within 2 s (--load-limit-secs)", "good": ""}
+        with pytest.raises((Unavailable, shmserve.NotFound), match="it did not load within 2 s"):
+            client.infer("stuck", {"x": np.ones((1, 1), np.float32)})
+        assert ask(client, "good", [4]) == [8.0]
