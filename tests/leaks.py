@@ -101,7 +101,9 @@ def _stat(pid: str) -> tuple[str, int, int] | None:
 
 
 def _processes() -> Generator[Thing, None, None]:
-    """All descendants. Orphans among them are ours too, as this process is a subreaper."""
+    """All descendants. Orphans among them are ours too, as this process is a subreaper.
+
+    The children of a server that runs for several tests stand in for each other: it starts its workers anew."""
     if not _has_children():
         return
     children: dict[int, list[tuple[int, str, int]]] = {}
@@ -111,12 +113,14 @@ def _processes() -> Generator[Thing, None, None]:
             children.setdefault(found[1], []).append((int(name), found[0], found[2]))
     todo = [os.getpid()]
     while todo:
-        for pid, state, started in children.get(todo.pop(), ()):
+        parent = todo.pop()
+        for pid, state, started in children.get(parent, ()):
             todo.append(pid)
             command = _command(pid)
             if not any(part in command for part in ONCE):
                 what = f"zombie {pid}, never waited for" if state == "Z" else f"process {pid}: {command}"
-                yield Thing("process", ("process", pid, started), str(pid), what)
+                kind = str(pid) if parent == os.getpid() else f"child of {parent}"
+                yield Thing("process", ("process", pid, started), kind, what)
 
 
 def _command(pid: int) -> str:
@@ -129,7 +133,10 @@ def _command(pid: int) -> str:
 def _names() -> Generator[Thing, None, None]:
     for name in os.listdir(SHM) if SHM.is_dir() else ():
         if name.removeprefix("sem.").startswith(PREFIX) and not _of_a_stranger(name):
-            yield Thing("shm", ("shm", name), name, f"shared memory {SHM / name}")
+            owner = OWNER.match(name)
+            found = _stat(owner[1]) if owner else None
+            kind = f"child of {found[1]}" if found and found[1] != os.getpid() else name
+            yield Thing("shm", ("shm", name), kind, f"shared memory {SHM / name}")
 
 
 def _of_a_stranger(name: str) -> bool:

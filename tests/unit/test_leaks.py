@@ -140,6 +140,45 @@ WIDER = """
         pass
 """
 
+SERVER = """
+    import subprocess, sys, textwrap
+    import pytest
+
+    CODE = '''
+    import subprocess, sys
+    children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)]
+    print(flush=True)
+    for line in sys.stdin:
+        if line.strip() != "more":
+            children[0].stdin.close()
+            children.pop().wait()
+        children.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        print(flush=True)
+    for child in children:
+        child.stdin.close()
+        child.wait()
+    '''
+
+    @pytest.fixture(scope="module")
+    def server():
+        command, pipe = [sys.executable, "-c", textwrap.dedent(CODE)], subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+            process.stdout.readline()
+            yield process
+            process.stdin.close()
+
+    def say(server, word):
+        server.stdin.write(word)
+        server.stdin.flush()
+        server.stdout.readline()
+
+    def test_another(server):
+        say(server, b"another\\n")
+
+    def test_one_more(server):
+        say(server, b"more\\n")
+"""
+
 
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tests: str, *options: str) -> pytest.RunResult:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -176,3 +215,9 @@ def test_a_wider_fixture_answers_for_itself(pytester: pytest.Pytester, monkeypat
     result = run(pytester, monkeypatch, WIDER)
     result.assert_outcomes(passed=2, errors=1)
     result.stdout.fnmatch_lines(["*test_a_wider_fixture_answers_for_itself.py left behind:*", "*-> socket:*"])
+
+
+def test_a_child_that_is_started_anew_is_no_leak(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(pytester, monkeypatch, SERVER, "-o", "leaks_wait=0.2")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*test_one_more left behind:*", "*process * -c input()*"])
