@@ -61,6 +61,14 @@ class Child:
         self.tell(**order)
         return self.answer()
 
+    def fileno(self) -> int:
+        """Readable when an answer is there, or when it has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None

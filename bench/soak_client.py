@@ -130,11 +130,16 @@ class Caller:
 
 
 def waiting(
-    url: str, seed: int, largest: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None
+    url: str,
+    seed: int,
+    largest: int,
+    dtypes: Sequence[str] = DTYPES,
+    allowed: Allowed | None = None,
+    reconnect_timeout: float = 10.0,
 ) -> Handler:
     from shmserve import Client
 
-    client = Client(url)
+    client = Client(url, reconnect_timeout=reconnect_timeout)
     caller = Caller(seed, largest, client.empty, dtypes)
 
     def collect(tally: Tally, call: Call) -> None:
@@ -178,7 +183,12 @@ def waiting(
 
 
 def awaiting(
-    url: str, seed: int, largest: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None
+    url: str,
+    seed: int,
+    largest: int,
+    dtypes: Sequence[str] = DTYPES,
+    allowed: Allowed | None = None,
+    reconnect_timeout: float = 10.0,
 ) -> Handler:
     async def ask(client: Any, tally: Tally, call: Call, roll: random.Random) -> None:
         task = asyncio.ensure_future(client.infer(call.model, {"x": call.x}, timeout=call.timeout))
@@ -201,7 +211,7 @@ def awaiting(
         from shmserve import AsyncClient
 
         tally = Tally(allowed)
-        async with AsyncClient(url) as client:
+        async with AsyncClient(url, reconnect_timeout=reconnect_timeout) as client:
             caller = Caller(seed, largest, client.empty, dtypes)
             end = perf_counter() + seconds
 

@@ -6,17 +6,20 @@ The rule of the file: what is done, and when, comes from the seed; the last 200 
 
 from __future__ import annotations
 
+import os
 import random
 import select
 import signal
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from bench import models, processes
-from bench.child import Child
+from bench.child import Child, ChildFailed
+from bench.hostile import Picture
 from bench.soak import BATCH, SLOW, batch_of
 from shmserve.testing import Server
 
@@ -31,6 +34,8 @@ EVENTS = 200
 GAP_S = 0.6
 """The mean time between two events."""
 GROWTH_BYTES = 24 << 20
+PATIENCE = 60.0
+"""Seconds that clients give a server to come back, and that all get to end."""
 END_S = 5.0
 """Without events at the end, so that what was begun can be answered."""
 
@@ -48,13 +53,19 @@ ALLOWED_TO_OPERATORS = {
 
 
 @dataclass
-class Worker:
+class Member:
     """One of the eight. It may be killed, and then another takes its place."""
 
     target: str
     setup: dict[str, Any]
     child: Child
-    stopped: bool = False
+    told: bool = False
+    """It has been set up and is at work."""
+
+    @property
+    def name(self) -> str:
+        kind = self.setup.get("link") or self.setup["url"].partition(":")[0]
+        return f"{self.target.partition(':')[2]} {kind}, process {self.child.pid}"
 
 
 @dataclass
@@ -67,6 +78,7 @@ class Chaos:
     happened: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=EVENTS))
+    operations: list[tuple[float, str]] = field(default_factory=list)
 
     def note(self, kind: str, text: str) -> None:
         self.happened[kind] += 1
@@ -81,7 +93,8 @@ class Chaos:
         return f"seed {self.seed}; requests: {counts}; events: {happened}"
 
     def report(self) -> str:
-        told = [f"{when - self.began:8.2f} {text}" for when, text in sorted(self.events)[-EVENTS:]]
+        events = sorted([*self.events, *self.operations])[-EVENTS:]
+        told = [f"{when - self.began:8.2f} {text}" for when, text in events]
         return "\n".join([self.text(), *self.faults[:20], f"the last {len(told)} events:", *told])
 
 
@@ -101,89 +114,224 @@ class Director:
         self.found = Chaos(seed)
         self._server = server
         self._random = random.Random(seed)
-        self._end = monotonic() + seconds
-        self._continue: list[tuple[float, int, str]] = []
-        """(when, pidfd, name) of processes that are stopped."""
-        self._seed = seed
+        self._seconds = seconds
+        self._end = 0.0
+        self._held: list[tuple[float, int, str]] = []
+        """(until when, pidfd, name) of processes that are stopped."""
+        self._seed = seed * 1000
         url, zmq = server.url, server.zmq_url
-        lane, socket = url.removeprefix("unix://"), zmq.removeprefix("ipc://")
-        public = {"largest": LARGEST, "dtypes": DTYPES, "allowed": ALLOWED}
+        public = {"largest": LARGEST, "dtypes": DTYPES, "allowed": ALLOWED, "reconnect_timeout": PATIENCE}
         bare = {"dtypes": DTYPES, "allowed": ALLOWED}
-        self._workers = [
-            self._start("bench.soak_client:waiting", url=url, **public),
-            self._start("bench.soak_client:waiting", url=url, **public),
-            self._start("bench.soak_client:waiting", url=zmq, **public),
-            self._start("bench.soak_client:waiting", url=zmq, **public),
-            self._start("bench.soak_client:awaiting", url=url, **public),
-            self._start("bench.soak_client:awaiting", url=zmq, **public),
-            self._start("tests.chaos.clients:raw", link="lane", path=lane, **bare),
-            self._start("tests.chaos.clients:raw", link="zmq", path=socket, **bare),
+        waiting, awaiting, raw = "bench.soak_client:waiting", "bench.soak_client:awaiting", "tests.chaos.clients:raw"
+        self._members = [
+            *(self._start(waiting, url=link, **public) for link in (url, url, zmq, zmq)),
+            *(self._start(awaiting, url=link, **public) for link in (url, zmq)),
+            self._start(raw, link="lane", path=url.removeprefix("unix://"), **bare),
+            self._start(raw, link="zmq", path=zmq.removeprefix("ipc://"), **bare),
         ]
         self._operator = Child(
             "tests.chaos.clients:operator",
             url=url, seed=seed, root=str(root), models=MODELS, away=AWAY, allowed=ALLOWED_TO_OPERATORS,
         )  # fmt: skip
 
-    def _start(self, target: str, **setup: Any) -> Worker:
+    def _start(self, target: str, **setup: Any) -> Member:
         self._seed += 1
-        return Worker(target, setup, Child(target, **setup, seed=self._seed))
+        return Member(target, setup, Child(target, **setup, seed=self._seed))
 
     # ------------------------------------------------------------------------------------ the course of it
 
     def run(self) -> None:
-        for worker in self._workers:
-            worker.child.ready()
-        left = self._end - END_S - monotonic()
-        for worker in self._workers:
-            worker.child.tell(seconds=self._end - monotonic())
-        self._operator.tell(seconds=left, pause=max(1.0, left / 60))
-        halfway, killed, resident = monotonic() + left * 0.4, False, 0
+        for child in (self._operator, *(member.child for member in self._members)):
+            child.ready()
+        begin = monotonic()
+        self._end = begin + self._seconds
         last = self._end - END_S
-        acts = self._acts()
-        while (now := monotonic()) < last and not self.found.faults:
-            self._pause(now)
-            if not killed and now > halfway:
-                killed = True
+        for member in self._members:
+            self._tell(member)
+        self._operator.tell(seconds=last - begin, pause=max(1.0, self._seconds / 60))
+        kill_at, look_at = begin + 0.4 * self._seconds, begin + 0.6 * self._seconds
+        resident = 0
+        acts, weights = zip(*self._acts(), strict=True)
+        while self._pause() and monotonic() < last:
+            if kill_at and monotonic() > kill_at:
+                kill_at = 0.0
                 self._kill_broker()
-            elif killed and not resident and now > halfway + left * 0.2:
+            elif not kill_at and not resident and monotonic() > look_at:
                 resident = processes.private_bytes(self._server.pid)
             else:
-                self._random.choices([act for act, _ in acts], [weight for _, weight in acts])[0]()
+                self._random.choices(acts, weights)[0]()
         self._let_go(float("inf"))
         self._collect()
+        self._collect_operator()
         grown = processes.private_bytes(self._server.pid) - resident
         if resident and grown > GROWTH_BYTES:
             self.found.fault(f"the broker has grown by {grown >> 10} KiB to {(resident + grown) >> 10} KiB")
-        self.found.counts["broker KiB grown"] = grown >> 10
 
-    def _acts(self) -> list[tuple[Any, int]]:
+    def close(self) -> None:
+        """Whatever has happened, all of them end."""
+        self._let_go(float("inf"))
+        for child in (self._operator, *(member.child for member in self._members)):
+            self._end_of(child)
+
+    def _end_of(self, child: Child) -> None:
+        child.kill()
+        child.close()
+
+    def _acts(self) -> list[tuple[Callable[[], None], int]]:
         return [(self._kill_worker, 5), (self._stop_worker, 5), (self._kill_client, 2), (self._stop_client, 4)]
 
-    def _pause(self, now: float) -> None:
-        """Until the next event; a client that ends meanwhile has failed, as nobody is to answer before the end."""
-        until = now + self._random.expovariate(1 / GAP_S)
-        while (left := until - monotonic()) > 0:
-            due = min((when for when, _, _ in self._continue), default=until)
-            talking = {worker.child.output: worker for worker in self._workers if not worker.child.waiting_for_setup}
-            ready = select.select(list(talking), [], [], max(0.0, min(left, due - monotonic())))[0]
+    def _pause(self) -> bool:
+        """Until the next event. A client that ends meanwhile has failed, as nobody is to answer before the end."""
+        until = monotonic() + self._random.expovariate(1 / GAP_S)
+        while (left := until - monotonic()) > 0 and not self.found.faults:
+            due = min((when for when, _, _ in self._held), default=until) - monotonic()
+            outputs = {member.child.fileno(): member for member in self._members}
+            for output in select.select(list(outputs), [], [], max(0.0, min(left, due)))[0]:
+                member = outputs[output]
+                if member.told:
+                    self.found.fault(f"{member.name} has ended before its time")
+                else:
+                    self._tell(member)
             self._let_go(monotonic())
-            for output in ready:
-                worker = talking[output]
-                self.found.fault(f"{worker.target} {worker.setup.get('url', '')} has ended before its time")
-                return
+        return not self.found.faults
 
-    def _let_go(self, now: float) -> None:
-        for entry in [entry for entry in self._continue if entry[0] <= now]:
-            self._continue.remove(entry)
-            processes.signal_to(entry[1], signal.SIGCONT)
-            self.found.note("continued", entry[2])
-
-    def _hold(self, pidfd: int, name: str, most: float) -> None:
-        if processes.signal_to(pidfd, signal.SIGSTOP):
-            self._continue.append((monotonic() + self._random.random() * most, pidfd, name))
+    def _tell(self, member: Member) -> None:
+        try:
+            member.child.tell(seconds=max(0.1, self._end - monotonic()))
+            member.told = True
+        except ChildFailed as error:
+            self.found.fault(f"{member.name}: {error}")
 
     # ------------------------------------------------------------------------------------ what happens
 
-    def _some_worker(self) -> int:
-        found = processes.descendants(self._server.pid)
-        return self._random.choice(sorted(found)) if found else 0
+    def _kill_worker(self) -> None:
+        self._to_worker(signal.SIGKILL, "killed worker", 0.0)
+
+    def _stop_worker(self) -> None:
+        self._to_worker(signal.SIGSTOP, "stopped worker", 2.0)
+
+    def _to_worker(self, number: signal.Signals, kind: str, most: float) -> None:
+        found = sorted(processes.descendants(self._server.pid))
+        if not found:
+            return
+        pid = self._random.choice(found)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has just ended
+            return
+        self.found.note(kind, f"process {pid}")
+        self._send(pidfd, number, f"worker process {pid}", most)
+
+    def _stop_client(self) -> None:
+        member = self._random.choice(self._members)
+        self.found.note("stopped client", member.name)
+        self._send(os.pidfd_open(member.child.pid), signal.SIGSTOP, member.name, 4.0)
+
+    def _send(self, pidfd: int, number: signal.Signals, name: str, most: float) -> None:
+        try:
+            signal.pidfd_send_signal(pidfd, number)
+        except ProcessLookupError:
+            number = signal.SIGKILL
+        if number is signal.SIGSTOP:
+            self._held.append((monotonic() + self._random.random() * most, pidfd, name))
+        else:
+            os.close(pidfd)
+
+    def _let_go(self, now: float) -> None:
+        for entry in [entry for entry in self._held if entry[0] <= now]:
+            self._held.remove(entry)
+            _, pidfd, name = entry
+            self.found.note("continued", name)
+            self._send(pidfd, signal.SIGCONT, name, 0.0)
+
+    def _kill_client(self) -> None:
+        place = self._random.randrange(len(self._members))
+        member = self._members[place]
+        if not member.told or monotonic() > self._end - 2 * END_S:
+            return
+        self.found.note("killed client", member.name)
+        self._end_of(member.child)
+        self._members[place] = self._start(member.target, **member.setup)
+
+    def _kill_broker(self) -> None:
+        self.found.note("killed broker", f"process {self._server.pid}")
+        self._server.kill()
+        self._server.start()
+        self.found.note("started broker", f"process {self._server.pid}")
+
+    # ------------------------------------------------------------------------------------ what came out
+
+    def _answer(self, child: Child, name: str) -> dict[str, Any]:
+        left = self._end + PATIENCE - monotonic()
+        if not select.select([child.fileno()], [], [], max(1.0, left))[0]:
+            self.found.fault(f"{name} did not end within {PATIENCE:g} s of the end")
+            return {}
+        try:
+            return child.answer()
+        except ChildFailed as error:
+            self.found.fault(f"{name}: {error}")
+            return {}
+
+    def _collect(self) -> None:
+        for member in self._members:
+            if not member.told:
+                self._tell(member)
+            found = self._answer(member.child, member.name)
+            if not found:
+                continue
+            counts, lost = Counter(found["counts"]), found["lost"]
+            self.found.counts.update(counts)
+            self.found.counts["sent"] += found["sent"]
+            self.found.counts["lost"] += lost
+            if lost or found["wrong"] or found.get("twice"):
+                self.found.fault(f"{member.name}: {found}")
+            elif counts.total() != found["sent"]:
+                self.found.fault(f"{member.name} has sent {found['sent']} requests, and {counts.total()} ended")
+            if len(found.get("ends", [])) > self.found.happened["killed broker"]:
+                self.found.fault(f"{member.name} was sent away: {found['ends']}")
+
+    def _collect_operator(self) -> None:
+        found = self._answer(self._operator, "operator")
+        self.found.counts["operations"] = found.get("counts", {}).get("operations", 0)
+        self.found.operations = [tuple(entry) for entry in found.get("log", [])]
+        for text in found.get("examples", []):
+            self.found.fault(f"operator: {text}")
+
+
+def run_chaos(root: Path, seconds: float, seed: int) -> Chaos:
+    write_repository(root)
+    segments = processes.segments()
+    with Server(root, "--worker-output-bytes", str(OUTPUT_BYTES), "--model-control-mode", "explicit",
+                *(f"--load-model={name}" for name in MODELS)) as server:  # fmt: skip
+        idle = Picture.of(server.pid)
+        director = Director(server, root, seconds, seed)
+        found = director.found
+        try:
+            director.run()
+        finally:
+            director.close()
+        for text in worse(server, idle):
+            found.fault(f"in the end: {text}")
+        living = processes.Living([server.pid, *processes.descendants(server.pid)])
+        server.stop()
+    if left := living.still_there():
+        found.fault(f"{left} processes have outlived the server")
+    if names := processes.segments() - segments:
+        found.fault(f"segments were left behind: {sorted(names)}")
+    return found
+
+
+def worse(server: Server, before: Picture) -> list[str]:
+    """What there is more of, when all clients have gone, than before the first one came. Worker processes and their
+    memory are others by now."""
+    end = monotonic() + PATIENCE
+    with server.client() as client:
+        while True:
+            client.live()  # a round trip: what ended before it has been noticed
+            now = Picture.of(server.pid)
+            extra = now.descriptors - before.descriptors - Counter({"socket": 1})
+            found = [f"{count} x {kind}" for kind, count in extra.items() if not kind.startswith("/memfd:")]
+            if len(now.workers) != len(before.workers):
+                found.append(f"{len(now.workers)} workers, not {len(before.workers)}")
+            if not found or monotonic() > end:
+                return found

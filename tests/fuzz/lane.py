@@ -143,7 +143,7 @@ class Course:
             return
         self.asked += 1
         own = next(iter(self.honest.own))
-        data = self.read.pick(((Handle(own, 0, 16),), bytes(16)))
+        data: Any = self.read.pick(((Handle(own, 0, 16),), bytes(16)))
         self.honest.sends(self.asked)
         self._from(self.honest, [Infer(self.asked, "m", 0, (Tensor("x", "FP32", (1, 4), data),))])
 
@@ -186,7 +186,8 @@ class Course:
         data: Any = self.read.pick((bytes(16), b"", None, 0))
         if data is None:
             data = tuple(self._handle() for _ in range(self.read.byte() % 3))
-        name, dtype = self.read.pick(("x", "x", "x", "y")), self.read.pick(("FP32", "FP32", "INT8", ""))
+        name: str = self.read.pick(("x", "x", "x", "y"))
+        dtype: str = self.read.pick(("FP32", "FP32", "INT8", ""))
         return Tensor(name, dtype, shape, data)
 
     def _infer(self) -> None:
