@@ -1,0 +1,29 @@
+"""The chaos soak: a minute of it here, ten with `make chaos`.
+
+The rule: a failure shows its seed and the last 200 events; SHMSERVE_SEED makes the same choices again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.chaos import run_chaos
+
+pytestmark = pytest.mark.process
+
+SECONDS = float(os.environ.get("SHMSERVE_CHAOS_SECONDS", "60"))
+SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
+
+
+def test_every_request_is_answered_once_whatever_dies(tmp_path: Path) -> None:
+    found = run_chaos(tmp_path, SECONDS, SEED)
+    print(found.text())
+    assert not found.faults, found.report()
+    # It was not idle, and everything happened that can.
+    assert found.counts["right"] > 100 * SECONDS, found.text()
+    for kind in ("killed worker", "stopped worker", "killed client", "stopped client", "killed broker"):
+        assert found.happened[kind], found.text()
+    assert found.counts["operations"], found.text()
