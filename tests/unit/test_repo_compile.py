@@ -62,6 +62,15 @@ def test_everything_of_batching() -> None:
     assert ordered.batching.preserve_ordering
 
 
+def test_what_the_server_reads_of_the_parameters() -> None:
+    plain = compile_policy(loaded(SMALL), 1)
+    assert (plain.execution_limit_ns, plain.retry) == (None, True)
+    text = """parameters { key: "execution_limit_secs" value { string_value: "2.5" } }
+    parameters { key: "retry_alone" value { string_value: "False" } }"""
+    policy = compile_policy(loaded(SMALL + text), 1)
+    assert (policy.execution_limit_ns, policy.retry) == (2_500_000_000, False)
+
+
 def test_ragged() -> None:
     text = 'input { name: "r" data_type: TYPE_INT8 dims: -1 allow_ragged_batch: true }'
     assert compile_policy(complete(parse(text), "m"), 1).inputs[0].ragged

@@ -358,3 +358,19 @@ def test_gpus_that_do_not_exist() -> None:
     assert problems(text, gpus=(0, 1)) == [
         f"{FILE}:6:12: instance_group[0].gpus[1]: no GPU 7 here; there are [0, 1]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("execution_limit_secs", "soon", 'found "soon", expected seconds, such as "2.5", or "0" for no limit'),
+        ("execution_limit_secs", "-1", 'found "-1", expected seconds'),
+        ("execution_limit_secs", "nan", 'found "nan", expected seconds'),
+        ("execution_limit_secs", "", 'found "", expected seconds'),
+        ("execution_limit_secs", "9999999", 'found "9999999", expected seconds'),
+        ("retry_alone", "no", 'found "no", expected "true" or "false"'),
+    ],
+)
+def test_parameters_that_the_server_reads(key: str, value: str, wanted: str) -> None:
+    (found,) = problems(MODEL + f'parameters {{ key: "{key}"\nvalue {{ string_value: "{value}" }} }}')
+    assert f'parameters["{key}"]: {wanted}' in found
