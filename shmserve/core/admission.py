@@ -16,7 +16,7 @@ from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, Ow
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.states import RequestState, VersionState
-from shmserve.core.statistics import Failure
+from shmserve.core.statistics import Failure, limit_in
 from shmserve.core.trace import PARAMETER as TRACE
 from shmserve.core.versions import Version
 from shmserve.errors import (
@@ -138,6 +138,7 @@ class Admission:
         """It is sent away, and what it still says is not heard."""
         client.leaving = True
         client.roles = access.NOBODY
+        self._state.log("info", f"client {client.number} ({client.user}) is sent away: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
         self._state.effects.append(Close(client.number))
 
@@ -195,10 +196,16 @@ class Admission:
         except ServeError as error:
             if blocks:
                 self._state.effects.append(Free(blocks))
-            refused = self._state.refused
-            refused[error.code] = refused.get(error.code, 0) + 1
+            self._count_refused(message.model, error)
             number = 0 if message.request in client.requests else message.request
             self._state.send(peer, Fail(number, error.code, error.message))
+
+    def _count_refused(self, model: str, error: ServeError) -> None:
+        refused, why = self._state.refused, limit_in(error.message) or error.code
+        refused[why] = refused.get(why, 0) + 1
+        version = self._state.ready.get(model)
+        if version is not None and isinstance(error, Unavailable):
+            version.statistics.failed(Failure.REJECTED, 0)
 
     def framed(self, peer: int, event: Framed, now: int) -> None:
         self.infer(peer, event.infer, now, event.blocks)
@@ -258,7 +265,6 @@ class Admission:
         if limit and len(level) >= limit:
             self._dispatcher.dispatch(version, now)  # what came before it in this turn may have its place elsewhere
         if limit and len(level) >= limit:
-            version.statistics.failed(Failure.REJECTED, 0)
             raise Unavailable(
                 f"Exceeds maximum queue size: {limit} requests wait for model '{version.model}'; "
                 f"raise max_queue_size or add instances"
@@ -424,8 +430,7 @@ class Admission:
         self._state.effects.append(Query(peer, message))
 
     def ping(self, peer: int, message: Ping, now: int) -> None:
-        client = self._state.clients.get(peer)
-        if client is not None and not client.leaving:
+        if self._greeted(peer) is not None:
             self._state.send(peer, Pong(message.number))
 
     def pong(self, peer: int, message: Pong, now: int) -> None:

@@ -71,7 +71,7 @@ def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed
                 continue
             try:
                 found = asker.talk(left)
-            except Ended as error:
+            except (Ended, BrokenPipeError, ConnectionResetError) as error:
                 found = asker.answer()
                 counts["connection lost"] += found["lost"]
                 found["lost"] = 0

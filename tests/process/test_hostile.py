@@ -265,6 +265,10 @@ def test_no_hello_and_two_hellos(server: Served, kind: str) -> None:
     with connect(server, kind, greet=False) as link:
         link.send(Infer(5, "identity", 0, ONE))
         assert "Hello" in link.receive_kind(Goodbye).text
+    with connect(server, kind, greet=False) as link:
+        # What a ZeroMQ client sends that does not know yet that the server is another one.
+        link.send(Ping(5))
+        assert "Hello" in link.receive_kind(Goodbye, Pong).text
     with connect(server, kind) as link:
         link.send(Hello(messages.PROTOCOL, os.getpid(), "again", LINKS[kind][2]))
         assert "twice" in link.receive_kind(Goodbye).text
