@@ -345,7 +345,9 @@ class Dispatcher:
         instance.move(InstanceState.KILLED)
         if instance in version.idle:
             version.idle.remove(instance)
-        self._state.log("error", f"{instance.spec.name} of {version.label} is killed: {reason}")
+        text = f"{instance.spec.name} of {version.label} is killed: {reason}"
+        about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+        self._state.log("error", text, **about)
         self._state.effects.append(Kill(instance.peer, reason))
 
     # ------------------------------------------------------------------------------------ ends

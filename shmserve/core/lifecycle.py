@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
@@ -41,8 +43,12 @@ class Lifecycle:
         if version.state is _V.LOADING and version.loaded:
             version.move(_V.READY)
             version.took_ns = max(now - version.began, 1)
+            loads = self._state.models[version.model].loads
+            loads.done += 1
+            loads.done_ns += version.took_ns
             self._state.refresh(version.model)
-            self._state.log("debug", f"{version.label} is READY with {len(version.instances)} instance(s)")
+            text = f"{version.label} is READY with {len(version.instances)} instance(s)"
+            self._state.log("debug", text, model=version.model, version=version.number)
         self._state.dirty[version] = None
         self._operations.load_over(instance)
         self._operations.has_loaded(version, instance)
@@ -60,7 +66,8 @@ class Lifecycle:
             self._operations.has_failed(version, reason, instance)
         elif version.retries < self._state.limits.load_retries:
             version.retries += 1
-            self._state.log("warning", f"{version.label} is tried again (--model-load-retry-count): {reason}")
+            text = f"{version.label} is tried again (--model-load-retry-count): {reason}"
+            self._state.log("warning", text, **_about(version, instance))
             self._back_off(instance, self._state.limits.backoff_ns, now)
         else:
             self._give_up(version, instance, reason, now)
@@ -70,10 +77,12 @@ class Lifecycle:
         instance.reason = reason
         instance.move(_I.FAILED)
         if version.state in (_V.LOADING, _V.READY):
+            self._state.models[version.model].loads.failed += version.state is _V.LOADING
             version.move(_V.UNAVAILABLE, reason)
             self._state.refresh(version.model)
             if self._state.models[version.model].versions.get(version.number) is version:
-                self._state.log("error", f"{version.label} is UNAVAILABLE: {reason}")
+                text = f"{version.label} is UNAVAILABLE: {reason}"
+                self._state.log("error", text, **_about(version, instance, not instance.loaded))
         for other in list(version.instances):
             self._operations.stop(version, other)
         version.idle.clear()
@@ -110,6 +119,7 @@ class Lifecycle:
         """Its process has ended: was that expected, is it the end of it, or shall there be another? `named`: it is
         known which request has ended it."""
         load_error = instance.load_error or event.loading_error
+        instance.last_words = event.detail
         if self._state.draining:
             instance.move(_I.STOPPED)
             self._no_more(version, now)
@@ -179,8 +189,11 @@ class Lifecycle:
         limits = self._state.limits
         instance.deaths += not named
         instance.restarts += 1
+        restarts, name = version.statistics.restarts, instance.spec.name
+        restarts[name] = restarts.get(name, 0) + 1
         instance.reason = event.reason
-        self._state.log("error", f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}")
+        text = f"worker of {version.label} instance '{name}' ended: {event.reason}"
+        self._state.log("error", text, **_about(version, instance))
         if instance.deaths > limits.restarts:
             text = (
                 f"instance '{instance.spec.name}' ended {instance.deaths} times in a row, the last time: {event.reason}"
@@ -277,6 +290,12 @@ class Lifecycle:
         if not state.instances and not state.requests and not state.drained:
             state.drained = True
             state.effects.append(Drained())
+
+
+def _about(version: Version, instance: Instance, words: bool = True) -> dict[str, Any]:
+    """For the log; with its last words if there are any, and they have not just been told."""
+    found: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+    return found | {"last_words": instance.last_words} if words and instance.last_words else found
 
 
 def _lost(version: Version, instance: Instance, request: Request, alone: bool, reason: str) -> str:

@@ -80,6 +80,8 @@ class Operations:
             self._abandon(model, model.coming.pop(number))
         version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
         operation.loading[version] = None
+        if current is not None:
+            version.statistics = current.statistics
         if current is not None and current.state is _V.READY:
             model.coming[number] = version
         else:
@@ -110,6 +112,7 @@ class Operations:
 
     def refuse(self, peer: int, event: Refuse, now: int) -> None:
         model = self._state.models.setdefault(event.model, Model(event.model))
+        model.loads.failed += 1
         if not event.version:
             model.reason = event.reason
             return
@@ -256,7 +259,7 @@ class Operations:
             text = f"failed to load '{model.name}': {'; '.join(dict.fromkeys(operation.failures))}"
             if operation.beside:
                 text += "; what was served before goes on"
-                self._state.log("error", text)
+                self._state.log("error", text, model=model.name)
         else:
             text = ""
             self._commit(model, operation)
@@ -267,7 +270,6 @@ class Operations:
     def _commit(self, model: Model, operation: Operation) -> None:
         for number, version in model.coming.items():
             old = model.versions[number]
-            version.statistics = old.statistics
             model.versions[number] = version
             model.leaving.append(old)
             self.retire(old)
@@ -331,7 +333,7 @@ class Operations:
                 version.move(_V.UNAVAILABLE, UNLOADED)
                 model = self._state.models[version.model]
                 if model.versions.get(version.number) is version:
-                    self._state.log("info", f"{version.label} is unloaded")
+                    self._state.log("info", f"{version.label} is unloaded", model=model.name, version=version.number)
                 self.look_after(model)
 
     def look_after(self, model: Model) -> None:

@@ -6,12 +6,14 @@ Durations are sums in ns, over requests that were answered well unless another t
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 from msgspec import Struct, field
 
 from shmserve.core import histogram
 from shmserve.core.batcher import Reason
+from shmserve.core.limits import NAMED
 
 
 class Failure(IntEnum):
@@ -24,6 +26,15 @@ class Failure(IntEnum):
 
 
 _FAILURES = {"CANCELLED": Failure.CANCELED, "QUEUE_TIMEOUT": Failure.REJECTED}
+
+
+_LIMIT = re.compile(rf"\(({'|'.join(row.name for row in NAMED)})\)")
+
+
+def limit_in(text: str) -> str:
+    """The limit that the text of an error names, as all that speak of one do: in brackets. Empty if it names none."""
+    found = _LIMIT.search(text)
+    return found[1] if found else ""
 
 
 def _none() -> list[int]:
@@ -57,6 +68,8 @@ class Statistics(Struct):
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
+    restarts: dict[str, int] = {}
+    """By the name of the instance: how often its process has ended, and another one was started."""
     failures: list[int] = field(default_factory=_none)
     """By Failure; their sum is fail_count."""
     reasons: dict[Reason, int] = {}

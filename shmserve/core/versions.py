@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from shmserve.core.batcher import Plan, Reason, Shape, form
 from shmserve.core.checks import Checker
@@ -14,7 +14,7 @@ from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy
 from shmserve.core.queue import RequestQueue
 from shmserve.core.request import Request
 from shmserve.core.states import VERSION_MOVES, InstanceState, VersionState, legal
-from shmserve.core.statistics import Statistics
+from shmserve.core.statistics import Loads, Statistics
 
 
 class Version:
@@ -207,6 +207,7 @@ class Model(Struct, eq=False):
     reason: str = ""
     operation: Operation | None = None
     unloading: list[Unloading] = []
+    loads: Loads = field(default_factory=Loads)
 
     def default(self) -> Version | None:
         """The highest version that is READY."""
