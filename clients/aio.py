@@ -242,6 +242,11 @@ class AsyncClient:
         found: dict[str, Any] = await self._ask("statistics", model or "", version)
         return found
 
+    async def metrics(self) -> str:
+        """All that the server counts, in the text form of Prometheus."""
+        found: str = await self._ask("metrics")
+        return found
+
     # ------------------------------------------------------------------------------------ operations
 
     async def load(

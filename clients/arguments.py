@@ -228,11 +228,13 @@ examples:
 
 
 def _add_stats(commands: Any) -> None:
-    examples = "  shmserve stats\n  shmserve stats mlp --json\n"
+    examples = "  shmserve stats\n  shmserve stats mlp --json\n  shmserve stats --prometheus > shmserve.prom\n"
     about = "show how many requests were answered, in which batches, and how long they waited and ran"
     made = _command(commands, "stats", _later("commands_status", "stats"), about, examples)
     _model(made, "?")
     _version_of(made)
+    text = "all that the server counts, as Prometheus reads it"
+    made.add_argument("--prometheus", action="store_true", help=text)
     _json(made)
 
 

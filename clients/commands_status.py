@@ -27,6 +27,8 @@ def models(args: argparse.Namespace) -> int:
     elif args.instances:
         rows = [row for entry in found for row in instance_rows(entry)]
         print(table(INSTANCES, rows, right=[1, 5, 6, 7]) if rows else "no model has a process now")
+        for text in last_words(found):
+            print(text)
     else:
         print(models_table(found))
     return 0
@@ -90,6 +92,16 @@ def instance_rows(entry: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def last_words(index: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the processes of instances that do not serve now wrote before they ended."""
+    return [
+        "\n".join([f"\n{entry['name']} version {entry['version']}, {instance['name']}, wrote last:", *words])
+        for entry in index
+        for instance in instances_of(entry)
+        if (words := [f"  {line}" for line in instance.get("last_words", ())]) and instance["state"] != "ready"
+    ]
+
+
 def config(args: argparse.Namespace) -> int:
     """For people with the origins; as JSON it is Triton's, so that what reads that can read this."""
     if args.origins and not args.json:
@@ -106,6 +118,12 @@ def config(args: argparse.Namespace) -> int:
 
 
 def stats(args: argparse.Namespace) -> int:
+    if args.prometheus:
+        if args.model or args.version or args.json:
+            raise Misuse("--prometheus is about the whole server, and a form of its own: give no model and no --json")
+        with connected(args) as client:
+            print(client.metrics(), end="")
+        return 0
     with connected(args) as client:
         found = client.statistics(args.model, args.version)
     if args.json:

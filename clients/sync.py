@@ -250,6 +250,11 @@ class Client:
         found: dict[str, Any] = self._ask("statistics", model or "", version)
         return found
 
+    def metrics(self) -> str:
+        """All that the server counts, in the text form of Prometheus."""
+        found: str = self._ask("metrics")
+        return found
+
     # ------------------------------------------------------------------------------------ operations
 
     def load(

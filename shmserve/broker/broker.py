@@ -22,6 +22,8 @@ from shmserve import wire
 from shmserve.broker.catalog import Catalog, read_descriptor
 from shmserve.broker.control import Control
 from shmserve.broker.link import Link, close_all
+from shmserve.broker.logs import say
+from shmserve.broker.metrics import Metrics
 from shmserve.broker.operations import Operations
 from shmserve.broker.segments import Segments
 from shmserve.broker.workers import Workers
@@ -44,7 +46,6 @@ PING_S = 10.0
 """How often silent ZeroMQ clients are asked whether they live, and unused memory of the broker's own is given back."""
 LANE_BACKLOG = 512
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _CREDENTIALS = struct.Struct("3i")
 _client_codec = wire.Codec(ClientMessage)
 
@@ -67,7 +68,8 @@ class Broker:
         self._arena = Arena(
             0, memfd.create, limit_bytes=arena_bytes, announce=self._own_segment, knob="broker-arena-bytes"
         )
-        self._workers = Workers(loop, self._deliver, self._worker_exited, self._say)
+        control.metrics = Metrics(core.state, self._arena, arena_bytes, self.process_of, control.server_ready).text
+        self._workers = Workers(loop, self._deliver, self._worker_exited, say)
         self._peers = count(1)
         self._links: dict[int, Link | Outbox] = {}
         self._dirty: dict[Link | Outbox, None] = {}
@@ -90,7 +92,7 @@ class Broker:
             effects.Close: self._close,
             effects.Free: lambda effect: free(self._arena, effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
-            effects.Log: lambda effect: self._say(effect.level, effect.text),
+            effects.Log: lambda effect: say(effect.level, effect.text, effect.fields),
             effects.Settled: lambda effect: self.operations.settled(effect),
             effects.Query: self._query,
             effects.Drained: lambda effect: self.drained(),
@@ -128,7 +130,7 @@ class Broker:
 
     def _ended(self, peer: int, reason: str) -> None:
         if reason:
-            log.info("client %d: %s", peer, reason)
+            say("info", f"client {peer}: {reason}", {"client": peer})
         link = self._links.pop(peer, None)
         if link is not None:
             self._dirty.pop(link, None)
@@ -289,7 +291,7 @@ class Broker:
     def _spawn(self, effect: effects.Spawn) -> None:
         load, descriptor = self._catalog.load_order(effect)
         try:
-            worker = self._workers.spawn(effect.peer, effect.instance)
+            worker = self._workers.spawn(effect)
             self._links[effect.peer] = worker.link
             worker.link.send_now([load], [descriptor])
         except OSError as error:
@@ -329,9 +331,6 @@ class Broker:
         """The pid of a worker, 0 if it has none any more."""
         worker = self._workers.get(peer)
         return worker.process.pid if worker is not None else 0
-
-    def _say(self, level: str, text: str) -> None:
-        log.log(_LEVELS[level], "%s", text)
 
     # ------------------------------------------------------------------------------------ the end
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from shmserve.broker import procfs
 from shmserve.broker.catalog import Catalog
 from shmserve.core.core import Core
 from shmserve.core.instances import Instance
@@ -20,7 +19,6 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.messages import FIELD_BYTES, Answer, Ask, Fail
 from shmserve.repo.schema import as_triton_json
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
 EXTENSIONS = (
     "classification",
     "model_repository",
@@ -37,6 +35,7 @@ class Control:
     def __init__(self, core: Core, catalog: Catalog, name: str, version: str, strict: bool) -> None:
         self.process_of: Callable[[int], int] = lambda peer: 0
         """The pid of a worker."""
+        self.metrics: Callable[[], str] = lambda: ""
         self._core = core
         self._catalog = catalog
         self._name = name
@@ -50,6 +49,7 @@ class Control:
             "config": self._config,
             "origins": self._origins,
             "statistics": self._statistics,
+            "metrics": lambda ask: self.metrics(),
         }
 
     def answer(self, ask: Ask) -> list[Answer | Fail]:
@@ -132,9 +132,10 @@ class Control:
             "device": instance.spec.device,
             "passive": instance.spec.passive,
             "pid": pid,
-            "memory_bytes": resident_bytes(pid) if pid else 0,
+            "memory_bytes": procfs.usage(pid).resident_bytes if pid else 0,
             "restarts": instance.restarts,
             "reason": instance.reason,
+            "last_words": instance.last_words.splitlines(),
         }
 
     def _find(self, ask: Ask) -> list[Version]:
@@ -187,6 +188,11 @@ class Control:
         found = self._find(ask) if ask.model else self._versions()
         return {"model_stats": [self._of(version) for version in found]}
 
+    def _resident_bytes(self, version: Version) -> int:
+        """Of all processes that run this version now."""
+        peers = [instance.peer for instance in version.instances if instance.peer]
+        return sum(procfs.usage(self.process_of(peer)).resident_bytes for peer in peers)
+
     def _of(self, version: Version) -> dict[str, Any]:
         counted = version.statistics
         last_ns = 0
@@ -205,7 +211,10 @@ class Control:
                 "compute_input": _duration(counted.success_count, counted.input_ns),
                 "compute_infer": _duration(counted.success_count, counted.infer_ns),
                 "compute_output": _duration(counted.success_count, counted.output_ns),
+                "cache_hit": _duration(0, 0),
+                "cache_miss": _duration(0, 0),
             },
+            "response_stats": {},
             "batch_stats": [
                 {
                     "batch_size": rows,
@@ -215,6 +224,7 @@ class Control:
                 }
                 for rows, batch in sorted(counted.batches.items())
             ],
+            "memory_usage": [{"type": "CPU", "id": 0, "byte_size": self._resident_bytes(version)}],
             "batch_reasons": {reason.value: count for reason, count in counted.reasons.items()},
             "rejected": counted.rejected,
             "cancelled": counted.cancelled,
@@ -224,12 +234,3 @@ class Control:
 
 def _duration(count: int, ns: int) -> dict[str, int]:
     return {"count": count, "ns": ns}
-
-
-def resident_bytes(pid: int) -> int:
-    """What of the process is in memory, shared pages included; 0 if it has ended."""
-    try:
-        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(pages) * PAGE

@@ -114,7 +114,8 @@ FLAGS = (
     Flag("log-info", "boolean", LOGGING, "log what goes on", True),
     Flag("log-warning", "boolean", LOGGING, "log what may be wrong", True),
     Flag("log-error", "boolean", LOGGING, "log what has failed", True),
-    Flag("log-format", "choice", LOGGING, "default: local time, level, text; ISO8601: the time in UTC, for programs",
+    Flag("log-format", "choice", LOGGING, "default: local time, level, text; ISO8601: the same with the time in UTC; "
+         "json: an object a line, for programs",
          "default", "FORM", choices=FORMATS),
     Flag("log-file", "path", LOGGING, "append to this file, not to the console; it may be rotated by renaming it",
          None, "FILE", shown="console"),

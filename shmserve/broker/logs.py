@@ -1,20 +1,29 @@
 """The server's log: which levels, in which form, to stderr or to a file.
 
 The rule of the file: a record is one line that begins with its time, whatever is in it; nothing can forge another.
-Only the lines of a traceback of our own follow it, and they are indented.
+Only a traceback of our own follows it, or what a worker wrote last, line by line and indented. As JSON there is
+nothing but the line.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import logging.handlers
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-FORMATS = ("default", "ISO8601")
+FORMATS = ("default", "ISO8601", "json")
 INDENT = "    "
+LAST_WORDS = "last_words"
+"""The field with the lines that a worker wrote before it ended."""
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_log = logging.getLogger("shmserve")
 
 
 def set_up(settings: argparse.Namespace) -> None:
@@ -39,6 +48,11 @@ def set_up(settings: argparse.Namespace) -> None:
     root.setLevel(min(levels, default=logging.CRITICAL + 1))
 
 
+def say(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
+    """A record about what `fields` name: model, version, instance, client and more, for programs."""
+    _log.log(_LEVELS[level], "%s", text, extra={"fields": fields} if fields else None)
+
+
 def printable(text: str) -> str:
     """A line that cannot forge another: control characters are escaped."""
     if text.isprintable():
@@ -47,11 +61,13 @@ def printable(text: str) -> str:
 
 
 class Formatter(logging.Formatter):
-    """`default`: local time, level, message. `ISO8601`: the same with the time in UTC, for programs."""
+    """`default`: local time, level, message. `ISO8601`: the same with the time in UTC. `json`: an object, for programs,
+    with time (in UTC), level, message, and what the record is about."""
 
     def __init__(self, form: str) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
-        if form == "ISO8601":
+        self._json = form == "json"
+        if form != "default":
             self.converter = time.gmtime
             self.default_time_format = "%Y-%m-%dT%H:%M:%S"
             self.default_msec_format = "%s.%03dZ"
@@ -59,11 +75,18 @@ class Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
         record.asctime = self.formatTime(record)
-        lines = [printable(self.formatMessage(record))]
-        if record.exc_info:
-            lines += [INDENT + printable(line) for line in self.formatException(record.exc_info).splitlines()]
+        fields: Mapping[str, Any] = getattr(record, "fields", None) or {}
+        traceback = self.formatException(record.exc_info) if record.exc_info else ""
         if record.stack_info:
-            lines += [INDENT + printable(line) for line in record.stack_info.splitlines()]
+            traceback += f"\n{record.stack_info}"
+        if self._json:
+            found = {"time": record.asctime, "level": record.levelname.lower(), "message": record.message}
+            if traceback:
+                found["traceback"] = traceback
+            return json.dumps(found | {name: value for name, value in fields.items() if name not in found})
+        lines = [printable(self.formatMessage(record))]
+        for more in (traceback, fields.get(LAST_WORDS, "")):
+            lines += [INDENT + printable(line) for line in more.splitlines()]
         return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from shmserve import wire
 from shmserve.broker.link import Link
 from shmserve.broker.logs import printable
-from shmserve.core.policy import InstanceSpec
+from shmserve.core.effects import Spawn
 from shmserve.messages import WorkerReport
 from shmserve.paths import python
 
@@ -38,6 +38,8 @@ _codec = wire.Codec(WorkerReport)
 class Worker(Struct, eq=False):
     peer: int
     name: str
+    about: dict[str, Any]
+    """For the log: model, version, instance."""
     process: subprocess.Popen[bytes]
     link: Link
     pidfd: int
@@ -55,7 +57,7 @@ class Workers:
         loop: Any,
         deliver: Callable[[int, list[Any], list[int]], None],
         exited: Callable[[int, str, str, str], None],
-        say: Callable[[str, str], None],
+        say: Callable[[str, str, dict[str, Any]], None],
     ) -> None:
         self._loop = loop
         self._deliver = deliver
@@ -69,7 +71,8 @@ class Workers:
     def get(self, peer: int) -> Worker | None:
         return self._workers.get(peer)
 
-    def spawn(self, peer: int, spec: InstanceSpec) -> Worker:
+    def spawn(self, effect: Spawn) -> Worker:
+        peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [*python(), "-m", "shmserve.workers.main", "--link", str(theirs.fileno()), "--name", spec.name]
         if spec.cpus:
@@ -93,7 +96,8 @@ class Workers:
             theirs.close()
         pidfd = os.pidfd_open(process.pid)
         link = Link(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
-        worker = Worker(peer, spec.name, process, link, pidfd, deque(maxlen=STDERR_LINES))
+        about = {"model": effect.model, "version": effect.version, "instance": spec.name}
+        worker = Worker(peer, spec.name, about, process, link, pidfd, deque(maxlen=STDERR_LINES))
         self._workers[peer] = worker
         self._loop.add_reader(pidfd, self._ended, worker)
         assert process.stdout is not None
@@ -127,7 +131,7 @@ class Workers:
         for line in lines:
             text = printable(line[:LINE_BYTES].decode("utf-8", "backslashreplace"))
             worker.stderr.append(text)
-            self._say("info", f"[{worker.name}] {text}")
+            self._say("info", f"[{worker.name}] {text}", worker.about)
 
     def _ended(self, worker: Worker) -> None:
         """The process has ended. What it still said on its link and its stderr comes first."""

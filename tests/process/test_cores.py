@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.workers import Workers
+from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
 
 pytestmark = pytest.mark.process
@@ -52,9 +53,9 @@ def found(spec: InstanceSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
             loop,
             lambda *_: None,
             lambda _, reason, error, detail: ended.set_result(reason),
-            lambda _, line: lines.append(line),
+            lambda _, line, about: lines.append(line),
         )
-        workers.spawn(1, spec)
+        workers.spawn(Spawn(1, "m", 1, 0, spec))
         assert await asyncio.wait_for(ended, PATIENCE_S) == "exit code 0", lines
         assert not len(workers)
         (line,) = [line for line in lines if "found " in line]

@@ -1,0 +1,159 @@
+"""The metrics: their names, kinds, labels and meaning, and the text in which Prometheus reads them.
+
+The rule of the file: a metric is a row of FAMILIES, and docs/metrics.md has its tables from here. Rows that begin with
+nv_ have Triton's names and meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from shmserve.broker.logs import printable
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+VERSION = ("model", "version")
+INSTANCE = ("model", "version", "instance")
+
+
+class Family(Struct, frozen=True):
+    name: str
+    kind: str  # counter, gauge or histogram
+    labels: tuple[str, ...]
+    help: str
+    group: str
+
+
+MODEL, BATCHES, MEMORY, SERVER, MACHINE = "Requests", "Batches", "Memory", "Server and instances", "Machine"
+GROUPS = (MODEL, BATCHES, MEMORY, SERVER, MACHINE)
+
+
+def _rows(group: str, *rows: tuple[str, str, tuple[str, ...], str]) -> Iterator[Family]:
+    for name, kind, labels, text in rows:
+        yield Family(name, kind, labels, text, group)
+
+
+FAMILIES = (
+    *_rows(
+        MODEL,
+        ("nv_inference_request_success", "counter", VERSION, "requests answered well"),
+        ("nv_inference_request_failure", "counter", (*VERSION, "reason"),
+         "requests not answered well: REJECTED by a limit or a policy, CANCELED by the caller, BACKEND: by the model "
+         "or the end of its process, OTHER: a deadline, or the stop of the server"),
+        ("nv_inference_pending_request_count", "gauge", VERSION, "requests that no instance has begun yet"),
+        ("nv_inference_request_duration_us", "counter", VERSION, "microseconds from arrival to answer, summed"),
+        ("nv_inference_queue_duration_us", "counter", VERSION, "microseconds from arrival to the batch, summed"),
+        ("nv_inference_compute_input_duration_us", "counter", VERSION, "microseconds for making inputs ready, summed"),
+        ("nv_inference_compute_infer_duration_us", "counter", VERSION, "microseconds in the model, summed"),
+        ("nv_inference_compute_output_duration_us", "counter", VERSION, "microseconds for placing outputs, summed"),
+        ("shmserve_request_duration_seconds", "histogram", VERSION, "from arrival to answer, of those answered well"),
+        ("shmserve_queue_duration_seconds", "histogram", VERSION, "from arrival until an instance took the batch up"),
+        ("shmserve_queue_bytes", "gauge", VERSION, "bytes inside messages that wait"),
+        ("shmserve_requests_in_flight", "gauge", (), "requests not answered yet, or still read by an instance"),
+        ("shmserve_requests_refused_total", "counter", ("reason",),
+         "requests that were not admitted, by the limit that they would have exceeded or by the code of the error"),
+    ),
+    *_rows(
+        BATCHES,
+        ("nv_inference_count", "counter", VERSION, "rows computed, a request without a batch dimension being one"),
+        ("nv_inference_exec_count", "counter", VERSION, "batches run"),
+        ("shmserve_batch_duration_seconds", "histogram", VERSION, "from when a batch was taken up until it was done"),
+        ("shmserve_batch_rows", "histogram", VERSION, "rows of batches"),
+        ("shmserve_batches_total", "counter", (*VERSION, "reason"), "batches run, by why each was formed when it was"),
+    ),
+    *_rows(
+        MEMORY,
+        ("shmserve_instance_memory_bytes", "gauge", INSTANCE, "resident memory of its process, shared pages included"),
+        ("shmserve_instance_arena_bytes", "gauge", INSTANCE, "shared memory that it has for outputs"),
+        ("shmserve_segments", "gauge", ("owner",), "segments of shared memory, by who made them"),
+        ("shmserve_segment_bytes", "gauge", ("owner",), "bytes of these segments"),
+        ("shmserve_broker_arena_used_bytes", "gauge", (), "of the memory for tensors that come in frames, in use"),
+        ("shmserve_broker_arena_committed_bytes", "gauge", (), "the same, taken from the machine"),
+        ("shmserve_broker_arena_limit_bytes", "gauge", (), "the same, at most (--broker-arena-bytes)"),
+        ("shmserve_held_bytes", "gauge", (), "bytes of answers in shared memory that clients hold"),
+        ("shmserve_client_held_bytes", "gauge", ("client", "name"),
+         "of that, those who hold most; all others together have the client 'other'"),
+        ("shmserve_client_requests", "gauge", ("client", "name"), "requests in flight of the same clients"),
+    ),
+    *_rows(
+        SERVER,
+        ("shmserve_info", "gauge", ("version",), "always 1"),
+        ("shmserve_ready", "gauge", (), "1 if the server is ready"),
+        ("shmserve_clients", "gauge", ("plane",), "connections, by their kind"),
+        ("shmserve_model_state", "gauge", (*VERSION, "state"), "1 for the state in which it is"),
+        ("nv_model_load_duration_secs", "gauge", VERSION, "how long the last load took; 0: there was none yet"),
+        ("shmserve_model_loads_total", "counter", ("model", "result"), "versions loaded: done or failed"),
+        ("shmserve_model_load_seconds_total", "counter", ("model",), "how long those took that are done"),
+        ("shmserve_instance_state", "gauge", (*INSTANCE, "state"), "1 for the state in which it is"),
+        ("shmserve_instance_restarts_total", "counter", INSTANCE, "how often its process has ended and was replaced"),
+        ("shmserve_instance_cpu_seconds_total", "counter", INSTANCE, "processor time of its process"),
+        ("process_cpu_seconds_total", "counter", (), "processor time of the broker"),
+        ("process_resident_memory_bytes", "gauge", (), "resident memory of the broker"),
+        ("process_open_fds", "gauge", (), "descriptors that the broker has open"),
+        ("process_start_time_seconds", "gauge", (), "when the broker was started, in seconds of the epoch"),
+    ),
+    *_rows(
+        MACHINE,
+        ("nv_cpu_utilization", "gauge", (), "from 0 to 1, all cores together, since the metrics were read last"),
+        ("nv_cpu_memory_total_bytes", "gauge", (), "memory of the machine"),
+        ("nv_cpu_memory_used_bytes", "gauge", (), "of that, what is not available to others"),
+    ),
+)  # fmt: skip
+RESERVED = (
+    "nv_gpu_utilization", "nv_gpu_memory_total_bytes", "nv_gpu_memory_used_bytes", "nv_gpu_power_usage",
+    "nv_gpu_power_limit", "nv_energy_consumption", "nv_pinned_memory_pool_total_bytes",
+    "nv_pinned_memory_pool_used_bytes", "nv_cache_num_hits_per_model", "nv_cache_num_misses_per_model",
+    "nv_cache_hit_duration_per_model", "nv_cache_miss_duration_per_model",
+)  # fmt: skip
+"""Triton's names for what is not here. They stand for nothing else."""
+
+
+def label(text: str) -> str:
+    """A label's value between its quotes. It may be anything that a client or a directory is called."""
+    return printable(text).replace("\\", "\\\\").replace('"', '\\"')
+
+
+def labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """`a="x",b="y"`"""
+    return ",".join(f'{name}="{label(value)}"' for name, value in zip(names, values, strict=True))
+
+
+class Page:
+    """Collects samples in any order; the text has those of a metric together."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[str]] = {
+            family.name: [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
+            for family in FAMILIES
+        }
+
+    def add(self, name: str, value: float, labels: str = "") -> None:
+        """One sample; `labels` are written out, without braces."""
+        self._lines[name].append(f"{name}{{{labels}}} {value}" if labels else f"{name} {value}")
+
+    def histogram(self, name: str, edges: list[str], counts: list[int], count: int, total: float, labels: str) -> None:
+        """`counts` are cumulative, one for each edge; `count` is of all, also of those beyond the last edge."""
+        lines = self._lines[name]
+        lines += [f'{name}_bucket{{{labels},le="{edge}"}} {below}' for edge, below in zip(edges, counts, strict=True)]
+        lines.append(f'{name}_bucket{{{labels},le="+Inf"}} {count}')
+        lines.append(f"{name}_sum{{{labels}}} {total}")
+        lines.append(f"{name}_count{{{labels}}} {count}")
+
+    def text(self) -> str:
+        """Metrics without any sample are left out."""
+        return "".join("\n".join(lines) + "\n" for lines in self._lines.values() if len(lines) > 2)
+
+
+def page() -> str:
+    """The tables of docs/metrics.md."""
+    lines: list[str] = []
+    for group in GROUPS:
+        lines += [f"### {group}", "", "| Metric | Type | Labels | Meaning |", "| --- | --- | --- | --- |"]
+        for family in FAMILIES:
+            if family.group == group:
+                named = " ".join(f"`{name}`" for name in family.labels)
+                lines.append(f"| `{family.name}` | {family.kind} | {named} | {family.help} |".replace("|  |", "| |"))
+        lines.append("")
+    return "\n".join(lines)

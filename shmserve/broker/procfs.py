@@ -1,0 +1,83 @@
+"""What the kernel says of processes and of the machine.
+
+The rule of the file: a process that has ended meanwhile has used nothing; that is no error.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from msgspec import Struct
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
+_PROC = Path("/proc")
+
+
+class Usage(Struct, frozen=True):
+    cpu_seconds: float = 0.0
+    resident_bytes: int = 0
+    """What of it is in memory, shared pages included."""
+    started: float = 0.0
+    """In seconds after the start of the machine."""
+
+
+NOTHING = Usage()
+
+
+def usage(pid: int) -> Usage:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return NOTHING
+    fields = text.rpartition(")")[2].split()  # its name, which comes before, may hold anything
+    user, system, started, resident = (int(fields[at]) for at in (11, 12, 19, 21))
+    return Usage((user + system) / TICKS, resident * PAGE, started / TICKS)
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd")) - 1  # without the one of the listing
+
+
+def boot_time() -> float:
+    """When the machine was started, in seconds of the epoch."""
+    for line in (_PROC / "stat").read_text().splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    return 0.0
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of the machine's memory, and of them those that nobody else could have."""
+    found: dict[str, int] = {}
+    for line in (_PROC / "meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        found[name] = int(rest.split()[0]) * 1024
+    total = found["MemTotal"]
+    return total, total - found.get("MemAvailable", found["MemFree"])
+
+
+class Cores:
+    """How busy all cores together were, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._busy, self._total = _times()
+        self._share = 0.0
+
+    def share(self) -> float:
+        """From 0 to 1. Looks that come too close together see the same."""
+        busy, total = _times()
+        if total - self._total >= TICKS // 10:
+            self._share = min(1.0, max(0.0, (busy - self._busy) / (total - self._total)))
+            self._busy, self._total = busy, total
+        return self._share
+
+
+def _times() -> tuple[int, int]:
+    """Ticks of all cores since the start of the machine: busy, and all."""
+    with (_PROC / "stat").open() as file:
+        ticks = [int(text) for text in file.readline().split()[1:9]]
+    total = sum(ticks)
+    return total - ticks[3] - ticks[4], total
