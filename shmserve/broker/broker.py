@@ -302,6 +302,7 @@ class Broker:
     def _worker_exited(self, peer: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)
         self._put(0, events.Exited(peer, reason, loading_error, detail))
+        self._loop.call_soon(self.operations.tidy)  # behind the turn
 
     def _close(self, effect: effects.Close) -> None:
         link = self._links.get(effect.peer)

@@ -145,6 +145,8 @@ class Catalog:
             return [(0, Refuse(found.name, version, reason)) for version in found.versions or (0,)]
         instances = compile_instances(found.config, self._cores)
         targets = tuple(Target(number, self._source(reading, number), instances) for number in found.versions)
+        for key in [key for key in self._latest if key[0] == found.name and key[1] not in found.versions]:
+            del self._latest[key]
         events: list[Event] = [(0, Deploy(found.name, targets, operation))]
         events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
         return events
@@ -199,6 +201,11 @@ class Catalog:
         return [
             folder for folder in {source.override for source in dropped} if folder is not None and folder not in kept
         ]
+
+    def is_override(self, number: int) -> bool:
+        """A load call brought it, or its configuration."""
+        source = self._sources.get(number)
+        return source is not None and source.kind == "override"
 
     def forget(self, model: str) -> None:
         """It is not served any more: when it is loaded again, it is read anew."""

@@ -22,7 +22,9 @@ from shmserve.broker.overrides import Upload, decode_body
 from shmserve.broker.poll import Changes, Poll
 from shmserve.core import effects, events
 from shmserve.core.core import Core
+from shmserve.core.operations import UNLOADED
 from shmserve.core.states import VersionState
+from shmserve.core.versions import Model
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.messages import FIELD_BYTES, Answer, Ask, Fail
 
@@ -202,7 +204,7 @@ class Operations:
     def settled(self, effect: effects.Settled) -> None:
         """The core says that an operation is over."""
         job = self._jobs.pop(effect.operation, None)
-        self._tidy()
+        self.tidy()
         if job is None:
             return
         if effect.code:
@@ -220,9 +222,12 @@ class Operations:
         for start in range(0, len(body), CHUNK):
             self._send(job.peer, Answer(job.ask.request, body[start : start + CHUNK], start + CHUNK < len(body)))
 
-    def _tidy(self) -> None:
-        """Forgets what no version is made of any more."""
-        live = {version.source for model in self._core.state.models.values() for version in model.generations()}
+    def tidy(self) -> None:
+        """Forgets what no version is made of any more. Also when the last process of a version has ended."""
+        if self._closed:
+            return
+        versions = (version for model in self._core.state.models.values() for version in model.generations())
+        live = {v.source for v in versions if not (v.gone and v.state is VersionState.UNAVAILABLE)}
         folders = self._catalog.prune(live)
         if folders:
             self._remove(folders)
@@ -270,10 +275,58 @@ class Operations:
             self._catalog.forget(name)
             self._put(events.Unload(name))
         self._catalog.names = changes.names
-        self._tidy()
+        self.tidy()
         if changes.again_s < self._poll_s:
             self._poll_timer.cancel()
             self._poll_timer = self._loop.call_later(changes.again_s, self._look)
+
+    # ------------------------------------------------------------------------------------ looked at when told to
+
+    def reread(self, then: Callable[[], None]) -> None:
+        """The operator says that the repositories are to be looked at now. `then`: what is new is on its way."""
+        if self._poll is not None:
+            self._in_thread(self._poll.look, self._changed, None)
+        elif self._mode == "explicit":
+            served = [model.name for model in self._core.state.models.values() if self._is_of_disk(model)]
+            self._in_thread(lambda: self._read_again(served), lambda readings: self._renew(readings, None), None)
+        else:
+            self._in_thread(self._read_everything, lambda found: self._renew(*found), None)
+        self._in_thread(lambda: None, lambda _: then(), None)  # behind it in the same thread, whatever became of it
+
+    def _is_of_disk(self, model: Model) -> bool:
+        """Something of it is to be served, and as the repository has it: what a load call brought stays as it is."""
+        versions = (*model.versions.values(), *model.coming.values())
+        served = [version.source for version in versions if version.reason != UNLOADED]
+        return bool(model.reason or served) and not any(map(self._catalog.is_override, served))
+
+    def _read_again(self, names: Collection[str]) -> list[Reading]:
+        readings = []
+        for name in names:
+            try:
+                readings.append(self._catalog.read(name))
+            except (ServeError, OSError) as error:
+                log.warning("model '%s' cannot be read again, and goes on as it is: %s", name, error)
+        return readings
+
+    def _read_everything(self) -> tuple[list[Reading], Collection[str] | None]:
+        try:
+            return self._catalog.read_all(), self._catalog.names_on_disk()
+        except (ServeError, OSError) as error:
+            log.error("the repositories cannot be read again, and all goes on as it is: %s", error)
+            return [], None
+
+    def _renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
+        """`names`: of all models that there are, if others are not to be served any more."""
+        for reading in readings:
+            self._adopt(reading)
+        if names is not None:
+            for model in self._core.state.models.values():
+                if model.name not in names and self._is_of_disk(model):
+                    log.info("model '%s' has gone from the repository", model.name)
+                    self._catalog.forget(model.name)
+                    self._put(events.Unload(model.name))
+            self._catalog.names = names
+        self.tidy()
 
     # ------------------------------------------------------------------------------------ the thread
 

@@ -46,7 +46,7 @@ PYTHON = CONFIG | {"backend": "python"}
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     root = tmp_path_factory.mktemp("models")
-    options = ["--model-control-mode", "explicit", "--override-bytes", str(LIMIT), "--load-model", "m"]
+    options = ["--model-control-mode", "explicit", "--override-bytes", str(LIMIT)]
     identity(root, "m")
     with Server(root, *options) as server:
         yield server, root
@@ -54,13 +54,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 @pytest.fixture
 def client(running: tuple[Server, Path]) -> Iterator[shmserve.Client]:
+    """With "m" loaded for this test alone, so that the server has no more processes after it than before."""
     with running[0].client() as made:
+        made.load("m")
         yield made
+        made.unload("m")
 
 
 def kept(server: Server) -> list[str]:
     """What the server keeps of load calls."""
-    return [path.name for path in (server.runtime_dir / "overrides").rglob("*")]
+    return [name for _, folders, files in os.walk(server.runtime_dir / "overrides") for name in (*folders, *files)]
 
 
 def descriptors(server: Server) -> int:
@@ -134,7 +137,7 @@ def test_a_model_that_is_in_no_repository(running: tuple[Server, Path], client: 
         files = {"1/model.py": living.GENERATION.encode(), "1/generation": str(number).encode()}
         assert client.load("sent", config=PYTHON, files=files)["changed"] is True
         assert answer(client, "sent") == number
-        assert kept(server).count("generation") == 1, "those of the one before are gone"
+        until(client, lambda: kept(server).count("generation") == 1, "those of the one before are gone")
     with pytest.raises(shmserve.NotFound, match="no model repository has it"):
         client.load("sent")
     client.restart("sent")
@@ -238,7 +241,10 @@ class Raw:
         self.say(Ping(request))
         assert self.hear() == Pong(request)
 
-    def close(self) -> None:
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._sock.close()
 
 
@@ -247,19 +253,18 @@ def test_a_body_that_does_not_end(running: tuple[Server, Path], client: shmserve
     server, _ = running
     client.live()
     before = descriptors(server)
-    raw = Raw(server)
-    for request in (1, 2, 3):
-        raw.begin(request, 2 * IN_MEMORY)
-    assert descriptors(server) == before + 4, "a connection, and three files"
-    assert kept(server) == [], "without names"
-    if goodbye == "cancelled":
-        raw.say(*(Cancel(request) for request in (1, 2, 3)))
-        raw.say(Ping(9))
-        assert raw.hear() == Pong(9)
-        assert descriptors(server) == before + 1
-        raw.say(Ask(1, "unload", "nobody"))
-        assert isinstance(raw.hear(), Answer), "the number can be used again"
-    raw.close()
+    with Raw(server) as raw:
+        for request in (1, 2, 3):
+            raw.begin(request, 2 * IN_MEMORY)
+        assert descriptors(server) == before + 4, "a connection, and three files"
+        assert kept(server) == [], "without names"
+        if goodbye == "cancelled":
+            raw.say(*(Cancel(request) for request in (1, 2, 3)))
+            raw.say(Ping(9))
+            assert raw.hear() == Pong(9)
+            assert descriptors(server) == before + 1
+            raw.say(Ask(1, "unload", "nobody"))
+            assert isinstance(raw.hear(), Answer), "the number can be used again"
     until(client, lambda: descriptors(server) == before)
     assert not index(client, "sent")
     assert answer(client, "m") == 1
@@ -269,16 +274,15 @@ def test_many_bodies_at_a_time(running: tuple[Server, Path], client: shmserve.Cl
     server, _ = running
     client.live()
     before = descriptors(server)
-    raw = Raw(server)
-    for request in range(16):
-        raw.begin(request, FIELD_BYTES)
-    raw.say(Ask(16, "load", "sent", 0, b"", True))
-    refused = raw.hear()
-    assert isinstance(refused, Fail)
-    assert (refused.request, refused.code) == (16, "UNAVAILABLE")
-    assert "16 load calls are being received already" in refused.text
-    with pytest.raises(shmserve.Unavailable, match="try again"):
-        client.load("m", config=CONFIG)
-    raw.close()
+    with Raw(server) as raw:
+        for request in range(16):
+            raw.begin(request, FIELD_BYTES)
+        raw.say(Ask(16, "load", "sent", 0, b"", True))
+        refused = raw.hear()
+        assert isinstance(refused, Fail)
+        assert (refused.request, refused.code) == (16, "UNAVAILABLE")
+        assert "16 load calls are being received already" in refused.text
+        with pytest.raises(shmserve.Unavailable, match="try again"):
+            client.load("m", config=CONFIG)
     until(client, lambda: descriptors(server) == before)
     assert client.load("m")["changed"] is False
