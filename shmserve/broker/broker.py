@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable
 from itertools import count
@@ -19,8 +18,10 @@ from typing import Any
 import msgspec
 
 from shmserve import wire
+from shmserve.broker.access import Access, Principal
 from shmserve.broker.catalog import Catalog, read_descriptor
 from shmserve.broker.control import Control
+from shmserve.broker.lane import LaneDoor, open_to_group
 from shmserve.broker.link import Link, close_all
 from shmserve.broker.logs import say
 from shmserve.broker.metrics import Metrics
@@ -29,7 +30,6 @@ from shmserve.broker.segments import Segments
 from shmserve.broker.workers import Workers
 from shmserve.broker.zmqdoor import Outbox, ZmqDoor, free
 from shmserve.core import effects, events
-from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
 from shmserve.core.effects import Effect, Send
 from shmserve.core.events import Event
@@ -44,15 +44,20 @@ log = logging.getLogger("shmserve")
 
 PING_S = 10.0
 """How often silent ZeroMQ clients are asked whether they live, and unused memory of the broker's own is given back."""
-LANE_BACKLOG = 512
 
-_CREDENTIALS = struct.Struct("3i")
 _client_codec = wire.Codec(ClientMessage)
 
 
 class Broker:
     def __init__(
-        self, loop: Any, runtime_dir: Path, core: Core, catalog: Catalog, control: Control, arena_bytes: int
+        self,
+        loop: Any,
+        runtime_dir: Path,
+        core: Core,
+        catalog: Catalog,
+        control: Control,
+        arena_bytes: int,
+        access: Access,
     ) -> None:
         self.core = core
         self.drained: Callable[[], None] = lambda: None
@@ -78,11 +83,22 @@ class Broker:
         self._timer: Any = None
         self._timer_at = 0
         self._forgotten: list[int] = []
+        self._outbox_bytes = core.state.limits.client_outbox_bytes
+        self._zmq_user = os.geteuid()
+        self._zmq_roles = access.roles_of(Principal(self._zmq_user))
         self._door = ZmqDoor(
-            runtime_dir / BROKER, loop, self._segments, self._arena, self._zmq_opened, self._deliver, self._ended
+            runtime_dir / BROKER,
+            loop,
+            self._segments,
+            self._arena,
+            self._zmq_opened,
+            self._deliver,
+            self._ended,
+            self._outbox_bytes,
         )
         self._door_used = False
-        self._lane = self._listen(runtime_dir / LANE)
+        self._lane = LaneDoor(runtime_dir / LANE, loop, access, self._lane_opened)
+        open_to_group(runtime_dir, access.socket_group)
         self._pings = count(1)
         self._keepalive = loop.call_later(PING_S, self._ping_silent)
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -100,32 +116,17 @@ class Broker:
 
     # ------------------------------------------------------------------------------------ doors
 
-    def _listen(self, path: Path) -> socket.socket:
-        lane = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        lane.bind(str(path))
-        lane.listen(LANE_BACKLOG)
-        self._loop.add_reader(lane.fileno(), self._accept)
-        return lane
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._lane.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # out of descriptors, say: the others go on
-            log.error("cannot accept a connection: %s", error.strerror)
-            return
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, _ = _CREDENTIALS.unpack(credentials)
+    def _lane_opened(self, sock: socket.socket, uid: int, roles: int) -> None:
         peer = next(self._peers)
-        self._links[peer] = Link(sock, peer, _client_codec, self._deliver, self._ended, self._loop)
-        self._put(0, events.Opened(peer, f"uid:{uid}", "lane", EVERYTHING))
+        limit = self._outbox_bytes
+        self._links[peer] = Link(sock, peer, _client_codec, self._deliver, self._ended, self._loop, limit)
+        self._put(0, events.Opened(peer, f"uid:{uid}", "lane", roles))
 
     def _zmq_opened(self, outbox: Outbox) -> int:
         peer = next(self._peers)
         self._links[peer] = outbox
         self._door_used = True
-        self._put(0, events.Opened(peer, f"uid:{os.geteuid()}", "zmq", EVERYTHING))
+        self._put(0, events.Opened(peer, f"uid:{self._zmq_user}", "zmq", self._zmq_roles))
         return peer
 
     def _ended(self, peer: int, reason: str) -> None:
@@ -341,7 +342,6 @@ class Broker:
         self._keepalive.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        self._loop.remove_reader(self._lane.fileno())
         self._lane.close()
         for peer, link in list(self._links.items()):
             if peer < WORKERS_FROM:

@@ -14,8 +14,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from shmserve.broker import access
 from shmserve.broker.cores import host_policy
 from shmserve.broker.logs import FORMATS
+from shmserve.core import limits
 
 ENVIRONMENT = "SHMSERVE_"
 REQUIRED = "required"
@@ -27,8 +29,9 @@ _FALSE = ("false", "0", "no", "off")
 
 
 class Flag(Struct, frozen=True):
-    """`kind`: boolean, whole, bytes, seconds, text, path, choice, setting or policy. `triton`: its default there,
-    where ours differs, and why. `instead`: deprecated, what to say now. `private`: for programs that start us."""
+    """`kind`: boolean, whole, bytes, seconds, text, path, choice, setting, policy, access, group or limit. `triton`:
+    its default there, where ours differs, and why. `instead`: deprecated, what to say now. `private`: for programs
+    that start us."""
 
     name: str
     kind: str
@@ -67,8 +70,8 @@ class Flag(Struct, frozen=True):
 
 
 MODELS, LOADING, INSTANCES, MEMORY = "Models", "Loading", "Instances and cores", "Memory"
-STOPPING, LOGGING, SERVICE = "Stopping", "Logging", "Service"
-GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, STOPPING, LOGGING, SERVICE)
+ACCESS, STOPPING, LOGGING, SERVICE = "Access and limits", "Stopping", "Logging", "Service"
+GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, STOPPING, LOGGING, SERVICE)
 
 FLAGS = (
     Flag("model-repository", "path", MODELS, "directory with one sub-directory a model; may be given several times",
@@ -109,6 +112,13 @@ FLAGS = (
     Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may have for its outputs", 4 << 30, "N",
          least=1 << 20),
     Flag("override-bytes", "bytes", MEMORY, "the most bytes of files that one load call may bring", 1 << 30, "N"),
+    Flag("socket-group", "group", ACCESS, "members of this group may connect to the lane, infer and observe", None,
+         "NAME", shown="nobody but the server's own user"),
+    Flag("access", "access", ACCESS, "gives roles, of infer, observe and operate, to uid:N, gid:N, user:NAME, "
+         "group:NAME, key:PUBLIC-KEY, or * for all who can connect; may be given several times", [], "WHO=ROLE,ROLE",
+         repeatable=True),
+    Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
+         "times", [], "NAME=VALUE", repeatable=True),
     Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, wait this long for requests in flight", 30.0, "S"),
     Flag("log-verbose", "whole", LOGGING, "1: more in the log; 2: also each batch, and why it was formed", 0, "N"),
     Flag("log-info", "boolean", LOGGING, "log what goes on", True),
@@ -200,6 +210,12 @@ def from_text(flag: Flag, text: str) -> Any:
             return _setting(text)
         case "policy":
             return host_policy(text)
+        case "access":
+            return access.rule(text)
+        case "group":
+            return access.group_id(text)
+        case "limit":
+            return _limit(text)
     if not text and flag.default != "":
         raise ValueError(f"a {flag.metavar or 'value'} is expected, and nothing was given")
     return Path(text) if flag.kind == "path" else text
@@ -260,15 +276,32 @@ def _boolean(text: str) -> bool:
 
 
 def _whole(flag: Flag, text: str) -> int:
+    return _number(text, flag.kind == "bytes", None if flag.private else flag.least)
+
+
+def _number(text: str, is_bytes: bool, least: int | None) -> int:
     match = re.fullmatch(r"(-?[0-9]{1,18})\s*([a-zA-Z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match and (flag.kind == "bytes" or not match[2]) else None
+    unit = _UNITS.get(match[2].upper()) if match and (is_bytes or not match[2]) else None
     if match is None or unit is None:
-        more = ", with KiB, MiB or GiB behind it if you like" if flag.kind == "bytes" else ""
+        more = ", with KiB, MiB or GiB behind it if you like" if is_bytes else ""
         raise ValueError(f"'{text}' is not a whole number{more}")
     value = int(match[1]) * unit
-    if value < flag.least and not flag.private:
-        raise ValueError(f"{text} is too small; the least is {flag.least}")
+    if least is not None and value < least:
+        raise ValueError(f"{text} is too small; the least is {least}")
     return value
+
+
+def _limit(text: str) -> tuple[str, int]:
+    """NAME=VALUE. Names may be written with dashes too."""
+    given, equals, value = text.partition("=")
+    name = given.strip().replace("-", "_")
+    rows = {row.name: row for row in limits.NAMED}
+    if not equals:
+        raise ValueError(f"'{text}' is not NAME=VALUE")
+    if name not in rows:
+        close = get_close_matches(name, rows, 1)
+        raise ValueError(f"'{given}' is no limit" + (f"; did you mean {close[0]}?" if close else ""))
+    return name, _number(value, name.endswith("_bytes"), rows[name].least)
 
 
 def _seconds(text: str) -> float:

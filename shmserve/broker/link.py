@@ -1,7 +1,7 @@
 """A SEQPACKET link of the broker: to a client on the lane, or to a worker. It moves packets and decides nothing.
 
 A packet's descriptors belong to its nameless Maps, one each, in order. What cannot be sent at once is kept, up to a
-limit; a peer that does not read for so long is cut off.
+limit; a peer that does not read for so long is cut off, and told why if it does read after all.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve import wire
-from shmserve.errors import ProtocolError
-from shmserve.messages import PACKET_BYTES, Map
+from shmserve.errors import ProtocolError, Unavailable
+from shmserve.messages import PACKET_BYTES, Goodbye, Map
 from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, received
 
 SEND_BUFFER = 1 << 20
 """Asked for; the kernel gives as much as net.core.wmem_max allows, by default twice 208 KiB."""
 OUTBOX_BYTES = 64 << 20
-"""Bytes kept for a peer that does not read. 64 MiB is a second of answers at the rate at which Python can make them;
-a peer that is further behind than that does not come back."""
+"""Bytes kept for a worker that does not read; for clients client_outbox_bytes says how many."""
+PARTING_S = 10.0
+"""How long one whose link has ended has to read the rest, or the reason."""
 MANY = 4
 """A packet with as many messages as this is likely to be followed by another: then look at once, without polling."""
 
@@ -43,6 +44,7 @@ class Link:
         deliver: Callable[[int, list[Any], list[int]], None],
         ended: Callable[[int, str], None],
         loop: Any,
+        outbox_bytes: int = OUTBOX_BYTES,
     ) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
@@ -59,6 +61,8 @@ class Link:
         self._loop = loop
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._unsent_bytes = 0
+        self._outbox_bytes = outbox_bytes
+        self._parting: Any = None
         self._buffer = _shared_buffer
         loop.add_reader(self._fd, self._readable)
 
@@ -120,8 +124,11 @@ class Link:
         else:
             for packet in wire.pack(messages):
                 self._send(packet, [])
-        if self.closing and not self._unsent:
-            self.close("")
+        if self.closing:
+            if not self._unsent:
+                self.close("")
+            elif self._parting is None:
+                self._part("")
 
     def send_now(self, messages: list[Any], descriptors: list[int]) -> None:
         """Ahead of the outbox: the first order to a worker, and the descriptor that belongs to it."""
@@ -137,8 +144,8 @@ class Link:
         self._unsent_bytes += len(packet)
         if len(self._unsent) == 1:
             self._loop.add_writer(self._fd, self._writable)
-        if self._unsent_bytes > OUTBOX_BYTES:
-            self.close(f"it does not read: {self._unsent_bytes} bytes wait for it, over the limit of {OUTBOX_BYTES}")
+        if self._unsent_bytes > self._outbox_bytes and self._parting is None:
+            self._cut_off()
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
         """False: not now. An end of the link counts as sent; the reader will see it."""
@@ -170,6 +177,30 @@ class Link:
             if self.closing:
                 self.close("")
 
+    def _cut_off(self) -> None:
+        """Of all that waits for it, it is only told the reason."""
+        behind = f"{self._unsent_bytes} bytes wait for it, over the limit of {self._outbox_bytes} (client_outbox_bytes)"
+        self._drop_unsent()
+        text = f"this client does not read: {behind}; connect again, and read what you ask for"
+        self._unsent.append((wire.encode([Goodbye(Unavailable.code, text)]), []))
+        self.closing = True
+        self._part(f"it does not read: {behind}")
+
+    def _part(self, reason: str) -> None:
+        """It has ended for everybody but itself: what still waits for it can be read for a while."""
+        assert self._sock is not None
+        self._loop.remove_reader(self._fd)
+        _hear_no_more(self._sock)
+        self._parting = self._loop.call_later(PARTING_S, self.close, "")
+        self._ended(self.peer, reason)
+
+    def _drop_unsent(self) -> None:
+        for _, descriptors in self._unsent:
+            close_all(descriptors)
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        self.outbox = []
+
     def close(self, reason: str) -> None:
         """Ends the link and tells so, once."""
         sock, self._sock = self._sock, None
@@ -177,12 +208,14 @@ class Link:
             return
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
+        if self.closing:
+            _hear_no_more(sock)
         sock.close()
-        for _, descriptors in self._unsent:
-            close_all(descriptors)
-        self._unsent.clear()
-        self.outbox = []
-        self._ended(self.peer, reason)
+        self._drop_unsent()
+        if self._parting is None:
+            self._ended(self.peer, reason)
+        else:
+            self._parting.cancel()
 
 
 _shared_buffer = bytearray(PACKET_BYTES + 1)
@@ -193,6 +226,17 @@ _shared_view: Any = memoryview(_shared_buffer)
 def close_all(descriptors: list[int]) -> None:
     for number in descriptors:
         os.close(number)
+
+
+def _hear_no_more(sock: socket.socket) -> None:
+    """What the peer sends from now on fails, and what it has sent is dropped: closing over unread packets would be told
+    to it as a reset, ahead of the Goodbye that lies there for it."""
+    try:
+        sock.shutdown(socket.SHUT_RD)
+        while sock.recv(1, _DONTWAIT):
+            pass
+    except OSError:
+        return  # there is nothing more, or the peer has gone
 
 
 def _has_more(sock: socket.socket) -> bool:

@@ -30,7 +30,6 @@ from shmserve.broker.poll import Poll
 from shmserve.broker.progress import Progress, hints
 from shmserve.core import events
 from shmserve.core.core import Core
-from shmserve.core.limits import Limits
 from shmserve.errors import ServeError
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
 from shmserve.repo.store import Found
@@ -104,13 +103,7 @@ class Server:
         self._settings = settings
         self._loop = loop
         self._code = 0
-        limits = Limits(
-            loading=settings.model_load_thread_count,
-            load_retries=settings.model_load_retry_count,
-            execution_ns=round(settings.execution_limit_secs * 1e9),
-            load_ns=round(settings.load_limit_secs * 1e9),
-        )
-        self._core = Core(f"shmserve {version()}", limits, tracing=settings.log_verbose > 1)
+        self._core = Core(f"shmserve {version()}", setting.limits(settings), tracing=settings.log_verbose > 1)
         self._mode: str = settings.model_control_mode
         self._catalog = Catalog(
             settings.model_repository,
@@ -121,7 +114,13 @@ class Server:
         )
         self._control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
         self._broker = Broker(
-            loop, settings.runtime_dir, self._core, self._catalog, self._control, settings.broker_arena_bytes
+            loop,
+            settings.runtime_dir,
+            self._core,
+            self._catalog,
+            self._control,
+            settings.broker_arena_bytes,
+            setting.access(settings),
         )
         self._operations = self._broker.operations = Operations(
             loop,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shmserve.broker import cores
+from shmserve.broker.access import Access
 from shmserve.broker.flags import (
     BY_NAME,
     ENVIRONMENT,
@@ -30,6 +31,7 @@ from shmserve.broker.flags import (
     unknown,
     written,
 )
+from shmserve.core.limits import Limits
 from shmserve.paths import server_runtime_dir
 
 if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
@@ -120,7 +122,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         found.error("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
     if settings.runtime_dir is None:
         settings.runtime_dir = server_runtime_dir()
+    if access(settings).for_others and settings.socket_group is None:
+        text = "--access has rules for other users, but without --socket-group none of them can connect"
+        settings.warnings.append(text)
     return settings
+
+
+def access(settings: argparse.Namespace) -> Access:
+    """Who has which roles."""
+    return Access(settings.access, settings.socket_group)
+
+
+def limits(settings: argparse.Namespace) -> Limits:
+    """Of the core: those of --limit, and those that have a flag of their own. Given twice, the last counts."""
+    return Limits(
+        loading=settings.model_load_thread_count,
+        load_retries=settings.model_load_retry_count,
+        execution_ns=round(settings.execution_limit_secs * 1e9),
+        load_ns=round(settings.load_limit_secs * 1e9),
+        **dict(settings.limit),
+    )
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The ZeroMQ door: a ROUTER on ipc. Every identity is a client; a message is [packet, frame, frame, ...].
 
 Frames are tensors' bytes. They are copied once, into the broker's own arena (or inline, if small), on their way in;
-and out of a worker's segment on their way out, for clients that asked for frames.
+and out of a worker's segment on their way out, for clients that asked for frames. The socket is the owner's alone, as
+ZeroMQ does not tell who is at the other end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ MESSAGE_BYTES = 8 * 1024 * 1024
 """What libzmq takes at all: above it, it ends the connection. Between FRAME_BYTES and this we can say what is wrong."""
 QUEUE = 1000
 """Messages that libzmq keeps for a client that does not read."""
-OUTBOX_BYTES = 64 << 20
 BURST = 64
 """Messages read before the others have their turn."""
 
@@ -80,6 +80,7 @@ class ZmqDoor:
         opened: Callable[[Outbox], int],
         deliver: Callable[[int, list[Any], list[int]], None],
         ended: Callable[[int, str], None],
+        outbox_bytes: int,
     ) -> None:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -87,7 +88,12 @@ class ZmqDoor:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE)
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.bind(f"ipc://{path}")
+        before = os.umask(0o177)  # it listens as soon as it is bound: nobody else may come in between
+        try:
+            self._socket.bind(f"ipc://{path}")
+        finally:
+            os.umask(before)
+        self._outbox_bytes = outbox_bytes
         self._loop = loop
         self._segments = segments
         self._arena = arena
@@ -198,9 +204,11 @@ class ZmqDoor:
             outbox.unsent.append(parts)
             outbox.unsent_bytes += sum(map(len, parts))
             self._stuck.add(outbox)
-            if outbox.unsent_bytes > OUTBOX_BYTES:
-                size = outbox.unsent_bytes
-                outbox.close(f"it does not read: {size} bytes wait for it, over the limit of {OUTBOX_BYTES}")
+            limit, behind = self._outbox_bytes, outbox.unsent_bytes
+            if behind > limit:
+                outbox.close(
+                    f"it does not read: {behind} bytes wait for it, over the limit of {limit} (client_outbox_bytes)"
+                )
 
     def _try(self, outbox: Outbox, parts: list[bytes]) -> bool:
         try:

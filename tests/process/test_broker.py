@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.raw import Ended, Lane, Zmq
-from shmserve.messages import Answer, Ask, Cancel, Fail, Infer, Reply, Tensor, Unmap
+from shmserve.messages import Answer, Ask, Cancel, Fail, Goodbye, Infer, Reply, Tensor, Unmap
 from tests.process.launch import Launched, await_end, identity
 
 pytestmark = pytest.mark.process
@@ -150,7 +150,12 @@ def test_a_client_that_dies_leaves_the_others_alone(repository: Path, tmp_path: 
 
 
 def test_a_client_that_does_not_read_is_cut_off_with_a_log_line(repository: Path, tmp_path: Path) -> None:
-    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as honest, Lane(server.lane) as deaf:
+    limits = ["--limit", "client_errors=0", "--limit", "client_outbox_bytes=4MiB"]
+    with (
+        Launched(repository, tmp_path / "run", *limits) as server,
+        Lane(server.lane) as honest,
+        Lane(server.lane) as deaf,
+    ):
         honest.hello("memfd")
         deaf.hello("memfd")
         with pytest.raises((Ended, OSError)):  # noqa: PT012
@@ -158,6 +163,9 @@ def test_a_client_that_does_not_read_is_cut_off_with_a_log_line(repository: Path
                 deaf.send(*[Unmap(1) for _ in range(1000)])  # each is an error, whose text nobody reads
         honest.send(infer(1))
         honest.receive_kind(Reply)
+        goodbye = deaf.receive_kind(Goodbye)  # when it reads after all
+        assert goodbye.code == "UNAVAILABLE"
+        assert "client_outbox_bytes" in goodbye.text
     assert "does not read" in server.log
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
-from shmserve.core.effects import Close, Effect, Send
+from shmserve.core.effects import Close, Effect, Forget, Log, Send
 from shmserve.core.events import Opened
 from shmserve.messages import OWNER_SHIFT, PROTOCOL, Goodbye, Hello, Map
 
@@ -23,7 +23,8 @@ def announce(core: Core, peer: int, name: str) -> list[Effect]:
 def test_wrong_names_end_the_connection(name: str) -> None:
     core = Core()
     connect(core, 1)
-    goodbye, close = announce(core, 1, name)
+    forget, goodbye, close = [effect for effect in announce(core, 1, name) if not isinstance(effect, Log)]
+    assert forget == Forget(1 << OWNER_SHIFT | 1)
     assert isinstance(goodbye, Send)
     assert isinstance(goodbye.message, Goodbye)
     assert close == Close(1)

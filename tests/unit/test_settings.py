@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import re
 import subprocess
@@ -14,12 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.broker import flags, settings
+from shmserve.broker.access import Rule
 from shmserve.broker.cores import host_policy
 from shmserve.broker.flags import FLAGS, Flag
+from shmserve.core.access import INFER, OBSERVE
+from shmserve.core.limits import Limits
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 CORE = min(os.sched_getaffinity(0))
+GROUP = grp.getgrgid(os.getegid())
 REWRITE = os.environ.get("SHMSERVE_REWRITE") == "1"
 BOTH = [flag for flag in FLAGS if not flag.private and not flag.instead and flag.name != "config"]
 
@@ -100,6 +105,9 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "seconds": ("2.5", 2.5, "2.5"),
     "setting": ("python,a=b=c", ("python,a", "b=c"), '"python,a=b=c"'),
     "text": ("x", "x", '"x"'),
+    "access": ("uid:1000=infer,observe", Rule("uid", 1000, INFER | OBSERVE), '"uid:1000=infer,observe"'),
+    "group": (GROUP.gr_name, GROUP.gr_gid, f'"{GROUP.gr_name}"'),
+    "limit": ("client-outbox-bytes=1 MiB", ("client_outbox_bytes", 1 << 20), '"client_outbox_bytes = 1MiB"'),
 }
 
 
@@ -117,6 +125,7 @@ def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytes
         text, value, toml = "false", False, "false"
     base = ["--model-repository", str(tmp_path)] if flag.name != "model-repository" else []
     base += ["--model-control-mode", "explicit"] if flag.name == "load-model" else []
+    base += ["--socket-group", GROUP.gr_name] if flag.name == "access" else []
     wanted = [value] if flag.repeatable else value
 
     line = settings.parse([*base, f"--{flag.name}", text])
@@ -154,6 +163,19 @@ def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytes
         (["--host-policy", "cpu,cpu-cores=100000"], "cores that cannot be used here: 100000; there are"),
         (["--host-policy", "cpu,numa-node=1000"], "NUMA node 1000 has no core"),
         (["--model-namespacing"], "--model-namespacing true is not supported"),
+        (["--access", "alice"], "'alice' is not WHO=ROLE,ROLE with WHO one of uid:N"),
+        (["--access", "uid:x=infer"], "'uid:x' has no number"),
+        (["--access", "uid:4294967295=infer"], "'uid:4294967295' has no number"),
+        (["--access", "user:nobody-is-called-this=infer"], "no user 'nobody-is-called-this'"),
+        (["--access", "group:nobody-is-called-this=infer"], "no group 'nobody-is-called-this'"),
+        (["--access", "key:short=infer"], "has 40 characters"),
+        (["--access", "uid:5=infer,rule"], "'rule' is no role; roles are infer, observe, operate"),
+        (["--access", "*="], "'' is no role"),
+        (["--socket-group", "nobody-is-called-this"], "no group 'nobody-is-called-this'"),
+        (["--limit", "client_requests"], "is not NAME=VALUE"),
+        (["--limit", "client_reqests=1"], "'client_reqests' is no limit; did you mean client_requests?"),
+        (["--limit", "client_requests=0"], "0 is too small; the least is 1"),
+        (["--limit", "requests=1KiB"], "not a whole number"),
         (["--load-model", "m"], "Use of '--load-model' requires setting '--model-control-mode=explicit' as well"),
         (["--model-control-mode=explicit", "--load-model=*", "--load-model=m"], "'*' must be the ONLY startup model"),
         (["--model-config-name", "../x"], "without its .pbtxt"),
@@ -292,6 +314,23 @@ def test_host_policies(tmp_path: Path) -> None:
     arguments = ["--model-repository", str(tmp_path), "--host-policy", f"cpu,cpu-cores={CORE}"]
     found = settings.parse([*arguments, "--host-policy", f"mine,cpu-cores={CORE}-{CORE}"])
     assert settings.host_policies(found) == {"cpu": (CORE,), "mine": (CORE,)}
+
+
+def test_rules_for_those_who_cannot_connect(tmp_path: Path) -> None:
+    base = ["--model-repository", str(tmp_path)]
+    other = f"uid:{os.geteuid() + 1}=infer"
+    assert "without --socket-group" in settings.parse([*base, "--access", other]).warnings[0]
+    for fine in ([f"--access=uid:{os.geteuid()}=infer"], ["--access", other, "--socket-group", GROUP.gr_name]):
+        assert not settings.parse([*base, *fine]).warnings
+
+
+def test_limits(tmp_path: Path) -> None:
+    base = ["--model-repository", str(tmp_path)]
+    assert settings.limits(settings.parse(base)) == Limits()
+    given = ["--limit", "requests=7", "--limit=client_errors=0", "--limit", "requests=9", "--execution-limit-secs=2"]
+    assert settings.limits(settings.parse([*base, *given])) == Limits(
+        requests=9, client_errors=0, execution_ns=2_000_000_000
+    )
 
 
 def test_the_page_has_the_flags() -> None:
