@@ -40,11 +40,13 @@ def allows(action: str, roles: int) -> bool:
     return bool(ACTIONS.get(action, NOBODY) & roles)
 
 
+def unknown(question: str) -> ServeError:
+    return InvalidRequest(f"unknown question '{question}'; known are: {', '.join(QUESTIONS)}")
+
+
 def refusal(action: str, roles: int) -> ServeError:
-    """The error for one who may not, or for an action that does not exist."""
-    enough = ACTIONS.get(action)
-    if enough is None:
-        return InvalidRequest(f"unknown question '{action}'; known are: {', '.join(QUESTIONS)}")
+    """The error for one who may not."""
+    enough = ACTIONS.get(action, NOBODY)
     return Denied(
         f"'{action}' needs the role {' or '.join(names(enough))}, and this connection has {_have(roles)}; "
         f"roles are given by --access when the server is started"

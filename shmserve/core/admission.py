@@ -20,7 +20,6 @@ from shmserve.core.statistics import Failure, limit_in
 from shmserve.core.trace import PARAMETER as TRACE
 from shmserve.core.versions import Version
 from shmserve.errors import (
-    Denied,
     InvalidRequest,
     NotFound,
     ProtocolError,
@@ -177,7 +176,7 @@ class Admission:
         if access.allows(action, client.roles):
             return
         error = access.refusal(action, client.roles)
-        if isinstance(error, Denied) and not client.denied:
+        if not client.denied:
             client.denied = True
             self._state.log("warning", f"client {client.number} ({client.user}): {error.message}")
         raise error
@@ -428,6 +427,8 @@ class Admission:
                 self._refuse(client, message.request, error, now)
                 return
         self._state.effects.append(Query(peer, message))
+                if message.what not in access.QUESTIONS:
+                    raise access.unknown(message.what)
 
     def ping(self, peer: int, message: Ping, now: int) -> None:
         if self._greeted(peer) is not None:

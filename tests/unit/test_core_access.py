@@ -1,0 +1,186 @@
+"""Roles are looked up at the action, in one table: every message and every question, with every set of roles.
+
+What is allowed is written here a second time, and a message or a question that is not written here fails the test.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any, get_args
+
+import pytest
+
+from shmserve.core import access, events
+from shmserve.core.access import INFER, OBSERVE, OPERATE, ROLES
+from shmserve.core.core import Core
+from shmserve.core.effects import Close, Effect, Forget, Log, Query, Send
+from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
+from shmserve.core.state import WORKERS_FROM
+from shmserve.messages import (
+    OWNER_SHIFT,
+    Ask,
+    Bye,
+    Cancel,
+    ClientMessage,
+    Execute,
+    Fail,
+    Goodbye,
+    Handle,
+    Hello,
+    Infer,
+    Map,
+    More,
+    Ping,
+    Pong,
+    Return,
+    Tensor,
+    Unmap,
+    Welcome,
+)
+
+CLIENT = 1
+SEGMENT = CLIENT << OWNER_SHIFT | 1
+OUTPUTS = {"lane": "memfd", "zmq": "posix"}
+SETS = [sum(ROLES[name] for name in names) for size in range(4) for names in combinations(ROLES, size)]
+ANY = INFER | OBSERVE | OPERATE
+LOOK = OBSERVE | OPERATE
+
+NEEDED = {
+    "live": ANY,
+    "ready": ANY,
+    "metadata": ANY,
+    "models": LOOK,
+    "config": LOOK,
+    "origins": LOOK,
+    "statistics": LOOK,
+    "metrics": LOOK,
+    "load": OPERATE,
+    "unload": OPERATE,
+    "restart": OPERATE,
+}
+"""Question -> the roles of which one is enough."""
+MESSAGES: dict[type, tuple[str, Any, int]] = {
+    Hello: ("either", Hello(1, 0, "again", "memfd"), ANY),
+    Infer: ("either", Infer(5, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)), INFER),
+    Cancel: ("either", Cancel(5), ANY),
+    Ask: ("either", Ask(5, "live"), ANY),
+    Bye: ("either", Bye(), ANY),
+    Map: ("lane", Map(SEGMENT, 4096), INFER),
+    Unmap: ("either", Unmap(SEGMENT), ANY),
+    Return: ("either", Return((Handle(SEGMENT, 0, 4),)), ANY),
+    Ping: ("either", Ping(3), ANY),
+    Pong: ("either", Pong(3), ANY),
+    More: ("either", More(5, 1), ANY),
+}
+REGISTER = ("zmq", Map(SEGMENT, 4096, "/memory"), OPERATE)
+"""By name: a worker opens it as the server's user."""
+
+
+def serving(roles: int, plane: str = "lane") -> tuple[Core, list[Effect]]:
+    """A core with a model that is ready, and what it wants when a client with these roles comes."""
+    core = Core("test")
+    core.handle([(0, events.Deploy("m", (events.Target(1, 0, (InstanceSpec("m_0"),)),)))], 0)
+    specs = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
+    core.handle([(next(iter(core.state.instances)), events.Compiled(ModelPolicy("m", 1, 8, *specs, BatchPolicy())))], 0)
+    hello = Hello(1, 0, "client", OUTPUTS[plane])
+    return core, core.handle([(0, events.Opened(CLIENT, "uid:1", plane, roles)), (CLIENT, hello)], 0)
+
+
+def denials(effects: list[Effect]) -> list[Fail | Goodbye]:
+    sent = [effect.message for effect in effects if isinstance(effect, Send) and effect.peer == CLIENT]
+    return [message for message in sent if getattr(message, "code", "") == "DENIED"]
+
+
+def check(effects: list[Effect], action: str, roles: int, needed: int) -> None:
+    """Denied just when none of its roles is enough: once, with a text that helps, and nothing else happens."""
+    found = denials(effects)
+    assert len(found) == (0 if roles & needed else 1), (action, access.names(roles))
+    for denial in found:
+        wanted = " or ".join(access.names(needed))
+        assert f"'{action}' needs the role {wanted}" in denial.text
+        assert "--access" in denial.text
+        assert not [effect for effect in effects if isinstance(effect, Query)]
+        assert not [effect for effect in effects if isinstance(effect, Send) and effect.peer >= WORKERS_FROM]
+
+
+@pytest.mark.parametrize("roles", [roles for roles in SETS if roles])
+@pytest.mark.parametrize("kind", [*MESSAGES, "register"], ids=lambda kind: getattr(kind, "__name__", kind))
+def test_r8_every_message_with_every_set_of_roles(kind: Any, roles: int) -> None:
+    plane, message, needed = REGISTER if kind == "register" else MESSAGES[kind]
+    for one in OUTPUTS if plane == "either" else [plane]:
+        core, _ = serving(roles, one)
+        effects = core.handle([(CLIENT, message)], 0)
+        action = "live" if kind is Ask else kind if kind == "register" else kind.__name__.lower()
+        check(effects, action, roles, needed)
+        if isinstance(message, Infer):
+            runs = [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Execute)]
+            assert len(runs) == bool(roles & INFER)
+        elif isinstance(message, Map) and not roles & needed:
+            assert Forget(SEGMENT) in effects
+            assert Close(CLIENT) in effects
+            assert SEGMENT not in core.state.ledger.segments
+        core.check()
+
+
+@pytest.mark.parametrize("roles", [roles for roles in SETS if roles])
+def test_r8_every_question_with_every_set_of_roles(roles: int) -> None:
+    for what, needed in NEEDED.items():
+        for plane in OUTPUTS:
+            core, _ = serving(roles, plane)
+            effects = core.handle([(CLIENT, Ask(5, what))], 0)
+            check(effects, what, roles, needed)
+            assert (Query(CLIENT, Ask(5, what)) in effects) is bool(roles & needed)
+
+
+def test_r8_what_is_not_in_the_table_nobody_may_do() -> None:
+    core, _ = serving(ANY)
+    for what in ("Load", "load ", "shutdown", "hello", "infer", "more", "register", "\0"):
+        effects = core.handle([(CLIENT, Ask(5, what))], 0)
+        assert [effect for effect in effects if isinstance(effect, Query)] == []
+        (fail,) = [effect.message for effect in effects if isinstance(effect, Send)]
+        assert (fail.request, fail.code) == (5, "INVALID_ARG")
+        assert "unknown question" in fail.text
+    assert not access.allows("shutdown", ANY)
+
+
+def test_r8_requests_that_came_in_frames() -> None:
+    core, _ = serving(LOOK, "zmq")
+    infer = MESSAGES[Infer][1]
+    effects = core.handle([(CLIENT, events.Framed(infer, ()))], 0)
+    check(effects, "infer", LOOK, INFER)
+
+
+def test_the_table_is_what_is_written_here() -> None:
+    assert NEEDED == access.QUESTIONS
+    assert set(MESSAGES) == set(get_args(ClientMessage))
+
+
+def test_a_stranger_is_told_so_and_not_heard() -> None:
+    core, effects = serving(access.NOBODY)
+    (denial,) = denials(effects)
+    assert isinstance(denial, Goodbye)
+    assert "--access" in denial.text
+    assert Close(CLIENT) in effects
+    for message in [entry[1] for entry in MESSAGES.values()] + [Ask(5, what) for what in NEEDED]:
+        assert [e for e in core.handle([(CLIENT, message)], 0) if not isinstance(e, (Close, Forget))] == []
+
+
+def test_before_hello_nobody_has_a_role() -> None:
+    for kind, (_, message, _) in MESSAGES.items():
+        if kind is Hello:
+            continue
+        core = Core("test")
+        core.handle([(0, events.Opened(CLIENT, "uid:1", "lane", ANY))], 0)
+        effects = core.handle([(CLIENT, message)], 0)
+        assert not [effect for effect in effects if isinstance(effect, Query)]
+        assert not [e for e in effects if isinstance(e, Send) and not isinstance(e.message, (Goodbye, Welcome))]
+
+
+def test_a_denial_is_told_to_the_operator_once_for_each_connection() -> None:
+    core, _ = serving(INFER)
+    said = []
+    for _ in range(3):
+        said += [e.text for e in core.handle([(CLIENT, Ask(5, "load"))], 0) if isinstance(e, Log)]
+    assert len(said) == 1
+    assert "uid:1" in said[0]
+    assert "'load' needs the role operate" in said[0]
