@@ -1,0 +1,88 @@
+"""Requests that are traced on demand: one record each with what happened to it, none for others, and not too many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.core.effects import Log
+from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.trace import ID_LENGTH, PER_SECOND
+from shmserve.messages import Infer, Options, Tensor
+from tests.unit.core_fakes import FakeClient
+from tests.unit.core_world import World
+
+MS = 1_000_000
+POLICY = ModelPolicy("m", 1, 256, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy())
+
+
+class Logged(World):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[Log] = []
+        self.deploy(POLICY)
+        self.client = self.connect("c")
+
+    def tell(self, effect: Any) -> None:
+        if isinstance(effect, Log):
+            self.logs.append(effect)
+
+    def traced(self) -> list[dict[str, Any]]:
+        return [effect.fields for effect in self.logs if effect.fields and "trace_id" in effect.fields]
+
+
+def infer(client: FakeClient, number: int, timeout_us: int = 0, **parameters: Any) -> tuple[int, Infer]:
+    client.sends(number)
+    options = Options(id="mine", parameters=parameters) if parameters else None
+    return client.peer, Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, timeout_us, options)
+
+
+def test_one_of_a_batch() -> None:
+    world = Logged()
+    world.turn([infer(world.client, 1)])  # so that the next two wait and run together
+    world.turn([infer(world.client, 2, trace_id="why"), infer(world.client, 3)])
+    world.now += 5 * MS
+    world.worker("m_0").finish(world.now, took=MS)
+    world.settle()
+    assert not world.traced()
+    world.now += 4 * MS
+    world.worker("m_0").finish(world.now, took=3 * MS)
+    world.settle()
+    (found,) = world.traced()
+    batch = found.pop("batch")
+    assert batch > 0
+    assert found == {
+        "trace_id": "why", "id": "mine", "model": "m", "version": 1, "client": 1, "request": 2, "rows": 1,
+        "code": "OK", "answered_us": 9000, "instance": "m_0", "batch_rows": 2,
+        "queued_us": 6000, "input_us": 0, "infer_us": 3000, "output_us": 0,
+    }  # fmt: skip
+    (log,) = (log for log in world.logs if log.fields and "trace_id" in log.fields)
+    assert log.level == "info"
+    assert log.text.startswith("trace why: OK, model m, version 1, ")
+    assert not world.core.state.traces.open
+
+
+def test_one_that_fails_in_the_queue_and_one_whose_client_goes() -> None:
+    world = Logged()
+    world.turn([infer(world.client, 1)])
+    world.turn([infer(world.client, 2, timeout_us=1000, trace_id=7)])
+    other = world.connect("d")
+    world.turn([infer(other, 1, trace_id="gone")])
+    world.gone(other)
+    world.advance(world.now + 2 * MS)
+    (found,) = world.traced()  # nobody was left to be answered with the other one
+    assert (found["trace_id"], found["code"]) == ("7", "DEADLINE_EXCEEDED")
+    world.worker("m_0").finish(world.now)
+    world.settle()
+    assert not world.core.state.traces.open
+
+
+def test_not_more_than_some_in_a_second_and_not_longer() -> None:
+    world = Logged()
+    many = range(1, PER_SECOND + 11)
+    world.turn([infer(world.client, number, trace_id="x" * 1000) for number in many])
+    assert len(world.core.state.traces.open) == PER_SECOND
+    assert {len(trace) for trace in world.core.state.traces.open.values()} == {ID_LENGTH}
+    assert [log.level for log in world.logs if "are not traced" in log.text] == ["warning"]
+    world.now += 1000 * MS
+    world.turn([infer(world.client, 1000, trace_id="next")])
+    assert len(world.core.state.traces.open) == PER_SECOND + 1
