@@ -84,7 +84,9 @@ WantedOutputs = Annotated[tuple[Wanted, ...], Meta(max_length=TENSORS)]
 
 
 class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """What few requests need. A map on the wire, so that only what is set travels."""
+    """What few requests need. A map on the wire, so that only what is set travels.
+
+    `window` above 0: the request is answered with Parts, of which so many may come before the caller says More."""
 
     id: Name = ""
     priority: Id = 0
@@ -93,6 +95,7 @@ class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     sequence_start: bool = False
     sequence_end: bool = False
     parameters: Annotated[dict[Name, Value], Meta(max_length=PARAMETERS)] = {}
+    window: Id = 0
 
 
 # ---------------------------------------------------------------------------------------------- several ways
@@ -131,6 +134,13 @@ class Ping(Struct, array_like=True, tag=4, gc=False):
 
 class Pong(Struct, array_like=True, tag=5, gc=False):
     number: Id
+
+
+class More(Struct, array_like=True, tag=11, gc=False):
+    """So many more parts of this request may come: from its client, and on to the worker that makes them."""
+
+    request: Id
+    count: Id
 
 
 # ------------------------------------------------------------------------------------------- client -> broker
@@ -183,7 +193,7 @@ class Bye(Struct, array_like=True, tag=10, gc=False):
     """The client ends the connection; what it still has in flight is cancelled."""
 
 
-ClientMessage = Hello | Infer | Cancel | Ask | Bye | Map | Unmap | Return | Ping | Pong
+ClientMessage = Hello | Infer | Cancel | Ask | Bye | Map | Unmap | Return | Ping | Pong | More
 
 # ------------------------------------------------------------------------------------------- broker -> client
 
@@ -247,7 +257,19 @@ class Goodbye(Struct, array_like=True, tag=39, gc=False):
     text: Text
 
 
-BrokerMessage = Welcome | Reply | Fail | FailHeld | Released | Answer | Reclaim | Goodbye | Map | Unmap | Ping | Pong
+class Part(Struct, array_like=True, tag=40, gc=False):
+    """One of the answers to an Infer with a window. Fail ends them as well as the `last`, which may have no outputs."""
+
+    request: Id
+    version: Id
+    outputs: Tensors
+    parameters: dict[str, Value] | None = None
+    last: bool = False
+
+
+BrokerMessage = (
+    Welcome | Reply | Fail | FailHeld | Released | Answer | Reclaim | Goodbye | Part | Map | Unmap | Ping | Pong
+)
 
 # ------------------------------------------------------------------------------------------- broker -> worker
 
@@ -264,7 +286,10 @@ class Load(Struct, array_like=True, tag=64, gc=False):
 
 
 class Work(Struct, array_like=True, gc=False):
-    """One request of a batch. `request` is the broker's number. `rows` is its share of axis 0; 0: not batched."""
+    """One request of a batch. `request` is the broker's number. `rows` is its share of axis 0; 0: not batched.
+
+    `slot`: where in the batch its sequence stands; -1: anywhere. `inline` false: even small outputs are put into
+    shared memory."""
 
     request: Id
     rows: Id
@@ -272,6 +297,8 @@ class Work(Struct, array_like=True, gc=False):
     outputs: WantedOutputs | None
     audience: Name
     options: Options | None = None
+    slot: int = -1
+    inline: bool = True
 
 
 class Execute(Struct, array_like=True, tag=65, gc=False):
@@ -295,11 +322,17 @@ class Withdraw(Struct, array_like=True, tag=66, gc=False):
     requests: tuple[Id, ...]
 
 
+class EndSequences(Struct, array_like=True, tag=68, gc=False):
+    """These sequences are over without an END: what is kept for them can go."""
+
+    sequences: tuple[int | Name, ...]
+
+
 class Stop(Struct, array_like=True, tag=67, gc=False):
     """Finish what you have, finalize the model, exit with 0."""
 
 
-WorkerOrder = Load | Execute | Withdraw | Stop | Map | Unmap | Return | Ping
+WorkerOrder = Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More
 
 # ------------------------------------------------------------------------------------------- worker -> broker
 
@@ -319,12 +352,13 @@ class Failure(Struct, array_like=True, gc=False):
 
 
 class Row(Struct, array_like=True, gc=False):
-    """What became of one request of a batch."""
+    """What became of one request of a batch. `more`: it will be answered again (Streamed only)."""
 
     request: Id
     outputs: Tensors
     error: Failure | None = None
     parameters: dict[str, Value] | None = None
+    more: bool = False
 
 
 class Rows(Struct, array_like=True, tag=98, gc=False):
@@ -338,13 +372,23 @@ class Done(Struct, array_like=True, tag=99, gc=False):
     """The batch has run. Times are CLOCK_MONOTONIC ns: taken up, inputs ready, outputs computed, outputs placed.
 
     `next` is the batch that the worker has started after this one, 0 for none; `through` the last Execute number that
-    is part of it. Executes after `through` that wanted to join it are a waiting batch of their own, together."""
+    is part of it. Executes after `through` that wanted to join it are a waiting batch of their own, together.
+
+    `again`: requests of an iterative model that want to be run once more. Where a model answers as often as it likes,
+    Done says nothing of those whose last answer has not come."""
 
     batch: Id
     rows: tuple[Row, ...]
     times: tuple[Id, Id, Id, Id]
     next: Id = 0
     through: Id = 0
+    again: tuple[Id, ...] = ()
+
+
+class Streamed(Struct, array_like=True, tag=102, gc=False):
+    """Answers of a model that gives as many as it likes, while its batch runs or later, each request by itself."""
+
+    rows: tuple[Row, ...]
 
 
 class Started(Struct, array_like=True, tag=100, gc=False):
@@ -360,4 +404,4 @@ class Withdrawn(Struct, array_like=True, tag=101, gc=False):
     requests: tuple[Id, ...]
 
 
-WorkerReport = Loaded | LoadFailed | Rows | Done | Started | Withdrawn | Map | Unmap | Return | Pong
+WorkerReport = Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong

@@ -15,7 +15,7 @@ ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}
 
 _ANY = EVERYTHING
 _LOOK = OBSERVE | OPERATE
-_OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel"), _ANY)
+_OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
 """What only concerns what the connection itself has done."""
 QUESTIONS = {
     "live": _ANY,

@@ -43,6 +43,7 @@ from shmserve.messages import (
     Hello,
     Infer,
     Map,
+    More,
     Options,
     Ping,
     Pong,
@@ -355,6 +356,10 @@ class Admission:
     def own_segment(self, peer: int, event: OwnSegment, now: int) -> None:
         self._state.ledger.announce(0, event.announcement, "internal")
 
+    def more(self, peer: int, message: More, now: int) -> None:
+        """Of a request that has been answered meanwhile nothing more comes."""
+        self._greeted(peer)
+
     def map(self, peer: int, message: Map, now: int) -> None:
         client = self._greeted(peer)
         if client is None:
@@ -422,13 +427,13 @@ class Admission:
             return
         if message.what:  # else it is more of what was asked before, and goes on only where that was allowed
             try:
+                if message.what not in access.QUESTIONS:
+                    raise access.unknown(message.what)
                 self._check_role(client, message.what)
             except ServeError as error:
                 self._refuse(client, message.request, error, now)
                 return
         self._state.effects.append(Query(peer, message))
-                if message.what not in access.QUESTIONS:
-                    raise access.unknown(message.what)
 
     def ping(self, peer: int, message: Ping, now: int) -> None:
         if self._greeted(peer) is not None:

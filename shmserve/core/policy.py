@@ -43,8 +43,51 @@ class BatchPolicy(Struct, frozen=True):
     level_policies: dict[int, QueuePolicy] = {}
 
 
+class SequencePolicy(Struct, frozen=True):
+    """Requests belong to sequences, each of which is bound to an instance from its START to its END.
+
+    `direct`: each has a place in the batch of its own, `slots` of them an instance; a batch is run when at least
+    `utilization` of the slots have a request, or the oldest has waited for `delay_ns`. Otherwise an instance has
+    `slots` candidates, whose oldest requests are put together as dynamic batching does (`batching`).
+    `strings`: ids are strings; None: they may be of either kind. `iterative`: a request may be run many times."""
+
+    direct: bool
+    slots: int
+    idle_ns: int
+    delay_ns: int = 0
+    utilization: float = 0.0
+    batching: BatchPolicy = BatchPolicy()
+    iterative: bool = False
+    strings: bool | None = None
+
+
+class StepPolicy(Struct, frozen=True):
+    """A step of an ensemble. `inputs` and `outputs`: (tensor of the model, tensor of the ensemble), sorted.
+
+    `mapped`: the ensemble's tensor whose rows are requests of their own. `condition`: the ensemble's tensor that says
+    whether the step is run at all."""
+
+    model: str
+    version: int
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    mapped: str = ""
+    condition: str = ""
+
+
+class Resource(Struct, frozen=True):
+    """What an instance needs while it runs a batch. Not `shared`: each device has its own."""
+
+    name: str
+    count: int
+    shared: bool = False
+
+
 class InstanceSpec(Struct, frozen=True):
-    """One worker process. `cpus` empty: those of the broker. `threads`: how many an engine may use; 0: as it likes."""
+    """One worker process. `cpus` empty: those of the broker. `threads`: how many an engine may use; 0: as it likes.
+
+    `resources` and `turn` (of those that wait for resources, one of turn 2 gets half as many as one of turn 1) are for
+    the rate limiter."""
 
     name: str
     kind: str = "KIND_CPU"
@@ -52,6 +95,8 @@ class InstanceSpec(Struct, frozen=True):
     cpus: tuple[int, ...] = ()
     passive: bool = False
     threads: int = 0
+    resources: tuple[Resource, ...] = ()
+    turn: int = 1
 
 
 class ModelPolicy(Struct, frozen=True):
@@ -67,3 +112,10 @@ class ModelPolicy(Struct, frozen=True):
     """A batch that takes longer hangs. None: the server's limit; 0: no limit."""
     retry: bool = True
     """Requests that lost their worker in a batch of many are run again, each alone, once."""
+    sequence: SequencePolicy | None = None
+    steps: tuple[StepPolicy, ...] | None = None
+    """An ensemble has these, and no instances."""
+    decoupled: bool = False
+    """It answers a request as often as it likes."""
+    cached: bool = False
+    """Answers are kept, and given to whoever asks the same."""
