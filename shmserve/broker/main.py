@@ -19,6 +19,7 @@ from typing import Any
 import uvloop
 
 from shmserve.allocator import keep_freed_memory
+from shmserve.broker import notify
 from shmserve.broker import settings as setting
 from shmserve.broker.broker import Broker
 from shmserve.broker.catalog import Catalog, Reading
@@ -41,6 +42,8 @@ log = logging.getLogger("shmserve")
 LOCK = "broker.lock"
 OVERRIDES = "overrides"
 """In the runtime directory: the files that came with load calls."""
+LOOK_S = 0.05
+"""How often to look whether what SIGHUP has begun has ended."""
 
 
 class CannotStart(Exception):
@@ -57,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in settings.warnings:
         log.warning("%s", text)
     try:
-        with _runtime_dir(settings.runtime_dir):
-            return _serve(settings)
+        with _runtime_dir(settings.runtime_dir), contextlib.closing(notify.of_this_process()) as manager:
+            return _serve(settings, manager)
     except CannotStart as error:
         print(f"shmserve: {error}", file=sys.stderr)
         return 1
@@ -99,7 +102,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
 class Server:
     """Broker, signals and progress, from start to end."""
 
-    def __init__(self, settings: argparse.Namespace, loop: Any) -> None:
+    def __init__(self, settings: argparse.Namespace, loop: Any, manager: notify.Manager) -> None:
         self._settings = settings
         self._loop = loop
         self._code = 0
@@ -135,11 +138,19 @@ class Server:
         self._control.process_of = self._broker.process_of
         self._broker.drained = loop.stop
         self._progress = Progress(self._core, self._loaded, lambda line: log.info("%s", line))
+        self._rereads = 0
+        """Looks at the repositories that were asked for by SIGHUP and are not done."""
+        state = self._core.state
+        self._announcer = notify.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
 
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
+        # With a terminal as its input the signal says that the terminal has gone.
+        hang_up = (self._stop, "SIGHUP") if os.isatty(0) else (self._reread,)
+        self._loop.add_signal_handler(signal.SIGHUP, *hang_up)
         try:
+            self._announcer.begin()
             self._begin()
             self._broker.turned = self._turned
             self._broker.put(events.Closed(0))  # so that there is a turn even if there is no model
@@ -148,6 +159,7 @@ class Server:
             gc.set_threshold(50_000, 20, 50)  # requests make no cycles; the collector need not look after each of them
             self._loop.run_forever()
         finally:
+            self._announcer.close()
             self._broker.close()
         return self._code
 
@@ -176,16 +188,38 @@ class Server:
     def _turned(self) -> None:
         if self._progress.look():
             self._broker.turned = None
+        self._announcer.look()
+
+    def _reread(self) -> None:
+        if not self._core.state.draining:
+            log.info("SIGHUP: looking at the repositories")
+            self._rereads += 1
+            self._announcer.reloading()
+            self._operations.reread(self._has_reread)
+
+    def _has_reread(self) -> None:
+        self._rereads -= 1
+        self._loop.call_soon(self._await_loading)  # behind the turn in which the core hears of it
+
+    def _await_loading(self) -> None:
+        """Looks now and then, not at each turn: others are served meanwhile."""
+        if self._rereads:
+            return
+        census = notify.Census.of(self._core.state.models.values())
+        if census.loading:
+            self._loop.call_later(LOOK_S, self._await_loading)
+        elif self._announcer.reloaded():
+            log.info("the repositories have been looked at: %s", census.text())
 
     def _loaded(self, failed: int) -> None:
         """The first round of loading has ended."""
-        total = len(self._progress.versions())
         if failed and self._settings.exit_on_error:
             log.error("%d model(s) failed to load and --exit-on-error is set: stopping", failed)
             self._code = 1
             self._stop("exit-on-error")
             return
-        log.info("ready: %d of %d model version(s) are served", total - min(failed, total), total)
+        log.info("ready: %s", notify.Census.of(self._core.state.models.values()).text())
+        self._announcer.ready()
         if self._settings.ready_fd >= 0:
             os.write(self._settings.ready_fd, b"READY\n")
             os.close(self._settings.ready_fd)
@@ -196,10 +230,11 @@ class Server:
     def _stop(self, why: str) -> None:
         if not self._core.state.draining:
             log.info("%s: finishing the requests in flight, for up to %g s", why, self._settings.exit_timeout_secs)
+            self._announcer.stopping(self._settings.exit_timeout_secs)
         self._broker.put(events.Drain(int(self._settings.exit_timeout_secs * 1e9)))
 
 
-def _serve(settings: argparse.Namespace) -> int:
+def _serve(settings: argparse.Namespace, manager: notify.Manager) -> int:
     keep_freed_memory()
     removed = posix.sweep()
     if removed:
@@ -207,7 +242,7 @@ def _serve(settings: argparse.Namespace) -> int:
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        return Server(settings, loop).run()
+        return Server(settings, loop, manager).run()
     except ServeError as error:
         raise CannotStart(str(error)) from None
     finally:

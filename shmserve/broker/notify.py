@@ -136,13 +136,12 @@ class Announcer:
         self._status = ""
         self._ready = False
         self._stopping = False
-        self._reloads = 0
+        self._reloading = False
 
     def begin(self) -> None:
         """Before the repositories are read."""
         if self._manager:
-            self._manager.tell("STATUS=reading the repositories")
-            self._timer = self._loop.call_later(0, self._beat)
+            self._beat()
 
     def look(self) -> None:
         """Something may have changed: tells the status, if it is another one."""
@@ -156,21 +155,24 @@ class Announcer:
             self._say("READY=1", once=True)
 
     def reloading(self) -> None:
-        self._reloads += 1
-        if self._manager and self._ready and self._reloads == 1:
+        """The repositories are read again."""
+        self._reloading = True
+        if self._manager and self._ready and not self._stopping:
             now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
             self._say("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
 
-    def reloaded(self) -> None:
-        self._reloads -= 1
-        if self._manager and self._ready and not self._reloads and not self._stopping:
+    def reloaded(self) -> bool:
+        """What came of it is served, or has failed. False: that is known already."""
+        known, self._reloading = not self._reloading, False
+        if self._manager and self._ready and not (self._stopping or known):
             self._say("READY=1", once=True)
+        return not known
 
     def stopping(self, limit_s: float) -> None:
         """No request is taken any more; those in flight have so long."""
         first, self._stopping = not self._stopping, True
         if self._manager and first:
-            self._say("STOPPING=1", f"EXTEND_TIMEOUT_USEC={round((limit_s + STOP_S) * 1e6)}", once=True)
+            self._say("STOPPING=1", _extension(limit_s + STOP_S), once=True)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -180,20 +182,29 @@ class Announcer:
     def _beat(self) -> None:
         self._timer = self._loop.call_later(self._every_s, self._beat)
         fields = ["WATCHDOG=1"] if self._manager.watchdog_s else []
-        if not self._stopping and (self._reloads or not self._ready):
-            fields.append(f"EXTEND_TIMEOUT_USEC={round(EXTENSION_S * 1e6)}")
+        if not self._stopping and (self._reloading or not self._ready):
+            fields.append(_extension(EXTENSION_S))
         self._say(*fields)
 
     def _say(self, *fields: str, once: bool = False) -> None:
-        if self._stopping:
-            status = f"stopping: {self._in_flight()} requests in flight"
-        else:
-            status = Census.of(self._models()).text()
+        status = self._text()
         if status != self._status:
             self._status = status
             fields += (f"STATUS={status}",)
         if fields:
             self._manager.tell(*fields, once=once)
+
+    def _text(self) -> str:
+        if self._stopping:
+            return f"stopping: {self._in_flight()} requests in flight"
+        census = Census.of(self._models())
+        if not (self._ready or census.total):
+            return "reading the repositories"
+        return census.text()
+
+
+def _extension(seconds: float) -> str:
+    return f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}"
 
 
 def of_this_process() -> Manager:

@@ -44,7 +44,9 @@ class Launched:
         command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
         command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(writer), *options]
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, pass_fds=[writer])
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[writer]
+            )
         os.close(writer)
         try:
             if wait:

@@ -1,0 +1,255 @@
+"""What the service manager hears. The oracle is a datagram socket of the test's own, at the manager's end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import select
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.broker import notify
+from shmserve.broker.notify import Announcer, Census, Manager
+from shmserve.broker.workers import worker_environment
+from shmserve.core.states import VersionState
+from shmserve.core.versions import Model, Version
+
+READY, LOADING, UNAVAILABLE = VersionState.READY, VersionState.LOADING, VersionState.UNAVAILABLE
+
+
+class Ear:
+    """The service manager's socket."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
+        self._socket.settimeout(30)
+
+    def hear(self) -> dict[str, str]:
+        return dict(line.split("=", 1) for line in self._socket.recv(65536).decode().split("\n"))
+
+    def is_silent(self) -> bool:
+        return not select.select([self._socket], [], [], 0)[0]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "notify") if request.param == "path" else f"@shmserve-test-{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def ear(address: str) -> Iterator[Ear]:
+    ear = Ear(address)
+    yield ear
+    ear.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[Any]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def model(name: str, *states: VersionState, reason: str = "", coming: bool = False) -> Model:
+    made = Model(name, reason=reason)
+    for number, state in enumerate(states, 1):
+        made.versions[number] = Version(name, number, [])
+        made.versions[number].state = state
+    if coming:
+        made.coming[1] = Version(name, 1, [])
+    return made
+
+
+class Told:
+    """An announcer and the manager that hears it."""
+
+    def __init__(self, loop: Any, address: str, ear: Ear, **environment: str) -> None:
+        self.models: list[Model] = []
+        self.in_flight = 0
+        self.hear: Callable[[], dict[str, str]] = ear.hear
+        self.is_silent = ear.is_silent
+        manager = Manager({"NOTIFY_SOCKET": address, **environment}, os.getpid())
+        self.announcer = Announcer(loop, manager, lambda: self.models, lambda: self.in_flight)
+
+
+@pytest.fixture
+def told(loop: Any, address: str, ear: Ear) -> Iterator[Told]:
+    told = Told(loop, address, ear)
+    yield told
+    told.announcer.close()
+
+
+# ------------------------------------------------------------------------------------------------- the manager
+
+
+def test_without_a_manager_nothing_is_made() -> None:
+    manager = Manager({}, 1)
+    assert not manager
+    manager.tell("READY=1")
+    manager.close()
+
+
+def test_the_variables_are_for_this_process_alone(address: str) -> None:
+    environment = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "17", "PATH": "/bin"}
+    manager = Manager(environment, 17)
+    assert environment == {"PATH": "/bin"}
+    assert manager.watchdog_s == 30
+    manager.close()
+
+
+@pytest.mark.parametrize(("usec", "pid", "seconds"), [("", "", 0), ("x", "", 0), ("5000000", "18", 0), ("1", "", 1e-6)])
+def test_a_watchdog_that_is_not_ours(address: str, usec: str, pid: str, seconds: float) -> None:
+    manager = Manager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": usec, "WATCHDOG_PID": pid}, 17)
+    assert manager.watchdog_s == seconds
+    manager.close()
+
+
+def test_workers_do_not_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: a worker's environment is an allow-list."""
+    for name in notify.VARIABLES:
+        monkeypatch.setenv(name, "1")
+    assert not set(worker_environment()) & set(notify.VARIABLES)
+
+
+def test_an_address_of_another_kind_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    manager = Manager({"NOTIFY_SOCKET": "vsock:2:1"}, 1)
+    assert not manager
+    assert "NOTIFY_SOCKET is neither a path nor an abstract name" in caplog.text
+
+
+def test_a_manager_that_is_gone_is_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}, 1)
+    manager.tell("READY=1", once=True)
+    manager.close()
+    assert "the service manager could not be told READY=1" in caplog.text
+
+
+def test_a_manager_that_does_not_listen_is_waited_for_only_once(
+    address: str, ear: Ear, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "PATIENCE_MS", 1)
+    manager = Manager({"NOTIFY_SOCKET": address}, 1)
+    while not caplog.text:
+        manager.tell("WATCHDOG=1")
+    manager.tell("READY=1", once=True)
+    assert "could not be told READY=1: Resource temporarily unavailable" in caplog.text
+    while not ear.is_silent():
+        ear.hear()
+    manager.tell("READY=1", once=True)
+    assert ear.hear() == {"READY": "1"}
+    manager.close()
+
+
+# ------------------------------------------------------------------------------------------------- the census
+
+
+def test_the_census() -> None:
+    unloaded = model("old", UNAVAILABLE)
+    unloaded.versions[1].reason = "unloaded"
+    models = [
+        model("good", READY, READY),
+        model("half", READY, UNAVAILABLE),
+        model("new", LOADING),
+        model("again", READY, coming=True),
+        model("broken", reason="no such field"),
+        unloaded,
+    ]
+    census = Census.of(models)
+    assert census == Census(5, ["new", "again"], ["half", "broken"])
+    assert census.text() == "loading 2 of 5 models: again, new; failed: broken, half"
+    assert Census(5, [], ["half"]).text() == "serving 4 of 5 models; failed: half"
+    assert Census(0, [], []).text() == "serving 0 of 0 models"
+
+
+def test_a_status_is_one_short_line() -> None:
+    census = Census(1000, [f"m{number:03}\nREADY=1" for number in range(1000)], [])
+    assert "\n" not in census.text()
+    assert census.text().endswith("and 992 more")
+    assert len(census.text()) < 300
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+def test_from_start_to_stop(told: Told) -> None:
+    told.announcer.begin()
+    assert told.hear() == {"EXTEND_TIMEOUT_USEC": "60000000", "STATUS": "reading the repositories"}
+    told.models = [model("mlp", LOADING), model("cnn", LOADING)]
+    told.announcer.look()
+    assert told.hear() == {"STATUS": "loading 2 of 2 models: cnn, mlp"}
+    told.announcer.look()
+    assert told.is_silent()
+    told.models = [model("mlp", READY), model("cnn", UNAVAILABLE)]
+    told.announcer.ready()
+    assert told.hear() == {"READY": "1", "STATUS": "serving 1 of 2 models; failed: cnn"}
+    told.in_flight = 3
+    told.announcer.stopping(30)
+    assert told.hear() == {
+        "STOPPING": "1",
+        "EXTEND_TIMEOUT_USEC": "60000000",
+        "STATUS": "stopping: 3 requests in flight",
+    }
+    told.announcer.stopping(30)
+    assert told.is_silent()
+
+
+def test_a_reload_is_told_with_its_time(told: Told) -> None:
+    told.models = [model("mlp", READY)]
+    told.announcer.ready()
+    told.hear()
+    told.announcer.reloading()
+    said = told.hear()
+    assert said["RELOADING"] == "1"
+    assert int(said["MONOTONIC_USEC"]) > 0
+    assert told.announcer.reloaded()
+    assert told.hear() == {"READY": "1"}
+    assert not told.announcer.reloaded()
+    assert told.is_silent()
+
+
+def test_a_reload_before_all_is_ready_does_not_make_it_so(told: Told) -> None:
+    told.announcer.reloading()
+    told.announcer.reloaded()
+    assert told.is_silent()
+
+
+def test_a_reload_does_not_hide_a_stop(told: Told) -> None:
+    told.announcer.ready()
+    told.hear()
+    told.announcer.reloading()
+    told.hear()
+    told.announcer.stopping(1)
+    assert "STOPPING" in told.hear()
+    told.announcer.reloaded()
+    assert told.is_silent()
+
+
+def test_the_loop_feeds_the_watchdog_and_nothing_else_does(loop: Any, address: str, ear: Ear) -> None:
+    told = Told(loop, address, ear, WATCHDOG_USEC="20000")
+    told.models = [model("mlp", READY)]
+    told.announcer.begin()
+    assert told.hear()["WATCHDOG"] == "1"
+    told.announcer.ready()
+    assert told.hear() == {"READY": "1"}
+    assert told.is_silent()  # the loop does not run
+    heard: list[dict[str, str]] = []
+
+    def listen() -> None:
+        heard.append(ear.hear())
+        if len(heard) == 3:
+            loop.stop()
+
+    loop.add_reader(ear._socket.fileno(), listen)
+    loop.run_forever()
+    loop.remove_reader(ear._socket.fileno())
+    assert heard == [{"WATCHDOG": "1"}] * 3
+    told.announcer.close()
