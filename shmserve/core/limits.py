@@ -9,6 +9,8 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import fields
 
+from shmserve.messages import FIELD_BYTES, PACKET_BYTES
+
 BURST_S = 10
 """So many seconds' worth of mistakes may come at once."""
 
@@ -65,8 +67,9 @@ NAMED = (
     Named("model_queue", "requests that wait for one model version; max_queue_size of its configuration may be less",
           "half of all in flight, so that a model that is stuck leaves room for the others"),
     Named("model_queue_bytes", "bytes inside messages that wait for one model version",
-          "a quarter of what may wait for all; tensors in shared memory do not count"),
-    Named("queue_bytes", "bytes inside messages that wait for all models", "what a server can spare without swapping"),
+          "a quarter of what may wait for all; tensors in shared memory do not count", FIELD_BYTES),
+    Named("queue_bytes", "bytes inside messages that wait for all models", "what a server can spare without swapping",
+          FIELD_BYTES),
     Named("held_bytes", "bytes of answers in shared memory that all clients hold",
           "what instances may have for outputs, --worker-output-bytes, of 16 instances"),
     Named("client_held_bytes", "bytes of answers in shared memory that one client holds",
@@ -75,7 +78,8 @@ NAMED = (
           "each costs the broker a descriptor, and a mapping in each worker that uses it"),
     Named("client_segments", "segments of one client", "a client needs a few; arenas grow by doubling"),
     Named("client_outbox_bytes", "bytes that wait for a client that does not read",
-          "a second of answers at the rate at which they can be made; one further behind does not come back"),
+          "a second of answers at the rate at which they can be made; one further behind does not come back",
+          PACKET_BYTES),
     Named("client_errors", f"mistakes of one client in a second, {BURST_S} times as many at once; 0: no limit",
           "a program with a fault is told of it often enough, and a flood of nonsense ends", 0),
 )  # fmt: skip
