@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.logs import INDENT, Formatter, printable, set_up
+from shmserve.broker.logs import INDENT, Formatter, printable, say, set_up
 
 log = logging.getLogger("shmserve.test")
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -112,3 +113,65 @@ def test_a_traceback_is_indented(text: str) -> None:
 def test_what_is_escaped() -> None:
     assert printable("plain text, é and 模型\t.") == "plain text, é and 模型\t."
     assert printable("a\nb\r\x1b[2J\u2028\u202e\x85") == "a\\nb\\r\\x1b[2J\\u2028\\u202e\\x85"
+
+
+# ------------------------------------------------------------------------------------------ JSON, and fields
+
+INJECTIONS = [
+    "mlp\n2026-01-01 00:00:00,000 ERROR forged",
+    "mlp\r\n2026-01-01T00:00:00.000Z ERROR forged",
+    "mlp\x1b[2J\x1b[1;31mforged",
+    'mlp\u2028{"level": "error"}\u2029',
+    'mlp"}\n{"time": "x", "level": "error", "message": "forged"}',
+    "mlp\x00\x07\x08\x7f\x85\x9b31m",
+    "mlp\u202egnp.exe\u2066",
+    "mlp\udcff\ud800",
+    "mlp\v\f\x1c\x1d\x1e",
+    "%s %d %(message)s {0}",
+]
+
+
+@pytest.mark.parametrize("text", INJECTIONS)
+@pytest.mark.parametrize("form", ["default", "ISO8601", "json"])
+def test_r11_injections(form: str, text: str, tmp_path: Path) -> None:
+    """As the message, as a field, and as what a worker wrote last."""
+    file = tmp_path / "log"
+    set_up(settings(log_format=form, log_file=file))
+    say("info", f"model '{text}' is unloaded", {"model": text, "client": 7, "last_words": f"{text}\n{text}"})
+    say("warning", "the next one")
+    first, *between, last = file.read_text("utf-8").splitlines()
+    assert file.read_text("utf-8").count("\n") == len(between) + 2
+    for line in (first, *between, last):
+        assert line.replace("\t", "").isprintable()
+    if form == "json":
+        assert not between
+        assert first.isascii()
+        found = json.loads(first)
+        assert (found["level"], found["model"], found["client"]) == ("info", text, 7)
+        assert found["message"] == f"model '{text}' is unloaded"
+        assert json.loads(last)["message"] == "the next one"
+    else:
+        assert all(line.startswith(INDENT) for line in between)
+        assert " INFO model 'mlp" in first or " INFO model '%s" in first
+        assert last.endswith(" WARNING the next one")
+
+
+@given(st.text(), st.dictionaries(st.text(), st.text() | st.integers()))
+def test_a_record_as_json_is_one_line_that_says_it_all(text: str, fields: dict[str, Any]) -> None:
+    made = record(text)
+    made.fields = fields
+    line = Formatter("json").format(made)
+    assert line.isascii()
+    assert line.isprintable()
+    found = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", found["time"])
+    assert (found["level"], found["message"]) == ("info", text)
+    assert {name: found[name] for name in fields if name not in ("time", "level", "message")} == {
+        name: value for name, value in fields.items() if name not in ("time", "level", "message")
+    }
+
+
+def test_a_traceback_in_json() -> None:
+    found = json.loads(Formatter("json").format(record("failed", ValueError("why"))))
+    assert found["message"] == "failed"
+    assert "ValueError: why" in found["traceback"]
