@@ -20,12 +20,15 @@ from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
 from shmserve.errors import InvalidRequest, ProtocolError, ServeError
 from shmserve.messages import FRAME_BYTES, INLINE_BYTES, PACKET_BYTES, ClientMessage, Fail, Handle, Infer, Reply, Tensor
+from shmserve.shm import posix
 from shmserve.shm.arena import Arena
 
 MESSAGE_BYTES = 8 * 1024 * 1024
 """What libzmq takes at all: above it, it ends the connection. Between FRAME_BYTES and this we can say what is wrong."""
 QUEUE = 1000
 """Messages that libzmq keeps for a client that does not read."""
+SWEEP_S = 1.0
+"""A connection may end before its process, and a worker may still be about to open what a request of its names."""
 BURST = 64
 """Messages read before the others have their turn."""
 
@@ -46,6 +49,7 @@ class Outbox:
         """It said in its Hello that large outputs are to come as frames."""
         self.watch: int | None = None
         """A pidfd of the client's process, once it has said which it is."""
+        self.pid = 0
         self._door = door
 
     def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
@@ -103,6 +107,7 @@ class ZmqDoor:
         self._decode = wire.Codec(ClientMessage).decode
         self._outboxes: dict[bytes, Outbox] = {}
         self._stuck: set[Outbox] = set()
+        self._unswept: set[int] = set()
         self._fd = self._socket.getsockopt(zmq.FD)
         loop.add_reader(self._fd, self._readable)
 
@@ -235,6 +240,7 @@ class ZmqDoor:
         with contextlib.suppress(OSError):  # another pid name space, say
             if outbox.watch is None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 outbox.watch = os.pidfd_open(pid)
+                outbox.pid = pid
                 self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has ended")
 
     def silent(self) -> tuple[list[Outbox], list[Outbox]]:
@@ -256,12 +262,21 @@ class ZmqDoor:
         if outbox.watch is not None:
             self._loop.remove_reader(outbox.watch)
             os.close(outbox.watch)
+            self._unswept.add(outbox.pid)
+            self._loop.call_later(SWEEP_S, self._sweep, outbox.pid)
         self._ended(outbox.peer, reason)
+
+    def _sweep(self, pid: int) -> None:
+        """Of one that has gone: if its process was killed, its named segments are still there."""
+        self._unswept.discard(pid)
+        posix.sweep(pid)
 
     def close(self) -> None:
         self._loop.remove_reader(self._fd)
         for outbox in list(self._outboxes.values()):
             self.drop(outbox, "")
+        for pid in list(self._unswept):
+            self._sweep(pid)
         self._socket.close()
         self._context.term()
 

@@ -217,6 +217,17 @@ def test_the_sweep_takes_what_the_dead_left_and_nothing_else(leftover: list[Path
     mine.close()
 
 
+def test_the_sweep_takes_what_one_of_the_dead_left(leftover: list[Path]) -> None:
+    one, other = (path(python(LEAVE)) for _ in range(2))
+    leftover += [one, other]
+    assert posix.sweep(int(one.name.split("-")[1])) == 1
+    assert not one.exists()
+    assert other.exists()
+    mine = posix.create(SIZE)
+    assert posix.sweep(os.getpid()) == 0
+    mine.close()
+
+
 def test_the_sweep_leaves_a_living_child_alone() -> None:
     code = LEAVE.replace("os._exit(0)", "input()")
     with subprocess.Popen(

@@ -1,0 +1,82 @@
+"""Clients that are there to be killed: one warm process forks them, as a fresh interpreter for each takes too long.
+
+The rule of the file: a client works until it is killed; what it is told meanwhile does not matter to it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from bench.child import Answer, Handler
+from bench.raw import Zmq
+from shmserve import Client, ServeError, wire
+from shmserve.messages import Infer, Tensor
+
+MODELS = ("identity", "slow")
+LARGEST = 60_000
+"""Values of one tensor, 4 bytes each."""
+FLIGHT = 8
+HELD = 4
+
+
+def _ask(url: str, seed: int) -> None:
+    """Inputs in its own memory, outputs partly there too; some answers are held."""
+    roll = random.Random(seed)
+    client = Client(url)
+    client.live()  # memory that is made before the server knows of its maker stays until the next start
+    held: deque[Any] = deque(maxlen=HELD)
+    while True:
+        calls = []
+        for _ in range(FLIGHT):
+            x = client.empty((1, int(LARGEST ** roll.random())))
+            x[:] = seed
+            outputs = {"y": client.empty(x.shape)} if roll.random() < 0.2 else None
+            calls.append(client.submit(roll.choice(MODELS), {"x": x}, outputs=outputs))
+        for call in calls:
+            with suppress(ServeError):
+                held.append(call.result(30)["y"])
+
+
+def _ask_by_frames(path: str, seed: int) -> None:
+    roll = random.Random(seed)
+    with Zmq(path) as link:
+        link.hello("frames")
+        number = 0
+        while True:
+            for _ in range(FLIGHT):
+                number += 1
+                count = int(LARGEST ** roll.random())
+                infer = Infer(number, roll.choice(MODELS), 0, (Tensor("x", "FP32", (1, count), 0),))
+                link.send_bytes(wire.encode([infer]), (bytes(4 * count),))
+            link.receive()
+
+
+def nest(lane: str, zmq: str) -> Handler:
+    kinds: dict[str, tuple[Callable[[str, int], None], str]] = {
+        "lane": (_ask, f"unix://{lane}"),
+        "posix": (_ask, f"ipc://{zmq}"),
+        "frames": (_ask_by_frames, zmq),
+    }
+
+    def handle(kind: str, seed: int) -> Answer:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        pid = os.fork()
+        if pid:
+            return {"pid": pid}
+        try:
+            ask, address = kinds[kind]
+            ask(address, seed)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    return handle
