@@ -41,7 +41,8 @@ END_S = 5.0
 
 ALLOWED = {
     "MODEL_FAILED": r"worker process of instance .* ended while it .*SIGKILL",
-    "UNAVAILABLE": rf"no room for |it is loading$|^{AWAY}: .*(unload|not at ready state|no available versions|not found)",
+    "UNAVAILABLE": "no room for |it is loading$"
+    rf"|^{AWAY}: .*(unload|not at ready state|no available versions|not found)",
     "NOT_FOUND": rf"^{AWAY}: .*(not found|no available versions)",
 }
 ALLOWED_TO_OPERATORS = {
