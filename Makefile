@@ -11,7 +11,7 @@ OCR := rapidocr-onnxruntime==1.4.4
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test check fmt bench proto clean distclean
+.PHONY: help serve samples test check fmt bench proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -21,6 +21,8 @@ help:
 	@echo 'make fmt         format the code'
 	@echo 'make bench       measure, print the table, keep it in bench/results  (ARGS="..." for options)'
 	@echo 'make proto       repo/model_config.binpb, after an edit of repo/model_config.proto'
+	@echo 'make install-systemd     as root: the server as a service, in PREFIX=$(PREFIX); docs/operations.md'
+	@echo 'make uninstall-systemd   as root: the service goes, its settings and models stay'
 	@echo 'make clean       remove what was built; make distclean: the environment as well'
 
 serve: $(VENV)/.serve samples
@@ -49,6 +51,57 @@ bench: $(VENV)/.dev
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools
 	@$(BIN)/python -m grpc_tools.protoc -I repo --descriptor_set_out=repo/model_config.binpb repo/model_config.proto
+
+# ------------------------------------------------------------------------------------------- the service
+
+# PREFIX is an environment of its own. EXTRAS: its engines. PACKAGE: a wheel, instead of this checkout. PIP_ARGS: more
+# for pip, e.g. --no-index --find-links=wheels. DESTDIR: for packagers, everything below it and nothing is started.
+PREFIX ?= /opt/shmserve
+EXTRAS ?= cpu
+PACKAGE ?= .[$(EXTRAS)]
+PIP_ARGS ?=
+DESTDIR ?=
+PLACE := $(DESTDIR)$(PREFIX)
+UNITS := $(DESTDIR)/usr/lib/systemd/system
+ETC := $(DESTDIR)/etc/shmserve
+SYSUSERS := $(DESTDIR)/usr/lib/sysusers.d
+TMPFILES := $(DESTDIR)/usr/lib/tmpfiles.d
+
+install-systemd:
+	@$(PYTHON) -c 'import os, sys; from pathlib import Path; real = Path(os.path.realpath(sys.executable)); \
+	  sys.exit(0 if all(path.stat().st_mode & 1 for path in [real, *real.parents]) else \
+	  "the service could not run %s: a directory above it is closed to others; name another: make PYTHON=/usr/bin/python3" % real)'
+	test -x $(PLACE)/bin/python || $(PYTHON) -m venv $(PLACE)
+	$(PLACE)/bin/python -m pip install --quiet --disable-pip-version-check --no-input $(PIP_ARGS) '$(PACKAGE)'
+	install -d $(UNITS) $(ETC) $(SYSUSERS) $(TMPFILES) $(PLACE)/share/doc/shmserve
+	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve.service > $(UNITS)/shmserve.service
+	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve.slice > $(UNITS)/shmserve.slice
+	chmod 644 $(UNITS)/shmserve.service $(UNITS)/shmserve.slice
+	install -m 644 systemd/sysusers.d/shmserve.conf $(SYSUSERS)
+	install -m 644 systemd/tmpfiles.d/shmserve.conf $(TMPFILES)
+	install -m 644 docs/*.md $(PLACE)/share/doc/shmserve
+	test -e $(ETC)/shmserve.toml || install -m 644 systemd/shmserve.toml $(ETC)
+	test -e $(ETC)/shmserve.env || install -m 640 systemd/shmserve.env $(ETC)
+ifeq ($(DESTDIR),)
+	systemd-sysusers $(SYSUSERS)/shmserve.conf
+	systemd-tmpfiles --create $(TMPFILES)/shmserve.conf
+	systemctl daemon-reload
+	@echo 'installed; models go to /srv/shmserve/models, settings to $(ETC); then: systemctl enable --now shmserve'
+else
+	grep -lI '^#!$(DESTDIR)' $(PLACE)/bin/* | xargs -r sed -i '1s|^#!$(DESTDIR)|#!|'
+endif
+
+uninstall-systemd:
+ifeq ($(DESTDIR),)
+	systemctl disable --now shmserve.service
+endif
+	rm -f $(UNITS)/shmserve.service $(UNITS)/shmserve.slice
+	rm -f $(SYSUSERS)/shmserve.conf $(TMPFILES)/shmserve.conf
+	if test -f $(PLACE)/pyvenv.cfg; then rm -rf $(PLACE); fi
+ifeq ($(DESTDIR),)
+	systemctl daemon-reload
+endif
+	@echo 'what is left: $(ETC), /srv/shmserve, /var/lib/shmserve, /var/cache/shmserve, the user shmserve'
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
