@@ -1,0 +1,364 @@
+"""Other users of the machine, against a real server: they get in only where they were let in, do only what their roles
+allow, and get at nobody's tensors, whatever they try with the descriptors and names that they can see."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import grp
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from bench.raw import Lane, Segment, Zmq
+from shmserve import messages, wire
+from shmserve.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
+from tests.process.launch import Launched, identity
+from tests.security.users import ALICE, BOB, as_user, attempt, needs_root, some_group
+
+pytestmark = [pytest.mark.process, needs_root]
+
+LARGE = np.arange(65_536, dtype=np.float32)
+PUNCH_HOLE = 0x02 | 0x01  # and keep the size
+MADV_REMOVE = 9
+GROUP = some_group() if os.geteuid() == 0 else ""
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """Everybody may enter: what is closed here was closed by the server."""
+    folder = Path(tempfile.mkdtemp(prefix="shmserve-test-"))
+    folder.chmod(0o755)
+    identity(folder / "models", "m")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def private(place: Path) -> Iterator[Launched]:
+    """As it is by default, under the most careless umask."""
+    before = os.umask(0)
+    try:
+        server = Launched(place / "models", place / "private")
+    finally:
+        os.umask(before)
+    with server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared(place: Path) -> Iterator[Launched]:
+    options = ["--socket-group", GROUP, "--access", f"uid:{BOB}=operate", "--model-control-mode", "explicit"]
+    before = os.umask(0o077)
+    try:
+        server = Launched(place / "models", place / "shared", *options, "--load-model", "m")
+    finally:
+        os.umask(before)
+    with server:
+        with shmserve.Client(f"unix://{server.lane}") as client:  # others cannot read what it imports
+            client.infer("m", {"x": np.ones((1, 3), np.float32)})
+        yield server
+
+
+def member() -> list[int]:
+    return [grp.getgrnam(GROUP).gr_gid]
+
+
+def modes(server: Launched) -> dict[str, str]:
+    names = ("", "lane.sock", "broker.sock", "broker.lock", "overrides")
+    found = {}
+    for name in names:
+        status = (server.runtime_dir / name).stat()
+        found[name] = f"{stat.S_IMODE(status.st_mode):o} {status.st_uid}:{status.st_gid}"
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- doors
+
+
+def test_r15_modes_by_default(private: Launched) -> None:
+    assert modes(private) == {
+        "": "700 0:0",
+        "lane.sock": "600 0:0",
+        "broker.sock": "600 0:0",
+        "broker.lock": "600 0:0",
+        "overrides": "700 0:0",
+    }
+
+
+def test_r15_modes_with_a_group(shared: Launched) -> None:
+    (gid,) = member()
+    assert modes(shared) == {
+        "": f"750 0:{gid}",
+        "lane.sock": f"660 0:{gid}",
+        "broker.sock": "600 0:0",
+        "broker.lock": "600 0:0",
+        "overrides": "700 0:0",
+    }
+
+
+def test_r15_another_user_cannot_connect(private: Launched) -> None:
+    """Not by the directory, and if somebody opens that, not by the sockets."""
+    for mode in (0o700, 0o755):
+        private.runtime_dir.chmod(mode)
+        try:
+            for path in (private.lane, private.zmq):
+                kind: Any = Lane if path == private.lane else _stream
+                assert as_user(ALICE, partial(attempt, partial(kind, path))) == ["EACCES"]
+        finally:
+            private.runtime_dir.chmod(0o700)
+
+
+def test_r15_without_the_group_nobody_comes_in(shared: Launched) -> None:
+    assert as_user(ALICE, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
+
+
+def test_r15_the_zeromq_socket_stays_the_owners(shared: Launched) -> None:
+    assert as_user(ALICE, lambda: attempt(lambda: _stream(shared.zmq)), member()) == ["EACCES"]
+
+
+def test_r15_the_runtime_directory_cannot_be_changed(shared: Launched) -> None:
+    def try_it() -> list[str]:
+        directory = shared.runtime_dir
+        return attempt(
+            lambda: os.unlink(shared.lane),
+            lambda: os.rename(shared.lane, directory / "mine"),
+            lambda: os.symlink("/tmp", directory / "x"),
+            lambda: os.chmod(directory, 0o777),
+            lambda: os.open(directory / "broker.lock", os.O_RDWR),
+            lambda: os.listdir(directory / "overrides"),
+        )
+
+    assert set(as_user(ALICE, try_it, member())) <= {"EACCES", "EPERM"}
+
+
+def _stream(path: str) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect(path)
+
+
+# ---------------------------------------------------------------------------------------------- roles
+
+
+def told(task: Any) -> str:
+    """The code of what it ended with, or OK."""
+    try:
+        task()
+    except shmserve.ServeError as error:
+        return f"{error.code} {error.message}"
+    return "OK"
+
+
+def test_r8_members_infer_and_observe(shared: Launched) -> None:
+    def use() -> list[Any]:
+        with shmserve.Client(f"unix://{shared.lane}") as client:
+            y = client.infer("m", {"x": np.ones((1, 3), np.float32)})["y"]
+            calls = (
+                lambda: client.models(),
+                lambda: client.statistics("m"),
+                lambda: client.config("m"),
+                lambda: client.ready(),
+                lambda: client.load("m"),
+                lambda: client.load("m", config={"max_batch_size": 4}),
+                lambda: client.unload("m"),
+                lambda: client.restart("m"),
+            )
+            return [y.tolist(), *[told(call) for call in calls]]
+
+    y, *answers = as_user(ALICE, use, member())
+    assert y == [[1, 1, 1]]
+    assert answers[:4] == ["OK"] * 4
+    for answer in answers[4:]:
+        assert answer.startswith("DENIED")
+        assert "needs the role operate, and this connection has infer and observe" in answer
+
+
+def test_r8_a_rule_gives_more(shared: Launched) -> None:
+    """Bob may operate too. The group is what lets him in at all."""
+
+    def use() -> list[Any]:
+        with shmserve.Client(f"unix://{shared.lane}") as client:
+            return [told(lambda: client.restart("m")), told(lambda: client.load("m")), told(lambda: client.models())]
+
+    assert as_user(BOB, use, member()) == ["OK"] * 3
+    assert as_user(BOB, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
+
+
+def test_r5_memory_by_name_is_not_for_members(shared: Launched) -> None:
+    def use() -> list[str]:
+        with Lane(shared.lane) as lane:
+            lane.hello("memfd")
+            lane.send(Map(lane.owner << 32 | 1, 4096, "/somebody"))
+            answer = lane.receive_kind(Goodbye, Fail)
+            return [answer.code, answer.text]
+
+    code, text = as_user(ALICE, use, member())
+    assert code == "DENIED"
+    assert "'register' needs the role operate" in text
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+
+class Holder:
+    """A user with a large answer in shared memory, who has been told nothing more than any client is."""
+
+    def __init__(self, path: str) -> None:
+        self.lane = Lane(path)
+        self.lane.hello("memfd")
+        self.input = Segment(self.lane, LARGE.nbytes)
+        self.fds: dict[int, int] = {}
+        self.lane._note = self._keep  # type: ignore[method-assign]
+        data = self.input.put(0, LARGE.tobytes())
+        self.lane.send(Infer(1, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), data),)))
+        self.reply = self.lane.receive_kind(Reply, Fail)
+        (self.handle,) = self.reply.outputs[0].data
+
+    def _keep(self, message: Any, descriptors: list[int]) -> None:
+        if isinstance(message, Map):
+            self.fds[message.segment] = descriptors.pop(0)
+
+
+def test_r4_r16_an_answer_can_neither_be_written_nor_cut(shared: Launched) -> None:
+    """By the descriptor that was passed, by opening it again in /proc, or by a hole."""
+
+    def use() -> list[str]:
+        holder = Holder(shared.lane)
+        (fd,) = holder.fds.values()
+        size = os.fstat(fd).st_size
+        libc = ctypes.CDLL(None, use_errno=True)
+        view = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+
+        def again() -> int:
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+
+        def hole() -> None:
+            if libc.fallocate(fd, PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(4096)):
+                raise OSError(ctypes.get_errno(), "fallocate")
+
+        found = attempt(
+            lambda: os.pwrite(fd, b"evil", 0),
+            lambda: os.ftruncate(fd, 0),
+            lambda: os.ftruncate(fd, 2 * size),
+            lambda: mmap.mmap(fd, size, prot=mmap.PROT_WRITE | mmap.PROT_READ),
+            lambda: hole(),
+            lambda: view.madvise(MADV_REMOVE),
+            lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+            lambda: os.pwrite(again(), b"evil", 0),
+            lambda: os.truncate(f"/proc/self/fd/{fd}", 0),
+            lambda: mmap.mmap(again(), size),
+        )
+        at = holder.handle
+        right = view[at.offset : at.offset + at.size] == LARGE.tobytes()
+        return [*found, str(right)]
+
+    *errors, right = as_user(ALICE, use, member())
+    assert set(errors) <= {"EPERM", "EACCES"}, errors
+    assert right == "True"
+
+
+def test_r4_users_share_no_memory(shared: Launched) -> None:
+    """Two users, the same model, answers at the same time: each knows of a segment of its own, and only its handles
+    count. What the one holds the other can neither read, use, give back nor unmap."""
+    mine = Holder(shared.lane)
+    secret = (mine.handle.segment, mine.handle.offset, mine.handle.size)
+
+    def use() -> dict[str, Any]:
+        mine.lane._socket.close()  # the fork's double
+        for fd in mine.fds.values():
+            os.close(fd)
+        holder = Holder(shared.lane)
+        lane, handle = holder.lane, Handle(*secret)
+        said = []
+        for message in (
+            Infer(2, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), (handle,)),)),
+            Infer(3, "m", 0, (Tensor("x", "FP32", (1, 4), (Handle(secret[0], secret[1], 16),)),)),
+            Infer(
+                4, "m", 0, (Tensor("x", "FP32", (1, 4), bytes(16)),), (messages.Wanted("y", Handle(secret[0], 0, 16)),)
+            ),
+            messages.Return((handle,)),
+            messages.Unmap(secret[0]),
+        ):
+            lane.send(message)
+            said.append(lane.receive_kind(Fail, Reply).code)
+        return {"segments": list(holder.fds), "said": said}
+
+    try:
+        found = as_user(ALICE, use, member())
+        assert isinstance(found, dict), found
+        assert len(found["segments"]) == 1
+        assert not set(found["segments"]) & set(mine.fds)
+        assert found["said"] == ["INVALID_ARG"] * 5
+        (fd,) = mine.fds.values()
+        assert os.pread(fd, mine.handle.size, mine.handle.offset) == LARGE.tobytes()
+    finally:
+        mine.input.close()
+        mine.lane.close()
+        for fd in mine.fds.values():
+            os.close(fd)
+
+
+def test_r4_processes_of_the_server_are_closed(shared: Launched) -> None:
+    """Descriptors and memory of broker and workers cannot be had from /proc, nor can their signals be sent."""
+    processes = [shared.process.pid, *shared.workers()]
+    opened = {pid: os.listdir(f"/proc/{pid}/fd") for pid in processes}
+
+    def use() -> list[str]:
+        found = []
+        for pid, descriptors in opened.items():
+            found += attempt(
+                partial(os.listdir, f"/proc/{pid}/fd"),
+                partial(os.open, f"/proc/{pid}/mem", os.O_RDONLY),
+                partial(os.listdir, f"/proc/{pid}/map_files"),
+                partial(os.kill, pid, 9),
+            )
+            for descriptor in descriptors:
+                path = f"/proc/{pid}/fd/{descriptor}"
+                found += attempt(partial(os.open, path, os.O_RDWR), partial(os.truncate, path, 0))
+        return found
+
+    found = as_user(ALICE, use, member())
+    assert len(found) > 4 * len(processes)
+    assert set(found) <= {"EACCES", "EPERM", "ENOENT"}, found
+
+
+def test_r2_r4_named_segments_are_the_servers_alone(place: Path) -> None:
+    """Answers for ZeroMQ clients have names, which everybody can list."""
+    with Launched(place / "models", place / "named") as server, Zmq(server.zmq) as client:
+        client.send(Hello(1, os.getpid(), "raw", "posix"))
+        client.receive_kind(messages.Welcome)
+        large = Infer(1, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), 0),))
+        client.send_bytes(wire.encode([large]), (LARGE.tobytes(),))
+        announced = client.receive_kind(Map)
+        reply = client.receive_kind(Reply)
+        assert isinstance(reply.outputs[0].data, tuple)
+        path = f"/dev/shm{announced.name}"
+        status = os.stat(path)
+        assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o600, 0)
+        assert len(announced.name.rpartition("-")[2]) == 32, "128 bits that nobody can guess"
+
+        def use() -> list[str]:
+            return attempt(
+                lambda: os.open(path, os.O_RDONLY),
+                lambda: os.open(path, os.O_RDWR),
+                lambda: os.truncate(path, 0),
+                lambda: os.unlink(path),
+                lambda: os.rename(path, "/dev/shm/mine"),
+                lambda: os.chmod(path, 0o777),
+                lambda: os.link(path, "/dev/shm/mine"),
+            )
+
+        assert set(as_user(ALICE, use, member())) <= {"EACCES", "EPERM"}
+        assert Path(path).read_bytes()[: LARGE.nbytes] == LARGE.tobytes()

@@ -1,0 +1,69 @@
+"""Other users of the machine, for real: a forked child that becomes one, does something, and says what came of it.
+
+The rule of the file: the child touches nothing of the parent's but its code; it ends without any of its clean-up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import grp
+import json
+import os
+import pwd
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+ALICE, BOB = 65534, 65533
+_PR_SET_DUMPABLE = 4
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def some_group() -> str:
+    """A group in which nobody of the tests is by itself."""
+    taken = {0, ALICE, BOB, os.getegid(), *(user.pw_gid for user in pwd.getpwall() if user.pw_uid in (ALICE, BOB))}
+    return next(group.gr_name for group in grp.getgrall() if group.gr_gid not in taken)
+
+
+def as_user(uid: int, task: Callable[[], Any], groups: Iterable[int] = ()) -> Any:
+    """What the task gave, which must fit into JSON; an exception is told as "Type: text"."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reader)
+            os.setgroups(list(groups))
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else it could not even look at itself in /proc
+            found = task()
+        except BaseException as error:
+            found = f"{type(error).__name__}: {error}"
+        finally:
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(found, pipe)
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+
+def attempt(*tasks: Callable[[], Any]) -> list[str]:
+    """For each what it ended with: the name of an error's number, or what it gave."""
+    found = []
+    for task in tasks:
+        try:
+            found.append(f"done: {task()!r}")
+        except OSError as error:
+            found.append(type(error).__name__ if error.errno is None else _name(error.errno))
+    return found
+
+
+def _name(number: int) -> str:
+    import errno
+
+    return errno.errorcode[number]
