@@ -196,7 +196,7 @@ class Announcer:
 
     def _text(self) -> str:
         if self._stopping:
-            return f"stopping: {self._in_flight()} requests in flight"
+            return f"stopping: {self._in_flight()} request(s) in flight"
         census = Census.of(self._models())
         if not (self._ready or census.total):
             return "reading the repositories"

@@ -196,7 +196,7 @@ def test_from_start_to_stop(told: Told) -> None:
     assert told.hear() == {
         "STOPPING": "1",
         "EXTEND_TIMEOUT_USEC": "60000000",
-        "STATUS": "stopping: 3 requests in flight",
+        "STATUS": "stopping: 3 request(s) in flight",
     }
     told.announcer.stopping(30)
     assert told.is_silent()

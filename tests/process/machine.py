@@ -1,0 +1,195 @@
+"""A machine of its own to test a service on: a real systemd in namespaces, over the file system of this one.
+
+The rule of the file: nothing of this machine changes. The root is an overlay in memory, mounted where only the machine
+sees it; network, processes, shared memory and control groups are its own; all goes when its first process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+SYSTEMD = Path("/lib/systemd/systemd")
+BOOT_S = 60
+COMMAND_S = 90
+TOOLS = ("unshare", "nsenter", "setpriv", "systemctl", "journalctl", "mount", "pivot_root", "make")
+ROOM = "1g"
+
+BOOT = """
+set -eu
+base=$1 told=$2 site=$3
+mount --make-rprivate /
+mount -t tmpfs -o size={room},mode=755 machine "$base"
+mkdir "$base/upper" "$base/work" "$base/root"
+mount -t overlay -o "lowerdir=/,upperdir=$base/upper,workdir=$base/work" machine "$base/root"
+cd "$base/root"
+mkdir -p opt/dependencies
+mount --bind -o ro "$site" opt/dependencies
+mount -t proc proc proc
+mount -t sysfs -o ro sysfs sys
+mount -t cgroup2 cgroup2 sys/fs/cgroup
+mount -t tmpfs -o mode=755 devices dev
+for name in null zero full random urandom tty; do : > dev/$name; mount --bind /dev/$name dev/$name; done
+mkdir dev/shm dev/pts
+mount -t devpts -o newinstance,ptmxmode=666,mode=620 devpts dev/pts
+ln -s pts/ptmx dev/ptmx
+ln -s /proc/self/fd dev/fd
+mount -t tmpfs -o mode=1777 memory dev/shm
+mount -t tmpfs -o mode=755 run run
+: > run/told
+mount --bind "$told" run/told
+: > etc/fstab
+mkdir -p run/systemd/system run/outside
+for unit in timers.target paths.target; do ln -s /dev/null run/systemd/system/$unit; done
+pivot_root . run/outside
+mount --make-rprivate /run/outside
+umount -l /run/outside
+mount --make-rshared /
+echo mounted
+exec env -i container=test NOTIFY_SOCKET=/run/told PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+  {systemd} --system --unit=basic.target --log-target=journal --show-status=no
+"""
+
+
+class CannotBoot(Exception):
+    """No machine can be made here, for this reason."""
+
+
+def why_not() -> str:
+    """Why no machine can be made here; "" if it can be tried."""
+    if os.geteuid() != 0:
+        return "only root can make the namespaces"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing or not SYSTEMD.exists():
+        return f"not there: {', '.join(missing) or SYSTEMD}"
+    if _cgroups() is None:
+        return "control groups of version 2 are not mounted"
+    return "" if python() else f"no Python {sys.version_info[0]}.{sys.version_info[1]} that a service could run"
+
+
+def python() -> Path | None:
+    """An interpreter of this version that every user can reach: our packages fit to it."""
+    name = "python{}.{}".format(*sys.version_info)
+    found = [Path(place, name).resolve() for place in ("/usr/bin", "/usr/local/bin")]
+    return next((path for path in found if path.exists() and all(p.stat().st_mode & 1 for p in path.parents)), None)
+
+
+def _cgroups() -> Path | None:
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if kind == "cgroup2":
+            return Path(place)
+    return None
+
+
+class Machine:
+    """`site` is a directory that the machine sees as /opt/dependencies."""
+
+    def __init__(self, base: Path, site: Path) -> None:
+        cgroups = _cgroups()
+        assert cgroups is not None
+        self._cgroup = cgroups / f"shmserve-test-{os.getpid()}"
+        self._base, self._site = base / "machine", site
+        self._base.mkdir()
+        self._told = base / "told"
+        self._process: subprocess.Popen[str] | None = None
+        self.first = 0
+        """The pid of its systemd, as we see it."""
+
+    def __enter__(self) -> Machine:
+        try:
+            self._boot()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def _boot(self) -> None:
+        try:
+            self._cgroup.mkdir()
+        except OSError as error:
+            raise CannotBoot(f"no control group can be made: {error.strerror}") from None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+            told.bind(str(self._told))
+            told.settimeout(BOOT_S)
+            namespaces = ("--mount", "--pid", "--fork", "--uts", "--ipc", "--net", "--cgroup", "--kill-child=KILL")
+            script = BOOT.format(room=ROOM, systemd=SYSTEMD)
+            inside = ("bash", "-c", script, "boot", str(self._base), str(self._told), str(self._site))
+            join = 'echo $$ > "$1/cgroup.procs"; shift; exec "$@"'
+            self._process = subprocess.Popen(
+                ["bash", "-c", join, "join", str(self._cgroup), "unshare", *namespaces, *inside],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            assert self._process.stdout is not None
+            said = ""
+            for line in self._process.stdout:
+                said += line
+                if line == "mounted\n":
+                    break
+            else:
+                raise CannotBoot(said.strip() or "the namespaces cannot be made")
+            pid = self._process.pid
+            self.first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+            while "READY=1" not in told.recv(65536).decode().split("\n"):
+                continue
+
+    def _end(self) -> None:
+        if self._process is not None:
+            if self.first:  # and all others with it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.first, signal.SIGKILL)
+            else:
+                self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.read()  # until the last process of the machine has closed it
+            self._process.stdout.close()
+        if self._cgroup.exists():
+            for folder, _, _ in os.walk(self._cgroup, topdown=False):
+                os.rmdir(folder)
+
+    # ------------------------------------------------------------------------------------------ what runs in it
+
+    def command(self, *words: str | Path) -> list[str]:
+        return ["nsenter", "--all", f"--target={self.first}", *map(str, words)]
+
+    def run(self, *words: str | Path, code: int | None = 0, stdin: str = "") -> str:
+        """What it says. `code` None: any."""
+        ended = subprocess.run(
+            self.command(*words), input=stdin, capture_output=True, text=True, timeout=COMMAND_S, env=CLEAN, check=False
+        )
+        assert code is None or ended.returncode == code, f"{words} -> {ended.returncode}: {ended.stdout}{ended.stderr}"
+        return ended.stdout + ended.stderr
+
+    @contextlib.contextmanager
+    def start(self, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
+        """A process in the machine that runs beside the test: lines in, lines out."""
+        with subprocess.Popen(
+            self.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=CLEAN
+        ) as process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.kill()
+
+    def path(self, name: str) -> Path:
+        """A file of the machine, for us."""
+        return Path(f"/proc/{self.first}/root{name}")
+
+
+CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "SYSTEMD_PAGER": "", "SYSTEMD_COLORS": "0"}

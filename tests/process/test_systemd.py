@@ -1,0 +1,297 @@
+"""The service as systemd runs it: a systemd of its own is booted, `make install-systemd` run on it, and everything
+that an operator does and fears is done to it.
+
+The rule of the file: what is awaited is an event (a job's end, a line of the journal, an opened pipe), never time.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.process.living import PYTHON, generation, renew, write
+from tests.process.machine import CannotBoot, Machine, python, why_not
+
+ROOT = Path(__file__).parents[2]
+EXPOSURE = 3.0
+"""What `systemd-analyze security` may say at most, of 10."""
+MODELS = "/srv/shmserve/models"
+GATES = "/run/gates"
+PATIENCE = ("timeout", "60")
+
+GATE = f"""
+import os
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.wait("load")
+
+    def execute(self, requests):
+        import triton_python_backend_utils as pb_utils
+        self.wait("run")
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+                for r in requests]
+
+    def wait(self, name):
+        path = os.path.join("{GATES}", name)
+        if os.path.exists(path):
+            with open(path) as gate:
+                gate.read()
+"""
+ASKER = """
+import sys
+import numpy as np
+import shmserve
+with shmserve.Client(reconnect_timeout=60) as client:
+    for line in sys.stdin:
+        try:
+            print(client.infer(line.strip(), {"x": np.ones((1, 1), np.float32)})["y"][0, 0], flush=True)
+        except shmserve.ServeError as error:
+            print(error.code, error, flush=True)
+"""
+MEMBER = ("setpriv", "--reuid=nobody", "--regid=shmserve", "--clear-groups")
+STRANGER = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
+SHMSERVE = "/opt/shmserve/bin/shmserve"
+
+
+# ------------------------------------------------------------------------------------------------- the unit alone
+
+needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not there")
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """As it is installed, with something to start where the command would be."""
+    for name in ("bin", "share/doc/shmserve"):
+        (tmp_path / "opt" / name).mkdir(parents=True)
+    command = tmp_path / "opt" / "bin" / "shmserve"
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    (tmp_path / "opt" / "share" / "doc" / "shmserve" / "operations.md").touch()
+    for name in ("shmserve.service", "shmserve.slice"):
+        text = (ROOT / "systemd" / name).read_text().replace("@PREFIX@", str(tmp_path / "opt"))
+        (tmp_path / name).write_text(text)
+    return tmp_path / "shmserve.service"
+
+
+def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = ["systemd-analyze", "--no-pager", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@needs_analyze
+def test_systemd_finds_nothing_wrong_with_the_units(unit: Path) -> None:
+    for path in (unit, unit.with_suffix(".slice")):
+        found = analyze("verify", path)
+        assert found.returncode == 0, found.stderr
+        about = [line for line in found.stderr.splitlines() if "shmserve" in line]
+        assert not about
+
+
+@needs_analyze
+def test_the_service_is_closed_but_for_the_gpus(unit: Path) -> None:
+    found = analyze("security", "--offline=true", unit)
+    level = re.search(r"Overall exposure level for shmserve.service: ([\d.]+)", found.stdout)
+    assert level, found.stdout + found.stderr
+    assert float(level[1]) <= EXPOSURE
+    text = unit.read_text()
+    assert "DeviceAllow=char-nvidia rw" in text
+    assert "PrivateDevices=yes" not in text
+
+
+def test_a_stop_by_systemd_leaves_time_for_requests_in_flight() -> None:
+    unit = (ROOT / "systemd" / "shmserve.service").read_text()
+    settings = (ROOT / "systemd" / "shmserve.toml").read_text()
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    drain = re.search(r"^exit-timeout-secs = (\d+)$", settings, re.MULTILINE)
+    assert stop and drain and int(stop[1]) > int(drain[1])
+
+
+# ------------------------------------------------------------------------------------------------- on a machine
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), tmp_path / "clone"], check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, tmp_path / "clone"], check=True)
+    (found,) = tmp_path.glob("shmserve-*.whl")
+    return found
+
+
+@pytest.fixture
+def machine(wheel: Path, tmp_path: Path) -> Iterator[Machine]:
+    reason = why_not()
+    if reason:
+        pytest.skip(f"no systemd can be booted here: {reason}")
+    try:
+        machine = Machine(tmp_path, Path(sysconfig.get_path("purelib"))).__enter__()
+    except CannotBoot as error:
+        pytest.skip(f"no systemd can be booted here: {error}")
+    with machine:
+        install(machine, wheel)
+        yield machine
+
+
+def install(machine: Machine, wheel: Path) -> None:
+    """As docs/operations.md says. The packages that it needs are those of this environment."""
+    source = machine.path("/opt/source")
+    source.mkdir()
+    shutil.copy(wheel, source)
+    shutil.copy(ROOT / "Makefile", source)
+    for name in ("systemd", "docs"):
+        shutil.copytree(ROOT / name, source / name)
+    machine.run(
+        *("make", "-C", "/opt/source", "install-systemd", f"PYTHON={python()}"),
+        *(f"PACKAGE=/opt/source/{wheel.name}", "PIP_ARGS=--no-index --no-deps"),
+    )
+    (site,) = machine.path("/opt/shmserve/lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text("/opt/dependencies\n")
+    models = machine.path(MODELS)
+    generation(models, "number", 1)
+    (models / "bad" / "1").mkdir(parents=True)
+    write(models / "bad" / "config.pbtxt", 'backend: "python" max_batch_sise: 8')
+    (models / "gate" / "1").mkdir(parents=True)
+    write(models / "gate" / "1" / "model.py", GATE)
+    write(models / "gate" / "config.pbtxt", PYTHON)
+    machine.run("mkdir", GATES)
+    machine.run("mkfifo", f"{GATES}/load", f"{GATES}/run")
+    override = machine.path("/etc/systemd/system/shmserve.service.d")
+    override.mkdir()
+    (override / "quick.conf").write_text("[Service]\nWatchdogSec=5\n")
+    machine.run("systemctl", "daemon-reload")
+
+
+def shown(machine: Machine, name: str) -> str:
+    return machine.run("systemctl", "show", "--value", "--property", name, "shmserve").strip()
+
+
+@contextmanager
+def gate(machine: Machine, name: str) -> Iterator[None]:
+    """Begins when the model waits at this gate, and opens it in the end."""
+    hold = f"exec 3> {GATES}/{name}; echo there; read line || true"
+    with machine.start(*PATIENCE, "bash", "-c", hold) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "there\n", "the model has not come to its gate"
+        yield
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+@contextmanager
+def journal(machine: Machine, text: str) -> Iterator[None]:
+    """Ends when a line with this text has been written, which was not there at the beginning."""
+    with machine.start(*PATIENCE, "journalctl", "-u", "shmserve", "-f", "-n", "1", "-o", "cat") as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # from now on it listens
+        yield
+        assert any(text in line for line in process.stdout), f"nothing like '{text}' in the journal"
+
+
+def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
+    machine.run("systemctl", "start", "--no-block", "shmserve")
+    sees_when_it_is_ready(machine)
+    is_shut_in(machine)
+    lets_in_whom_it_should(machine)
+    with machine.start(*MEMBER, "/opt/shmserve/bin/python", "-c", ASKER) as asker:
+
+        def ask(model: str) -> None:
+            assert asker.stdin is not None
+            asker.stdin.write(f"{model}\n")
+
+        def answer() -> str:
+            assert asker.stdout is not None
+            return asker.stdout.readline().strip()
+
+        ask("number")
+        assert answer() == "1.0"
+
+        with journal(machine, "the repositories have been looked at"):
+            renew(machine.path(MODELS) / "number", 2)
+            machine.run("systemctl", "reload", "shmserve")
+        ask("number")
+        assert answer() == "2.0"
+
+        with journal(machine, "ready: serving 2 of 3 models"):
+            machine.run("kill", "-KILL", shown(machine, "MainPID"))
+            ask("number")
+            assert answer() == "2.0"
+        assert shown(machine, "NRestarts") == "1"
+
+        with journal(machine, "Watchdog timeout"):
+            machine.run("kill", "-STOP", shown(machine, "MainPID"))
+            ask("number")
+        assert answer() == "2.0"
+        assert shown(machine, "NRestarts") == "2"
+
+        machine.run("systemctl", "start", "shmserve")
+        ask("gate")
+        with gate(machine, "run"), journal(machine, "finishing the requests in flight"):
+            machine.run("systemctl", "stop", "--no-block", "shmserve")
+        assert answer() == "1.0"
+    machine.run("systemctl", "stop", "shmserve")
+    left_nothing(machine)
+    print(machine.run("journalctl", "-u", "shmserve", "-u", "shmserve.slice", "--no-pager"))
+    machine.run("make", "-C", "/opt/source", "uninstall-systemd")
+    assert not machine.path("/opt/shmserve").exists()
+    assert machine.path("/etc/shmserve/shmserve.toml").exists()
+    assert "could not be found" in machine.run("systemctl", "status", "shmserve", code=4)
+
+
+def sees_when_it_is_ready(machine: Machine) -> None:
+    """Active when the last model has loaded, and not before; the one that failed has a name."""
+    with gate(machine, "load"):
+        assert shown(machine, "ActiveState") == "activating"
+        assert re.fullmatch(r"loading [12] of 3 models: gate(, number)?; failed: bad", shown(machine, "StatusText"))
+    (machine.path(GATES) / "load").unlink()
+    machine.run("systemctl", "start", "shmserve")
+    assert shown(machine, "ActiveState") == "active"
+    said = machine.run("systemctl", "status", "shmserve")
+    print(said)
+    assert 'Status: "serving 2 of 3 models; failed: bad"' in said
+
+
+def is_shut_in(machine: Machine) -> None:
+    """What systemd has promised, as the kernel sees it; for the workers too."""
+    main = shown(machine, "MainPID")
+    pids = machine.run("cat", f"/proc/{main}/task/{main}/children").split()
+    assert len(pids) == 2
+    user = machine.run("id", "-u", "shmserve").strip()
+    for pid in (main, *pids):
+        said = machine.run("cat", f"/proc/{pid}/status")
+        found = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
+        assert found["Uid"].split() == [user] * 4
+        assert int(found["CapBnd"], 16) == 0
+        assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
+        assert machine.run("nsenter", "-t", pid, "-m", "touch", "/srv/x", code=1)
+    for pid in pids:
+        names = {line.partition("=")[0] for line in machine.run("cat", f"/proc/{pid}/environ").split("\0")}
+        assert not names & {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
+
+
+def lets_in_whom_it_should(machine: Machine) -> None:
+    """R15: a stranger cannot even connect; members of the group may ask, and not operate; root may."""
+    said = machine.run(*STRANGER, SHMSERVE, "--runtime-dir", "/run/shmserve", "ready", code=1)
+    print(said)
+    assert "ermission" in said
+    assert "number" in machine.run(*MEMBER, SHMSERVE, "models")
+    refused = machine.run(*MEMBER, SHMSERVE, "restart", "number", code=1)
+    print(refused)
+    assert "operate" in refused
+    machine.run(SHMSERVE, "restart", "number")
+
+
+def left_nothing(machine: Machine) -> None:
+    assert (shown(machine, "ActiveState"), shown(machine, "Result")) == ("inactive", "success")
+    assert not machine.path("/run/shmserve").exists()
+    assert not list(machine.path("/dev/shm").iterdir())
