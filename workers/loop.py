@@ -71,11 +71,11 @@ class Loop:
     def _run(self, batch: Batch) -> Batch | None:
         """Runs a batch, reports it, and returns the one that was announced to follow."""
         self._outbox.flush()
-        rows, times = self._runner.run(batch.works)
+        rows, times, again = self._runner.run(batch.works)
         # What came meanwhile may belong to the next batch, or take requests out of it.
         self._drain()
         following = self._waiting.start(last=self._stopping)
-        done = Done(batch.number, tuple(rows), times)
+        done = Done(batch.number, tuple(rows), times, again=again)
         if following is not None:
             done.next, done.through = following.number, following.through
         self._outbox.add(done)

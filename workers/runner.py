@@ -1,6 +1,7 @@
 """A batch of requests -> their rows. Where inputs, model and outputs meet.
 
-The rule: every request of the batch gets exactly one row, in the order of the batch, whatever the model does.
+The rule: every request of the batch gets exactly one row, in the order of the batch, whatever the model does; except
+those whose answers come another way, and those that the model wants to run again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shmserve.workers.scatter import Scatter
 
 Times = tuple[int, int, int, int]
+Ran = tuple[list[Row], Times, tuple[int, ...]]
 Trace = Callable[[str, BaseException], None]
 """Told what has failed, and the exception. In a server it writes lines to the log."""
 _clock = time.monotonic_ns
@@ -49,17 +51,21 @@ class Runner:
             self._stacked = None
             self._separate = backend
 
-    def run(self, works: Sequence[Work]) -> tuple[list[Row], Times]:
+    def run(self, works: Sequence[Work]) -> Ran:
+        """The rows of those that were answered, the times, and the numbers of those that are to be run again."""
         return self._run_stacked(works) if self._stacked is not None else self._run_separate(works)
+
+    def forget(self, sequences: Sequence[int | str]) -> None:
+        """These sequences are over: what is kept for them goes."""
 
     # ------------------------------------------------------------------------------------ one array per input
 
-    def _run_stacked(self, works: Sequence[Work]) -> tuple[list[Row], Times]:
+    def _run_stacked(self, works: Sequence[Work]) -> Ran:
         taken = _clock()
         groups, failures = self._gather.groups(works)
         if len(groups) == 1 and not failures:
             rows, ready, computed = self._run_group(groups[0])
-            return rows, (taken, ready, computed, _clock())
+            return rows, (taken, ready, computed, _clock()), ()
         found: list[Row | None] = [None] * len(works)
         for place, error in failures:
             found[place] = _failed(works[place], error)
@@ -70,7 +76,7 @@ class Runner:
             first = first or ready
             for place, row in zip(group.places, rows, strict=True):
                 found[place] = row
-        return [row for row in found if row is not None], (taken, first or ready, computed, _clock())
+        return [row for row in found if row is not None], (taken, first or ready, computed, _clock()), ()
 
     def _run_group(self, group: Group) -> tuple[list[Row], int, int]:
         assert self._stacked is not None
@@ -87,7 +93,7 @@ class Runner:
 
     # ------------------------------------------------------------------------------------ request by request
 
-    def _run_separate(self, works: Sequence[Work]) -> tuple[list[Row], Times]:
+    def _run_separate(self, works: Sequence[Work]) -> Ran:
         taken = _clock()
         found: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
@@ -100,7 +106,8 @@ class Runner:
             except ServeError as error:
                 found[place] = _failed(work, error)
         ready = _clock()
-        answers: list[Answer] = []
+        answers: list[Answer | None] = []
+        again: list[int] = []
         if requests:
             try:
                 answers = self._separate.execute(requests)
@@ -109,8 +116,11 @@ class Runner:
                 answers = [Answer(error=failure) for _ in requests]
         computed = _clock()
         for place, answer in zip(places, answers, strict=True):
-            found[place] = self._answer(works[place], answer)
-        return [row for row in found if row is not None], (taken, ready, computed, _clock())
+            if answer is not None and answer.again:
+                again.append(works[place].request)
+            elif answer is not None:
+                found[place] = self._answer(works[place], answer)
+        return [row for row in found if row is not None], (taken, ready, computed, _clock()), tuple(again)
 
     def _answer(self, work: Work, answer: Answer) -> Row:
         if answer.error is not None:

@@ -69,7 +69,7 @@ def warm_up(
 def _run(name: str, works: list[Work], count: int, model: str, runner: Runner, arenas: Arenas) -> None:
     started = time.monotonic()
     for turn in range(1, count + 1):
-        rows, _ = runner.run(works)
+        rows, _, _ = runner.run(works)
         for row in rows:
             arenas.free([part for tensor in row.outputs if isinstance(tensor.data, tuple) for part in tensor.data])
         failure = next((row.error for row in rows if row.error is not None), None)

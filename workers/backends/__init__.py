@@ -98,8 +98,9 @@ class StackedBackend(Backend):
 class SeparateBackend(Backend):
     """Gets the requests of a batch one by one, and answers each."""
 
-    def execute(self, requests: list[Request]) -> list[Answer]:
-        """One answer for each request, in their order. What it raises fails the whole batch."""
+    def execute(self, requests: list[Request]) -> list[Answer | None]:
+        """One answer for each request, in their order; None where it comes another way, or later. What it raises fails
+        the whole batch."""
         raise NotImplementedError
 
 
@@ -111,11 +112,13 @@ class Request(Struct, gc=False):
 
 
 class Answer(Struct, gc=False):
-    """What became of one request: its outputs by name, or why there are none."""
+    """What became of one request: its outputs by name, or why there are none. `again`: it is to be run once more, and
+    this is no answer; of its outputs only those count that are states of its sequence."""
 
     outputs: list[tuple[str, Any]] = []
     error: Failure | None = None
     parameters: dict[str, Value] | None = None
+    again: bool = False
 
 
 def find(name: str) -> type[Backend]:

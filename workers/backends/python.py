@@ -74,7 +74,7 @@ class Python(SeparateBackend):
         if model is not None and callable(getattr(model, "finalize", None)):
             model.finalize()
 
-    def execute(self, requests: list[Request]) -> list[Answer]:
+    def execute(self, requests: list[Request]) -> list[Answer | None]:
         make, names, outputs = pb_utils.request_from, self._inputs, self._outputs
         model, version = self.context.model, self.context.version
         given = [make(request.work, request.arrays, names, outputs, model, version) for request in requests]
