@@ -228,7 +228,7 @@ examples:
 
 
 def _add_stats(commands: Any) -> None:
-    examples = "  shmserve stats\n  shmserve stats mlp --json\n  shmserve stats --prometheus > shmserve.prom\n"
+    examples = "  shmserve stats\n  shmserve stats mlp --json\n  shmserve stats --prometheus\n"
     about = "show how many requests were answered, in which batches, and how long they waited and ran"
     made = _command(commands, "stats", _later("commands_status", "stats"), about, examples)
     _model(made, "?")

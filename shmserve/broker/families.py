@@ -15,7 +15,8 @@ from shmserve.broker.logs import printable
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 VERSION = ("model", "version")
-INSTANCE = ("model", "version", "instance")
+INSTANCE = ("model", "version", "model_instance")
+"""Prometheus has a label `instance` of its own: where it has read."""
 
 
 class Family(Struct, frozen=True):
@@ -86,7 +87,7 @@ FAMILIES = (
         ("nv_model_load_duration_secs", "gauge", VERSION, "how long the last load took; 0: there was none yet"),
         ("shmserve_model_loads_total", "counter", ("model", "result"), "versions loaded: done or failed"),
         ("shmserve_model_load_seconds_total", "counter", ("model",), "how long those took that are done"),
-        ("shmserve_instance_state", "gauge", (*INSTANCE, "state"), "1 for the state in which it is"),
+        ("shmserve_instance_state", "gauge", (*INSTANCE, "state"), "always 1: the state in which it is"),
         ("shmserve_instance_restarts_total", "counter", INSTANCE, "how often its process has ended and was replaced"),
         ("shmserve_instance_cpu_seconds_total", "counter", INSTANCE, "processor time of its process"),
         ("process_cpu_seconds_total", "counter", (), "processor time of the broker"),

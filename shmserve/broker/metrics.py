@@ -32,7 +32,7 @@ FIRST_BUCKET, LAST_BUCKET = 14, 36
 _EDGES = [f"{histogram.edge(bucket) / 1e9:.12g}" for bucket in range(FIRST_BUCKET, LAST_BUCKET + 1)]
 _FAILURES = [(why, f',reason="{why.name}"') for why in Failure]
 _VERSION_STATES = [(state, f',state="{state.value}"') for state in VersionState]
-_INSTANCE_STATES = [(state, f',state="{state.value}"') for state in InstanceState]
+_INSTANCE_STATES = {state: f',state="{state.value}"' for state in InstanceState}
 _TIMES = (
     ("nv_inference_request_duration_us", "success_ns"),
     ("nv_inference_queue_duration_us", "queue_ns"),
@@ -114,8 +114,7 @@ class Metrics:
         for name, place in places.items():
             named = labels(INSTANCE, (served.model, str(served.number), name))
             add = page.add
-            for state, label in _INSTANCE_STATES:
-                add("shmserve_instance_state", int(place.state is state), named + label)
+            add("shmserve_instance_state", 1, named + _INSTANCE_STATES[place.state])
             add("shmserve_instance_memory_bytes", place.memory, named)
             add("shmserve_instance_arena_bytes", place.arena, named)
             add("shmserve_instance_cpu_seconds_total", place.cpu, named)

@@ -28,12 +28,18 @@ NOTHING = Usage()
 
 def usage(pid: int) -> Usage:
     try:
-        text = (_PROC / str(pid) / "stat").read_text("utf-8", "replace")
-    except (FileNotFoundError, ProcessLookupError):
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
         return NOTHING
-    fields = text.rpartition(")")[2].split()  # its name, which comes before, may hold anything
-    user, system, started, resident = (int(fields[at]) for at in (11, 12, 19, 21))
-    return Usage((user + system) / TICKS, resident * PAGE, started / TICKS)
+    try:
+        text = os.read(descriptor, 4096)
+    except ProcessLookupError:
+        return NOTHING
+    finally:
+        os.close(descriptor)
+    fields = text.rpartition(b")")[2].split()  # its name, which comes before, may hold anything
+    ticks = int(fields[11]) + int(fields[12])
+    return Usage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)
 
 
 def descriptors() -> int:
