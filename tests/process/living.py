@@ -107,13 +107,13 @@ def ready(client: shmserve.Client, model: str) -> list[str]:
 
 
 def pids(client: shmserve.Client, model: str) -> dict[str, int]:
-    """Of the processes that serve: "version name" -> pid."""
-    return {
-        f"{entry['version']} {instance['name']}": instance["pid"]
-        for entry in index(client, model).values()
-        for instance in entry.get("instances", ())
-        if instance["state"] == "ready"
-    }
+    """Of the processes that serve: "version name" -> pid. Those of a generation that leaves come last, and are left out."""
+    found: dict[str, int] = {}
+    for entry in index(client, model).values():
+        for instance in entry.get("instances", ()):
+            if instance["state"] == "ready":
+                found.setdefault(f"{entry['version']} {instance['name']}", instance["pid"])
+    return found
 
 
 def until(client: shmserve.Client, holds: Callable[[], object], what: str = "") -> None:
