@@ -9,9 +9,29 @@ from collections import Counter
 
 from msgspec import Struct, structs
 
-from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
+from shmserve.core.policy import (
+    BatchPolicy,
+    InstanceSpec,
+    ModelPolicy,
+    QueuePolicy,
+    Resource,
+    SequencePolicy,
+    TensorSpec,
+    TimeoutAction,
+)
 from shmserve.dtypes import FROM_CONFIG
-from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput, ModelQueuePolicy
+from shmserve.repo.complete import SEQUENCE_IDLE_US
+from shmserve.repo.schema import (
+    ModelConfig,
+    ModelDynamicBatching,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+    ModelQueuePolicy,
+    ModelSequenceBatching,
+    ModelSequenceBatchingStrategyDirect,
+    ModelSequenceBatchingStrategyOldest,
+)
 from shmserve.repo.validate import EXECUTION_LIMIT, RETRY
 
 _US = 1000
@@ -20,6 +40,7 @@ _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 
 def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
     """What the core knows of one version of the model."""
+    policy, cache = config.model_transaction_policy, config.response_cache
     return ModelPolicy(
         name=config.name,
         version=version,
@@ -29,6 +50,9 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
         execution_limit_ns=_limit(config),
         retry=_parameter(config, RETRY).lower() != "false",
+        sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
+        decoupled=policy is not None and policy.decoupled,
+        cached=cache is not None and cache.enable,
     )
 
 
@@ -73,7 +97,10 @@ def compile_instances(config: ModelConfig, cores: Cores | None = None) -> tuple[
                 number = numbers.get(group.name, 0)
                 numbers[group.name] = number + 1
                 name = f"{group.name}_{number}"
-                specs.append(InstanceSpec(name, kind=group.kind, device=device, passive=group.passive))
+                resources, turn = _limiter(group)
+                specs.append(
+                    InstanceSpec(name, group.kind, device, passive=group.passive, resources=resources, turn=turn)
+                )
                 policies.append(group.host_policy or (f"gpu_{device}" if gpu else "cpu"))
     if cores is None:
         return tuple(specs)
@@ -122,6 +149,13 @@ def _with_cores(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: 
     return tuple(found)
 
 
+def _limiter(group: ModelInstanceGroup) -> tuple[tuple[Resource, ...], int]:
+    limiter = group.rate_limiter
+    if limiter is None:
+        return (), 1
+    return tuple(Resource(need.name, need.count, need.global_) for need in limiter.resources), limiter.priority or 1
+
+
 def _tensor(tensor: ModelInput | ModelOutput) -> TensorSpec:
     dtype = FROM_CONFIG[tensor.data_type]
     if isinstance(tensor, ModelInput):
@@ -139,6 +173,41 @@ def _batching(dynamic: ModelDynamicBatching) -> BatchPolicy:
         default_policy=_queue(dynamic.default_queue_policy or ModelQueuePolicy()),
         level_policies={level: _queue(policy) for level, policy in sorted(dynamic.priority_queue_policy.items())},
     )
+
+
+def _sequence(config: ModelConfig, sequence: ModelSequenceBatching) -> SequencePolicy:
+    """Without a strategy it is the direct one."""
+    oldest = sequence.oldest
+    direct = sequence.direct or ModelSequenceBatchingStrategyDirect()
+    return SequencePolicy(
+        direct=oldest is None,
+        slots=max(1, config.max_batch_size if oldest is None else oldest.max_candidate_sequences),
+        idle_ns=(sequence.max_sequence_idle_microseconds or SEQUENCE_IDLE_US) * _US,
+        delay_ns=direct.max_queue_delay_microseconds * _US if oldest is None else 0,
+        utilization=direct.minimum_slot_utilization if oldest is None else 0.0,
+        batching=_oldest(config, oldest) if oldest is not None else BatchPolicy(),
+        iterative=sequence.iterative_sequence,
+        strings=_strings(sequence),
+    )
+
+
+def _oldest(config: ModelConfig, oldest: ModelSequenceBatchingStrategyOldest) -> BatchPolicy:
+    """Preferred sizes have the same default as those of dynamic batching."""
+    sizes = oldest.preferred_batch_size or ((config.max_batch_size,) if config.max_batch_size else ())
+    return BatchPolicy(
+        preferred=tuple(sorted(set(sizes))),
+        delay_ns=oldest.max_queue_delay_microseconds * _US,
+        preserve_ordering=oldest.preserve_ordering,
+    )
+
+
+def _strings(sequence: ModelSequenceBatching) -> bool | None:
+    """Whether ids are strings: the type of the tensor in which the model gets them says so."""
+    for tensor in sequence.control_input:
+        for control in tensor.control:
+            if control.kind == "CONTROL_SEQUENCE_CORRID":
+                return control.data_type == "TYPE_STRING"
+    return None
 
 
 def _queue(policy: ModelQueuePolicy) -> QueuePolicy:

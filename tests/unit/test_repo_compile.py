@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.core.policy import BatchPolicy, InstanceSpec, QueuePolicy, TensorSpec, TimeoutAction
+from shmserve.core.policy import (
+    BatchPolicy,
+    InstanceSpec,
+    QueuePolicy,
+    Resource,
+    SequencePolicy,
+    TensorSpec,
+    TimeoutAction,
+)
 from shmserve.messages import NAME_LENGTH
 from shmserve.repo.compile import compile_instances, compile_policy
 from shmserve.repo.complete import complete
@@ -74,6 +82,71 @@ def test_what_the_server_reads_of_the_parameters() -> None:
 def test_ragged() -> None:
     text = 'input { name: "r" data_type: TYPE_INT8 dims: -1 allow_ragged_batch: true }'
     assert compile_policy(complete(parse(text), "m"), 1).inputs[0].ragged
+
+
+CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_%s } }'
+START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }'
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
+        (START, SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
+        (
+            "direct { max_queue_delay_microseconds: 30 minimum_slot_utilization: 0.75 }"
+            " max_sequence_idle_microseconds: 5",
+            SequencePolicy(direct=True, slots=8, idle_ns=5_000, delay_ns=30_000, utilization=0.75),
+        ),
+        (
+            "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 4, 2, 4 ] preserve_ordering: true"
+            " max_queue_delay_microseconds: 30 }" + START + CORRID % "STRING",
+            SequencePolicy(
+                direct=False,
+                slots=4,
+                idle_ns=10**9,
+                batching=BatchPolicy((2, 4), delay_ns=30_000, preserve_ordering=True),
+                strings=True,
+            ),
+        ),
+        (
+            "oldest { } iterative_sequence: true " + CORRID % "UINT32",
+            SequencePolicy(
+                direct=False, slots=1, idle_ns=10**9, batching=BatchPolicy((8,)), iterative=True, strings=False
+            ),
+        ),
+    ],
+)
+def test_sequences(text: str, wanted: SequencePolicy) -> None:
+    policy = compile_policy(complete(parse(SMALL + "sequence_batching { %s }" % text), "m"), 1)
+    assert policy.sequence == wanted
+    assert policy.batching is None
+
+
+def test_a_sequence_without_a_batch_dimension_has_one_slot() -> None:
+    policy = compile_policy(complete(parse('backend: "identity" sequence_batching { direct { } }'), "m"), 1)
+    assert policy.sequence == SequencePolicy(direct=True, slots=1, idle_ns=10**9)
+    policy = compile_policy(complete(parse('backend: "identity" sequence_batching { oldest { } }'), "m"), 1)
+    assert policy.sequence == SequencePolicy(direct=False, slots=1, idle_ns=10**9)
+
+
+def test_answers_that_are_many_or_kept() -> None:
+    plain = compile_policy(loaded(SMALL), 1)
+    assert (plain.sequence, plain.decoupled, plain.cached) == (None, False, False)
+    text = "model_transaction_policy { decoupled: %s } response_cache { enable: %s }"
+    for decoupled, cached in (("true", "false"), ("false", "true")):
+        policy = compile_policy(complete(parse(SMALL + text % (decoupled, cached)), "m"), 1)
+        assert (policy.decoupled, policy.cached) == (decoupled == "true", cached == "true")
+
+
+def test_what_instances_need_to_run() -> None:
+    text = """instance_group { count: 2 rate_limiter {
+      resources { name: "R1" count: 4 } resources { name: "R2" global: true count: 2 } priority: 3 } }
+    instance_group { rate_limiter { } } instance_group { }"""
+    two, more, other, last = compile_instances(loaded(SMALL + text))
+    assert two.resources == more.resources == (Resource("R1", 4), Resource("R2", 2, shared=True))
+    assert (two.turn, more.turn) == (3, 3)
+    assert [(spec.resources, spec.turn) for spec in (other, last)] == [((), 1)] * 2
 
 
 @pytest.mark.parametrize(
