@@ -1,0 +1,275 @@
+"""A process of another user that does harm on order, over the lane.
+
+The rule of the file: everything is imported before the user is changed, who may not read the interpreter's files; what
+an order finds out goes back as plain values, and the test judges it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from bench.child import Answer, Handler
+from bench.raw import Ended, Lane, Segment
+from shmserve import wire
+from shmserve.messages import (
+    Ask,
+    Fail,
+    FailHeld,
+    Goodbye,
+    Handle,
+    Hello,
+    Infer,
+    Map,
+    Ping,
+    Pong,
+    Reply,
+    Return,
+    Tensor,
+    Unmap,
+)
+
+SIZE = 1 << 20
+ROW = 16 * 1024
+"""Values of a large tensor."""
+ERRORS = (Fail, FailHeld, Goodbye)
+
+
+class Attacker:
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lane: Lane = Lane(path)
+        self._lane.hello("memfd")
+        self._number = 0
+        self._others: list[Lane] = []
+        self._segment: Segment | None = None
+        self._stop = threading.Event()
+
+    # ------------------------------------------------------------------------------------ what all need
+
+    def _own(self) -> Segment:
+        if self._segment is None:
+            self._segment = Segment(self._lane, SIZE)
+        return self._segment
+
+    def _infer(self, model: str, *tensors: Tensor) -> Infer:
+        self._number += 1
+        return Infer(self._number, model, 0, tensors)
+
+    def _answer(self) -> Any:
+        return self._lane.receive_kind(Reply, *ERRORS)
+
+    def _told(self, count: int) -> dict[str, int]:
+        """The answers to so many requests by kind: Reply, or the code and the text."""
+        found: Counter[str] = Counter()
+        for _ in range(count):
+            answer = self._answer()
+            if isinstance(answer, Reply):
+                for tensor in answer.outputs:
+                    self._lane.read(tensor)
+            found["Reply" if isinstance(answer, Reply) else f"{answer.code}: {answer.text}"] += 1
+        return dict(found)
+
+    def _refused(self, *batch: Any) -> list[str]:
+        """All errors that these bring."""
+        self._lane.send(*batch)
+        self._lane.send(Ping(99))
+        found = []
+        while (message := self._lane.receive()) != Pong(99):
+            found.append(f"{message.code}: {message.text}" if isinstance(message, ERRORS) else repr(message))
+        return found
+
+    # ------------------------------------------------------------------------------------ orders
+
+    def flip(self, requests: int) -> Answer:
+        """Asks with memory that changes all the time: numbers, and strings whose lengths are what changes."""
+        own = self._own()
+        strings = b"".join((12).to_bytes(4, "little") + bytes(12) for _ in range(1024))
+
+        def change() -> None:
+            random = np.random.default_rng(1)
+            view = np.frombuffer(own.memory, np.uint8)
+            while not self._stop.is_set():
+                view[random.integers(0, len(strings), 512)] = random.integers(0, 256, 512)
+                own.memory[: len(strings)] = strings  # right again for a moment
+
+        self._stop.clear()
+        thread = threading.Thread(target=change)
+        thread.start()
+        found: Counter[str] = Counter()
+        try:
+            for _ in range(requests // 8):
+                for number in range(8):
+                    if number % 2:
+                        tensor = Tensor("x", "BYTES", (1, 1024), (Handle(own.id, 0, len(strings)),))
+                        self._lane.send(self._infer("strings", tensor))
+                    else:
+                        tensor = Tensor("x", "FP32", (1, ROW), (Handle(own.id, 0, 4 * ROW),))
+                        self._lane.send(self._infer("identity", tensor))
+                found.update(self._told(8))
+        finally:
+            self._stop.set()
+            thread.join()
+        return {"told": dict(found)}
+
+    def cut_inputs(self) -> Answer:
+        """What can be done to memory that the server reads, in the middle of it."""
+        own = self._own()
+        tries: dict[str, Callable[[], Any]] = {
+            "shrink": lambda: os.ftruncate(own.fd, 0),
+            "grow": lambda: os.ftruncate(own.fd, 2 * SIZE),
+            "hole": lambda: _hole(own.fd),
+        }
+        tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes([7]) * 4 * ROW))
+        self._lane.send(*(self._infer("identity", tensor) for _ in range(4)))
+        return {"errors": self._try(tries), "told": self._told(4)}
+
+    def _try(self, tries: dict[str, Callable[[], Any]]) -> dict[str, int]:
+        """The number of the error that each ended with, 0 for none."""
+        found = {}
+        for name, attempt in tries.items():
+            try:
+                attempt()
+                found[name] = 0
+            except OSError as error:
+                found[name] = error.errno or -1
+        return found
+
+    def replay(self) -> Answer:
+        """A handle of its own, given back, and then used and given back again."""
+        own = self._own()
+        tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes([1]) * 4 * ROW))
+        self._lane.send(self._infer("identity", tensor))
+        answer = self._answer()
+        assert isinstance(answer, Reply), answer
+        data = answer.outputs[0].data
+        assert isinstance(data, tuple)
+        handle = data[0]
+        first = self._refused(Return((handle,)))
+        again = self._refused(Return((handle,)))
+        used = self._refused(self._infer("identity", Tensor("x", "FP32", (1, ROW), (handle,))))
+        return {"first": first, "again": again, "used": used}
+
+    def look_for(self, mark: int) -> Answer:
+        """How often it is in all the memory that answers have come in, the parts included that are not answers."""
+        own = self._own()
+        tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes(4 * ROW)))
+        self._lane.send(self._infer("identity", tensor))
+        answer = self._answer()
+        assert isinstance(answer, Reply), answer
+        return {"marks": sum(bytes(memory).count(bytes([mark]) * 64) for memory in self._lane.maps.values())}
+
+    def hold(self, most: int) -> Answer:
+        """Large answers, none of which is given back. Ends at the first refusal."""
+        own = self._own()
+        tensor = Tensor("x", "FP32", (1, SIZE // 4), own.put(0, bytes(SIZE)))
+        for number in range(most):
+            self._lane.send(self._infer("identity", tensor))
+            answer = self._answer()
+            if not isinstance(answer, Reply):
+                return {"held": number, "told": f"{answer.code}: {answer.text}"}
+        return {"held": most, "told": ""}
+
+    def flood(self, model: str, requests: int) -> Answer:
+        """All at once, and then it reads."""
+        tensor = Tensor("x", "FP32", (1, 4), bytes(16))
+        for _ in range(requests // 50):
+            self._lane.send(*(self._infer(model, tensor) for _ in range(50)))
+        return {"told": self._told(requests // 50 * 50)}
+
+    def stuff(self) -> Answer:
+        """Sends without reading until the socket is full, or the connection has ended. Nothing is read after it."""
+        lane = Lane(self._path)
+        lane.hello("memfd")
+        lane.limit_sends(3.0)
+        self._others.append(lane)
+        packet = wire.encode([Ask(number, "metadata", "identity") for number in range(1, 400)])
+        sent = 0
+        with suppress(BlockingIOError, ConnectionError):
+            while sent < 5000:
+                lane.send_bytes(packet)
+                sent += 1
+        return {"sent": sent}
+
+    def connect(self, count: int) -> Answer:
+        """Connections of which most say nothing. What those were told that said Hello."""
+        told: Counter[str] = Counter()
+        for number in range(count):
+            lane = Lane(self._path)
+            self._others.append(lane)
+            if number % 4 == 0:
+                with suppress(BrokenPipeError, ConnectionResetError):  # why it was sent away comes below
+                    lane.send(Hello(1, os.getpid(), "one of many", "memfd"))
+        for number, lane in enumerate(self._others):
+            try:
+                message = lane.receive(20.0 if number % 4 == 0 else 0.0)
+                told[f"{message.code}: {message.text}" if isinstance(message, Goodbye) else "Welcome"] += 1
+            except TimeoutError:
+                told["nothing"] += 1
+            except Ended:
+                told["the end"] += 1
+        return {"told": dict(told)}
+
+    def misplace(self) -> Answer:
+        """Descriptors where none belong, too many of them, and too few."""
+        own = self._own()
+        fds = [os.memfd_create(f"spare{number}", os.MFD_CLOEXEC) for number in range(4)]
+        inline = Tensor("x", "FP32", (1, 4), bytes(16))
+        new = (self._lane.owner << 32) + 100
+        packets = [
+            (wire.encode([Ping(1)]), tuple(fds)),
+            (wire.encode([self._infer("identity", inline)]), (fds[0],)),
+            (wire.encode([Unmap(new)]), (fds[0],)),
+            (wire.encode([Map(new, 4096), Map(new + 1, 4096)]), (fds[0],)),
+            (wire.encode([Map(new, SIZE), Map(new, SIZE)]), (own.fd, own.fd)),
+            (wire.encode([Map(new + 2, SIZE)]), (fds[0], own.fd, fds[1])),
+            (b"\xc1\xc1", tuple(fds)),
+            (b"", ()),
+            (wire.encode([Ping(1)]), tuple(fds[0] for _ in range(100))),
+            (wire.encode([Ping(1)]), tuple(fds[0] for _ in range(253))),
+        ]
+        told: Counter[str] = Counter()
+        for packet, descriptors in packets:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self._lane.send_bytes(packet, descriptors)
+            try:
+                self._lane.send(Ping(2))
+                while (message := self._lane.receive()) != Pong(2):
+                    told[
+                        f"{message.code}: {message.text}" if isinstance(message, ERRORS) else type(message).__name__
+                    ] += 1
+            except (Ended, BrokenPipeError, ConnectionResetError):
+                told["the end"] += 1
+                self._lane.close()
+                self._lane = Lane(self._path)
+                self._lane.hello("memfd")
+        for fd in fds:
+            os.close(fd)
+        return {"told": dict(told)}
+
+
+def _hole(fd: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(SIZE)):  # PUNCH_HOLE | KEEP_SIZE
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
+def attacker(path: str, uid: int) -> Handler:
+
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+    made = Attacker(path)
+
+    def handle(do: str, **order: Any) -> Answer:
+        found: Answer = getattr(made, do)(**order)
+        return found
+
+    return handle
