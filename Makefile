@@ -11,7 +11,7 @@ OCR := rapidocr-onnxruntime==1.4.4
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test check fmt bench proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test check fmt chaos bench proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make test        set up if needed, then run the whole test suite     (ARGS="-k name" for some of it)'
 	@echo 'make check       linter, formatter, types, import directions'
 	@echo 'make fmt         format the code'
+	@echo 'make chaos      kill, stop and fuzz for half an hour; SHMSERVE_SEED=N for another course'
 	@echo 'make bench       measure, print the table, keep it in bench/results  (ARGS="..." for options)'
 	@echo 'make proto       repo/model_config.binpb, after an edit of repo/model_config.proto'
 	@echo 'make install-systemd     as root: the server as a service, in PREFIX=$(PREFIX); docs/operations.md'
@@ -44,6 +45,10 @@ check: $(VENV)/.dev
 fmt: $(VENV)/.dev
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+chaos: $(VENV)/.dev
+	@SHMSERVE_CHAOS_SECONDS=600 SHMSERVE_FUZZ=1000000 SHMSERVE_KILLS=1000 \
+	  $(BIN)/python -m pytest -s tests/chaos tests/fuzz tests/process/test_kill9.py $(ARGS)
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench.run $(ARGS)
