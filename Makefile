@@ -19,7 +19,7 @@ help:
 	@echo 'make test        set up if needed, then run the whole test suite     (ARGS="-k name" for some of it)'
 	@echo 'make check       linter, formatter, types, import directions'
 	@echo 'make fmt         format the code'
-	@echo 'make chaos      kill, stop and fuzz for half an hour; SHMSERVE_SEED=N for another course'
+	@echo 'make chaos       kill, stop and fuzz for half an hour; SHMSERVE_SEED=N for another course'
 	@echo 'make bench       measure, print the table, keep it in bench/results  (ARGS="..." for options)'
 	@echo 'make proto       repo/model_config.binpb, after an edit of repo/model_config.proto'
 	@echo 'make install-systemd     as root: the server as a service, in PREFIX=$(PREFIX); docs/operations.md'
