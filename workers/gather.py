@@ -2,6 +2,8 @@
 
 The rule: a batch of one is a view of the bytes where they are; a batch of many is gathered once. Whatever a request
 says is checked here before it is believed, and a request that lies fails alone.
+
+Ragged inputs, whose shapes differ between requests, become one dimension: the elements of all requests in their order.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ class Group:
     """Requests whose inputs stack along axis 0, that a backend runs at once; or one request without a batch dimension.
 
     `works` are in the order of their rows, `places` says where each stands in the batch. `rows` is the length of axis
-    0, 0 where there is no batch dimension.
+    0, 0 where there is no batch dimension. `extras`: the inputs that do not come from callers, behind those that do.
     """
 
-    __slots__ = ("_blobs", "_gather", "_pieces", "_shapes", "places", "ready", "rows", "works")
+    __slots__ = ("_blobs", "_gather", "_pieces", "_shapes", "extras", "places", "ready", "rows", "works")
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class Group:
         self.places = places
         self.rows = rows
         self.ready = 0
+        self.extras: Sequence[Array] = ()
         self._gather = gather
         self._shapes = shapes
         self._blobs = blobs
@@ -59,10 +62,13 @@ class Group:
 
     def shape(self, index: int) -> tuple[int, ...] | None:
         """The shape of an input as the backend sees it; None for an optional input that is not there."""
-        return self._shapes[index]
+        shapes = self._shapes
+        return shapes[index] if index < len(shapes) else self.extras[index - len(shapes)].shape
 
     def array(self, index: int) -> Array | None:
         """An input of all requests as one array, to be read before the next batch; None where it is not there."""
+        if index >= len(self._shapes):
+            return self.extras[index - len(self._shapes)]
         shape = self._shapes[index]
         if shape is None:
             return None
@@ -84,7 +90,7 @@ class Group:
 
     def copy(self, index: int, target: Array) -> None:
         """Copies an input of all requests into an array of its shape, once, from where the callers have it."""
-        if self._blobs is not None or not self._gather.specs[index].item:
+        if index >= len(self._shapes) or self._blobs is not None or not self._gather.specs[index].item:
             target[...] = self.array(index)
             return
         assert self._pieces is not None
@@ -101,6 +107,7 @@ class Gather:
         self._model = model
         self._mapped = mapped
         self._index = {spec.name: index for index, spec in enumerate(self.specs)}
+        self._ragged = any(spec.flat for spec in self.specs)
         self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
 
     def buffer(self, index: int, size: int) -> Array:
@@ -124,7 +131,7 @@ class Gather:
                 failures.append((place, error))
                 continue
             # Without a batch dimension nothing stacks: each request is a group.
-            key = tuple(p[0].shape[1:] if p else None for p in pieces) if work.rows else place
+            key = self._key(pieces) if work.rows else place
             found.setdefault(key, []).append((place, pieces))
         return [self._group(works, members) for members in found.values()], failures
 
@@ -149,7 +156,7 @@ class Gather:
         count = len(works)
         shares = [work.rows for work in works]
         given = [work.inputs for work in works]
-        if 0 in shares or list(map(len, given)).count(len(self.specs)) != count:
+        if self._ragged or 0 in shares or list(map(len, given)).count(len(self.specs)) != count:
             return None
         rows = sum(shares)
         blobs: list[list[bytes]] = []
@@ -176,6 +183,14 @@ class Gather:
 
     # ---------------------------------------------------------------------------------- one by one
 
+    def _key(self, pieces: list[list[Array]]) -> tuple[tuple[int, ...] | None, ...]:
+        """What requests have in common that stack."""
+        if not self._ragged:
+            return tuple(p[0].shape[1:] if p else None for p in pieces)
+        return tuple(
+            (() if spec.flat else p[0].shape[1:]) if p else None for p, spec in zip(pieces, self.specs, strict=True)
+        )
+
     def _group(self, works: Sequence[Work], members: list[tuple[int, list[list[Array]]]]) -> Group:
         chosen = [works[place] for place, _ in members]
         rows = sum(work.rows for work in chosen)
@@ -186,6 +201,10 @@ class Gather:
             pieces.append(column)
             if not column:
                 shapes.append(None)
+                continue
+            if spec.flat:
+                pieces[-1] = column = [piece.reshape(-1) for piece in column]
+                shapes.append((sum(map(len, column)),))
                 continue
             first = column[0].shape
             length = sum(piece.shape[0] for piece in column) if len(column) > 1 else 0

@@ -2,6 +2,9 @@
 
 The rule: a shape has two sides. Callers see `dims` (behind the batch dimension, if there is one), the backend sees
 `shape`, which differs where the configuration says `reshape`; the bytes are the same.
+
+A model may get more inputs than callers give: in this order the controls of its sequences, their states, and inputs
+computed from a ragged batch. It may make more outputs than callers get: states.
 """
 
 from __future__ import annotations
@@ -9,19 +12,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from shmserve import dtypes
 from shmserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput
+    from shmserve.repo.schema import (
+        BatchInput,
+        ModelConfig,
+        ModelInput,
+        ModelOutput,
+        ModelSequenceBatchingControl,
+        ModelSequenceBatchingControlInput,
+    )
 
 
 class Spec(Struct, frozen=True):
-    """One input or output. `item` is the bytes of an element, 0 for BYTES. `fixed`: no dim but the batch varies."""
+    """One input or output. `item` is the bytes of an element, 0 for BYTES. `fixed`: no dim but the batch varies.
+    `flat`: the backend sees the elements of all requests one after another, in one dimension if it is an input."""
 
     name: str
     dtype: str
@@ -33,6 +42,7 @@ class Spec(Struct, frozen=True):
     optional: bool
     reshaped: bool
     fixed: bool
+    flat: bool = False
 
     def inner(self, outer: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that the backend sees, for the shape that the caller gave."""
@@ -55,17 +65,90 @@ class Spec(Struct, frozen=True):
 
 
 def inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    return tuple(_spec(entry, config.max_batch_size > 0, entry.optional) for entry in config.input)
+    """What callers give."""
+    batched = config.max_batch_size > 0
+    return tuple(_spec(entry, batched, entry.optional, entry.allow_ragged_batch) for entry in config.input)
 
 
 def outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    return tuple(_spec(entry, config.max_batch_size > 0, False) for entry in config.output)
+    """What callers get."""
+    cut = {name for entry in config.batch_output for name in entry.target_name}
+    return tuple(_spec(entry, config.max_batch_size > 0, False, entry.name in cut) for entry in config.output)
 
 
-def _spec(entry: ModelInput | ModelOutput, batched: bool, optional: bool) -> Spec:
-    dtype = dtypes.FROM_CONFIG.get(entry.data_type)
-    if dtype is None:
-        raise InvalidRequest(f"tensor '{entry.name}' has data type {entry.data_type}, which is none")
+def controls_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What the model is told of the sequences that its rows belong to."""
+    if config.sequence_batching is None:
+        return ()
+    return tuple(
+        _made(entry.name, _control_type(control_of(entry)), (1,), config.max_batch_size > 0)
+        for entry in config.sequence_batching.control_input
+    )
+
+
+def states_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """The states of sequences, as inputs."""
+    states = config.sequence_batching.state if config.sequence_batching is not None else ()
+    return tuple(_made(s.input_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
+
+
+def new_states_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """The states of sequences, as outputs."""
+    states = config.sequence_batching.state if config.sequence_batching is not None else ()
+    return tuple(_made(s.output_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
+
+
+def batch_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What is computed from the shapes in a batch. Its first dim counts requests or items, and is never the batch's."""
+    ranks = {entry.name: len(entry.dims if entry.reshape is None else entry.reshape.shape) for entry in config.input}
+    return tuple(
+        _made(name, entry.data_type, _batch_input_dims(entry, ranks), False)
+        for entry in config.batch_input
+        for name in entry.target_name
+    )
+
+
+def _batch_input_dims(entry: BatchInput, ranks: dict[str, int]) -> tuple[int, ...]:
+    if entry.kind != "BATCH_ITEM_SHAPE":
+        return (-1,)
+    return (-1, ranks.get(entry.source_input[0], -1) if entry.source_input else -1)
+
+
+def request_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What a backend gets that runs requests one by one."""
+    return (*inputs_of(config), *controls_of(config), *states_of(config))
+
+
+def model_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What a backend gets that runs a whole batch."""
+    return (*request_inputs_of(config), *batch_inputs_of(config))
+
+
+def model_outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What a backend makes: the outputs, and those states that are none."""
+    outputs = outputs_of(config)
+    names = {spec.name for spec in outputs}
+    return (*outputs, *(spec for spec in new_states_of(config) if spec.name not in names))
+
+
+def control_of(entry: ModelSequenceBatchingControlInput) -> ModelSequenceBatchingControl:
+    """The control that a tensor carries."""
+    if len(entry.control) != 1:
+        raise InvalidRequest(
+            f"control tensor '{entry.name}' of the sequences has {len(entry.control)} controls: a tensor can carry one"
+        )
+    return entry.control[0]
+
+
+def _control_type(control: ModelSequenceBatchingControl) -> str:
+    if control.int32_false_true:
+        return "TYPE_INT32"
+    if control.fp32_false_true:
+        return "TYPE_FP32"
+    return "TYPE_BOOL" if control.bool_false_true else control.data_type
+
+
+def _spec(entry: ModelInput | ModelOutput, batched: bool, optional: bool, flat: bool) -> Spec:
     dims = tuple(entry.dims)
     shape = dims if entry.reshape is None else tuple(entry.reshape.shape)
     if dims.count(-1) != shape.count(-1):
@@ -73,18 +156,26 @@ def _spec(entry: ModelInput | ModelOutput, batched: bool, optional: bool) -> Spe
             f"tensor '{entry.name}' cannot be reshaped from {list(dims)} to {list(shape)}: "
             "both need the same number of variable dims"
         )
-    numpy: np.dtype[Any] = dtypes.to_numpy(dtype)
+    found = _made(entry.name, entry.data_type, dims, batched)
+    fixed = -1 not in shape and not flat
+    return structs.replace(found, shape=shape, optional=optional, reshaped=dims != shape, fixed=fixed, flat=flat)
+
+
+def _made(name: str, data_type: str, dims: tuple[int, ...], batched: bool) -> Spec:
+    dtype = dtypes.FROM_CONFIG.get(data_type)
+    if dtype is None:
+        raise InvalidRequest(f"tensor '{name}' has data type {data_type}, which is none")
     return Spec(
-        name=entry.name,
+        name=name,
         dtype=dtype,
-        numpy=numpy,
+        numpy=dtypes.to_numpy(dtype),
         item=dtypes.ITEM_BYTES[dtype],
         dims=dims,
-        shape=shape,
+        shape=dims,
         batched=batched,
-        optional=optional,
-        reshaped=dims != shape,
-        fixed=-1 not in shape,
+        optional=False,
+        reshaped=False,
+        fixed=-1 not in dims,
     )
 
 

@@ -118,7 +118,7 @@ START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_
     ],
 )
 def test_sequences(text: str, wanted: SequencePolicy) -> None:
-    policy = compile_policy(complete(parse(SMALL + "sequence_batching { %s }" % text), "m"), 1)
+    policy = compile_policy(complete(parse(f"{SMALL} sequence_batching {{ {text} }}"), "m"), 1)
     assert policy.sequence == wanted
     assert policy.batching is None
 
