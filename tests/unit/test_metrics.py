@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from shmserve.broker import families, procfs
 from shmserve.broker.families import FAMILIES, RESERVED, Page
+from shmserve.broker.logs import printable
 from shmserve.broker.metrics import SHOWN_CLIENTS, Metrics
 from shmserve.core import events
 from shmserve.core.limits import Limits
@@ -94,7 +95,7 @@ def test_labels_may_be_anything(client: str, model: str) -> None:
     page.add("shmserve_client_requests", 1, families.labels(("client", "name"), (client, model)))
     text = page.text()
     (sample,) = [sample for metric in parsed(text) for sample in metric.samples]
-    assert sample.labels == {"client": families.printable(client), "name": families.printable(model)}
+    assert sample.labels == {"client": printable(client), "name": printable(model)}
     assert len(text.splitlines()) == 3
 
 
@@ -106,7 +107,7 @@ def test_r11_names_in_metrics(name: str) -> None:
     world.turn([infer(client, 1, name)])
     finish(world)
     seen = metrics(world)
-    assert seen("nv_inference_count", model=families.printable(name), version="1") == 1
+    assert seen("nv_inference_count", model=printable(name), version="1") == 1
     assert all(line.isprintable() for line in seen.text.split("\n"))
 
 
