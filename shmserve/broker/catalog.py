@@ -153,10 +153,17 @@ class Catalog:
 
     def warnings(self, found: Found) -> list[str]:
         """What its owner should know, though it can be served."""
-        unknown = unknown_policies(found.config, self._cores) if found.config is not None else ()
+        if found.config is None:
+            return list(found.warnings)
+        groups = found.config.instance_group
+        passive = bool(groups) and all(group.passive for group in groups)
         return [
             *found.warnings,
-            *(f"host policy '{name}' is not known (--host-policy): its instances use all cores" for name in unknown),
+            *(["all its instances are passive: no request of it will be answered"] if passive else []),
+            *(
+                f"host policy '{name}' is not known (--host-policy): its instances use all cores"
+                for name in unknown_policies(found.config, self._cores)
+            ),
         ]
 
     def _source(self, reading: Reading, version: int) -> int:

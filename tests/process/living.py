@@ -107,7 +107,7 @@ def ready(client: shmserve.Client, model: str) -> list[str]:
 
 
 def pids(client: shmserve.Client, model: str) -> dict[str, int]:
-    """Of the processes that serve: "version name" -> pid. Those of a generation that leaves come last, and are left out."""
+    """Of the processes that serve: "version name" -> pid. Those of a generation that leaves come last: left out."""
     found: dict[str, int] = {}
     for entry in index(client, model).values():
         for instance in entry.get("instances", ()):
