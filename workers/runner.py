@@ -112,17 +112,17 @@ class Runner:
             try:
                 answers = self._separate.execute(requests)
             except Exception as error:
-                failure = self._failure(error)
-                answers = [Answer(error=failure) for _ in requests]
+                answers = self._separate.failed(requests, Answer(error=self._failure(error)))
         computed = _clock()
         for place, answer in zip(places, answers, strict=True):
             if answer is not None and answer.again:
                 again.append(works[place].request)
             elif answer is not None:
-                found[place] = self._answer(works[place], answer)
+                found[place] = self.row(works[place], answer)
         return [row for row in found if row is not None], (taken, ready, computed, _clock()), tuple(again)
 
-    def _answer(self, work: Work, answer: Answer) -> Row:
+    def row(self, work: Work, answer: Answer) -> Row:
+        """An answer as it travels: its outputs are where their reader finds them."""
         if answer.error is not None:
             return Row(work.request, (), answer.error)
         results = self._scatter.results((work,), work.rows)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shmserve.repo.schema import ModelConfig
     from shmserve.workers.gather import Group
     from shmserve.workers.scatter import Results
+    from shmserve.workers.streams import Streams
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -69,6 +70,8 @@ class Backend:
 
     text = False
     """Whether it wants elements of BYTES as str, and not as bytes."""
+    streams: Streams | None = None
+    """What its models send by themselves, where they can."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -102,6 +105,10 @@ class SeparateBackend(Backend):
         """One answer for each request, in their order; None where it comes another way, or later. What it raises fails
         the whole batch."""
         raise NotImplementedError
+
+    def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
+        """`execute` has raised: the answer to each request, None for those that have had their last one."""
+        return [answer] * len(requests)
 
 
 class Request(Struct, gc=False):
