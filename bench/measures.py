@@ -219,11 +219,25 @@ def soak(setting: Setting) -> list[Row]:
 
 
 def hostile(setting: Setting) -> list[Row]:
-    """A hostile client, 200,000 messages or as long as the soak: wrong answers to an honest client beside it."""
+    """Hostile clients, 200,000 messages or as long as the soak: wrong answers to an honest one beside them, its p99."""
     from bench.hostile import run_hostile
+    from bench.hostile_felt import run_felt
 
     found = run_hostile(setting.repository("hostile"), 200_000, setting.soak_seconds)
-    return [Row("hostile client: harm to the honest one", found.harm, "", at_most=0, beside=found.text())]
+    felt = run_felt(setting)
+    return [
+        Row("hostile client: harm to the honest one", found.harm, "", at_most=0, beside=found.text()),
+        Row(
+            "p99 beside hostile clients, over burners",
+            felt.hostile.over(felt.burning),
+            "x",
+            at_most=1.2,
+            beside=felt.text(),
+        ),
+        Row(
+            "failed beside hostile clients", felt.hostile.failed, "", at_most=0, beside="".join(felt.hostile.first[:1])
+        ),
+    ]
 
 
 ALL: dict[str, Measure] = {
