@@ -310,6 +310,32 @@ def test_r4_users_share_no_memory(shared: Launched) -> None:
             os.close(fd)
 
 
+def test_r17_nothing_of_one_user_is_left_for_another(shared: Launched) -> None:
+    """Two users take turns at one instance; whoever looks at all of the memory that it was given sees its own only."""
+
+    def use(pattern: int) -> list[int]:
+        mine = np.full(LARGE.size, pattern, np.float32)
+        found = set()
+        with Lane(shared.lane) as lane:
+            lane.hello("memfd")
+            segment = Segment(lane, mine.nbytes)
+            for number in range(1, 4):
+                data = segment.put(0, mine[: LARGE.size // number].tobytes())
+                lane.send(Infer(number, "m", 0, (Tensor("x", "FP32", (1, LARGE.size // number), data),)))
+                lane.read(lane.receive_kind(Reply).outputs[0])
+                for mapped in lane.maps.values():
+                    found |= set(np.unique(np.frombuffer(mapped[:], np.float32)).tolist())
+        return sorted(found)
+
+    for round_ in range(3):
+        for number, uid in enumerate((ALICE, BOB), 1):
+            pattern = 10 * round_ + number
+            seen = as_user(uid, partial(use, pattern), member())
+            assert pattern in seen
+            others = {10 * earlier + (3 - number) for earlier in range(3)}
+            assert not others & set(seen), seen
+
+
 def test_r4_processes_of_the_server_are_closed(shared: Launched) -> None:
     """Descriptors and memory of broker and workers cannot be had from /proc, nor can their signals be sent."""
     processes = [shared.process.pid, *shared.workers()]

@@ -1,0 +1,428 @@
+"""The rules of docs/security.md that no other file tests, each named in its test; and the page itself, whose table
+says where every rule is tested."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle  # the attacker's
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shmserve
+from bench.hostile_client import SECRETS
+from bench.raw import Ended, Lane, Segment
+from shmserve import messages, wire
+from shmserve.broker import settings
+from shmserve.core import limits
+from shmserve.core.checks import Checker
+from shmserve.core.clients import Client
+from shmserve.core.ledger import Ledger
+from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.errors import InvalidRequest, ProtocolError
+from shmserve.messages import Ask, Fail, Goodbye, Handle, Map, Ping, Pong, Reply, Tensor
+from tests.process import test_hostile as mistakes
+from tests.process.launch import Launched, identity
+from tests.unit.core_world import World
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "security.md"
+REWRITE = os.environ.get("SHMSERVE_REWRITE") == "1"
+EDGES = [base + step for base in (0, 2**31, 2**32, 2**62, 2**63, 2**64) for step in (-1, 0, 1)]
+MODEL = """
+backend: "{backend}" max_batch_size: 4
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+{more}
+"""
+BODY = "class TritonPythonModel:\n    def {}(self, {}):\n        {}\n"
+BROKEN = {
+    "no_version": ("identity", "", {}),
+    "syntax": ("identity", "parameters {", {"1/x": ""}),
+    "no_file": ("onnxruntime", "", {"1/x": ""}),
+    "garbage": ("onnxruntime", "", {"1/model.onnx": "no graph"}),
+    "no_module": ("python", "", {"1/model.py": "import nothing_like_this"}),
+    "no_python": ("python", "", {"1/model.py": "def ("}),
+    "no_class": ("python", "", {"1/model.py": ""}),
+    "raises_at_load": ("python", "", {"1/model.py": BODY.format("initialize", "args", "raise OSError(__file__)")}),
+    "raises": ("python", "", {"1/model.py": BODY.format("execute", "requests", "return open(__file__ + '.none')")}),
+    "exits": ("python", "", {"1/model.py": BODY.format("execute", "requests", "__import__('os').abort()")}),
+    "nobody": ("backend_that_is_none", "", {"1/x": ""}),
+    "outside": ("identity", 'metric_tags { key: "a" }\noptimization { graph { level: 9 } }', {"1/x": ""}),
+}
+"""Name -> backend, more of its configuration, files."""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("security") / "models"
+    identity(root, "identity")
+    for name, (backend, more, files) in BROKEN.items():
+        (root / name).mkdir()
+        (root / name / "config.pbtxt").write_text(MODEL.format(backend=backend, more=more))
+        for file, text in files.items():
+            (root / name / file).parent.mkdir(exist_ok=True)
+            (root / name / file).write_text(text)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Launched]:
+    """With what an operator may have in the environment."""
+    os.environ["DATABASE_PASSWORD"] = "hunter2"
+    try:
+        server = Launched(
+            repository, repository.parent / "run", "--model-control-mode", "explicit", "--load-model", "identity"
+        )
+    finally:
+        del os.environ["DATABASE_PASSWORD"]
+    with server:
+        yield server
+
+
+def private(server: Launched, repository: Path) -> re.Pattern[str]:
+    """What no caller may see: paths, names of segments, addresses, processes."""
+    pids = "|".join(map(str, [server.process.pid, *server.workers()]))
+    return re.compile(rf"{SECRETS.pattern}|{re.escape(str(repository))}|/dev/shm|\b(?:{pids})\b| at 0x")
+
+
+# ---------------------------------------------------------------------------------------------- R1
+
+
+@pytest.mark.process
+def test_r1_texts_for_callers_name_nothing_internal(server: Launched, repository: Path) -> None:
+    """Everything that can be asked wrongly on the wire, and every way in which a model can fail."""
+    texts = []
+    with Lane(server.lane) as lane:
+        lane.hello("memfd")
+        for message, _, _ in mistakes.BAD.values():
+            lane.send(message)
+        for packet, _, _ in mistakes.PACKETS.values():
+            if packet:
+                lane.send_bytes(packet)
+        lane.send(messages.Unmap(7), messages.Return((Handle(1, 2, 3),)), Ping(1))
+        while not isinstance(message := lane.receive(), Pong):
+            texts.append(message.text)
+        lane.send(Map(1, 4096, "/shmserve-1-2-3"))
+        texts.append(lane.receive_kind(Goodbye).text)
+    with shmserve.Client(f"unix://{server.lane}") as client:
+        for name in BROKEN:
+            for call in (partial(client.load, name), partial(infer, client, name)):
+                try:
+                    call()
+                except shmserve.ServeError as error:
+                    texts.append(error.message)
+        texts += [entry["reason"] for entry in client.models() if "reason" in entry]
+        for name in ("raises", "exits", "outside"):
+            client.unload(name)
+    assert len(texts) > 60
+    secrets = private(server, repository)
+    assert [text for text in texts if secrets.search(text)] == []
+
+
+def infer(client: shmserve.Client, name: str) -> Any:
+    return client.infer(name, {"x": np.ones((1, 1), np.float32)})
+
+
+def test_r1_the_pattern_sees() -> None:
+    for text in ("in /tmp/models", "<object at 0x7f00aa>", "shmserve-00ff00ff", "Traceback (most recent"):
+        assert SECRETS.search(text)
+
+
+# ---------------------------------------------------------------------------------------------- R5
+
+
+@pytest.mark.process
+def test_r5_nothing_listens_but_two_sockets_in_the_directory(server: Launched) -> None:
+    """No port of any kind, and no socket without a name in the file system."""
+    owned = set()
+    for pid in (server.process.pid, *server.workers()):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                owned.add(target[8:-1])
+    assert owned
+    for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
+        path = Path(f"/proc/{server.process.pid}/net/{table}")
+        if path.exists():
+            assert not [line for line in path.read_text().splitlines()[1:] if line.split()[9] in owned]
+    listening = set()
+    for line in Path(f"/proc/{server.process.pid}/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[6] in owned and int(fields[3], 16) & 0x10000:
+            listening.add(fields[7] if len(fields) > 7 else "")
+    assert listening == {server.lane, server.zmq}
+
+
+def test_r5_defaults(tmp_path: Path) -> None:
+    """Loading and files by call, and roles for others, must be asked for."""
+    found = settings.parse(["--model-repository", str(tmp_path)])
+    assert found.model_control_mode == "none"
+    assert (found.access, found.socket_group) == ([], None)
+    assert not settings.access(found).for_others
+
+
+@pytest.mark.process
+def test_r5_what_is_off_until_it_is_configured(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "m")
+    with (
+        Launched(tmp_path / "models", tmp_path / "run") as server,
+        shmserve.Client(f"unix://{server.lane}") as client,
+    ):
+        for call in (
+            lambda: client.load("m"),
+            lambda: client.load("m", config={"backend": "python"}, files={"1/model.py": b"import os"}),
+            lambda: client.unload("m"),
+        ):
+            with pytest.raises(shmserve.Unavailable, match="--model-control-mode explicit"):
+                call()
+
+
+# ---------------------------------------------------------------------------------------------- R7
+
+
+@given(st.lists(st.sampled_from(EDGES) | st.integers(0, 70), max_size=6), st.sampled_from(sorted(ITEM_BYTES)))
+def test_r7_shapes_near_the_ends_of_numbers(dims: list[int], dtype: str) -> None:
+    """A tensor is taken only if its bytes are the product that Python's unbounded numbers give."""
+    specs = TensorSpec("x", dtype, (-1,) * len(dims))
+    policy = ModelPolicy("m", 1, 0, (specs,), (TensorSpec("y", "FP32", (-1,)),), BatchPolicy())
+    true = ITEM_BYTES[dtype]
+    for dim in dims:
+        true *= dim
+    for size in {0, 16, true % 2**64, true % 2**63, true % 2**32}:
+        if size > 4096:
+            continue
+        try:
+            Checker(policy).check((Tensor("x", dtype, tuple(dims), bytes(size)),), None)
+        except InvalidRequest:
+            continue
+        if ITEM_BYTES[dtype]:
+            assert size == true
+
+
+@given(st.sampled_from(EDGES), st.sampled_from(EDGES), st.sampled_from([1, 4096, 2**40, 2**63 - 1]))
+def test_r7_handles_near_the_ends_of_numbers(offset: int, size: int, total: int) -> None:
+    ledger, client = Ledger(), Client(1, "uid:1", "lane")
+    ledger.announce(1, Map(1 << 32, total), "uid:1")
+    try:
+        ledger.resolve(client, Handle(1 << 32, offset, size))
+    except InvalidRequest:
+        assert offset + size > total or offset < 0 or size < 0
+    else:
+        assert 0 <= offset <= offset + size <= total or min(offset, size) < 0
+
+
+@given(st.sampled_from(EDGES), st.sampled_from(EDGES))
+def test_r7_numbers_on_the_wire_are_64_bits_and_not_negative(offset: int, size: int) -> None:
+    if not all(-(2**63) <= number < 2**64 for number in (offset, size)):
+        return
+    (found,) = wire.Codec(messages.ClientMessage).decode(msgpack.packb([[3, [[1, offset, size]]]]))
+    if 0 <= offset < 2**63 and 0 <= size < 2**63:
+        assert found == messages.Return((Handle(1, offset, size),))
+    else:
+        assert isinstance(found, wire.Refused)
+
+
+# ---------------------------------------------------------------------------------------------- R10, R12
+
+
+@pytest.mark.process
+def test_r10_a_worker_has_nothing_of_the_environment_that_is_not_its(server: Launched) -> None:
+    (worker,) = server.workers()
+    broker = dict(_environment(server.process.pid))
+    found = dict(_environment(worker))
+    assert broker["DATABASE_PASSWORD"] == "hunter2"
+    assert "DATABASE_PASSWORD" not in found
+    allowed = re.compile(
+        r"PATH|HOME|LANG|LC_\w+|LD_LIBRARY_PATH|PYTHON\w*|TMPDIR|TZ|VIRTUAL_ENV|CUDA_\w+|NVIDIA_\w+|"
+        r"(OMP|MKL|OPENBLAS|NUMEXPR|ORT)_\w+|SHMSERVE_MODEL_\w+|MALLOC_\w+"
+    )
+    assert [name for name in found if not allowed.fullmatch(name)] == []
+
+
+def _environment(pid: int) -> Iterator[tuple[str, str]]:
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        name, equals, value = entry.decode().partition("=")
+        if equals:
+            yield name, value
+
+
+@pytest.mark.process
+def test_r12_a_worker_has_only_its_own_descriptors(server: Launched) -> None:
+    """No socket but its link, nothing of a client's but memory, and it cannot gain privileges."""
+    with Lane(server.lane) as lane, shmserve.Client(f"unix://{server.lane}") as client:
+        lane.hello("memfd")
+        infer(client, "identity")
+        (worker,) = server.workers()
+        targets = [os.readlink(path) for path in Path(f"/proc/{worker}/fd").iterdir()]
+        assert len([target for target in targets if target.startswith("socket:")]) == 1, targets
+        assert not [t for t in targets if t.startswith("/") and not re.match(r"/dev/(null|shm/|urandom)|/memfd:", t)]
+        status = Path(f"/proc/{worker}/status").read_text()
+        assert re.search(r"^NoNewPrivs:\s1$", status, re.MULTILINE)
+
+
+# ---------------------------------------------------------------------------------------------- R14
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.abort, ()
+
+
+def test_r14_a_pickle_is_just_bytes() -> None:
+    """As a packet, as a field, and as a tensor: nothing looks inside. The hook sees every class that is looked up."""
+    seen: list[Any] = []
+    armed = [True]
+
+    def hook(event: str, arguments: Any) -> None:
+        if armed[0] and event == "pickle.find_class":
+            seen.append(arguments)
+
+    bombs = [pickle.dumps(Bomb(), protocol) for protocol in range(6)]
+    sys.addaudithook(hook)  # for good, so it is switched off below
+    try:
+        decode = wire.Codec(messages.ClientMessage).decode
+        for bomb in bombs:
+            with pytest.raises(ProtocolError):
+                decode(bomb)
+            sent = messages.Infer(1, "m", 0, (Tensor("x", "BYTES", (1,), bomb),))
+            (found,) = decode(wire.encode([sent]))
+            assert found.inputs[0].data == bomb
+        assert not seen
+    finally:
+        armed[0] = False
+
+
+# ---------------------------------------------------------------------------------------------- R15, R17, R20
+
+
+@pytest.mark.parametrize(
+    "flag", ["--http-port=8000", "--grpc-port=8001", "--metrics-port=8002", "--http-address=0.0.0.0"]
+)
+def test_r15_no_flag_opens_a_port(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings.parse(["--model-repository", str(tmp_path), flag])
+    assert "not built here yet" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_r17_an_answer_is_its_own_bytes_to_the_last(server: Launched) -> None:
+    """A shorter answer in the place of a longer one: what is given out is exactly as long as what was written."""
+    with Lane(server.lane) as lane:
+        lane.hello("memfd")
+        segment = Segment(lane, 1 << 20)
+        places = set()
+        for number, count in enumerate((200_000, 5_000, 150_000, 2_000), 1):
+            x = np.full((1, count), number, np.float32)
+            data = segment.put(0, x.tobytes())
+            lane.send(messages.Infer(number, "identity", 0, (Tensor("x", "FP32", (1, count), data),)))
+            (output,) = lane.receive_kind(Reply).outputs
+            (handle,) = output.data
+            places.add(handle[:2] if isinstance(handle, tuple) else (handle.segment, handle.offset))
+            assert handle.size == x.nbytes
+            assert lane.read(output) == x.tobytes()
+            lane.send(Ping(number))
+            lane.receive_kind(Pong)
+        assert len(places) < 4, "memory is used again, else this tests nothing"
+        segment.close()
+
+
+def test_r19_equal_bytes_in_other_shapes_are_run_each() -> None:
+    world = World()
+    specs = (TensorSpec("x", "FP32", (-1, -1)),), (TensorSpec("y", "FP32", (-1,)),)
+    world.deploy(ModelPolicy("m", 1, 0, *specs, None))
+    client, worker = world.connect("a"), world.worker("m_0")
+    shapes = [(2, 2), (4, 1), (1, 4), (2, 2)]
+    for number, shape in enumerate(shapes, 1):
+        client.sends(number)
+        world.turn([(client.peer, messages.Infer(number, "m", 0, (Tensor("x", "FP32", shape, bytes(16)),)))])
+    run = []
+    while worker.running is not None:
+        run += [work.inputs[0].shape for work in worker.running.works]
+        worker.finish(world.now)
+        world.settle()
+    assert run == shapes
+    assert len(client.answers) == len(shapes)
+
+
+@pytest.mark.process
+def test_r20_one_that_holds_and_does_nothing_stops_nobody(server: Launched) -> None:
+    """It has answers and does not give them back, has said half of what it wants, and reads nothing."""
+    with Lane(server.lane) as idle, Lane(server.lane) as silent, Lane(server.lane) as other:
+        idle.hello("memfd")
+        segment = Segment(idle, 1 << 20)
+        data = segment.put(0, bytes(400_000))
+        idle.send(messages.Infer(1, "identity", 0, (Tensor("x", "FP32", (1, 100_000), data),)))
+        idle.receive_kind(Reply)
+        idle.send(Ask(2, "load", "identity", 0, b"half", True))
+        silent.send(messages.Hello(1, 0, "silent", "memfd"), *[Ask(n, "models") for n in range(1, 200)])
+        other.hello("memfd")
+        for number in range(1, 50):
+            other.send(messages.Infer(number, "identity", 0, (Tensor("x", "FP32", (1, 1), b"1234"),)))
+            answer = other.receive_kind(Reply, Fail, seconds=5)
+            assert isinstance(answer, Reply)
+        segment.close()
+
+
+@pytest.mark.process
+def test_half_open_connections_are_ended_by_their_first_wrong_word(server: Launched) -> None:
+    for word in (Ping(1), Ask(1, "live"), messages.Bye(), Map(1 << 32, 4096, "/x")):
+        with Lane(server.lane) as lane:
+            lane.send(word)
+            with pytest.raises(Ended):  # noqa: PT012
+                assert "Hello" in lane.receive_kind(Goodbye).text
+                lane.receive()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(server.lane)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(1) == b""
+
+
+# ---------------------------------------------------------------------------------------------- the page
+
+
+def rows() -> dict[str, list[str]]:
+    """Rule -> tests, from the page's table."""
+    found = {}
+    for match in re.finditer(r"^\| (R\d+) \|.*\| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE):
+        found[match[1]] = re.findall(r"`([^`]+)`", match[2])
+    return found
+
+
+def test_every_rule_is_on_the_page() -> None:
+    assert list(rows()) == [f"R{number}" for number in range(1, 21)]
+
+
+@pytest.mark.parametrize("rule", [f"R{number}" for number in range(1, 21)])
+def test_every_rule_has_tests_that_exist(rule: str) -> None:
+    tests = rows()[rule]
+    assert tests
+    for test in tests:
+        file, _, name = test.partition("::")
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert name in names, test
+
+
+def test_the_page_has_the_limits() -> None:
+    page = PAGE.read_text()
+    head, begin, rest = page.partition("<!-- begin of the limits")
+    begin += rest.partition("-->\n")[0] + "-->\n"
+    end, tail = "<!-- end of the limits -->", page.partition("<!-- end of the limits -->")[2]
+    made = f"{head}{begin}\n{limits.page()}\n{end}{tail}"
+    if REWRITE:
+        PAGE.write_text(made)
+        page = made
+    assert page == made
