@@ -10,18 +10,17 @@ import re
 from shmserve.core import access
 from shmserve.core.clients import Client
 from shmserve.core.crowd import Crowd
-from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Close, Forget, Free, Query
+from shmserve.core.ends import Ends
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
+from shmserve.core.intake import Intake
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
-from shmserve.core.states import RequestState, VersionState
+from shmserve.core.states import RequestState
 from shmserve.core.statistics import Failure, limit_in
 from shmserve.core.trace import PARAMETER as TRACE
-from shmserve.core.versions import Version
 from shmserve.errors import (
     InvalidRequest,
-    NotFound,
     ProtocolError,
     ServeError,
     Unavailable,
@@ -44,7 +43,6 @@ from shmserve.messages import (
     Infer,
     Map,
     More,
-    Options,
     Ping,
     Pong,
     Reclaim,
@@ -62,9 +60,10 @@ _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 
 class Admission:
-    def __init__(self, state: State, dispatcher: Dispatcher, server: str) -> None:
+    def __init__(self, state: State, ends: Ends, intake: Intake, server: str) -> None:
         self._state = state
-        self._dispatcher = dispatcher
+        self._intake = intake
+        self._ends = ends
         self._server = server
         self._crowd = Crowd(state)
         self._client_requests = state.limits.client_requests
@@ -123,12 +122,12 @@ class Admission:
         client.gone = True
         self._crowd.leave(client)
         for request in list(client.requests.values()):
-            if request.state is RequestState.QUEUED:
-                self._dispatcher.fail_early(request, "CANCELLED", "its client has gone", now)
+            if request.state is RequestState.QUEUED or request.chain is not None:
+                self._ends.fail_early(request, "CANCELLED", "its client has gone", now)
             elif request.state is RequestState.SENT:
-                self._dispatcher.linger(request)
+                self._ends.linger(request)
             elif request.state is RequestState.DONE:  # else it has just had its turn, as others made way
-                self._dispatcher.drop_done(request)
+                self._ends.drop_done(request)
         self._state.ledger.client_died(client)
 
     def bye(self, peer: int, message: Bye, now: int) -> None:
@@ -226,7 +225,7 @@ class Admission:
             )
         version = None if message.version else state.ready.get(message.model)
         if version is None:
-            version = self._look_up(message.model, message.version)
+            version = state.look_up(message.model, message.version)
         inputs, outputs, options = message.inputs, message.outputs, message.options
         assert version.checker is not None, version.label
         rows, signature, inline, outside = version.checker.check(inputs, outputs)
@@ -236,71 +235,26 @@ class Admission:
             self._check_held(client)
         if options is not None and options.sequence != 0:
             raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
-        level = 0 if version.plain else self._level(version, options, now)
+        level = 0 if version.plain else self._intake.level(version, options, now)
         segments, pins = self._memory(client, message, blocks) if outside else _NOTHING
         own = state.next_number()
         request = Request(
             own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
-            signature, segments, pins, blocks, now, level,
+            signature, segments, pins, blocks, now, level, audience=client.audience,
         )  # fmt: skip
         client.requests[number] = state.requests[own] = request
         if message.timeout_us:
             request.deadline = now + message.timeout_us * 1000
             state.set_timer(request.deadline, Timer.DEADLINE, request)
-        if not version.plain:
-            self._set_queue_timeout(version, request)
         if options is not None and TRACE in options.parameters:
             told = state.traces.begin(request, now)
             if told is not None:
                 state.effects.append(told)
-        version.queue.add(request)
-        state.dirty[version] = None
-
-    def _level(self, version: Version, options: Options | None, now: int) -> int:
-        """The priority level, if there is room in its queue."""
-        queue = version.queue
-        number = queue.level_of(options.priority) if options is not None else queue.default_level
-        level = queue.level(number)
-        limit = level.policy.max_size
-        if limit and len(level) >= limit:
-            self._dispatcher.dispatch(version, now)  # what came before it in this turn may have its place elsewhere
-        if limit and len(level) >= limit:
-            raise Unavailable(
-                f"Exceeds maximum queue size: {limit} requests wait for model '{version.model}'; "
-                f"raise max_queue_size or add instances"
-            )
-        return number
-
-    def _set_queue_timeout(self, version: Version, request: Request) -> None:
-        policy, options = version.queue.level(request.level).policy, request.options
-        if policy.timeout_ns:
-            limit = policy.timeout_ns
-            if policy.allow_override and options is not None and options.queue_timeout_us:
-                limit = min(limit, options.queue_timeout_us * 1000)
-            request.queue_expires = request.arrived + limit
-            self._state.set_timer(request.queue_expires, Timer.QUEUE, request)
-        if version.order is not None:
-            version.order.append(request)
-
-    def _look_up(self, name: str, number: int) -> Version:
-        model = self._state.models.get(name)
-        if model is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if not number:
-            broken = [version for version in model.versions.values() if version.reason]
-            why = broken[0].reason if broken else model.reason
-            loading = any(version.state is VersionState.LOADING for version in model.versions.values())
-            note = "; it is loading" if loading else f": {why}" if why else ""
-            raise (Unavailable if loading else NotFound)(
-                f"Request for unknown model: '{name}' has no available versions{note}"
-            )
-        version = model.versions.get(number)
-        if version is None:
-            raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
-        if version.state is not VersionState.READY:
-            why = f": {version.reason}" if version.reason else f", it is {version.state.value}"
-            raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state{why}")
-        return version
+        if version.plain:
+            version.queue.add(request)
+            state.dirty[version] = None
+        else:
+            self._intake.put(version, request, now)
 
     def _memory(
         self, client: Client, message: Infer, blocks: tuple[Handle, ...]
@@ -349,7 +303,7 @@ class Admission:
         if request is None:  # it has been answered, and the two have crossed; or it is no request but an operation
             self._state.effects.append(Query(peer, message))
         else:
-            self._dispatcher.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
+            self._ends.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
 
     # ------------------------------------------------------------------------------------ memory and the rest
 

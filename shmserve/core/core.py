@@ -17,8 +17,11 @@ from shmserve.core import events
 from shmserve.core.admission import Admission
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Effect
+from shmserve.core.ends import Ends
+from shmserve.core.ensembles import Ensembles
 from shmserve.core.events import Event
 from shmserve.core.instances import Instance
+from shmserve.core.intake import Intake
 from shmserve.core.lifecycle import Lifecycle
 from shmserve.core.limits import Limits
 from shmserve.core.operations import Operations
@@ -55,10 +58,13 @@ class Core:
         """`tracing`: a Log for each batch, with the reason why it was formed."""
         self.state = State(limits or Limits())
         self.state.tracing = tracing
-        self._dispatcher = Dispatcher(self.state)
-        self._admission = Admission(self.state, self._dispatcher, server)
+        self._ends = Ends(self.state)
+        self._dispatcher = Dispatcher(self.state, self._ends)
+        intake = Intake(self.state, self._dispatcher)
+        self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, intake)
+        self._admission = Admission(self.state, self._ends, intake, server)
         self._operations = Operations(self.state)
-        self._lifecycle = Lifecycle(self.state, self._dispatcher, self._operations)
+        self._lifecycle = Lifecycle(self.state, self._dispatcher, self._ends, self._operations)
         admission, operations, lifecycle = self._admission, self._operations, self._lifecycle
         self._of_clients: dict[type, Handler] = {
             Infer: admission.infer,
@@ -131,9 +137,13 @@ class Core:
 
     def _settle(self, now: int) -> None:
         state = self.state
-        while state.dirty:
-            version, _ = state.dirty.popitem()
-            self._dispatcher.dispatch(version, now)
+        while state.dirty or state.stirred:
+            while state.stirred:
+                run, _ = state.stirred.popitem()
+                self._ensembles.advance(run, now)
+            while state.dirty:
+                version, _ = state.dirty.popitem()
+                self._dispatcher.dispatch(version, now)
         if state.leaving:
             self._operations.settle_leaving()
         state.ledger.flush()
@@ -151,7 +161,7 @@ class Core:
                 return  # another timer of this very moment has ended it
             if kind is Timer.DEADLINE:
                 text = "the request's own timeout passed before it was answered"
-                self._dispatcher.fail_early(request, "DEADLINE_EXCEEDED", text, now)
+                self._ends.fail_early(request, "DEADLINE_EXCEEDED", text, now)
             elif request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
                 self._queue_timeout(request, now)
 
@@ -171,7 +181,7 @@ class Core:
         version = request.version
         if version.queue.expire(request):
             text = f"Request timeout expired: it waited longer than the queue policy of '{version.model}' allows"
-            self._dispatcher.end_early(request, "QUEUE_TIMEOUT", text, now)
+            self._ends.end_early(request, "QUEUE_TIMEOUT", text, now)
         self.state.dirty[version] = None
 
     # ------------------------------------------------------------------------------------ workers' reports
@@ -209,6 +219,8 @@ class Core:
                     request.version.suspects if request.suspect else request.version.queue.in_order()
                 )
                 assert request in waits, story
+            elif request.state is RequestState.CHAINED or (request.chain is not None and request.chain.over):
+                self._check_run(request, story)
             elif request.state is RequestState.DONE:
                 assert request.reply is not None, story
                 assert request.version.order, story
@@ -217,7 +229,9 @@ class Core:
                 assert request.state in (RequestState.SENT, RequestState.LINGERING), story
                 assert request.instance is not None, story
                 assert request.batch in request.instance.batches(), story
-            if request.state is not RequestState.LINGERING:
+            if request.run is not None:
+                assert request.run.out.get(request.number) is request, story
+            elif request.state is not RequestState.LINGERING:
                 assert request.client.requests.get(request.client_number) is request, story
         for client in state.clients.values():
             assert not client.gone
@@ -235,6 +249,19 @@ class Core:
                 for instance in version.instances:
                     self._check_instance(version.idle, instance)
             self._check_operation(model)
+
+    def _check_run(self, request: Request, story: str) -> None:
+        run = request.chain
+        assert run is not None, story
+        assert run.request is request, story
+        assert run.over == (request.state is RequestState.LINGERING), story
+        assert run.out, f"nothing is under way for it: {story}"
+        assert not run.results, story
+        assert not run.ready or run.over, story
+        for number, step in run.out.items():
+            assert self.state.requests[number] is step, story
+        for name, kept in run.tensors.items():
+            assert kept.readers > 0, f"'{name}' is kept for nobody: {story}"
 
     def _check_operation(self, model: Model) -> None:
         operation = model.operation

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from shmserve.core.batcher import Reason
-from shmserve.core.clients import Client
-from shmserve.core.effects import Free, Kill, Send
+from shmserve.core.effects import Kill, Send
+from shmserve.core.ends import Ends
 from shmserve.core.instances import Batch, Instance
 from shmserve.core.request import Request
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState
-from shmserve.core.statistics import Failure
 from shmserve.core.versions import Version
 from shmserve.messages import (
     CHUNK_BYTES,
     OWNER_SHIFT,
     Done,
     Execute,
-    Fail,
-    FailHeld,
     Handle,
-    Released,
     Reply,
     Row,
     Rows,
     Started,
-    Withdraw,
     Withdrawn,
     Work,
 )
 
-_QUEUED, _SENT, _LINGERING, _DONE, _ENDED = RequestState
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED = RequestState
 
 
 class Dispatcher:
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, ends: Ends) -> None:
         self._state = state
+        self._ends = ends
 
     # ------------------------------------------------------------------------------------ out
 
@@ -150,10 +146,12 @@ class Dispatcher:
             inline += request.inline
             for segment in request.segments:
                 state.ledger.show(segment, peer)
-            client = request.client
             works.append(
-                Work(request.number, request.rows, request.inputs, request.outputs, client.audience, request.options)
-            )
+                Work(
+                    request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
+                    -1, not request.outside,
+                )
+            )  # fmt: skip
             if request.state is not _QUEUED:  # else it is the usual, legal move
                 request.move(_SENT)
             request.state = _SENT
@@ -185,11 +183,12 @@ class Dispatcher:
             return
         times = message.times
         taken = times[0]
+        batch.times = times
         statistics = version.statistics
         before = statistics.success_count
         traced = self._state.traces.open
         if traced:
-            batch.number, batch.times = message.batch, times
+            batch.number = message.batch
         if version.plain and not traced:
             self._usual_rows(version, instance, batch, message, now)
         else:
@@ -203,7 +202,9 @@ class Dispatcher:
             )
         if batch.left:
             for request in batch.requests():
-                self.end_failed(request, "INTERNAL", f"{version.label} did not answer this request of its batch", now)
+                self._ends.end_failed(
+                    request, "INTERNAL", f"{version.label} did not answer this request of its batch", now
+                )
         batch.end()
         instance.running = None
         instance.deaths = 0
@@ -245,7 +246,7 @@ class Dispatcher:
             batch.rows -= request.cost
             batch.left -= 1
             request.batch = None
-            self._released(request)
+            self._ends.released(request)
             if not batch.left:
                 batch.end()
                 instance.waiting = None
@@ -266,7 +267,7 @@ class Dispatcher:
                     if not isinstance(tensor.data, bytes):
                         break
                 else:
-                    if not request.segments:
+                    if not request.segments and request.run is None:
                         client = request.client
                         append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
                         del client.requests[request.client_number], requests[row.request]
@@ -286,13 +287,13 @@ class Dispatcher:
         batch.left -= 1
         if request.state is _LINGERING:
             self._send_back(instance, row)
-            self._released(request)
+            self._ends.released(request)
         elif row.error is not None:
             self._send_back(instance, row)
-            self.end_failed(request, row.error.code, row.error.text, now)
+            self._ends.end_failed(request, row.error.code, row.error.text, now)
         elif not self._reply(version, instance, request, row, now, taken):
             text = f"{version.label} answered with memory that is not its own"
-            self.end_failed(request, "INTERNAL", text, now)
+            self._ends.end_failed(request, "INTERNAL", text, now)
             self._confused(version, instance, "memory in an answer")
 
     def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
@@ -308,22 +309,23 @@ class Dispatcher:
             for handle in data:
                 owner = handle.segment >> OWNER_SHIFT
                 if owner == instance.peer:
-                    if handle in handles or not ledger.is_new(handle, client.audience):
+                    if handle in handles or not ledger.is_new(handle, request.audience):
                         return False
                     handles.append(handle)
                 elif owner != client.number:
                     return False
-        for handle in handles:
-            if client.outputs != "frames":
-                ledger.show(handle.segment, client.number)
-            ledger.give(client, handle)
+        if request.run is not None:
+            for handle in handles:
+                ledger.keep(handle)
+        else:
+            self._ends.give(client, handles)
         if taken:
             version.statistics.answered([request.arrived], request.cost, taken, now)
         else:
             version.statistics.answered_early(request.arrived, request.cost, now)
             assert request.batch is not None
             request.batch.early.append(request.arrived)
-        self._answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+        self._ends.answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
         return True
 
     def _send_back(self, instance: Instance, row: Row) -> None:
@@ -349,131 +351,3 @@ class Dispatcher:
         about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
         self._state.log("error", text, **about)
         self._state.effects.append(Kill(instance.peer, reason))
-
-    # ------------------------------------------------------------------------------------ ends
-
-    def _answer(self, request: Request, message: Reply | Fail) -> None:
-        """The answer to one that no worker has any more: now or, with preserve_ordering, in its turn."""
-        order = request.version.order
-        if order is None:
-            self._deliver(request, message)
-        else:
-            request.reply = message
-            request.move(_DONE)
-            self._let_go(request)
-            self.answer_in_order(request.version)
-
-    def _deliver(self, request: Request, message: Reply | Fail) -> None:
-        client = request.client
-        if not client.gone:
-            self._state.send(client.number, message)
-            if client.outputs == "frames" and isinstance(message, Reply):  # copied out as it is sent: nothing is held
-                self._take_back(client, message)
-        self._tell(request, message.code if isinstance(message, Fail) else "")
-        self.end(request)
-
-    def _tell(self, request: Request, code: str) -> None:
-        """Of a request that is answered now, if it is traced."""
-        state = self._state
-        if state.traces.open:
-            told = state.traces.answered(request, code, state.now)
-            if told is not None:
-                state.effects.append(told)
-
-    def _take_back(self, client: Client, reply: Reply) -> None:
-        """Gives what the client was given, or was to be given, back to the worker."""
-        for tensor in reply.outputs:
-            for handle in tensor.data if isinstance(tensor.data, tuple) else ():
-                if handle.segment >> OWNER_SHIFT != client.number:
-                    self._state.ledger.take_back(client, handle)
-
-    def answer_in_order(self, version: Version) -> None:
-        """Whoever is first may be answered; one that has been answered early makes way."""
-        order = version.order
-        while order and order[0].state in (_DONE, _LINGERING, _ENDED):
-            request = order.popleft()
-            if request.state is _DONE:
-                assert request.reply is not None
-                self._deliver(request, request.reply)
-
-    def drop_done(self, request: Request) -> None:
-        """Its turn had not come, and nobody wants the answer any more."""
-        if isinstance(request.reply, Reply) and not request.client.gone:
-            self._take_back(request.client, request.reply)
-        self.end(request)
-
-    def end(self, request: Request) -> None:
-        """Over: nothing of it stays here."""
-        state = request.state
-        if state is not _LINGERING:  # a lingering one has left already; its number may be in use again
-            del request.client.requests[request.client_number]
-        request.move(_ENDED)
-        del self._state.requests[request.number]
-        if self._state.traces.open:  # nobody was left to answer
-            self._state.traces.open.pop(request.number, None)
-        if state is not _DONE:
-            self._let_go(request)
-
-    def _let_go(self, request: Request) -> None:
-        """The memory that it used."""
-        state = self._state
-        for handle in request.pins:
-            state.ledger.unpin(handle)
-        if request.segments:
-            state.ledger.done_with(request.segments)
-        if request.blocks:
-            state.effects.append(Free(request.blocks))
-
-    def end_failed(self, request: Request, code: str, text: str, now: int) -> None:
-        """The answer is an error, in its turn, and no worker has the request any more."""
-        if request.state is _LINGERING:
-            self._released(request)
-            return
-        request.version.statistics.failed(Failure.BACKEND, now - request.arrived)
-        self._answer(request, Fail(request.client_number, code, text))
-
-    def end_early(self, request: Request, code: str, text: str, now: int) -> None:
-        """The answer is an error, at once: it does not wait for its turn. The queue has let the request go already."""
-        version, client = request.version, request.client
-        version.statistics.failed_as(code, now - request.arrived)
-        if not client.gone:
-            self._state.send(client.number, Fail(request.client_number, code, text))
-        self._tell(request, code)
-        self.end(request)
-        if version.order is not None:
-            self.answer_in_order(version)
-
-    def fail_early(self, request: Request, code: str, text: str, now: int) -> None:
-        """The answer is an error, now, wherever the request is. A worker that could still drop it is told to."""
-        version, client = request.version, request.client
-        if request.state is _QUEUED:
-            version.drop(request)
-            self.end_early(request, code, text, now)
-            self._state.dirty[version] = None
-            return
-        if request.state is _DONE:  # and has been counted
-            self._state.send(client.number, Fail(request.client_number, code, text))
-            self._tell(request, code)
-            self.drop_done(request)
-            return
-        version.statistics.failed_as(code, now - request.arrived)
-        if not client.gone:
-            kind = FailHeld if request.on_loan else Fail
-            self._state.send(client.number, kind(request.client_number, code, text))
-        self._tell(request, code)
-        self.linger(request)
-
-    def linger(self, request: Request) -> None:
-        """Answered (or nobody left to answer) while a worker has it."""
-        request.move(_LINGERING)
-        request.client.requests.pop(request.client_number, None)
-        instance, batch = request.instance, request.batch
-        if instance is not None and batch is not None and batch.state is BatchState.OPEN:
-            self._state.send(instance.peer, Withdraw((request.number,)))
-        if request.version.order is not None:
-            self.answer_in_order(request.version)
-
-    def _released(self, request: Request) -> None:
-        if request.on_loan and not request.client.gone:
-            self._state.send(request.client.number, Released(request.client_number))
-        self.end(request)

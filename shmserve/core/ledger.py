@@ -152,10 +152,7 @@ class Ledger:
     def give(self, client: Client, handle: Handle) -> None:
         """The client now holds the handle (once more)."""
         place = (handle.segment, handle.offset)
-        hold = self.holds.get(place)
-        if hold is None:
-            hold = self.holds[place] = Hold(handle, {})
-            insort(self.segments[handle.segment].blocks, handle.offset)
+        hold = self._hold(handle)
         hold.clients[client.number] = hold.clients.get(client.number, 0) + 1
         client.holds.add(place)
         client.held_bytes += handle.size
@@ -185,6 +182,18 @@ class Ledger:
         hold = self.holds[place]
         hold.pins += 1
         return hold.handle
+
+    def keep(self, handle: Handle) -> None:
+        """A block that is given to no client (yet) stays; `unpin` lets it go."""
+        self._hold(handle).pins += 1
+
+    def _hold(self, handle: Handle) -> Hold:
+        place = (handle.segment, handle.offset)
+        hold = self.holds.get(place)
+        if hold is None:
+            hold = self.holds[place] = Hold(handle, {})
+            insort(self.segments[handle.segment].blocks, handle.offset)
+        return hold
 
     def unpin(self, handle: Handle) -> None:
         place = (handle.segment, handle.offset)

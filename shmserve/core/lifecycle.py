@@ -6,6 +6,7 @@ from typing import Any
 
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Drained
+from shmserve.core.ends import Ends
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.instances import Instance
 from shmserve.core.operations import Operations
@@ -20,9 +21,10 @@ _I, _V = InstanceState, VersionState
 
 
 class Lifecycle:
-    def __init__(self, state: State, dispatcher: Dispatcher, operations: Operations) -> None:
+    def __init__(self, state: State, dispatcher: Dispatcher, ends: Ends, operations: Operations) -> None:
         self._state = state
         self._dispatcher = dispatcher
+        self._ends = ends
         self._operations = operations
 
     # ------------------------------------------------------------------------------------ loading
@@ -95,7 +97,7 @@ class Lifecycle:
         waiting = [*version.queue.take(version.queue.count), *version.suspects]
         version.suspects.clear()
         for request in waiting:
-            self._dispatcher.end_early(request, "UNAVAILABLE", text, now)
+            self._ends.end_early(request, "UNAVAILABLE", text, now)
         self._state.dirty[version] = None
 
     # ------------------------------------------------------------------------------------ deaths
@@ -153,20 +155,18 @@ class Lifecycle:
             if request.state is RequestState.SENT and not alone and self._may_retry(version):
                 self._suspect(version, instance, request)
             else:
-                self._dispatcher.end_failed(
-                    request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now
-                )
+                self._ends.end_failed(request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now)
         for request in waiting.requests() if waiting is not None else ():  # it had not been begun
             if request.state is RequestState.SENT:
                 self._take_back(request)
                 version.queue.put_back(request)
             else:
-                self._dispatcher.end_failed(request, "", "", now)
+                self._ends.end_failed(request, "", "", now)
         for batch in (running, waiting):
             if batch is not None:
                 batch.end()
         if version.order is not None:
-            self._dispatcher.answer_in_order(version)
+            self._ends.answer_in_order(version)
         return alone
 
     def _may_retry(self, version: Version) -> bool:
@@ -266,9 +266,9 @@ class Lifecycle:
     def drain_over(self, now: int) -> None:
         """Patience is over: whoever has not been answered is told, whatever still runs is ended."""
         for request in list(self._state.requests.values()):
-            if request.state in (RequestState.QUEUED, RequestState.SENT, RequestState.DONE):
+            if request.state not in (RequestState.LINGERING, RequestState.ENDED):
                 text = "the server is stopping and did not finish this request in time (exit-timeout-secs)"
-                self._dispatcher.fail_early(request, "UNAVAILABLE", text, now)
+                self._ends.fail_early(request, "UNAVAILABLE", text, now)
         for version, instance in list(self._state.instances.values()):
             self._dispatcher.kill(version, instance, "it did not stop in time")
 

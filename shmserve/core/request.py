@@ -11,6 +11,7 @@ from shmserve.messages import OWNER_SHIFT, Fail, Handle, Options, Reply, Tensor,
 
 if TYPE_CHECKING:
     from shmserve.core.clients import Client
+    from shmserve.core.ensembles import Run
     from shmserve.core.instances import Batch, Instance
     from shmserve.core.versions import Version
 
@@ -44,6 +45,16 @@ class Request(Struct, eq=False, gc=False):
     instance: Instance | None = None
     batch: Batch | None = None
     reply: Reply | Fail | None = None
+    audience: str = ""
+    """Who may be given what it is answered with."""
+    run: Run | None = None
+    """It is a step of an ensemble, and answered to that."""
+    step: tuple[int, int] = (0, 0)
+    """Which one there, and the row of what that is mapped over."""
+    outside: bool = False
+    """All its outputs are to be in shared memory."""
+    chain: Run | None = None
+    """It is to an ensemble: how far that is."""
 
     @property
     def on_loan(self) -> bool:

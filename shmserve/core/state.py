@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmserve.core.clients import Client
 from shmserve.core.effects import Effect, Log, Send
@@ -13,16 +13,20 @@ from shmserve.core.instances import Instance
 from shmserve.core.ledger import Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.request import Request
-from shmserve.core.states import RequestState
+from shmserve.core.states import RequestState, VersionState
 from shmserve.core.trace import Traces
 from shmserve.core.versions import Model, Version
+from shmserve.errors import NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from shmserve.core.ensembles import Run
 
 WORKERS_FROM = 1 << 30
 """Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""
 
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
-_LIVE = (RequestState.QUEUED, RequestState.SENT, RequestState.DONE)
+_LIVE = (RequestState.QUEUED, RequestState.SENT, RequestState.DONE, RequestState.CHAINED)
 """Not answered yet."""
 
 
@@ -53,6 +57,8 @@ class State:
         self.effects: list[Effect] = []
         self.dirty: dict[Version, None] = {}
         """Versions to look at when all events of this turn are in."""
+        self.stirred: dict[Run, None] = {}
+        """Runs of ensembles for which something has come, or that have failed."""
         self.wakes: dict[Version, int] = {}
         self.loads: deque[tuple[Version, Instance]] = deque()
         """Instances that wait for their turn to load."""
@@ -99,6 +105,29 @@ class State:
             self.ready.pop(name, None)
         else:
             self.ready[name] = default
+
+    def look_up(self, name: str, number: int) -> Version:
+        """The version that serves requests for this name and number (0: the default one). Raises if there is none."""
+        if not number and name in self.ready:
+            return self.ready[name]
+        model = self.models.get(name)
+        if model is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if not number:
+            broken = [version for version in model.versions.values() if version.reason]
+            why = broken[0].reason if broken else model.reason
+            loading = any(version.state is VersionState.LOADING for version in model.versions.values())
+            note = "; it is loading" if loading else f": {why}" if why else ""
+            raise (Unavailable if loading else NotFound)(
+                f"Request for unknown model: '{name}' has no available versions{note}"
+            )
+        version = model.versions.get(number)
+        if version is None:
+            raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
+        if version.state is not VersionState.READY:
+            why = f": {version.reason}" if version.reason else f", it is {version.state.value}"
+            raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state{why}")
+        return version
 
     # ------------------------------------------------------------------------------------ time
 

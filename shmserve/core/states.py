@@ -18,6 +18,7 @@ class RequestState(IntEnum):  # integers hash fast, and requests move thousands 
     LINGERING = 3  # answered early; the worker may still read its inputs
     DONE = 4  # no worker has it any more; its answer waits for its turn (preserve_ordering)
     ENDED = 5
+    CHAINED = 6  # to an ensemble: the requests of its steps are under way
 
 
 class BatchState(Enum):
@@ -51,10 +52,11 @@ class VersionState(Enum):
 _R, _B, _I, _V = RequestState, BatchState, InstanceState, VersionState
 
 REQUEST_MOVES = {
-    _R.QUEUED: {_R.SENT, _R.ENDED},
+    _R.QUEUED: {_R.SENT, _R.ENDED, _R.CHAINED},
     _R.SENT: {_R.LINGERING, _R.DONE, _R.ENDED, _R.QUEUED},
     _R.LINGERING: {_R.ENDED},
     _R.DONE: {_R.ENDED},
+    _R.CHAINED: {_R.LINGERING, _R.ENDED},
     _R.ENDED: set[RequestState](),
 }
 

@@ -7,6 +7,7 @@ Durations are sums in ns, over requests that were answered well unless another t
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import IntEnum
 
 from msgspec import Struct, field
@@ -133,6 +134,14 @@ class Statistics(Struct):
     def failed_as(self, code: str, ns: int) -> None:
         """Here, not at a worker."""
         self.failed(_FAILURES.get(code, Failure.OTHER), ns)
+
+    def ensemble_done(self, times: Sequence[int], now: int) -> None:
+        """A request whose steps took so long together: input, infer, output ns."""
+        self.input_ns += times[0]
+        self.infer_ns += times[1]
+        self.output_ns += times[2]
+        self.execution_count += 1
+        self.last_inference_ns = now
 
     def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
         """The times of a batch count once for the batch, and for each of its requests that was answered well."""

@@ -9,6 +9,7 @@ from msgspec import Struct, field
 from shmserve.core.batcher import Plan, Reason, Shape, form
 from shmserve.core.checks import Checker
 from shmserve.core.events import Target
+from shmserve.core.graph import Graph
 from shmserve.core.instances import Batch, Instance
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy
 from shmserve.core.queue import RequestQueue
@@ -25,6 +26,7 @@ class Version:
     __slots__ = (
         "began",
         "checker",
+        "graph",
         "idle",
         "instances",
         "limit_ns",
@@ -46,6 +48,7 @@ class Version:
         "suspects",
         "took_ns",
         "trial",
+        "users",
         "wake",
     )
 
@@ -72,6 +75,10 @@ class Version:
         """Where suspects are run: one instance, so that the others serve on."""
         self.trial: Instance | None = None
         """It runs a suspect now."""
+        self.graph: Graph | None = None
+        """Of an ensemble."""
+        self.users = 0
+        """Runs of ensembles that may still have something for it."""
         self.shape: Shape | None = None
         self.prefetch = True
         self.plain = True
@@ -94,6 +101,9 @@ class Version:
         self.policy = policy
         self.checker = Checker(policy)
         self.queue = RequestQueue(policy.batching)
+        if policy.steps is not None:
+            self.graph = Graph(policy)
+            self.plain = False
         batching = policy.batching
         if batching is not None:
             if policy.max_batch > 0:
@@ -131,8 +141,8 @@ class Version:
 
     @property
     def finished(self) -> bool:
-        """Nothing waits, runs or is still read."""
-        return not self.waits and all(instance.idle for instance in self.instances)
+        """Nothing waits, runs or is still read, and no run of an ensemble needs it."""
+        return not self.waits and not self.users and all(instance.idle for instance in self.instances)
 
     @property
     def gone(self) -> bool:

@@ -1,0 +1,186 @@
+"""How requests end: answered, in their turn or early, and with everything that they used given back.
+
+The rule of the file: whoever has asked (a client, or the run of an ensemble) is told exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shmserve.core.clients import Client
+from shmserve.core.effects import Free
+from shmserve.core.graph import handles_of
+from shmserve.core.request import Request
+from shmserve.core.state import State
+from shmserve.core.states import BatchState, RequestState
+from shmserve.core.statistics import Failure
+from shmserve.core.versions import Version
+from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Released, Reply, Withdraw
+
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED = RequestState
+
+
+class Ends:
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def answer(self, request: Request, message: Reply | Fail) -> None:
+        """The answer to one that no worker has any more: now or, with preserve_ordering, in its turn."""
+        order = request.version.order
+        if order is None:
+            self.deliver(request, message)
+        else:
+            request.reply = message
+            request.move(_DONE)
+            self._let_go(request)
+            self.answer_in_order(request.version)
+
+    def deliver(self, request: Request, message: Reply | Fail) -> None:
+        self.tell(request, message)
+        client = request.client
+        if request.run is None and client.outputs == "frames" and isinstance(message, Reply) and not client.gone:
+            self._take_back(client, message)  # copied out as it is sent: nothing is held
+        self._trace(request, message.code if isinstance(message, Fail) else "")
+        self.end(request)
+
+    def tell(self, request: Request, message: Reply | Fail | FailHeld) -> None:
+        """Whoever has asked."""
+        if request.run is not None:
+            assert not isinstance(message, FailHeld)
+            request.run.told(request, message)
+            self._state.stirred[request.run] = None
+        elif not request.client.gone:
+            self._state.send(request.client.number, message)
+
+    def _trace(self, request: Request, code: str) -> None:
+        """Of a request that is answered now, if it is traced."""
+        state = self._state
+        if state.traces.open:
+            told = state.traces.answered(request, code, state.now)
+            if told is not None:
+                state.effects.append(told)
+
+    def _take_back(self, client: Client, reply: Reply) -> None:
+        """Gives what the client was given, or was to be given, back to the worker."""
+        for tensor in reply.outputs:
+            for handle in tensor.data if isinstance(tensor.data, tuple) else ():
+                if handle.segment >> OWNER_SHIFT != client.number:
+                    self._state.ledger.take_back(client, handle)
+
+    def answer_in_order(self, version: Version) -> None:
+        """Whoever is first may be answered; one that has been answered early makes way."""
+        order = version.order
+        while order and order[0].state in (_DONE, _LINGERING, _ENDED):
+            request = order.popleft()
+            if request.state is _DONE:
+                assert request.reply is not None
+                self.deliver(request, request.reply)
+
+    def drop_done(self, request: Request) -> None:
+        """Its turn had not come, and nobody wants the answer any more."""
+        if request.run is not None and isinstance(request.reply, Reply):
+            for handle in handles_of(request.reply.outputs):
+                if handle.segment >> OWNER_SHIFT != request.client.number:
+                    self._state.ledger.unpin(handle)
+        elif isinstance(request.reply, Reply) and not request.client.gone:
+            self._take_back(request.client, request.reply)
+        self.end(request)
+
+    def end(self, request: Request) -> None:
+        """Over: nothing of it stays here."""
+        state, run = request.state, request.run
+        if run is not None:
+            del run.out[request.number]
+            self._state.stirred[run] = None
+        elif state is not _LINGERING:  # a lingering one has left already; its number may be in use again
+            del request.client.requests[request.client_number]
+        request.move(_ENDED)
+        del self._state.requests[request.number]
+        if self._state.traces.open:  # nobody was left to answer
+            self._state.traces.open.pop(request.number, None)
+        if state is not _DONE:
+            self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """The memory that it used."""
+        state = self._state
+        for handle in request.pins:
+            state.ledger.unpin(handle)
+        if request.segments:
+            state.ledger.done_with(request.segments)
+        if request.blocks:
+            state.effects.append(Free(request.blocks))
+
+    def end_failed(self, request: Request, code: str, text: str, now: int) -> None:
+        """The answer is an error, in its turn, and no worker has the request any more."""
+        if request.state is _LINGERING:
+            self.released(request)
+            return
+        request.version.statistics.failed(Failure.BACKEND, now - request.arrived)
+        self.answer(request, Fail(request.client_number, code, text))
+
+    def end_early(self, request: Request, code: str, text: str, now: int) -> None:
+        """The answer is an error, at once: it does not wait for its turn. The queue has let the request go already."""
+        version = request.version
+        version.statistics.failed_as(code, now - request.arrived)
+        self.tell(request, Fail(request.client_number, code, text))
+        self._trace(request, code)
+        self.end(request)
+        if version.order is not None:
+            self.answer_in_order(version)
+
+    def fail_early(self, request: Request, code: str, text: str, now: int) -> None:
+        """The answer is an error, now, wherever the request is. A worker that could still drop it is told to."""
+        version = request.version
+        if request.state is _QUEUED:
+            version.drop(request)
+            self.end_early(request, code, text, now)
+            self._state.dirty[version] = None
+            return
+        if request.state is _DONE:  # and has been counted
+            self.tell(request, Fail(request.client_number, code, text))
+            self._trace(request, code)
+            self.drop_done(request)
+            return
+        if request.chain is not None:
+            request.chain.fail(code, text)
+            self._state.stirred[request.chain] = None
+            return
+        version.statistics.failed_as(code, now - request.arrived)
+        held = request.on_loan and request.run is None
+        self.tell(request, (FailHeld if held else Fail)(request.client_number, code, text))
+        self._trace(request, code)
+        self.linger(request)
+
+    def linger(self, request: Request) -> None:
+        """Answered (or nobody left to answer) while a worker has it."""
+        request.move(_LINGERING)
+        if request.run is None:
+            request.client.requests.pop(request.client_number, None)
+        instance, batch = request.instance, request.batch
+        if instance is not None and batch is not None and batch.state is BatchState.OPEN:
+            self._state.send(instance.peer, Withdraw((request.number,)))
+        if request.version.order is not None:
+            self.answer_in_order(request.version)
+
+    def released(self, request: Request) -> None:
+        if request.on_loan and request.run is None and not request.client.gone:
+            self._state.send(request.client.number, Released(request.client_number))
+        self.end(request)
+
+    def give(self, client: Client, handles: Iterable[Handle]) -> None:
+        """The client holds these from now on."""
+        for handle in handles:
+            if client.outputs != "frames":
+                self._state.ledger.show(handle.segment, client.number)
+            self._state.ledger.give(client, handle)
+
+    def pass_on(self, request: Request, handles: Iterable[Handle]) -> None:
+        """What the answer to an ensemble's request refers to is held by whoever gets it: its caller, or another run."""
+        client = request.client
+        made = [handle for handle in handles if handle.segment >> OWNER_SHIFT != client.number]
+        if request.run is not None:
+            for handle in made:
+                self._state.ledger.keep(handle)
+        elif not client.gone:
+            self.give(client, made)

@@ -1,0 +1,171 @@
+"""The graph of an ensemble, ready to be followed, and what becomes of tensors on their way from model to model.
+
+The rule of the file: nothing here has a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import prod
+from struct import unpack_from
+
+from shmserve.core.policy import ModelPolicy, StepPolicy, TensorSpec
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.messages import INLINE_BYTES, Handle, Tensor
+
+ROWS = 4096
+"""The most requests that a mapped step makes of one tensor; an answer has so many parts at most."""
+
+_LENGTH = 4
+
+
+class Graph:
+    """Who makes and who reads which tensor. Whether it makes sense was seen to when the ensemble was loaded."""
+
+    __slots__ = ("_needed", "maker", "outputs", "readers", "steps", "waits")
+
+    def __init__(self, policy: ModelPolicy) -> None:
+        assert policy.steps is not None
+        self.steps: tuple[StepPolicy, ...] = policy.steps
+        self.outputs = tuple(spec.name for spec in policy.outputs)
+        self.maker = {name: index for index, step in enumerate(self.steps) for _, name in step.outputs}
+        self.waits = tuple(_waits(step) for step in self.steps)
+        """For each step the tensors that must be there, or be known never to come, before it starts."""
+        self.readers: dict[str, list[int]] = {}
+        for index, names in enumerate(self.waits):
+            for name in names:
+                self.readers.setdefault(name, []).append(index)
+        self._needed: dict[tuple[str, ...], frozenset[int]] = {}
+
+    def needed(self, wanted: tuple[str, ...]) -> frozenset[int]:
+        """The steps without which these outputs of the ensemble cannot be made."""
+        found = self._needed.get(wanted)
+        if found is None:
+            steps: set[int] = set()
+            todo = [self.maker[name] for name in wanted]
+            while todo:
+                index = todo.pop()
+                if index not in steps:
+                    steps.add(index)
+                    todo += [self.maker[name] for name in self.waits[index] if name in self.maker]
+            found = frozenset(steps)
+            if len(self._needed) < 64:  # callers that ask for ever other outputs just look again
+                self._needed[wanted] = found
+        return found
+
+
+def _waits(step: StepPolicy) -> frozenset[str]:
+    names = {name for _, name in step.inputs}
+    return frozenset(names | ({step.condition} if step.condition else set()))
+
+
+# ---------------------------------------------------------------------------------------------- shapes
+
+
+def fit(shape: tuple[int, ...], dims: Sequence[int], batches: bool) -> tuple[int, ...]:
+    """The shape as a model takes it that batches, or does not: a leading 1 comes or goes."""
+    if batches:
+        return (1, *shape) if len(shape) == len(dims) else shape
+    return shape[1:] if len(shape) == len(dims) + 1 and shape[0] == 1 else shape
+
+
+def empty(name: str, spec: TensorSpec) -> Tensor:
+    """What comes of no rows at all."""
+    dims = tuple(max(dim, 0) for dim in spec.dims)
+    return Tensor(name, spec.dtype, (0, *dims), b"")
+
+
+def is_true(tensor: Tensor) -> bool:
+    """A condition: one BOOL."""
+    if tensor.dtype != "BOOL" or prod(tensor.shape) != 1 or not isinstance(tensor.data, bytes):
+        raise InvalidRequest(
+            f"condition '{tensor.name}' must be one BOOL, and is {tensor.dtype} of shape {list(tensor.shape)}"
+        )
+    return tensor.data != b"\0"
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def rows_of(tensor: Tensor) -> list[Tensor]:
+    """Along axis 0, each with a leading 1."""
+    if not tensor.shape:
+        raise InvalidRequest(f"'{tensor.name}' is mapped, but has no dimension to be mapped over")
+    count, rest = tensor.shape[0], tensor.shape[1:]
+    if count > ROWS:
+        raise InvalidRequest(f"'{tensor.name}' has {count} rows; a step is mapped over {ROWS} at most")
+    if count == 1:
+        return [tensor]
+    item = ITEM_BYTES[tensor.dtype]
+    shape = (1, *rest)
+    if isinstance(tensor.data, bytes):
+        data = tensor.data
+        ends = [prod(rest) * item * row for row in range(count + 1)] if item else _string_ends(data, count, prod(rest))
+        return [Tensor(tensor.name, tensor.dtype, shape, data[start:end]) for start, end in pairwise(ends)]
+    assert isinstance(tensor.data, tuple)
+    if not item:
+        raise Unsupported(
+            f"'{tensor.name}' is mapped, and is {sum(part.size for part in tensor.data)} bytes of strings in shared "
+            f"memory; strings are mapped up to 4096 bytes"
+        )
+    size = prod(rest) * item
+    return [Tensor(tensor.name, tensor.dtype, shape, _cut(tensor.data, row * size, size)) for row in range(count)]
+
+
+def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
+    """Where each row of strings ends, and 0 before them all."""
+    ends, at = [0], 0
+    for _ in range(rows):
+        for _ in range(each):
+            if at + _LENGTH > len(data):
+                raise InvalidRequest("strings that are mapped end in the middle of one")
+            at += _LENGTH + unpack_from("<I", data, at)[0]
+        ends.append(at)
+    if at != len(data):
+        raise InvalidRequest(f"strings that are mapped take {at} bytes, not {len(data)}")
+    return ends
+
+
+def _cut(parts: tuple[Handle, ...], start: int, size: int) -> tuple[Handle, ...] | bytes:
+    """`size` bytes from `start` on of what lies in these parts, one after another."""
+    if not size:
+        return b""
+    found = []
+    for part in parts:
+        if start < part.size:
+            taken = min(part.size - start, size)
+            found.append(Handle(part.segment, part.offset + start, taken))
+            size -= taken
+            start = 0
+            if not size:
+                break
+        else:
+            start -= part.size
+    return tuple(found)
+
+
+def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
+    """Rows put one after another along axis 0; `batches`: they have a leading dimension each."""
+    first = tensors[0]
+    shapes = [tensor.shape if batches else (1, *tensor.shape) for tensor in tensors]
+    for row, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        if shape[1:] != shapes[0][1:]:
+            raise InvalidRequest(
+                f"row {row} has shape {list(tensor.shape)} for '{first.name}', and row 0 {list(first.shape)}: they "
+                f"cannot be put together"
+            )
+    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    if len(tensors) == 1:
+        return Tensor(first.name, first.dtype, shape, first.data)
+    inside = [tensor.data for tensor in tensors if isinstance(tensor.data, bytes)]
+    size = sum(map(len, inside))
+    parts = tuple(handles_of(tensors))
+    if size and (parts or size > INLINE_BYTES):
+        raise InvalidRequest(f"rows of '{first.name}' lie inside of messages, though shared memory was asked for")
+    return Tensor(first.name, first.dtype, shape, parts or b"".join(inside))
+
+
+def handles_of(tensors: Iterable[Tensor]) -> list[Handle]:
+    return [handle for tensor in tensors if isinstance(tensor.data, tuple) for handle in tensor.data]

@@ -1,0 +1,61 @@
+"""The way into a model, for requests of clients and of ensembles' steps alike: found good already, they are queued.
+
+The rule of the file: `level` may refuse, before there is a request; `put` may not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmserve.core.dispatch import Dispatcher
+from shmserve.core.request import Request
+from shmserve.core.state import State, Timer
+from shmserve.core.versions import Version
+from shmserve.errors import Unavailable
+from shmserve.messages import Options
+
+if TYPE_CHECKING:
+    from shmserve.core.ensembles import Ensembles
+
+
+class Intake:
+    ensembles: Ensembles
+
+    def __init__(self, state: State, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._dispatcher = dispatcher
+
+    def level(self, version: Version, options: Options | None, now: int) -> int:
+        """The priority level, if there is room in its queue."""
+        queue = version.queue
+        number = queue.level_of(options.priority) if options is not None else queue.default_level
+        level = queue.level(number)
+        limit = level.policy.max_size
+        if limit and len(level) >= limit:
+            self._dispatcher.dispatch(version, now)  # what came before it in this turn may have its place elsewhere
+        if limit and len(level) >= limit:
+            raise Unavailable(
+                f"Exceeds maximum queue size: {limit} requests wait for model '{version.model}'; "
+                f"raise max_queue_size or add instances"
+            )
+        return number
+
+    def put(self, version: Version, request: Request, now: int) -> None:
+        if version.graph is not None:
+            self.ensembles.begin(request, now)
+            return
+        if not version.plain:
+            self._set_queue_timeout(version, request)
+        version.queue.add(request)
+        self._state.dirty[version] = None
+
+    def _set_queue_timeout(self, version: Version, request: Request) -> None:
+        policy, options = version.queue.level(request.level).policy, request.options
+        if policy.timeout_ns:
+            limit = policy.timeout_ns
+            if policy.allow_override and options is not None and options.queue_timeout_us:
+                limit = min(limit, options.queue_timeout_us * 1000)
+            request.queue_expires = request.arrived + limit
+            self._state.set_timer(request.queue_expires, Timer.QUEUE, request)
+        if version.order is not None:
+            version.order.append(request)
