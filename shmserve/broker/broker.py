@@ -21,7 +21,7 @@ from shmserve import wire
 from shmserve.broker.access import Access, Principal
 from shmserve.broker.catalog import Catalog, read_descriptor
 from shmserve.broker.control import Control
-from shmserve.broker.lane import LaneDoor, open_to_group
+from shmserve.broker.lane import OWN_DESCRIPTORS, LaneDoor, open_to_group, room_for
 from shmserve.broker.link import Link, close_all
 from shmserve.broker.logs import say
 from shmserve.broker.metrics import Metrics
@@ -83,7 +83,9 @@ class Broker:
         self._timer: Any = None
         self._timer_at = 0
         self._forgotten: list[int] = []
-        self._outbox_bytes = core.state.limits.client_outbox_bytes
+        limits = core.state.limits
+        room_for(limits.connections + limits.segments + OWN_DESCRIPTORS)
+        self._outbox_bytes = limits.client_outbox_bytes
         self._zmq_user = os.geteuid()
         self._zmq_roles = access.roles_of(Principal(self._zmq_user))
         self._door = ZmqDoor(

@@ -10,6 +10,7 @@ import array
 import errno
 import logging
 import os
+import resource
 import socket
 import struct
 from collections.abc import Callable
@@ -28,6 +29,8 @@ SO_PEERGROUPS = 59  # which the socket module does not know
 _CREDENTIALS = struct.Struct("3i")
 _GROUPS_BYTES = 1024
 """As much as can be asked for: 256 groups."""
+OWN_DESCRIPTORS = 1024
+"""What the broker needs beside those of clients and segments."""
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -70,6 +73,14 @@ class LaneDoor:
             self._again.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
+
+
+def room_for(descriptors: int) -> None:
+    """What services get by default is far less than what the limits of clients and segments add up to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def peer(sock: socket.socket) -> Principal:

@@ -1,0 +1,231 @@
+"""Who has which roles, from rules and from what the kernel says; and the door that asks it."""
+
+from __future__ import annotations
+
+import array
+import errno
+import grp
+import os
+import pwd
+import resource
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.broker import lane
+from shmserve.broker.access import Access, Principal, Rule, rule
+from shmserve.broker.lane import LaneDoor, give, open_to_group, peer, room_for
+from shmserve.core.access import EVERYTHING, INFER, NOBODY, OBSERVE, OPERATE
+from shmserve.errors import Denied
+
+ME = pwd.getpwuid(os.geteuid())
+MINE = grp.getgrgid(os.getegid())
+OTHER = ME.pw_uid + 1000
+
+
+def others(*rules: str, uid: int = OTHER, groups: tuple[int, ...] = (OTHER,), key: str = "", group: Any = None) -> int:
+    return Access([rule(text) for text in rules], group).roles_of(Principal(uid, frozenset(groups), key))
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+def test_without_rules_only_the_owner_and_root() -> None:
+    for access in (Access(), Access([rule("*=infer")]), Access([rule(f"uid:{ME.pw_uid}=infer")])):
+        assert access.roles_of(Principal(os.geteuid())) == EVERYTHING
+        assert access.roles_of(Principal(0, frozenset((5,)))) == EVERYTHING
+    assert others() == NOBODY
+    assert Access().roles_of(Principal(-1, key="x" * 40)) == NOBODY
+
+
+def test_rules_add_up() -> None:
+    assert others(f"uid:{OTHER}=infer") == INFER
+    assert others(f"uid:{OTHER}=infer", f"uid:{OTHER}=observe", "*=observe") == INFER | OBSERVE
+    assert others("gid:7=infer", "gid:8=operate", groups=(6, 7, 8)) == INFER | OPERATE
+    assert others("gid:7=infer", f"uid:{OTHER + 1}=operate") == NOBODY
+    assert others("*=infer,observe") == INFER | OBSERVE
+    key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+    assert others(f"key:{key}=infer", uid=-1, groups=(), key=key) == INFER
+    assert others(f"key:{key}=infer", uid=-1, groups=(), key=key[::-1]) == NOBODY
+    assert others(f"key:{key}=infer") == NOBODY
+    assert others(group=7, groups=(7,)) == INFER | OBSERVE
+    assert others(f"uid:{OTHER}=operate", group=7, groups=(7,)) == EVERYTHING
+
+
+def test_a_key_of_curve_is_read() -> None:
+    public, _ = zmq.curve_keypair()
+    assert rule(f"key:{public.decode()}=infer") == Rule("key", public.decode(), INFER)
+
+
+def test_names_are_looked_up() -> None:
+    assert rule(f"user:{ME.pw_name}=operate") == Rule("uid", ME.pw_uid, OPERATE)
+    assert rule(f"group:{MINE.gr_name}=infer,observe") == Rule("gid", MINE.gr_gid, INFER | OBSERVE)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_rule_or_refused(text: str) -> None:
+    try:
+        found = rule(text)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017 (either is right)
+    else:
+        assert found.kind in ("uid", "gid", "key", "*")
+        assert 0 < found.roles <= EVERYTHING
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["uid", "gid"]), st.integers(1, 4), st.integers(1, 7))),
+    st.integers(1, 4),
+    st.frozensets(st.integers(1, 4)),
+)
+def test_roles_are_the_union_of_what_matches(
+    rules: list[tuple[str, int, int]], uid: int, groups: frozenset[int]
+) -> None:
+    if uid == os.geteuid():
+        return
+    expected = 0
+    for kind, who, roles in rules:
+        if (kind == "uid" and who == uid) or (kind == "gid" and who in groups):
+            expected |= roles
+    assert Access([Rule(*one) for one in rules]).roles_of(Principal(uid, groups)) == expected
+
+
+# ---------------------------------------------------------------------------------------------- the door
+
+
+class Loop:
+    """Of a loop what the door uses; nothing happens by itself."""
+
+    def __init__(self) -> None:
+        self.readers: dict[int, Any] = {}
+        self.later: list[Any] = []
+
+    def add_reader(self, number: int, call: Any) -> None:
+        self.readers[number] = call
+
+    def remove_reader(self, number: int) -> None:
+        self.readers.pop(number, None)
+
+    def call_later(self, _: float, call: Any) -> Any:
+        self.later.append(call)
+        return self
+
+    def cancel(self) -> None:
+        self.later.clear()
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneDoor]]:
+    loop, opened = Loop(), []
+    made = LaneDoor(tmp_path / "lane.sock", loop, Access(), lambda *one: opened.append(one))
+    yield loop, str(tmp_path / "lane.sock"), opened, made
+    for sock, _, _ in opened:
+        sock.close()
+    made.close()
+    assert not loop.readers
+
+
+def connected(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(path)
+    return sock
+
+
+def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneDoor]) -> None:
+    loop, path, opened, _ = door
+    with connected(path):
+        (accept,) = loop.readers.values()
+        accept()
+        accept()  # nobody else
+    ((sock, uid, roles),) = opened
+    assert (uid, roles) == (os.geteuid(), EVERYTHING)
+    assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
+
+
+def test_out_of_descriptors_nobody_is_let_in_for_a_while(
+    door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneDoor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the loop does not spin meanwhile."""
+    loop, path, opened, _ = door
+    (accept,) = loop.readers.values()
+    with connected(path):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.open("/dev/null", os.O_RDONLY)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            accept()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not opened
+        assert not loop.readers
+        assert os.strerror(errno.EMFILE) in caplog.text
+        loop.later.pop()()
+        (accept,) = loop.readers.values()
+        accept()
+        assert len(opened) == 1
+
+
+def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel's answer does not fit: only the first group counts, so that nobody gets more than is sure."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+
+        class Many:
+            def getsockopt(self, level: int, option: int, size: int) -> bytes:
+                if option == lane.SO_PEERGROUPS:
+                    raise OSError(errno.ERANGE, os.strerror(errno.ERANGE))
+                return ours.getsockopt(level, option, size)
+
+        many: Any = Many()
+        assert peer(many) == Principal(os.geteuid(), frozenset((os.getegid(),)))
+    assert "too many groups" in caplog.text
+
+
+@pytest.mark.parametrize("umask", [0, 0o777])
+def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        door = LaneDoor(tmp_path / "lane.sock", Loop(), Access([], os.getegid()), lambda *_: None)
+    finally:
+        os.umask(before)
+    open_to_group(tmp_path, os.getegid())
+    assert stat.S_IMODE((tmp_path / "lane.sock").stat().st_mode) == 0o660
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o750
+    door.close()
+
+
+def test_a_group_that_the_server_is_not_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(os, "chown", refuse)
+    (tmp_path / "x").touch()
+    with pytest.raises(Denied, match=r"--socket-group.*not a member"):
+        give(tmp_path / "x", 5, 0o600)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
+
+
+def test_groups_come_as_numbers_of_32_bits() -> None:
+    assert array.array("I").itemsize == 4
+
+
+def test_room_for_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+        room_for(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(300, hard), hard)
+        room_for(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(300, hard)
+        room_for(10**12)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
