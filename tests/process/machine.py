@@ -128,7 +128,7 @@ class Machine:
             inside = ("bash", "-c", script, "boot", str(self._base), str(self._told), str(self._site))
             join = 'echo $$ > "$1/cgroup.procs"; shift; exec "$@"'
             self._process = subprocess.Popen(
-                ["bash", "-c", join, "join", str(self._cgroup), "unshare", *namespaces, *inside],
+                ["bash", "-c", join, "join", str(self._cgroup), *DIES_WITH_US, "unshare", *namespaces, *inside],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -165,12 +165,13 @@ class Machine:
     # ------------------------------------------------------------------------------------------ what runs in it
 
     def command(self, *words: str | Path) -> list[str]:
-        return ["nsenter", "--all", f"--target={self.first}", *map(str, words)]
+        """None runs for longer than a test is ready to wait: what it would print then does not come."""
+        return ["nsenter", "--all", f"--target={self.first}", "timeout", str(COMMAND_S), *map(str, words)]
 
     def run(self, *words: str | Path, code: int | None = 0, stdin: str = "") -> str:
         """What it says. `code` None: any."""
         ended = subprocess.run(
-            self.command(*words), input=stdin, capture_output=True, text=True, timeout=COMMAND_S, env=CLEAN, check=False
+            self.command(*words), input=stdin, capture_output=True, text=True, env=CLEAN, check=False
         )
         assert code is None or ended.returncode == code, f"{words} -> {ended.returncode}: {ended.stdout}{ended.stderr}"
         return ended.stdout + ended.stderr
@@ -185,11 +186,15 @@ class Machine:
                 yield process
             finally:
                 if process.poll() is None:
-                    process.kill()
+                    # Its child, which is in the machine: the other one ends when that has ended.
+                    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(int(pid), signal.SIGKILL)
 
     def path(self, name: str) -> Path:
         """A file of the machine, for us."""
         return Path(f"/proc/{self.first}/root{name}")
 
 
+DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
 CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "SYSTEMD_PAGER": "", "SYSTEMD_COLORS": "0"}
