@@ -36,7 +36,9 @@ class Lane:
         except OSError as error:
             sock.close()
             if error.errno == errno.EPERM or error.errno == errno.EACCES:
-                raise no_server(address, "this user may not open its socket") from error
+                raise no_server(
+                    address, "this user may not open its socket; --socket-group of the server lets others in"
+                ) from error
             if "too long" in str(error):
                 raise InvalidRequest(f"the path of {address.url} is too long for a socket (107 bytes)") from error
             raise no_server(address, "nobody listens there") from error

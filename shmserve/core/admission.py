@@ -9,7 +9,7 @@ import re
 
 from shmserve.core import access
 from shmserve.core.clients import Client
-from shmserve.core.crowd import Crowd
+from shmserve.core.crowd import SECOND, Crowd
 from shmserve.core.effects import Close, Forget, Free, Query
 from shmserve.core.ends import Ends
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
@@ -70,6 +70,8 @@ class Admission:
         self._busy = self._crowd.busy
         self._heavy = self._crowd.heavy
 
+        self._told: dict[str, int] = {}
+        """When the operator was last told of a user's clients."""
     # ------------------------------------------------------------------------------------ coming and going
 
     def opened(self, peer: int, event: Opened, now: int) -> None:
@@ -137,7 +139,7 @@ class Admission:
         """It is sent away, and what it still says is not heard."""
         client.leaving = True
         client.roles = access.NOBODY
-        self._state.log("info", f"client {client.number} ({client.user}) is sent away: {error.message}")
+        self._tell_operator("info", client, f"is sent away: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
         self._state.effects.append(Close(client.number))
 
@@ -178,10 +180,17 @@ class Admission:
         error = access.refusal(action, client.roles)
         if not client.denied:
             client.denied = True
-            self._state.log("warning", f"client {client.number} ({client.user}): {error.message}")
+            self._tell_operator("warning", client, f"was refused: {error.message}")
         raise error
 
     # ------------------------------------------------------------------------------------ inference
+
+    def _tell_operator(self, level: str, client: Client, text: str) -> None:
+        """At most once a second for each user: whoever connects again and again shall not fill the log."""
+        now, user = self._state.now, client.user
+        if now - self._told.get(user, -SECOND) >= SECOND:
+            self._told[user] = now
+            self._state.log(level, f"client {client.number} ({user}) {text}", client=client.number, user=user)
 
     def infer(self, peer: int, message: Infer, now: int, blocks: tuple[Handle, ...] = ()) -> None:
         client = self._state.clients.get(peer)

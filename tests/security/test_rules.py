@@ -9,7 +9,7 @@ import pickle  # the attacker's
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,11 +181,12 @@ def test_r5_what_is_off_until_it_is_configured(tmp_path: Path) -> None:
         Launched(tmp_path / "models", tmp_path / "run") as server,
         shmserve.Client(f"unix://{server.lane}") as client,
     ):
-        for call in (
+        calls: list[Callable[[], Any]] = [
             lambda: client.load("m"),
             lambda: client.load("m", config={"backend": "python"}, files={"1/model.py": b"import os"}),
             lambda: client.unload("m"),
-        ):
+        ]
+        for call in calls:
             with pytest.raises(shmserve.Unavailable, match="--model-control-mode explicit"):
                 call()
 

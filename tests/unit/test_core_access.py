@@ -176,11 +176,17 @@ def test_before_hello_nobody_has_a_role() -> None:
         assert not [e for e in effects if isinstance(e, Send) and not isinstance(e.message, (Goodbye, Welcome))]
 
 
-def test_a_denial_is_told_to_the_operator_once_for_each_connection() -> None:
-    core, _ = serving(INFER)
+def test_the_operator_is_told_of_denials_but_not_flooded() -> None:
+    """Once for each connection, and once a second for each user, however often it connects again."""
+    core = Core("test")
     said = []
-    for _ in range(3):
-        said += [e.text for e in core.handle([(CLIENT, Ask(5, "load"))], 0) if isinstance(e, Log)]
-    assert len(said) == 1
-    assert "uid:1" in said[0]
-    assert "'load' needs the role operate" in said[0]
+    for peer in range(1, 50):
+        now = 10**12 + peer * 10**8
+        turn = [(0, events.Opened(peer, f"uid:{peer % 2}", "lane", INFER)), (peer, Hello(1, 0, "", "memfd"))]
+        for event in [*turn, *[(peer, Ask(5, "load"))] * 3, (0, events.Closed(peer))]:
+            said += [effect for effect in core.handle([event], now) if isinstance(effect, Log)]
+    assert len(said) == 10
+    for line in said:
+        assert line.level == "warning"
+        assert "'load' needs the role operate" in line.text
+    assert {line.fields["user"] for line in said if line.fields} == {"uid:0", "uid:1"}
