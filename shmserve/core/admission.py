@@ -20,6 +20,7 @@ from shmserve.core.states import RequestState
 from shmserve.core.statistics import Failure, limit_in
 from shmserve.core.trace import PARAMETER as TRACE
 from shmserve.errors import (
+    ConnectionLost,
     InvalidRequest,
     ProtocolError,
     ServeError,
@@ -69,9 +70,9 @@ class Admission:
         self._client_requests = state.limits.client_requests
         self._busy = self._crowd.busy
         self._heavy = self._crowd.heavy
-
         self._told: dict[str, int] = {}
         """When the operator was last told of a user's clients."""
+
     # ------------------------------------------------------------------------------------ coming and going
 
     def opened(self, peer: int, event: Opened, now: int) -> None:
@@ -169,7 +170,8 @@ class Admission:
         if client is None or client.leaving:
             return None
         if not client.outputs:
-            self._goodbye(client, ProtocolError("the first message of a connection must be Hello"))
+            # Also one that has not noticed that this is another server than the one it had greeted.
+            self._goodbye(client, ConnectionLost("the first message of a connection must be Hello"))
             return None
         return client
 
@@ -183,14 +185,14 @@ class Admission:
             self._tell_operator("warning", client, f"was refused: {error.message}")
         raise error
 
-    # ------------------------------------------------------------------------------------ inference
-
     def _tell_operator(self, level: str, client: Client, text: str) -> None:
         """At most once a second for each user: whoever connects again and again shall not fill the log."""
         now, user = self._state.now, client.user
         if now - self._told.get(user, -SECOND) >= SECOND:
             self._told[user] = now
             self._state.log(level, f"client {client.number} ({user}) {text}", client=client.number, user=user)
+
+    # ------------------------------------------------------------------------------------ inference
 
     def infer(self, peer: int, message: Infer, now: int, blocks: tuple[Handle, ...] = ()) -> None:
         client = self._state.clients.get(peer)

@@ -429,6 +429,8 @@ class Session:
         return 0
 
     def _on_goodbye(self, message: Goodbye) -> int:
+        if message.code == ConnectionLost.code:  # another server than before, behind the same ZeroMQ socket
+            raise ConnectionLost(message.text)
         self.goodbye = from_wire(message.code, message.text)
         return 0
 
@@ -456,10 +458,10 @@ class Session:
 
     def fail_all(self, error: ServeError) -> int:
         """Nobody will answer any more."""
-        tickets = list(self.tickets.values())
-        for ticket in tickets:
+        count = len(self.tickets)
+        for ticket in list(self.tickets.values()):
             self._end(ticket, error)
-        return len(tickets)
+        return count
 
     def _end(self, ticket: Ticket, error: ServeError | None) -> None:
         self.tickets.pop(ticket.number, None)

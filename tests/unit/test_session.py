@@ -327,6 +327,14 @@ def test_other_protocols() -> None:
     assert str(session.goodbye) == "only 99 here"
 
 
+def test_a_server_that_does_not_know_the_connection() -> None:
+    """It was started anew, and ZeroMQ has connected again: no reason to give up."""
+    session = connected()
+    with pytest.raises(ConnectionLost, match="must be Hello"):
+        feed(session, Goodbye("CONNECTION_LOST", "the first message of a connection must be Hello"))
+    assert session.goodbye is None
+
+
 def test_a_map_without_its_descriptor_ends_the_connection() -> None:
     session = connected()
     with pytest.raises(ProtocolError, match="without its descriptor"):
