@@ -34,7 +34,9 @@ def identity(repository: Path, name: str, batch: int = 8, count: int = 1, **para
 
 
 class Launched:
-    def __init__(self, repository: Path, runtime_dir: Path, *options: str, wait: bool = True) -> None:
+    def __init__(
+        self, repository: Path, runtime_dir: Path, *options: str, wait: bool = True, stdin: int = subprocess.DEVNULL
+    ) -> None:
         self.runtime_dir = runtime_dir
         self.lane = str(runtime_dir / "lane.sock")
         self.zmq = str(runtime_dir / "broker.sock")
@@ -44,9 +46,7 @@ class Launched:
         command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
         command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(writer), *options]
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[writer]
-            )
+            self.process = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log, pass_fds=[writer])
         os.close(writer)
         try:
             if wait:
