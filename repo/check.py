@@ -20,7 +20,6 @@ from shmserve.repo.origins import surprises
 from shmserve.repo.problems import Problem, Report
 from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.store import BACKENDS, Found, check_config_name, model_names, scan_model, select_versions
-from shmserve.repo.support import NOT_SUPPORTED
 
 _UNREADABLE = "cannot be read: "
 
@@ -206,7 +205,7 @@ class _Check:
         unreadable = any(one.text.startswith(_UNREADABLE) for one in seen)
         for problem in found.faults:
             if not (unreadable and problem.text.startswith(_UNREADABLE)):
-                model.add(self._severity(problem), problem)
+                model.add(ERROR, problem)
         for problem in found.remarks:
             lacking = problem.file.rpartition("/")[2] in map(str, found.missing) and not problem.line
             model.add(ERROR if lacking else WARNING, problem)
@@ -218,11 +217,6 @@ class _Check:
             for text in surprises(found.given, final):
                 model.add_seen(Seen(WARNING, "", text, path="max_batch_size"))
         return model
-
-    def _severity(self, problem: Problem) -> str:
-        """An ensemble that is right but cannot be run yet is no mistake of its author."""
-        later = problem.path == "ensemble_scheduling" and problem.text.startswith(NOT_SUPPORTED)
-        return WARNING if later else ERROR
 
     def _as_if_sound(self, found: Found, path: Path, numbers: Sequence[int]) -> ModelConfig | None:
         """What the configuration would be but for its problems."""

@@ -32,6 +32,7 @@ from shmserve.repo.schema import (
     ModelSequenceBatchingStrategyDirect,
     ModelSequenceBatchingStrategyOldest,
 )
+from shmserve.repo.steps import compile_steps
 from shmserve.repo.validate import EXECUTION_LIMIT, RETRY
 
 _US = 1000
@@ -53,6 +54,7 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
+        steps=compile_steps(config),
     )
 
 

@@ -14,6 +14,7 @@ from shmserve.repo.complete import is_ensemble
 from shmserve.repo.outline import shown
 from shmserve.repo.problems import meant, nearest
 from shmserve.repo.schema import ModelConfig, ModelEnsemblingStep, ModelInput, ModelOutput
+from shmserve.repo.steps import IF, MAP, added, steps_of
 
 _OF_ENSEMBLE = -1
 """Stands for the number of a step where it is the ensemble itself."""
@@ -75,7 +76,7 @@ def is_decoupled(name: str, models: Mapping[str, Member]) -> bool:
             if policy is not None and policy.decoupled:
                 return True
             continue
-        for step in _steps(member.config):
+        for step in steps_of(member.config):
             if step.model_name not in seen:
                 seen.add(step.model_name)
                 waiting.append(step.model_name)
@@ -90,7 +91,7 @@ def way_to(goal: str, start: str, models: Mapping[str, Member]) -> list[str]:
         following = []
         for here in waiting:
             member = models.get(here)
-            for step in _steps(member.config) if member is not None and member.config is not None else ():
+            for step in steps_of(member.config) if member is not None and member.config is not None else ():
                 if step.model_name not in came_from:
                     came_from[step.model_name] = here
                     following.append(step.model_name)
@@ -103,17 +104,13 @@ def way_to(goal: str, start: str, models: Mapping[str, Member]) -> list[str]:
     return way[::-1]
 
 
-def _steps(config: ModelConfig) -> Sequence[ModelEnsemblingStep]:
-    return config.ensemble_scheduling.step if config.ensemble_scheduling is not None else ()
-
-
 class _Graph:
     """One ensemble while it is checked. `made` has each tensor once, by its first maker."""
 
     def __init__(self, ensemble: ModelConfig, models: Mapping[str, Member]) -> None:
         self.ensemble = ensemble
         self.models: dict[str, Member] = {**models, ensemble.name: Member(ensemble)}
-        self.steps = _steps(ensemble)
+        self.steps = steps_of(ensemble)
         self.problems: list[GraphProblem] = []
         self.made: dict[str, _Tensor] = {}
         batches = ensemble.max_batch_size > 0
@@ -140,7 +137,8 @@ class _Graph:
         tensor = _named(member.config.output, key)
         if tensor is None:
             return _Tensor(index, maker, "", None, False)
-        return _Tensor(index, maker, tensor.data_type, _known_dims(member, tensor), member.config.max_batch_size > 0)
+        batches = member.config.max_batch_size > 0 or bool(added(self.ensemble, index, MAP))
+        return _Tensor(index, maker, tensor.data_type, _known_dims(member, tensor), batches)
 
     # ------------------------------------------------------------------------------------------- a step alone
 
@@ -191,13 +189,22 @@ class _Graph:
             if made is None:
                 continue
             what = f'input "{shown(key)}" of model "{model}"'
-            wrong = _unlike(what, tensor.data_type, _known_dims(member, tensor), config.max_batch_size > 0, name, made)
+            batches = config.max_batch_size > 0 or name == added(self.ensemble, index, MAP)
+            wrong = _unlike(what, tensor.data_type, _known_dims(member, tensor), batches, name, made)
             for text in wrong.values():
                 self._problem(index, path, text)
+        self._check_condition(index)
         missing = [tensor.name for tensor in config.input if not tensor.optional and tensor.name not in step.input_map]
         for name in missing:
             text = f'input "{shown(name)}" of model "{model}" is not mapped, and it is not optional'
             self._problem(index, "input_map", text)
+
+    def _check_condition(self, index: int) -> None:
+        made = self.made.get(added(self.ensemble, index, IF))
+        if made is not None and made.data_type not in ("", "TYPE_BOOL"):
+            path = f'parameters["step[{index}].{IF}"]'
+            text = f"expected a TYPE_BOOL of one element, but {made.maker} is {made.data_type}"
+            self.problems.append(GraphProblem(index, self.steps[index].model_name, path, text))
 
     def _check_output_names(self, index: int, step: ModelEnsemblingStep, member: Member, config: ModelConfig) -> None:
         names = [tensor.name for tensor in config.output]
@@ -224,21 +231,22 @@ class _Graph:
         needs = {
             index: {
                 self.made[name].step
-                for name in step.input_map.values()
+                for name in (*step.input_map.values(), added(self.ensemble, index, IF))
                 if name in self.made and self.made[name].step != _OF_ENSEMBLE
             }
             for index, step in enumerate(self.steps)
         }
         order, circles = _ordered(needs)
         for way in circles:
-            key, name = next(
-                (key, name)
+            reads = [
+                (f'ensemble_scheduling.step[{way[0]}].input_map["{key}"]', name)
                 for key, name in sorted(self.steps[way[0]].input_map.items())
-                if name in self.made and self.made[name].step == way[1]
-            )
+            ]
+            reads.append((f'parameters["step[{way[0]}].{IF}"]', added(self.ensemble, way[0], IF)))
+            path, name = next((p, n) for p, n in reads if n in self.made and self.made[n].step == way[1])
             text = f'ensemble tensor "{shown(name)}" waits for itself: step {way[0]} needs '
             text += ", which needs ".join(f"step {index}" for index in way[1:])
-            self._problem(way[0], f'input_map["{key}"]', text)
+            self.problems.append(GraphProblem(way[0], self.steps[way[0]].model_name, path, text))
         self._check_decoupled(order)
 
     def _check_decoupled(self, order: Iterable[int]) -> None:

@@ -55,7 +55,7 @@ _rows("ModelConfig", _X, "outputs of ragged batches are not cut back yet", "batc
 _rows("ModelConfig", _Y, "see its fields", "optimization")
 _rows("ModelConfig", _Y, "requests are gathered into batches", "dynamic_batching")
 _rows("ModelConfig", _X, "sequences are not scheduled yet", "sequence_batching")
-_rows("ModelConfig", _X, "ensembles are not run yet", "ensemble_scheduling")
+_rows("ModelConfig", _Y, "see its fields; parameters step[i].map and step[i].if are ours", "ensemble_scheduling")
 _rows("ModelConfig", _Y, "the worker processes of the model", "instance_group")
 _rows("ModelConfig", _Y, "the model's file in its version directory", "default_model_filename")
 _rows("ModelConfig", _N, "models run on the CPU, so the default file is used", "cc_model_filenames")
@@ -163,10 +163,16 @@ _rows("ModelSequenceBatching.StrategyDirect", _X, _SEQUENCE, *_DIRECT)
 _OLDEST = ("max_candidate_sequences", "preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering")
 _rows("ModelSequenceBatching.StrategyOldest", _X, _SEQUENCE, *_OLDEST)
 
-_ENSEMBLE = "with `ModelConfig.ensemble_scheduling`"
-_rows("ModelEnsembling", _X, _ENSEMBLE, "step", "max_inflight_requests")
-_STEP = ("model_name", "model_version", "input_map", "output_map", "model_namespace")
-_rows("ModelEnsembling.Step", _X, _ENSEMBLE, *_STEP)
+_rows("ModelEnsembling", _Y, "each is run when its inputs are there", "step")
+_rows(
+    "ModelEnsembling",
+    _N,
+    "it limits steps that answer many times, which ensembles cannot have",
+    "max_inflight_requests",
+)
+_rows("ModelEnsembling.Step", _Y, "-1 or 0: the latest version", "model_version")
+_rows("ModelEnsembling.Step", _Y, "who makes which tensor of what", "model_name", "input_map", "output_map")
+_rows("ModelEnsembling.Step", _N, "a model's name is its own in all repositories", "model_namespace")
 
 _rows("ModelParameter", _Y, "given to the backend as it is", "string_value")
 

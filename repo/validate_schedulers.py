@@ -12,6 +12,7 @@ from shmserve.repo import schema
 from shmserve.repo.complete import ENSEMBLE, is_ensemble, needs_completion
 from shmserve.repo.problems import meant
 from shmserve.repo.schema import ModelConfig
+from shmserve.repo.steps import IF, added, validate_added
 from shmserve.repo.validate_data import file_name
 
 PRIORITY_LEVELS = 10_000
@@ -212,6 +213,7 @@ def _ensemble(config: ModelConfig, problem: _ProblemFunction) -> None:
         if step.model_version < -1:
             problem(f"{path}.model_version", f"found {step.model_version}, expected a version, or -1 for the latest")
     _graph(config, steps, problem)
+    validate_added(config, problem)
 
 
 def _graph(config: ModelConfig, steps: Sequence[schema.ModelEnsemblingStep], problem: _ProblemFunction) -> None:
@@ -226,6 +228,7 @@ def _graph(config: ModelConfig, steps: Sequence[schema.ModelEnsemblingStep], pro
             if made.setdefault(tensor, path) != path:
                 problem(path, f'ensemble tensor "{tensor}" is made already by {made[tensor]}')
         used.update(step.input_map.values())
+        used.add(added(config, index, IF))
     for index, step in enumerate(steps):
         for key, tensor in step.input_map.items():
             if tensor not in made:

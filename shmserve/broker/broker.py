@@ -34,6 +34,7 @@ from shmserve.core.core import Core
 from shmserve.core.effects import Effect, Send
 from shmserve.core.events import Event
 from shmserve.core.state import WORKERS_FROM
+from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
 from shmserve.messages import Ask, Cancel, ClientMessage, Hello, Loaded, LoadFailed, Map, Ping, Reply
 from shmserve.paths import BROKER, LANE
@@ -111,6 +112,7 @@ class Broker:
             effects.Free: lambda effect: free(self._arena, effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
             effects.Log: lambda effect: say(effect.level, effect.text, effect.fields),
+            effects.Compose: self._compose,
             effects.Settled: lambda effect: self.operations.settled(effect),
             effects.Query: self._query,
             effects.Drained: lambda effect: self.drained(),
@@ -301,6 +303,12 @@ class Broker:
             self._put(0, events.Exited(effect.peer, f"cannot start a process: {error.strerror}"))
         finally:
             os.close(descriptor)
+
+    def _compose(self, effect: effects.Compose) -> None:
+        models = self.core.state.models.values()
+        served = [v for model in models for v in model.versions.values() if v.state is VersionState.READY]
+        problem = self._catalog.compose(effect.source, served)
+        self._put(0, events.Composed(effect.source, effect.number, problem))
 
     def _worker_exited(self, peer: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import entry_points
 from itertools import count
 from pathlib import Path
@@ -21,10 +21,13 @@ from msgspec.structs import replace
 from shmserve.broker.overrides import Given
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
-from shmserve.core.policy import ModelPolicy
+from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.core.versions import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.messages import Load
 from shmserve.repo.compile import Cores, compile_instances, compile_policy, unknown_policies
+from shmserve.repo.complete import is_ensemble
+from shmserve.repo.ensembles import Member, check_graph
 from shmserve.repo.load import verify
 from shmserve.repo.origins import as_text, origins, surprises
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
@@ -144,12 +147,35 @@ class Catalog:
         if found.config is None or reason:
             return [(0, Refuse(found.name, version, reason)) for version in found.versions or (0,)]
         instances = compile_instances(found.config, self._cores)
-        targets = tuple(Target(number, self._source(reading, number), instances) for number in found.versions)
+        targets = tuple(self._target(reading, found.config, number, instances) for number in found.versions)
         for key in [key for key in self._latest if key[0] == found.name and key[1] not in found.versions]:
             del self._latest[key]
         events: list[Event] = [(0, Deploy(found.name, targets, operation))]
         events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
         return events
+
+    def _target(
+        self, reading: Reading, config: ModelConfig, number: int, instances: tuple[InstanceSpec, ...]
+    ) -> Target:
+        source = self._source(reading, number)
+        if not is_ensemble(config):
+            return Target(number, source, instances)
+        self._sources[source].completed = config
+        return Target(number, source, (), compile_policy(config, number))
+
+    def compose(self, number: int, versions: Iterable[Version]) -> str:
+        """Why an ensemble cannot be run with the models that are served now; "" if it can."""
+        source = self._sources.get(number)
+        if source is None:
+            return "it has been replaced meanwhile"
+        members: dict[str, Member] = {}
+        for version in sorted(versions, key=lambda version: version.number):  # the latest counts
+            made = self._sources.get(version.source)
+            if made is not None and made.completed is not None:
+                others = members[version.model].versions if version.model in members else ()
+                members[version.model] = Member(made.completed, (*others, version.number))
+        problems = check_graph(source.config, members)
+        return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
 
     def warnings(self, found: Found) -> list[str]:
         """What its owner should know, though it can be served."""

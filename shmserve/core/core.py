@@ -24,6 +24,7 @@ from shmserve.core.instances import Instance
 from shmserve.core.intake import Intake
 from shmserve.core.lifecycle import Lifecycle
 from shmserve.core.limits import Limits
+from shmserve.core.members import Members
 from shmserve.core.operations import Operations
 from shmserve.core.request import Request
 from shmserve.core.state import WORKERS_FROM, State, Timer
@@ -64,6 +65,7 @@ class Core:
         self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, intake)
         self._admission = Admission(self.state, self._ends, intake, server)
         self._operations = Operations(self.state)
+        self._members = Members(self.state, self._operations)
         self._lifecycle = Lifecycle(self.state, self._dispatcher, self._ends, self._operations)
         admission, operations, lifecycle = self._admission, self._operations, self._lifecycle
         self._of_clients: dict[type, Handler] = {
@@ -89,6 +91,7 @@ class Core:
             events.Unload: operations.unload,
             events.Restart: operations.restart,
             events.Exited: lifecycle.exited,
+            events.Composed: self._members.composed,
             events.Drain: lifecycle.drain,
         }
         self._of_workers: dict[type, Handler] = {
@@ -146,6 +149,8 @@ class Core:
                 self._dispatcher.dispatch(version, now)
         if state.leaving:
             self._operations.settle_leaving()
+        if state.regard:
+            self._members.regard(now)
         state.ledger.flush()
         if state.draining:
             self._lifecycle.settle_drain()

@@ -27,6 +27,13 @@ class Spawn(Struct):
     instance: InstanceSpec
 
 
+class Compose(Struct):
+    """Look whether the models of this ensemble's steps, as they are served now, fit together. Composed follows."""
+
+    source: int
+    number: int
+
+
 class Kill(Struct):
     """End this worker process now. Exited follows when it has gone."""
 
@@ -80,4 +87,4 @@ class Drained(Struct):
     """Nothing is in flight and every worker has gone: the process may end."""
 
 
-Effect = Send | Spawn | Kill | Close | Free | Forget | Log | Settled | Query | Drained
+Effect = Send | Spawn | Compose | Kill | Close | Free | Forget | Log | Settled | Query | Drained

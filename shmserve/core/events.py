@@ -56,11 +56,13 @@ class OwnSegmentGone(Struct):
 
 class Target(Struct, frozen=True):
     """A version that is to be served. `source` stands for what it is made of, files and configuration: a version that
-    is served from this source already is left as it is, but for its instances."""
+    is served from this source already is left as it is, but for its instances. `policy`: known without asking a
+    worker, as it is an ensemble."""
 
     number: int
     source: int
     instances: tuple[InstanceSpec, ...]
+    policy: ModelPolicy | None = None
 
 
 class Deploy(Struct):
@@ -98,6 +100,14 @@ class Restart(Struct):
     version: int
     instance: str
     operation: int = 0
+
+
+class Composed(Struct):
+    """The answer to Compose. `problem` "": the models of the ensemble's steps fit together."""
+
+    source: int
+    number: int
+    problem: str = ""
 
 
 class Compiled(Struct):

@@ -79,6 +79,10 @@ class Operations:
         if coming is not None:
             self._abandon(model, model.coming.pop(number))
         version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
+        if target.policy is not None:
+            version.adopt(target.policy)
+            self._state.ensembles[version] = None
+            self._state.regard = True
         operation.loading[version] = None
         if current is not None:
             version.statistics = current.statistics
@@ -113,6 +117,7 @@ class Operations:
     def refuse(self, peer: int, event: Refuse, now: int) -> None:
         model = self._state.models.setdefault(event.model, Model(event.model))
         model.loads.failed += 1
+        self._state.regard = True
         if not event.version:
             model.reason = event.reason
             return
@@ -224,6 +229,12 @@ class Operations:
             instance.replaces = None
         if operation is not None:
             operation.starting.pop(instance, None)
+        self.is_ready(version)
+
+    def is_ready(self, version: Version) -> None:
+        """If it is: perhaps nothing else is waited for."""
+        operation = self._state.models[version.model].operation
+        if operation is not None:
             if version.state is _V.READY:
                 operation.loading.pop(version, None)
             self.settle(self._state.models[version.model])
@@ -294,6 +305,10 @@ class Operations:
     def retire(self, version: Version) -> None:
         """No new requests; what it has is finished, then its processes end. One that only loads ends at once."""
         loading = version.state is _V.LOADING
+        if version in self._state.ensembles:
+            del self._state.ensembles[version]
+            if version.state is _V.UNAVAILABLE:
+                version.reason = UNLOADED
         if loading or version.state is _V.READY:
             version.move(_V.UNLOADING)
             self._state.leaving[version] = None
@@ -352,4 +367,5 @@ def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:
 
 def _target_of(version: Version) -> Target:
     specs = tuple(instance.spec for instance in version.instances if not instance.over)
-    return Target(version.number, version.source, specs)
+    policy = version.policy if version.graph is not None else None
+    return Target(version.number, version.source, specs, policy)

@@ -59,6 +59,10 @@ class State:
         """Versions to look at when all events of this turn are in."""
         self.stirred: dict[Run, None] = {}
         """Runs of ensembles for which something has come, or that have failed."""
+        self.ensembles: dict[Version, None] = {}
+        """Those that are to be served."""
+        self.regard = False
+        """Something has changed that ensembles may depend on."""
         self.wakes: dict[Version, int] = {}
         self.loads: deque[tuple[Version, Instance]] = deque()
         """Instances that wait for their turn to load."""
@@ -99,6 +103,7 @@ class State:
 
     def refresh(self, name: str) -> None:
         """The default version of a model may have changed."""
+        self.regard = True
         model = self.models.get(name)
         default = model.default() if model else None
         if default is None:

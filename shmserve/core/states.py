@@ -81,7 +81,7 @@ VERSION_MOVES = {
     _V.LOADING: {_V.READY, _V.UNAVAILABLE, _V.UNLOADING},
     _V.READY: {_V.UNAVAILABLE, _V.UNLOADING},
     _V.UNLOADING: {_V.UNAVAILABLE},
-    _V.UNAVAILABLE: set[VersionState](),
+    _V.UNAVAILABLE: {_V.READY},  # an ensemble whose models have come (back)
 }
 
 TABLES = {

@@ -24,12 +24,14 @@ class Version:
     `policy`, `checker` and `queue` are made when the first worker has said what the model looks like."""
 
     __slots__ = (
+        "asked",
         "began",
         "checker",
         "graph",
         "idle",
         "instances",
         "limit_ns",
+        "members",
         "model",
         "number",
         "order",
@@ -77,6 +79,10 @@ class Version:
         """It runs a suspect now."""
         self.graph: Graph | None = None
         """Of an ensemble."""
+        self.members: tuple[Version, ...] = ()
+        """The models of its steps, once all are READY."""
+        self.asked = 0
+        """The question to the shell whether they fit together."""
         self.users = 0
         """Runs of ensembles that may still have something for it."""
         self.shape: Shape | None = None
@@ -120,6 +126,8 @@ class Version:
     @property
     def healthy(self) -> bool:
         """Can somebody run a request now, or after the batches that run?"""
+        if self.graph is not None:
+            return self.state is VersionState.READY and all(member.healthy for member in self.members)
         return self.state is VersionState.READY and any(instance.usable for instance in self.instances)
 
     @property

@@ -61,5 +61,4 @@ ensemble_scheduling {{
   ]
 }}
 """
-LATER = "warning: {0}/config.pbtxt:5: ensemble_scheduling: not supported: ensembles are not run yet"
 STEP = "ensemble_scheduling.step[0]"

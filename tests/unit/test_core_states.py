@@ -77,7 +77,8 @@ def test_every_state_has_a_row_and_can_be_left_or_is_an_end() -> None:
         assert set(moves) == set(kind)
         _, *others = kind
         assert set(others) <= set().union(*moves.values()), "all but the first state are reached from another one"
-        assert any(not following for following in moves.values())
+        # An ensemble that is UNAVAILABLE may come back with its models.
+        assert any(not following for following in moves.values()) or kind is VersionState
 
 
 def diagrams() -> str:

@@ -10,7 +10,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.repo.check import as_json, check
 from shmserve.repo.load import parse
-from tests.unit.repo_models import BACKENDS, ENSEMBLE, GOOD, LATER, PYTHON, SOURCE, STEP, lines, model, run, told
+from tests.unit.repo_models import BACKENDS, ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, lines, model, run, told
 
 
 def test_a_repository_without_mistakes(tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ def test_an_ensemble_of_a_model_that_has_problems(tmp_path: Path) -> None:
         f'error: e/config.pbtxt:8: {STEP}.model_name: model "good" cannot be served: it has 1 problem of its own'
         in found
     )
-    assert len(found) == 3
+    assert len(found) == 2
 
 
-def test_an_ensemble_that_fits_is_only_not_run_yet(tmp_path: Path) -> None:
+def test_an_ensemble_that_fits(tmp_path: Path) -> None:
     model(tmp_path, "good")
     model(tmp_path, "e", ENSEMBLE)
     checked = run(tmp_path)
-    assert lines(checked) == [LATER.format("e")]
+    assert lines(checked) == []
     assert [(entry.name, entry.ok, entry.ensemble) for entry in checked.models] == [
         ("e", True, True),
         ("good", True, False),
@@ -163,7 +163,7 @@ def test_an_ensemble_of_a_model_that_tells_more_when_it_is_loaded(tmp_path: Path
     source = SOURCE + "    @staticmethod\n    def auto_complete_config(config):\n        return config\n"
     model(tmp_path, "good", 'backend: "python"', {"1/model.py": source})
     model(tmp_path, "e", ENSEMBLE)
-    assert lines(run(tmp_path)) == [LATER.format("e")]
+    assert lines(run(tmp_path)) == []
     completed = parse(f'name: "good" max_batch_size: 8 {GOOD[GOOD.index("input") :].replace("x", "z")}')
     checked = check([tmp_path], backends=BACKENDS, completed={"good": completed})
     assert any('"good" has no input "x"' in line for line in lines(checked))

@@ -93,13 +93,12 @@ def test_a_file_that_cannot_be_read_is_not_given(tmp_path: Path) -> None:
     assert len(found.problems) == 1
 
 
-def test_an_ensemble_is_refused_and_yet_given(tmp_path: Path) -> None:
+def test_an_ensemble(tmp_path: Path) -> None:
     found = look(put(tmp_path / "m", ENSEMBLE))
-    assert found.config is None
+    assert found.config is not None
     assert found.given == parse(ENSEMBLE)
-    assert found.problems == ("m/config.pbtxt:6:1: ensemble_scheduling: not supported: ensembles are not run yet",)
-    assert found.faults[0].path == "ensemble_scheduling"
-    assert found.missing == {}
+    assert found.problems == ()
+    assert found.versions == (1,)
 
 
 def test_problems_and_warnings_have_their_places(tmp_path: Path) -> None:

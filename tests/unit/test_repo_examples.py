@@ -246,14 +246,10 @@ SEQUENCE = (
 }"""
 )
 
-NOT_RUN_YET = {
-    "an ensemble of two": (
-        ENDS + f"ensemble_scheduling {{ step [ {CHAIN[0]}, {CHAIN[1].replace('raw', 'BEST')} ] }}",
-        "ensemble_scheduling",
-    ),
-    "an ensemble of three": (ENDS + f"ensemble_scheduling {{ step [ {', '.join(CHAIN)} ] }}", "ensemble_scheduling"),
-    "an ensemble that branches": (
-        """
+ENSEMBLES = {
+    "an ensemble of two": ENDS + f"ensemble_scheduling {{ step [ {CHAIN[0]}, {CHAIN[1].replace('raw', 'BEST')} ] }}",
+    "an ensemble of three": ENDS + f"ensemble_scheduling {{ step [ {', '.join(CHAIN)} ] }}",
+    "an ensemble that branches": """
 platform: "ensemble"
 input [ { name: "A" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "B" data_type: TYPE_FP32 dims: [ 4 ] } ]
 output [ { name: "SUM" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "SIDE" data_type: TYPE_FP32 dims: [ 4 ] } ]
@@ -271,8 +267,9 @@ ensemble_scheduling {
   }
 }
 """,
-        "ensemble_scheduling",
-    ),
+}
+
+NOT_RUN_YET = {
     "sequences, direct": (SEQUENCE % "direct { minimum_slot_utilization: 0.5 }", "sequence_batching"),
     "sequences, oldest": (
         SEQUENCE % "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 2, 4 ] }",
@@ -297,6 +294,7 @@ ALL = [
     *SERVED.values(),
     *(text for text, _ in NOT_HERE.values()),
     *ON_GPUS.values(),
+    *ENSEMBLES.values(),
     *(text for text, _ in NOT_RUN_YET.values()),
 ]
 
@@ -312,7 +310,7 @@ def problems(text: str, backends: tuple[str, ...] = HERE, gpus: tuple[int, ...] 
     return [(problem.path, problem.text) for problem in found.problems]
 
 
-@pytest.mark.parametrize("text", SERVED.values(), ids=SERVED)
+@pytest.mark.parametrize("text", [*SERVED.values(), *ENSEMBLES.values()], ids=[*SERVED, *ENSEMBLES])
 def test_what_can_be_served(text: str) -> None:
     assert problems(text) == []
 

@@ -223,7 +223,6 @@ def test_refused_fields_and_broken_rules_come_together() -> None:
     paths = {problem.path for problem in problems(DYNAMIC)}
     assert paths >= {"name", "runtime", "batch_input", "input[0].is_shape_tensor", "instance_group[0].kind"}
     assert {problem.path for problem in problems(DIRECT)} >= {"backend", "sequence_batching"}
-    assert [problem.path for problem in problems(ENSEMBLE)] == ["ensemble_scheduling"]
 
 
 # ---------------------------------------------------------------------------------------------------- hostile texts
