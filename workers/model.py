@@ -15,6 +15,7 @@ from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.repo.snapshot import Snapshot, take
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
 from shmserve.workers.backends import Backend, Context, find
+from shmserve.workers.extended import extension_of, runner_of
 from shmserve.workers.gather import Gather
 from shmserve.workers.runner import Runner, Trace
 from shmserve.workers.say import public, say_trace
@@ -58,6 +59,7 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace
         labels = [read_labels(folder, entry.label_filename) if entry.label_filename else () for entry in config.output]
         backend.load(config)
         gather = Gather(order.model, inputs, mapped, backend.text)
+        extension = extension_of(config, folder, backend)
         if config.model_warmup:
             from shmserve.workers.warmup import warm_up  # few models need it
 
@@ -68,7 +70,8 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace
         raise
     arenas = Arenas(order.owner, outbox, mapped, limit)
     scatter = Scatter(order.model, outputs, arenas, mapped, labels)
-    return Model(config, backend, arenas, Runner(order.instance, order.model_dir, backend, gather, scatter, trace))
+    runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, extension, trace)
+    return Model(config, backend, arenas, runner)
 
 
 def _look(folder: Path, order: Load) -> Snapshot | None:

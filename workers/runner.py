@@ -24,7 +24,7 @@ Times = tuple[int, int, int, int]
 Ran = tuple[list[Row], Times, tuple[int, ...]]
 Trace = Callable[[str, BaseException], None]
 """Told what has failed, and the exception. In a server it writes lines to the log."""
-_clock = time.monotonic_ns
+clock = time.monotonic_ns
 
 
 class Runner:
@@ -44,6 +44,8 @@ class Runner:
         self._model_dir = model_dir
         self._gather = gather
         self._scatter = scatter
+        self._read = gather.read
+        self._answered = self.row
         if isinstance(backend, StackedBackend):
             self._stacked: StackedBackend | None = backend
         else:
@@ -61,51 +63,51 @@ class Runner:
     # ------------------------------------------------------------------------------------ one array per input
 
     def _run_stacked(self, works: Sequence[Work]) -> Ran:
-        taken = _clock()
+        taken = clock()
         groups, failures = self._gather.groups(works)
         if len(groups) == 1 and not failures:
             rows, ready, computed = self._run_group(groups[0])
-            return rows, (taken, ready, computed, _clock()), ()
+            return rows, (taken, ready, computed, clock()), ()
         found: list[Row | None] = [None] * len(works)
         for place, error in failures:
-            found[place] = _failed(works[place], error)
-        ready = computed = _clock()
+            found[place] = failed(works[place], error)
+        ready = computed = clock()
         first = 0
         for group in groups:
             rows, ready, computed = self._run_group(group)
             first = first or ready
             for place, row in zip(group.places, rows, strict=True):
                 found[place] = row
-        return [row for row in found if row is not None], (taken, first or ready, computed, _clock()), ()
+        return [row for row in found if row is not None], (taken, first or ready, computed, clock()), ()
 
     def _run_group(self, group: Group) -> tuple[list[Row], int, int]:
         assert self._stacked is not None
         results = self._scatter.results(group.works, group.rows)
         try:
             self._stacked.execute(group, results)
-            computed = _clock()
+            computed = clock()
             return results.rows(), group.ready or computed, computed
         except Exception as error:
             results.abandon()
-            now = _clock()
+            now = clock()
             failure = self._failure(error)
             return [Row(work.request, (), failure) for work in group.works], group.ready or now, now
 
     # ------------------------------------------------------------------------------------ request by request
 
     def _run_separate(self, works: Sequence[Work]) -> Ran:
-        taken = _clock()
+        taken = clock()
         found: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
         places: list[int] = []
-        read = self._gather.read
+        read = self._read
         for place, work in enumerate(works):
             try:
                 requests.append(Request(work, read(work)))
                 places.append(place)
             except ServeError as error:
-                found[place] = _failed(work, error)
-        ready = _clock()
+                found[place] = failed(work, error)
+        ready = clock()
         answers: list[Answer | None] = []
         again: list[int] = []
         if requests:
@@ -113,13 +115,15 @@ class Runner:
                 answers = self._separate.execute(requests)
             except Exception as error:
                 answers = self._separate.failed(requests, Answer(error=self._failure(error)))
-        computed = _clock()
+        computed = clock()
         for place, answer in zip(places, answers, strict=True):
-            if answer is not None and answer.again:
+            if answer is not None and not answer.again:
+                found[place] = self._answered(works[place], answer)
+                continue
+            self._unanswered(works[place], answer)
+            if answer is not None:
                 again.append(works[place].request)
-            elif answer is not None:
-                found[place] = self.row(works[place], answer)
-        return [row for row in found if row is not None], (taken, ready, computed, _clock()), tuple(again)
+        return [row for row in found if row is not None], (taken, ready, computed, clock()), tuple(again)
 
     def row(self, work: Work, answer: Answer) -> Row:
         """An answer as it travels: its outputs are where their reader finds them."""
@@ -134,6 +138,9 @@ class Runner:
             results.abandon()
             return Row(work.request, (), self._failure(error))
 
+    def _unanswered(self, work: Work, answer: Answer | None) -> None:
+        """The answers of this request come another way, or it is to be run again."""
+
     # ------------------------------------------------------------------------------------ failures
 
     def _failure(self, error: Exception) -> Failure:
@@ -146,5 +153,5 @@ class Runner:
         return Failure(ModelFailed.code, public(text, self._model_dir))
 
 
-def _failed(work: Work, error: ServeError) -> Row:
+def failed(work: Work, error: ServeError) -> Row:
     return Row(work.request, (), Failure(error.code, public(str(error))))

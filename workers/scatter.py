@@ -2,7 +2,7 @@
 
 The rule: every output is written where it will be read, or copied there once. Small ones go into the message, large
 ones into the arena of the request's audience, and into the caller's own memory where it asked for that. Where a request
-asked for classes it gets these strings, and never the tensor.
+asked for classes it gets these strings, and never the tensor. Those that are not `inline` get nothing in the message.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Results:
         "_failures",
         "_holes",
         "_inline",
+        "_inlined",
         "_one_each",
         "_placed",
         "_places",
@@ -95,6 +96,7 @@ class Results:
         self._holes = False  # some row lacks some output
         self._failures: dict[int, ServeError] = {}
         self._inline = 0  # bytes that each row has in its message so far
+        self._inlined = [work.inline for work in works].count(True) == len(works)
         self._places: list[list[_Place]] | None = None
         if [work.outputs for work in works].count(None) != len(works):
             self._places = self._wanted(works)
@@ -135,7 +137,7 @@ class Results:
             return False
         if len(self._works) == 1:
             place = self._place(index, 0)
-            return isinstance(place, Handle) or (place is None and elements(shape) * spec.item > INLINE_BYTES)
+            return isinstance(place, Handle) or (place is None and elements(shape) * spec.item > self._most_inline())
         return self._whole(index, shape) is not None
 
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
@@ -155,7 +157,8 @@ class Results:
     def put(self, index: int, array: Array) -> None:
         """An output of all requests that was computed elsewhere. It is copied before this returns."""
         spec = self._scatter.specs[index]
-        self._check(spec, array)
+        self._check_type(spec, array)
+        self._check_shape(spec, array.shape)
         if self.needed(index):
             self._columns[index] = self._split(index, spec, array)
 
@@ -267,9 +270,13 @@ class Results:
             if array.flags.aligned:
                 self._placed.add(index)
                 return array
-        elif place is None and size > INLINE_BYTES:
+        elif place is None and size > self._most_inline():
             return self._allocate(index, spec, shape, size)
         return None
+
+    def _most_inline(self) -> int:
+        """The largest output that one request alone gets inside its message."""
+        return INLINE_BYTES if self._inlined else 0
 
     def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
         sizes = self._whole(index, shape)
@@ -307,7 +314,7 @@ class Results:
             return self._split_block(index, spec, array, shape)
         if len(works) == 1:
             return [self._one(index, spec, 0, array, shape)]
-        if self._one_each and self._places is None and spec.item:
+        if self._one_each and self._places is None and spec.item and self._inlined:
             # The many small ones: one copy of all of them, then slices of bytes.
             step = array.nbytes // len(works)
             if step <= INLINE_BYTES and self._inline + step <= FIELD_BYTES:
@@ -359,7 +366,8 @@ class Results:
             if isinstance(place, Handle):
                 np.copyto(self._writable(spec, place, part.shape, size), source)
                 return Tensor(spec.name, spec.dtype, shape, (place,))
-            if size <= INLINE_BYTES and self._inline + size <= FIELD_BYTES:
+            inline = self._inlined or not size or self._works[position].inline
+            if inline and size <= INLINE_BYTES and self._inline + size <= FIELD_BYTES:
                 if position == len(self._works) - 1:
                     self._inline += INLINE_BYTES if len(self._works) > 1 else size
                 return Tensor(spec.name, dtype, shape, source.tobytes())
@@ -378,7 +386,7 @@ class Results:
         except InvalidRequest as error:
             raise ModelFailed(f"output '{spec.name}' of model '{self._scatter.model}': {error}") from None
 
-    def _check(self, spec: Spec, array: Any) -> None:
+    def _check_type(self, spec: Spec, array: Any) -> None:
         if not isinstance(array, np.ndarray):
             raise ModelFailed(
                 f"output '{spec.name}' of model '{self._scatter.model}' is a {type(array).__name__}; expected an array"
@@ -388,7 +396,6 @@ class Results:
                 f"output '{spec.name}' of model '{self._scatter.model}' has the wrong data type: expected "
                 f"{spec.dtype}, found {_wire_name(array.dtype)}"
             )
-        self._check_shape(spec, array.shape)
 
     def _check_shape(self, spec: Spec, shape: tuple[int, ...]) -> None:
         if not spec.fits(shape) or (spec.batched and shape[0] != self._rows):

@@ -16,24 +16,24 @@ import numpy as np
 
 from shmserve.dtypes import FROM_CONFIG, elements
 from shmserve.errors import InvalidRequest, from_wire
-from shmserve.messages import Tensor, Work
+from shmserve.messages import Options, Tensor, Work
 from shmserve.repo.inside import open_inside, read_inside
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes
 from shmserve.workers.arenas import Arenas
+from shmserve.workers.extended import extension_of, runner_of
+from shmserve.workers.gather import Gather
 from shmserve.workers.outbox import Unheard
-from shmserve.workers.runner import Runner
 from shmserve.workers.say import say
 from shmserve.workers.scatter import Scatter
-from shmserve.workers.specs import outputs_of
+from shmserve.workers.specs import controls_of, inputs_of, outputs_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from shmserve.repo.schema import ModelConfig, ModelWarmup, ModelWarmupInput
     from shmserve.workers.backends import Backend
-    from shmserve.workers.gather import Gather
-    from shmserve.workers.runner import Trace
+    from shmserve.workers.runner import Runner, Trace
     from shmserve.workers.specs import Spec
 
 FOLDER = "warmup"
@@ -50,9 +50,11 @@ def warm_up(
     """Runs all samples. A ServeError says which one failed, and why."""
     mapped = Mapped()
     arenas = Arenas(0, Unheard(), mapped, limit)
-    runner = Runner(
-        instance, str(folder), backend, gather, Scatter(config.name, outputs_of(config), arenas, mapped), trace
-    )
+    scatter = Scatter(config.name, outputs_of(config), arenas, mapped)
+    extension = extension_of(config, folder, backend, controls=False)
+    if extension is not None:  # samples have the controls among their inputs
+        gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, backend.text)
+    runner = runner_of(instance, str(folder), backend, gather, scatter, extension, trace)
     try:
         for number, sample in enumerate(config.model_warmup):
             name = title(sample, number)
@@ -108,8 +110,17 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
     if missing:
         raise InvalidRequest(f"{name} of model '{config.name}' lacks input(s) {', '.join(missing)}: all must be given")
     rows = int(config.max_batch_size > 0)
+    sequence = config.sequence_batching is not None
     # More bytes than would travel inside a message, but these do not travel.
-    return [Work(number, rows, tuple(tensors), None, "internal") for number in range(1, sample.batch_size + 1)]
+    return [
+        Work(number, rows, tuple(tensors), None, "internal", _lone(number) if sequence else None)
+        for number in range(1, sample.batch_size + 1)
+    ]
+
+
+def _lone(number: int) -> Options:
+    """Of a sequence of one request."""
+    return Options(sequence=number, sequence_start=True, sequence_end=True)
 
 
 def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Tensor:

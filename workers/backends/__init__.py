@@ -88,12 +88,16 @@ class Backend:
 
 
 class StackedBackend(Backend):
-    """Gets one array per input for a whole batch, and gives one array per output."""
+    """Gets one array per input for a whole batch, and gives one array per output: `specs.model_inputs_of` and
+    `model_outputs_of` of the configuration say which."""
+
+    fresh = False
+    """Whether arrays that it has `put` are never written again, so that they can be kept without a copy."""
 
     def execute(self, inputs: Group, outputs: Results) -> None:
         """Reads `inputs`, says `inputs.computing()` when they are ready, and fills in every output that is `needed`.
 
-        Inputs and outputs are known by their index in the configuration. What it raises fails the whole batch.
+        Inputs and outputs are known by their index in these lists. What it raises fails the whole batch.
         """
         raise NotImplementedError
 

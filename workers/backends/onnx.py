@@ -18,7 +18,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, NotFound, Unsupported
 from shmserve.repo.complete import TensorFacts, complete_from_model
 from shmserve.workers.backends import Context, StackedBackend
-from shmserve.workers.specs import Spec, inputs_of, outputs_of
+from shmserve.workers.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,6 +58,7 @@ _GRAPH_LEVELS = {
 
 class Onnx(StackedBackend):
     text = True
+    fresh = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -70,15 +71,15 @@ class Onnx(StackedBackend):
         default = self.context.setting("onnxruntime", "default-max-batch-size", "4")
         return complete_from_model(
             config,
-            _facts(session.get_inputs()),
-            _facts(session.get_outputs()),
+            _unknown(_facts(session.get_inputs()), model_inputs_of(config), inputs_of(config)),
+            _unknown(_facts(session.get_outputs()), model_outputs_of(config), outputs_of(config)),
             default_max_batch=_integer("default-max-batch-size", default),
         )
 
     def load(self, config: ModelConfig) -> None:
         session = self._open(config)
-        self._inputs = inputs_of(config)
-        self._outputs = outputs_of(config)
+        self._inputs = model_inputs_of(config)
+        self._outputs = model_outputs_of(config)
         optional = [node.name for node in session.get_overridable_initializers()]
         _match(config.name, "input", self._inputs, _facts(session.get_inputs()), optional)
         _match(config.name, "output", self._outputs, _facts(session.get_outputs()), None)
@@ -242,6 +243,12 @@ def _facts(nodes: Iterable[Any]) -> list[TensorFacts]:
     return found
 
 
+def _unknown(facts: list[TensorFacts], known: Sequence[Spec], declared: Sequence[Spec]) -> list[TensorFacts]:
+    """Without those that callers neither give nor get, unless the configuration says that they do."""
+    names = {spec.name for spec in known} - {spec.name for spec in declared}
+    return [fact for fact in facts if fact.name not in names]
+
+
 def _match(model: str, kind: str, specs: Sequence[Spec], facts: list[TensorFacts], optional: list[str] | None) -> None:
     """The configuration must say what the model says. `optional`: names that the model has values for by itself;
     None: these are outputs, of which the configuration may leave some out."""
@@ -261,7 +268,9 @@ def _match(model: str, kind: str, specs: Sequence[Spec], facts: list[TensorFacts
                 f"unable to load model '{model}': {kind} '{spec.name}' is {spec.dtype} in the configuration and "
                 f"{fact.dtype} in the model"
             )
-        expected = ((-1,) if spec.batched else ()) + spec.shape
+        if spec.flat and optional is None:
+            continue
+        expected = (-1,) if spec.flat else ((-1,) if spec.batched else ()) + spec.shape
         if len(expected) != len(fact.dims) or any(
             -1 not in pair and pair[0] != pair[1] for pair in zip(expected, fact.dims, strict=True)
         ):
