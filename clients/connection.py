@@ -246,7 +246,8 @@ class Connection:
     def _greet(self, limit: float) -> tuple[Link, Incoming]:
         link = self._dialed = open_link(self.address)
         try:
-            link.send(self.session.hello(os.getpid(), self._name))
+            with contextlib.suppress(ConnectionLost):  # one that lets nobody in has said why: read that
+                link.send(self.session.hello(os.getpid(), self._name))
             incoming = link.receive(limit - monotonic())
             while incoming is None:
                 wait = limit - monotonic()

@@ -243,7 +243,8 @@ class LoopLink:
         readable = asyncio.Event()
         watched = link.descriptors()
         try:
-            link.send(self.session.hello(os.getpid(), self._name))
+            with contextlib.suppress(ConnectionLost):  # one that lets nobody in has said why: read that
+                link.send(self.session.hello(os.getpid(), self._name))
             alarm = loop.call_later(max(0.0, limit - monotonic()) + 0.001, readable.set)
             for descriptor in watched:
                 loop.add_reader(descriptor, readable.set)

@@ -191,6 +191,60 @@ def test_r5_what_is_off_until_it_is_configured(tmp_path: Path) -> None:
                 call()
 
 
+# ---------------------------------------------------------------------------------------------- R6, R9
+
+
+@pytest.mark.process
+def test_r6_limits_by_flag(repository: Path, tmp_path: Path) -> None:
+    """A real server keeps to what it was told: the third connection, and a packet full of requests."""
+    options = ["--model-control-mode", "explicit", "--load-model", "identity", "--limit", "uid_connections=2"]
+    with (
+        Launched(repository, tmp_path / "run", *options, "--limit", "client_requests=3") as server,
+        Lane(server.lane) as one,
+        Lane(server.lane) as two,
+        Lane(server.lane) as three,
+    ):
+        assert one.hello("memfd").limits["client_requests"] == 3
+        assert isinstance(two.hello("memfd"), messages.Welcome)
+        goodbye = three.receive_kind(messages.Goodbye)  # without a word of ours
+        assert goodbye.code == "UNAVAILABLE"
+        assert "2 connections, the limit (uid_connections)" in goodbye.text
+        ones = [messages.Infer(n, "identity", 0, (Tensor("x", "FP32", (1, 1), b"1234"),)) for n in range(1, 20)]
+        one.send(*ones)
+        answers = [one.receive_kind(Reply, Fail) for _ in ones]
+        refused = [answer for answer in answers if isinstance(answer, Fail)]
+        assert len(refused) == 16
+        assert all("(client_requests)" in answer.text for answer in refused)
+        one.send(messages.Infer(99, "identity", 0, (Tensor("x", "FP32", (1, 1), b"1234"),)))
+        assert isinstance(one.receive_kind(Reply, Fail), Reply)
+        for _ in range(5):  # whether Goodbye or Hello is sent first
+            with (
+                pytest.raises(shmserve.Unavailable, match="uid_connections"),
+                shmserve.Client(f"unix://{server.lane}") as client,
+            ):
+                client.live()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "name",
+    ["..", ".", "/", "/etc", "../models/identity", "identity/../identity", "identity/1", "\0", "a\0b", "a/", "~"],
+)
+def test_r9_names_of_models_that_lead_elsewhere(server: Launched, name: str) -> None:
+    with shmserve.Client(f"unix://{server.lane}") as client:
+        for call in (
+            partial(client.load, name),
+            partial(client.load, name, config={"backend": "identity"}),
+            partial(client.config, name),
+            partial(client.metadata, name),
+            partial(infer, client, name),
+        ):
+            with pytest.raises((shmserve.NotFound, shmserve.InvalidRequest)) as caught:
+                call()
+            assert not SECRETS.search(str(caught.value).replace(name, ""))
+        assert [entry["name"] for entry in client.models() if entry["state"] == "READY"] == ["identity"]
+
+
 # ---------------------------------------------------------------------------------------------- R7
 
 
