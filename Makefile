@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 SAMPLES := build/samples
-# Its wheel holds the OCR network. What the package itself needs to run is large and not needed here.
+ALL_SAMPLES := build/all
+# Their wheels hold networks. What the packages themselves need to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
+VAD := silero-vad==6.2.3
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
@@ -16,6 +18,7 @@ export ORT_DISABLE_TELEMETRY := 1
 
 help:
 	@echo 'make serve       set up if needed, then serve the sample models; Ctrl-C stops'
+	@echo 'make samples     set up more, then write the larger samples too, to $(ALL_SAMPLES); docs/examples.md'
 	@echo 'make test        set up if needed, then run the whole test suite     (ARGS="-k name" for some of it)'
 	@echo 'make check       linter, formatter, types, import directions'
 	@echo 'make fmt         format the code'
@@ -26,12 +29,14 @@ help:
 	@echo 'make uninstall-systemd   as root: the service goes, its settings and models stay'
 	@echo 'make clean       remove what was built; make distclean: the environment as well'
 
-serve: $(VENV)/.serve samples
-	@$(BIN)/shmserve serve --model-repository $(SAMPLES) --hints $(ARGS)
-
-samples: $(VENV)/.serve
+serve: $(VENV)/.serve
 	@echo 'the sample models, in $(SAMPLES):'
 	@$(BIN)/python -m shmserve.repo.samples $(SAMPLES)
+	@$(BIN)/shmserve serve --model-repository $(SAMPLES) --hints $(ARGS)
+
+samples: $(VENV)/.samples
+	@echo 'all sample models, in $(ALL_SAMPLES):'
+	@$(BIN)/python -m shmserve.repo.samples $(ALL_SAMPLES) all
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)
@@ -67,6 +72,7 @@ PACKAGE ?= .[$(EXTRAS)]
 PIP_ARGS ?=
 DESTDIR ?=
 PLACE := $(DESTDIR)$(PREFIX)
+COMMAND := $(DESTDIR)/usr/local/bin/shmserve
 UNITS := $(DESTDIR)/usr/lib/systemd/system
 ETC := $(DESTDIR)/etc/shmserve
 SYSUSERS := $(DESTDIR)/usr/lib/sysusers.d
@@ -85,6 +91,8 @@ install-systemd:
 	install -m 644 systemd/sysusers.d/shmserve.conf $(SYSUSERS)
 	install -m 644 systemd/tmpfiles.d/shmserve.conf $(TMPFILES)
 	install -m 644 docs/*.md $(PLACE)/share/doc/shmserve
+	install -d $(dir $(COMMAND))
+	test -e $(COMMAND) -a ! -L $(COMMAND) || ln -sfn $(PREFIX)/bin/shmserve $(COMMAND)
 	test -e $(ETC)/shmserve.toml || install -m 644 systemd/shmserve.toml $(ETC)
 	test -e $(ETC)/shmserve.env || install -m 640 systemd/shmserve.env $(ETC)
 ifeq ($(DESTDIR),)
@@ -102,6 +110,7 @@ ifeq ($(DESTDIR),)
 endif
 	rm -f $(UNITS)/shmserve.service $(UNITS)/shmserve.slice
 	rm -f $(SYSUSERS)/shmserve.conf $(TMPFILES)/shmserve.conf
+	if test "$$(readlink $(COMMAND))" = $(PREFIX)/bin/shmserve; then rm $(COMMAND); fi
 	if test -f $(PLACE)/pyvenv.cfg; then rm -rf $(PLACE); fi
 ifeq ($(DESTDIR),)
 	systemctl daemon-reload
@@ -131,7 +140,13 @@ $(VENV)/.serve: $(VENV)/.made setup.cfg pyproject.toml
 	@$(PIP) --no-deps $(OCR) || echo 'it could not be had; all but the OCR sample will work'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.serve setup.cfg pyproject.toml
+$(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
+	@echo 'fetching what the larger samples need (OpenCV and others, 80 MB) ...'
+	@$(PIP) --editable '.[cpu,samples]' || echo 'it could not be had; the sample ocr will be left out'
+	@$(PIP) --no-deps $(VAD) || echo 'it could not be had; the sample vad will be left out'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml
 	@echo 'installing the tools for tests and checks (about a minute) ...'
 	@$(PIP) --editable '.[cpu,dev]'
 	@touch $@

@@ -197,4 +197,9 @@ class Machine:
 
 
 DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
-CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "SYSTEMD_PAGER": "", "SYSTEMD_COLORS": "0"}
+CLEAN = {
+    "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LC_ALL": "C",
+    "SYSTEMD_PAGER": "",
+    "SYSTEMD_COLORS": "0",
+}

@@ -6,6 +6,7 @@ The rule of the file: what is awaited is an event (a job's end, a line of the jo
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -64,7 +65,7 @@ with shmserve.Client(reconnect_timeout=60) as client:
 """
 MEMBER = ("setpriv", "--reuid=nobody", "--regid=shmserve", "--clear-groups")
 STRANGER = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
-SHMSERVE = "/opt/shmserve/bin/shmserve"
+SHMSERVE = "/usr/local/bin/shmserve"
 
 
 # ------------------------------------------------------------------------------------------------- the unit alone
@@ -223,6 +224,7 @@ def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
 
         ask("number")
         assert answer() == "1.0"
+        can_be_watched(machine)
 
         with journal(machine, "the repositories have been looked at"):
             renew(machine.path(MODELS) / "number", 2)
@@ -251,7 +253,8 @@ def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
     left_nothing(machine)
     print(machine.run("journalctl", "-u", "shmserve", "-u", "shmserve.slice", "--no-pager"))
     machine.run("make", "-C", "/opt/source", "uninstall-systemd")
-    assert not machine.path("/opt/shmserve").exists()
+    for name in ("/opt/shmserve", SHMSERVE, "/usr/lib/systemd/system/shmserve.service"):
+        assert not os.path.lexists(machine.path(name))
     assert machine.path("/etc/shmserve/shmserve.toml").exists()
     assert "could not be found" in machine.run("systemctl", "status", "shmserve", code=4)
 
@@ -297,6 +300,16 @@ def lets_in_whom_it_should(machine: Machine) -> None:
     print(refused)
     assert "operate" in refused
     machine.run(SHMSERVE, "restart", "number")
+
+
+def can_be_watched(machine: Machine) -> None:
+    """By the commands of the page."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    block = page.partition("\n## Watch\n")[2].partition("```sh\n")[2].partition("```")[0]
+    said = {line: machine.run(*line.split()) for line in block.splitlines()}
+    assert "Active: active (running)" in said["systemctl status shmserve"]
+    assert any("bad" in text and "max_batch_sise" in text for text in said.values())
+    assert 'nv_inference_request_success{model="number"' in said["shmserve stats --prometheus"]
 
 
 def left_nothing(machine: Machine) -> None:
