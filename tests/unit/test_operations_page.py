@@ -20,9 +20,14 @@ INSTALLS = (
     "/srv/shmserve/models",
     "/usr/local/bin/shmserve",
 )
-NUMBERS = """
-    WatchdogSec=30 RestartSec=1 StartLimitBurst=10 StartLimitIntervalSec=300 RestartPreventExitStatus=2 LimitNOFILE=65536
-""".split()
+NUMBERS = (
+    "WatchdogSec=30",
+    "RestartSec=1",
+    "StartLimitBurst=10",
+    "StartLimitIntervalSec=300",
+    "RestartPreventExitStatus=2",
+    "LimitNOFILE=65536",
+)
 
 
 def spoken() -> str:
