@@ -34,6 +34,10 @@ class Link:
         self._into = [self._buffer]
         self._decode = wire.Codec(WorkerOrder).decode
 
+    def fileno(self) -> int:
+        """For who waits for more than this link."""
+        return self._sock.fileno()
+
     def receive(self) -> tuple[list[Any], list[int]]:
         """Waits for a packet: its messages and its descriptors. ConnectionLost at the end of the link."""
         return self._take(_WAIT)

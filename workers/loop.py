@@ -12,7 +12,23 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import ProtocolError, ServeError
-from shmserve.messages import OWNER_SHIFT, Done, Execute, Map, Ping, Pong, Return, Started, Stop, Unmap, Withdraw
+from shmserve.messages import (
+    OWNER_SHIFT,
+    Done,
+    EndSequences,
+    Execute,
+    Map,
+    More,
+    Ping,
+    Pong,
+    Return,
+    Row,
+    Started,
+    Stop,
+    Streamed,
+    Unmap,
+    Withdraw,
+)
 from shmserve.messages import Withdrawn as WithdrawnReport
 from shmserve.wire import Refused
 from shmserve.workers.link import carries_descriptor
@@ -25,12 +41,22 @@ if TYPE_CHECKING:
     from shmserve.workers.link import Link
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.runner import Runner
+    from shmserve.workers.streams import Streams
 
 
 class Loop:
     """Runs until Stop. ConnectionLost ends it when the broker has gone, ProtocolError when the broker is confused."""
 
-    def __init__(self, owner: int, link: Link, outbox: Outbox, mapped: Mapped, arenas: Arenas, runner: Runner) -> None:
+    def __init__(
+        self,
+        owner: int,
+        link: Link,
+        outbox: Outbox,
+        mapped: Mapped,
+        arenas: Arenas,
+        runner: Runner,
+        streams: Streams | None = None,
+    ) -> None:
         self._owner = owner
         self._link = link
         self._outbox = outbox
@@ -39,12 +65,17 @@ class Loop:
         self._runner = runner
         self._waiting = Waiting()
         self._stopping = False
+        self._streams = streams
+        if streams is not None:
+            streams.connect(link.fileno(), self._read, self._tell, runner.row, self._discard)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Execute: self._waiting.add,
             Return: self._return,
             Withdraw: self._withdraw,
             Unmap: self._unmap,
             Ping: self._ping,
+            More: self._more,
+            EndSequences: self._end_sequences,
             Stop: self._stop,
         }
 
@@ -56,17 +87,26 @@ class Loop:
             batch = self._waiting.start(last=self._stopping)
             if batch is None:
                 if self._stopping:
+                    if self._streams is not None:
+                        self._streams.stop(True)
                     self._outbox.flush()
                     return
-                self._outbox.flush()
-                self._handle(*self._link.receive())
-                if not self._waiting.complete:
-                    self._drain()
+                self._wait()
                 continue
             if batch.open:
                 self._outbox.add(Started(batch.number, batch.through))
             while batch is not None:
                 batch = self._run(batch)
+
+    def _wait(self) -> None:
+        """Returns when orders have come. Of models that may send meanwhile, not before these can."""
+        self._outbox.flush()
+        if self._streams is not None and self._streams.decoupled:
+            self._streams.wait()
+            return
+        self._handle(*self._link.receive())
+        if not self._waiting.complete:
+            self._drain()
 
     def _run(self, batch: Batch) -> Batch | None:
         """Runs a batch, reports it, and returns the one that was announced to follow."""
@@ -74,6 +114,8 @@ class Loop:
         rows, times, again = self._runner.run(batch.works)
         # What came meanwhile may belong to the next batch, or take requests out of it.
         self._drain()
+        if self._streams is not None and self._streams.decoupled:
+            self._streams.read()
         following = self._waiting.start(last=self._stopping)
         done = Done(batch.number, tuple(rows), times, again=again)
         if following is not None:
@@ -87,6 +129,11 @@ class Loop:
         drain = self._link.drain
         while (packet := drain()) is not None:
             self._handle(*packet)
+
+    def _read(self) -> None:
+        """For those that wait while the model runs."""
+        self._drain()
+        self._outbox.flush()
 
     def _handle(self, orders: list[Any], descriptors: list[int]) -> None:
         if descriptors:
@@ -149,10 +196,33 @@ class Loop:
         self._arenas.free(order.handles)
 
     def _withdraw(self, order: Withdraw) -> None:
-        self._outbox.add(WithdrawnReport(self._waiting.withdraw(order.requests)))
+        found = self._waiting.withdraw(order.requests)
+        self._outbox.add(WithdrawnReport(found))
+        if self._streams is not None and len(found) < len(order.requests):
+            self._streams.cancel(request for request in order.requests if request not in found)
 
     def _ping(self, order: Ping) -> None:
         self._outbox.add(Pong(order.number))
 
     def _stop(self, order: Stop) -> None:
         self._stopping = True
+
+    def _more(self, order: More) -> None:
+        if self._streams is not None:
+            self._streams.more(order.request, order.count)
+
+    def _end_sequences(self, order: EndSequences) -> None:
+        self._runner.forget(order.sequences)
+
+    # ------------------------------------------------------------------------------------ answers of the model's own
+
+    def _tell(self, row: Row) -> None:
+        """At once: nobody knows when the model will have the next one."""
+        self._outbox.add(Streamed((row,)))
+        self._outbox.flush()
+
+    def _discard(self, row: Row) -> None:
+        owns = self._arenas.owns
+        for tensor in row.outputs:
+            if isinstance(tensor.data, tuple):
+                self._arenas.free([part for part in tensor.data if owns(part.segment)])

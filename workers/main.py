@@ -132,7 +132,7 @@ def _serve(link: Link) -> Exit:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        loop = Loop(order.owner, link, outbox, mapped, model.arenas, model.runner)
+        loop = Loop(order.owner, link, outbox, mapped, model.arenas, model.runner, model.backend.streams)
         loop.run(orders[1:], descriptors)
         stopped = True
     finally:

@@ -7,8 +7,8 @@ TritonModelException and says so by name, instead of being missing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from shmserve.messages import Options, Work
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.workers.pb_config import ModelConfig
 from shmserve.workers.say import say
+
+if TYPE_CHECKING:
+    from shmserve.workers.pb_host import Host
+    from shmserve.workers.streams import Stream
 
 __all__ = [
     "InferenceRequest",
@@ -181,7 +185,13 @@ class PreferredMemory:
 class InferenceRequest:
     """A request that came, or one that a model makes for another model."""
 
-    __slots__ = ("_flags", "_inputs", "_model", "_names", "_options", "_version")
+    __slots__ = ("_again", "_flags", "_host", "_inputs", "_model", "_names", "_options", "_sender", "_version", "_work")
+
+    # Set of requests that came, the last two only where they are needed.
+    _host: Host
+    _work: Work
+    _sender: InferenceResponseSender
+    _again: bool
 
     def __init__(
         self,
@@ -240,14 +250,27 @@ class InferenceRequest:
         return self._names
 
     def is_cancelled(self) -> bool:
-        """A request that was taken back before its batch began is not in it; after that nobody can tell yet."""
-        return False
+        """Whether its caller no longer waits: it cancelled the request, its timeout has passed, or it has gone."""
+        host = _host_of(self)
+        if host is None:
+            return False
+        sender = getattr(self, "_sender", None)
+        return host.is_cancelled(self._work.request, None if sender is None else sender._stream)
 
     def set_release_flags(self, flags: int) -> None:
-        if flags != TRITONSERVER_REQUEST_RELEASE_ALL:
-            _unsupported("Rescheduling a request (TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)")()
+        """RESCHEDULE: the request is not answered now, but run again in a batch to come."""
+        if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException(f"{flags} is none of the flags TRITONSERVER_REQUEST_RELEASE_...")
+        self._again = flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
-    get_response_sender = _unsupported("InferenceRequest.get_response_sender")
+    def get_response_sender(self) -> InferenceResponseSender:
+        """For answers outside of what `execute` returns. Always the same one."""
+        host = _host_of(self)
+        if host is None:
+            raise TritonModelException("a request that a model makes has no response sender")
+        found: InferenceResponseSender | None = getattr(self, "_sender", None)
+        return host.sender(self) if found is None else found
+
     exec = _unsupported("InferenceRequest.exec (a model that calls models)")
     async_exec = _unsupported("InferenceRequest.async_exec (a model that calls models)")
 
@@ -255,11 +278,24 @@ class InferenceRequest:
 _NO_OPTIONS = Options()
 
 
+def _host_of(request: InferenceRequest) -> Host | None:
+    host: Host | None = getattr(request, "_host", None)
+    return host
+
+
 def request_from(
-    work: Work, arrays: Sequence[Array | None], names: Sequence[str], outputs: list[str], model: str, version: int
+    host: Host,
+    work: Work,
+    arrays: Sequence[Array | None],
+    names: Sequence[str],
+    outputs: list[str],
+    model: str,
+    version: int,
 ) -> InferenceRequest:
     """A request as the model sees it. Not by way of the constructor, which checks what has been checked."""
     request = InferenceRequest.__new__(InferenceRequest)
+    request._host = host
+    request._work = work
     options = work.options or _NO_OPTIONS
     request._model = model
     request._version = version
@@ -311,8 +347,33 @@ class InferenceResponse:
 
 
 class InferenceResponseSender:
-    def __init__(self) -> None:
-        _unsupported("InferenceResponseSender")()
+    """Sends the responses of one request, from any thread, also after `execute` has returned."""
+
+    __slots__ = ("_host", "_stream")
+
+    def __init__(self, host: Host | None = None, stream: Stream | None = None) -> None:
+        if host is None or stream is None:
+            raise TritonModelException("a response sender comes from InferenceRequest.get_response_sender()")
+        self._host = host
+        self._stream = stream
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> Awaitable[None]:
+        """Sends a response, with TRITONSERVER_RESPONSE_COMPLETE_FINAL as the last one; with the flag alone it only says
+        that there are no more. Waits until the caller wants to have it; a coroutine awaits what is returned instead."""
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException(f"flags={flags} is neither 0 nor TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+        if response is None and not flags:
+            raise TritonModelException("without TRITONSERVER_RESPONSE_COMPLETE_FINAL there must be a response to send")
+        return self._host.send(self._stream, response, flags)
+
+    def is_cancelled(self) -> bool:
+        """Whether the caller no longer waits: what is sent is dropped, and the model may stop."""
+        return self._host.is_cancelled(self._stream.work.request, self._stream)
+
+    def __del__(self) -> None:
+        stream = getattr(self, "_stream", None)
+        if stream is not None and not (stream.final or stream.over):
+            self._host.forget(stream)
 
 
 class MetricFamily:

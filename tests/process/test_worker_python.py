@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.messages import Execute, Options, Row, Tensor, Wanted
+from shmserve.messages import Options, Row, Tensor, Wanted
 from shmserve.repo.schema import as_triton_json
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import PYTHON_ADD, python_model
@@ -226,6 +226,7 @@ def test_a_request_without_options(scripted: WorkerProcess) -> None:
         ("twice", "MODEL_FAILED", "output 'y' was given twice"),
         ("parameters", "MODEL_FAILED", "response parameter 'list' must be a string, int, float or bool, not list"),
         ("long_parameters", "MODEL_FAILED", "have 20004 characters, more than 16384"),
+        ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
     ],
 )
 def test_what_fails_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
@@ -241,7 +242,6 @@ def test_what_fails_one_request(scripted: WorkerProcess, wish: str, code: str, t
     [
         ("write", "read-only"),
         ("models", "InferenceRequest.exec (a model that calls models) is not supported by this server yet"),
-        ("sender", "InferenceRequest.get_response_sender is not supported"),
         ("metrics", "MetricFamily (metrics of a model) is not supported"),
         ("control", "load_model is not supported"),
         ("no_such_wish", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
@@ -357,9 +357,21 @@ def test_completing_can_be_turned_off(tmp_path: Path) -> None:
 
 
 ASYNC = """\
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
 class TritonPythonModel:
+    async def one(self, request):
+        await asyncio.sleep(0)
+        x = request.inputs()[0].as_numpy()
+        if (x < 0).any():
+            raise ValueError("below zero")
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x + 1)])
+
     async def execute(self, requests):
-        return []
+        return await asyncio.gather(*map(self.one, requests))
 """
 
 
@@ -401,13 +413,13 @@ def test_strings(tmp_path: Path) -> None:
         worker.mapped.close()
 
 
-def test_execute_is_not_a_coroutine(tmp_path: Path) -> None:
+def test_execute_may_be_a_coroutine(tmp_path: Path) -> None:
     python_model(tmp_path, ASYNC)
     with WorkerProcess(config("python", X, Y, max_batch=2), tmp_path) as worker:
         worker.loaded()
-        (row,) = worker.run(work(1, tensor(1)))
-        assert row.error is not None
-        assert "it returned coroutine" in row.error.text
-        worker.send(Execute(worker.number + 1, 0, (work(2, tensor(1)),)))
-        rows, _ = worker.done()
-        assert rows[0].error is not None
+        for number in (1, 2):
+            first, second = worker.run(work(number, tensor(1)), work(number + 10, tensor(5)))
+            assert (first.outputs[0].data, second.outputs[0].data) == (b"\0\0\0@", b"\0\0\xc0@")
+        (failed,) = worker.run(work(3, tensor(-1)))
+        assert failed.error is not None
+        assert failed.error.text.endswith("message: ValueError: below zero")

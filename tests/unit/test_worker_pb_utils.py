@@ -85,8 +85,13 @@ def test_requests_that_a_model_makes() -> None:
     assert request.flags() == 2
     assert json.loads(request.parameters()) == {"k": 1}
     request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL)
-    with pytest.raises(pb_utils.TritonModelException, match="RESCHEDULE"):
-        request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+    with pytest.raises(pb_utils.TritonModelException, match="3 is none of the flags"):
+        request.set_release_flags(3)
+    assert not request.is_cancelled()
+    with pytest.raises(pb_utils.TritonModelException, match="has no response sender"):
+        request.get_response_sender()
+    with pytest.raises(pb_utils.TritonModelException, match=r"comes from InferenceRequest\.get_response_sender"):
+        pb_utils.InferenceResponseSender()
 
 
 @pytest.mark.parametrize(
@@ -94,8 +99,6 @@ def test_requests_that_a_model_makes() -> None:
     [
         lambda: pb_utils.InferenceRequest("m", [], []).exec(decoupled=True),
         lambda: pb_utils.InferenceRequest("m", [], []).async_exec(),
-        lambda: pb_utils.InferenceRequest("m", [], []).get_response_sender(),
-        lambda: pb_utils.InferenceResponseSender(),
         lambda: pb_utils.MetricFamily(name="n", description="d", kind=pb_utils.MetricFamily.GAUGE),
         lambda: pb_utils.load_model(model_name="m"),
         lambda: pb_utils.unload_model("m"),

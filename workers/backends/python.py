@@ -6,19 +6,25 @@ memory. What it raises or gets wrong fails requests, never the worker.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import json
 import sys
+from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import aclosing
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidRequest, ModelFailed, NotFound
+from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, NotFound, ServeError
 from shmserve.messages import PARAMETERS, Failure
 from shmserve.repo.schema import as_triton_json, from_triton_json
 from shmserve.workers import pb_utils
 from shmserve.workers.backends import Answer, Context, Request, SeparateBackend
-from shmserve.workers.say import public
+from shmserve.workers.coroutines import Coroutines
+from shmserve.workers.say import public, say_trace
+from shmserve.workers.specs import request_inputs_of
+from shmserve.workers.streams import Closed, Stream, Streams
 
 if TYPE_CHECKING:
     from shmserve.messages import Value
@@ -36,6 +42,8 @@ _CODES = (
 )
 """The wire codes of TritonError's, by number. INTERNAL would say that it is our fault; it is the model's."""
 _PARAMETER_BYTES = 16 * 1024
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 
 
 class Python(SeparateBackend):
@@ -43,6 +51,9 @@ class Python(SeparateBackend):
         super().__init__(context)
         self._module: ModuleType | None = None
         self._model: Any = None
+        self._coroutines: Coroutines | None = None
+        self._running: Sequence[Request] = ()
+        """The batch that the model has now."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         function = getattr(self._class(config), "auto_complete_config", None)
@@ -59,9 +70,12 @@ class Python(SeparateBackend):
 
     def load(self, config: ModelConfig) -> None:
         kind = self._class(config)
-        if not callable(getattr(kind, "execute", None)):
+        policy = config.model_transaction_policy
+        self.streams = self._streams = Streams(policy is not None and policy.decoupled)
+        self._generator = _has_generator(kind, config.name, self._streams.decoupled)
+        if not self._generator and not callable(getattr(kind, "execute", None)):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
-        self._inputs = [entry.name for entry in config.input]
+        self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
         self._instance = self.context.instance
         model = kind()
@@ -71,24 +85,186 @@ class Python(SeparateBackend):
 
     def close(self) -> None:
         model, self._model = self._model, None
-        if model is not None and callable(getattr(model, "finalize", None)):
-            model.finalize()
+        streams, self.streams = self.streams, None
+        if streams is not None:
+            streams.stop(False)
+        try:
+            if self._coroutines is not None:
+                self._coroutines.close()
+            if model is not None and callable(getattr(model, "finalize", None)):
+                model.finalize()
+        finally:
+            if streams is not None:
+                streams.close()
+
+    # ------------------------------------------------------------------------------------ batches
 
     def execute(self, requests: list[Request]) -> list[Answer | None]:
+        streams = self._streams
+        self._running = requests
+        try:
+            if streams.decoupled:
+                return self._begun(requests, *self._begin(self._given(requests)))
+            given = self._given(requests)
+            streams.leave()
+            try:
+                responses = self._model.execute(given)
+                if inspect.iscoroutine(responses):
+                    responses = self._loop().run(responses)
+            finally:
+                streams.enter()
+            if type(responses) is not list and not isinstance(responses, (list, tuple)):
+                raise ModelFailed(f"expected a list from execute, it returned {type(responses).__name__}")
+            if len(responses) != len(requests):
+                raise ModelFailed(
+                    f"number of InferenceResponse objects returned ({len(responses)}) from execute must match the "
+                    f"number of requests ({len(requests)})"
+                )
+            if streams.open or None in responses:
+                left = list(given)
+                del given  # if the model has dropped a request, nobody has it
+                return self._collected(left, list(responses))
+            return [self._answer(response) for response in responses]
+        finally:
+            self._running = ()
+            streams.forget_withdrawn()
+
+    def _given(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
         make, names, outputs = pb_utils.request_from, self._inputs, self._outputs
         model, version = self.context.model, self.context.version
-        given = [make(request.work, request.arrays, names, outputs, model, version) for request in requests]
-        responses = self._model.execute(given)
-        if type(responses) is not list and not isinstance(responses, (list, tuple)):
-            if inspect.iscoroutine(responses):
-                responses.close()
-            raise ModelFailed(f"expected a list from execute, it returned {type(responses).__name__}")
-        if len(responses) != len(requests):
-            raise ModelFailed(
-                f"number of InferenceResponse objects returned ({len(responses)}) from execute must match the number "
-                f"of requests ({len(requests)})"
-            )
-        return [self._answer(response) for response in responses]
+        return [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
+
+    def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
+        streams = self._streams
+        left = [streams.take_over(request.work.request) for request in requests]
+        return [answer if mine or not streams.decoupled else None for mine in left]
+
+    def _collected(self, given: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Answer | None]:
+        """The answers of a batch in which some are not where they should be, but were, or will be, sent."""
+        found: list[Answer | None] = []
+        while given:
+            request, response = given.pop(0), responses.pop(0)
+            sender = getattr(request, "_sender", None)
+            again = response is None and getattr(request, "_again", False)
+            if sender is None:
+                found.append(Answer(again=True) if again else self._answer(response))
+                continue
+            stream: Stream = sender._stream
+            del request, sender  # if these are the last ones, nothing will be sent
+            if response is not None:
+                if self._streams.take_over(stream.work.request) and stream.answer is None:
+                    found.append(self._answer(response))
+                else:
+                    found.append(self._failure("a response was both sent and returned for the same request"))
+            elif again and not stream.final:
+                self._streams.take_over(stream.work.request)
+                found.append(Answer(again=True))
+            else:
+                answer = self._streams.collect(stream)
+                found.append(answer or self._failure("the last response was sent without a response before it"))
+        return found
+
+    # ------------------------------------------------------------------------------------ decoupled
+
+    def _begin(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[Stream], list[bool]]:
+        """Starts a batch whose requests the model answers when it likes; says which it wants to run again."""
+        host = self._streams
+        streams = [host.begin(request._work) for request in given]
+        for request, stream in zip(given, streams, strict=True):
+            request._sender = pb_utils.InferenceResponseSender(self, stream)
+        if self._generator:
+            for request, stream in zip(given, streams, strict=True):
+                self._start(self._generate(request, stream), [stream])
+            return streams, []
+        host.leave()
+        try:
+            result = self._model.execute(given)
+        finally:
+            host.enter()
+        if inspect.iscoroutine(result):
+            self._start(self._follow(result, streams), streams)
+            return streams, []
+        _check_nothing(result)
+        return streams, [getattr(request, "_again", False) for request in given]
+
+    def _begun(self, requests: list[Request], streams: list[Stream], again: list[bool]) -> list[Answer | None]:
+        host = self._streams
+        if not host.connected:  # a sample, of which only matters whether it fails
+            answers = [host.collect(stream) for stream in streams]
+            return [answer if answer is not None and answer.error is not None else None for answer in answers]
+        if True not in again:
+            return [None] * len(requests)
+        return [
+            Answer(again=True) if wish and host.take_over(request.work.request) else None
+            for request, wish in zip(requests, again, strict=True)
+        ]
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], streams: list[Stream]) -> None:
+        loop = self._loop()
+        together = tuple(streams)
+
+        def started(task: asyncio.Task[None]) -> None:
+            for stream in together:
+                stream.together, stream.loop, stream.task = together, loop.loop, task
+            if all(stream.cancelled for stream in together):
+                task.cancel()
+
+        loop.start(coroutine, started)
+
+    async def _generate(self, request: pb_utils.InferenceRequest, stream: Stream) -> None:
+        """One request of a model that yields its responses."""
+        try:
+            async with aclosing(self._model.stream(request)) as responses:
+                async for response in responses:
+                    await self.send(stream, response, 0)
+            if not stream.final:
+                self.send(stream, None, _FINAL)
+        except asyncio.CancelledError:
+            self._streams.fail_all([stream], _CANCELLED)
+        except Exception as error:
+            self._streams.fail_all([stream], self._why(error))
+
+    async def _follow(self, coroutine: Coroutine[Any, Any, Any], streams: list[Stream]) -> None:
+        """A batch of a model whose execute is a coroutine."""
+        try:
+            _check_nothing(await coroutine)
+        except asyncio.CancelledError:
+            self._streams.fail_all(streams, _CANCELLED)
+        except Exception as error:
+            self._streams.fail_all(streams, self._why(error))
+
+    def _loop(self) -> Coroutines:
+        if self._coroutines is None:
+            self._coroutines = Coroutines()
+        return self._coroutines
+
+    # ------------------------------------------------------------------------------------ what the model asks
+
+    def sender(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponseSender:
+        """Of a model with one response a request; the others have theirs."""
+        work = request._work
+        if not any(running.work is work for running in self._running):
+            raise pb_utils.TritonModelException("the request was answered, its response sender is of no use")
+        request._sender = found = pb_utils.InferenceResponseSender(self, self._streams.begin_late(work))
+        return found
+
+    def send(self, stream: Stream, response: Any, flags: int) -> Awaitable[None]:
+        answer = None if response is None else self._answer(response)
+        coroutines = self._coroutines
+        try:
+            if coroutines is not None and coroutines.here:
+                return self._streams.send_soon(stream, answer, flags == _FINAL, coroutines.loop)
+            return self._streams.send(stream, answer, flags == _FINAL)
+        except Closed as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
+        return self._streams.is_cancelled(request, stream)
+
+    def forget(self, stream: Stream) -> None:
+        self._streams.forget(stream)
+
+    # ------------------------------------------------------------------------------------ answers
 
     def _answer(self, response: Any) -> Answer:
         if not isinstance(response, pb_utils.InferenceResponse):
@@ -109,8 +285,19 @@ class Python(SeparateBackend):
         return Answer([(tensor._name, tensor._array) for tensor in response._tensors], None, wanted)
 
     def _failure(self, what: str) -> Answer:
-        text = f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
-        return Answer(error=Failure(ModelFailed.code, text))
+        return Answer(error=Failure(ModelFailed.code, self._text(what)))
+
+    def _text(self, what: str) -> str:
+        return f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
+
+    def _why(self, error: Exception) -> Failure:
+        """What callers are told when a coroutine fails; the operator gets the trace too."""
+        folder = str(self.context.folder)
+        if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
+            return Failure(error.code, public(str(error), folder))
+        say_trace(f"model instance '{self._instance}' failed", error)
+        what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
+        return Failure(ModelFailed.code, public(self._text(what), folder))
 
     # ------------------------------------------------------------------------------------ the model's file
 
@@ -176,6 +363,27 @@ def _device(config: ModelConfig, instance: str) -> tuple[str, int]:
     ]
     place = int(number) if number.isdecimal() else len(devices)
     return devices[place] if place < len(devices) else ("CPU", 0)
+
+
+def _has_generator(kind: Any, model: str, decoupled: bool) -> bool:
+    """Whether the class answers request by request: `async def stream(self, request)`, which yields responses."""
+    function = getattr(kind, "stream", None)
+    if not inspect.isasyncgenfunction(function):
+        return False
+    if not decoupled and not callable(getattr(kind, "execute", None)):
+        raise InvalidRequest(
+            f"class TritonPythonModel of model '{model}' has a stream method and no execute: such a model needs "
+            "model_transaction_policy { decoupled: true }"
+        )
+    return decoupled
+
+
+def _check_nothing(result: Any) -> None:
+    if result is not None:
+        raise ModelFailed(
+            f"the model is decoupled, so execute must return None and send its responses; it returned "
+            f"{type(result).__name__}"
+        )
 
 
 def _wrong_parameters(parameters: Any) -> str:

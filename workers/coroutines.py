@@ -1,0 +1,56 @@
+"""The event loop of a model whose methods are coroutines. The rule: it has a thread of its own, so that what the model
+awaits goes on while the worker waits for orders."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Coroutines:
+    """Started when a model first needs it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="coroutines", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    @property
+    def here(self) -> bool:
+        """Whether it is a coroutine of this loop that asks."""
+        return threading.current_thread() is self._thread
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What it returns, or raises."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def start(self, coroutine: Coroutine[Any, Any, None], started: Callable[[asyncio.Task[None]], None]) -> None:
+        """Runs it beside others. `started` is told its task, in the loop's thread, before it begins."""
+        self.loop.call_soon_threadsafe(self._start, coroutine, started)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], started: Callable[[asyncio.Task[None]], None]) -> None:
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)  # the loop itself does not keep it
+        task.add_done_callback(self._tasks.discard)
+        started(task)
+
+    def close(self) -> None:
+        """Cancels what runs, and waits until it has ended."""
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.loop.shutdown_asyncgens()

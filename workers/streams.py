@@ -1,0 +1,437 @@
+"""What a model sends by itself: answers to its requests, as many as it likes, from any thread, during a batch or later.
+
+The rule: whoever touches what the worker has (its link, what it says, its memory) has the turn, a lock. The main thread
+has it but while the model runs and while it waits. Who waits reads the link for all, one at a time, so that nobody who
+waits for news keeps them from coming.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from asyncio import AbstractEventLoop, Future, Task
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
+from shmserve.messages import Failure, Row
+from shmserve.workers.backends import Answer
+
+if TYPE_CHECKING:
+    from shmserve.messages import Work
+
+KEPT = 1024
+"""So many answers of one request are kept for a caller that does not read, where the model does not wait for it."""
+_NO_LIMIT = 1 << 62
+_FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+_STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
+
+
+class Stream:
+    """One request that the model answers by itself.
+
+    `final`: the model has said that it is the last answer. `over`: the broker has been told so, and nothing more goes
+    out. `cancelled`: nobody waits for it any more; what is sent is dropped, and the model should end it.
+    """
+
+    __slots__ = ("answer", "cancelled", "final", "kept", "loop", "over", "room", "task", "together", "work")
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.room = (work.options.window if work.options is not None else 0) or _NO_LIMIT
+        """So many more answers may be sent."""
+        self.cancelled = False
+        self.final = False
+        self.over = False
+        self.answer: Answer | None = None
+        """Of a request that has one answer, which travels with its batch."""
+        self.kept: deque[tuple[Row, Future[None] | None]] = deque()
+        """Answers that a coroutine has sent and for which there is no room, and who waits until they are sent."""
+        self.loop: AbstractEventLoop | None = None
+        self.task: Task[Any] | None = None
+        """The coroutine that answers it, together with these."""
+        self.together: tuple[Stream, ...] = ()
+
+
+class _Sent:
+    """For who awaits what has been done already."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return
+        yield
+
+
+SENT = _Sent()
+
+
+class Closed(Exception):
+    """The model sends where it must not."""
+
+
+class Streams:
+    """Made by the main thread, which has the turn from then on."""
+
+    def __init__(self, decoupled: bool) -> None:
+        self.decoupled = decoupled
+        """Requests are answered as often as the model likes. Otherwise once, and their batch waits for it."""
+        self.open: dict[int, Stream] = {}
+        """By request: those whose last answer has not been told."""
+        self.lost: Exception | None = None
+        """Why the link can no longer be read, found by whoever had read it."""
+        self.connected = False
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._news = threading.Condition(self._turn)
+        self._withdrawn: set[int] = set()
+        self._forgotten: deque[Stream] = deque()
+        self._poll = select.poll()
+        self._bell = -1
+        self._reading = False
+        self._stopped = False
+
+    def connect(
+        self,
+        descriptor: int,
+        read: Callable[[], object],
+        tell: Callable[[Row], None],
+        row: Callable[[Work, Answer], Row],
+        discard: Callable[[Row], None],
+    ) -> None:
+        """`read` handles all orders that have come on the link of this `descriptor` and sends what is to be said,
+        `tell` sends an answer, `row` makes one, `discard` frees one that is not sent."""
+        self._read, self._tell, self._row, self._discard = read, tell, row, discard
+        self._poll.register(descriptor, select.POLLIN)
+        self.connected = True
+
+    # ------------------------------------------------------------------------------------ for the loop
+
+    def wait(self) -> None:
+        """Returns when something may have come. Raises what keeps the link from being read."""
+        self._wait()
+        if self.lost is not None:
+            raise self.lost
+
+    def read(self) -> None:
+        """The main thread has read the link: others may wait for what came."""
+        if self._forgotten:
+            self._end_forgotten()
+        if self._reading:
+            self._ring()
+        self._news.notify_all()
+
+    def more(self, request: int, count: int) -> None:
+        stream = self.open.get(request)
+        if stream is not None:
+            stream.room += count
+            self._pour(stream)
+
+    def cancel(self, requests: Iterable[int]) -> None:
+        """Nobody waits for these any more. They are running, or have just ended."""
+        for request in requests:
+            stream = self.open.get(request)
+            if stream is None:
+                self._withdrawn.add(request)
+                continue
+            stream.cancelled = True
+            self._drop_kept(stream)
+            task = stream.task
+            if task is not None and stream.loop is not None and all(one.cancelled for one in stream.together):
+                stream.loop.call_soon_threadsafe(task.cancel)
+
+    def stop(self, tell: bool) -> None:
+        """Ends what is open, and lets everybody go on: nobody has the turn any more. `tell`: there is a link."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if not tell:
+            self.lost = self.lost or ConnectionLost("the worker has ended")
+        for stream in list(self.open.values()):
+            self.fail(stream, _STOPPED)
+        self.connected = False
+        self._turn.release()
+
+    def close(self) -> None:
+        """After `stop`, when no thread of the model runs any more."""
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
+
+    # ------------------------------------------------------------------------------------ for the backend
+
+    def leave(self) -> None:
+        """The model runs in the main thread now."""
+        self._turn.release()
+
+    def enter(self) -> None:
+        self._turn.acquire()
+
+    def begin(self, work: Work) -> Stream:
+        stream = self.open[work.request] = Stream(work)
+        if self._bell < 0:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._poll.register(self._bell, select.POLLIN)
+        return stream
+
+    def begin_late(self, work: Work) -> Stream:
+        """While the model runs."""
+        with self._turn:
+            return self.begin(work)
+
+    def fail(self, stream: Stream, failure: Failure) -> None:
+        """The model will not answer it any more. With the turn."""
+        stream.cancelled = True
+        self._end(stream, failure)
+        self._drop_kept(stream)
+
+    def take_over(self, request: int) -> bool:
+        """Whether it is still to be answered; from now on not by the model. With the turn."""
+        stream = self.open.pop(request, None)
+        if stream is None:
+            return False
+        stream.cancelled = stream.over = True
+        self._drop_kept(stream)
+        return True
+
+    def collect(self, stream: Stream) -> Answer | None:
+        """Waits until the model has sent its last answer: the only one, where requests have one."""
+        while not (stream.final or stream.over):
+            self._end_forgotten()
+            if not stream.over:
+                self._wait()
+        self.open.pop(stream.work.request, None)
+        return stream.answer
+
+    def forget_withdrawn(self) -> None:
+        """The batch is over to which they belonged."""
+        self._withdrawn.clear()
+
+    # ------------------------------------------------------------------------------------ for the model, in any thread
+
+    def send(self, stream: Stream, answer: Answer | None, final: bool) -> Awaitable[None]:
+        """Sends an answer, or says that there are no more. Waits until its caller wants to have it."""
+        if self._nothing_to_send(stream):
+            return SENT
+        with self._turn:
+            if not self._begin_to_send(stream, answer, final):
+                return SENT
+            if answer is not None and answer.error is None:
+                while not (stream.room or stream.cancelled or stream.over):
+                    self._wait()
+            self._send(stream, answer, final)
+            return SENT
+
+    def send_soon(self, stream: Stream, answer: Answer | None, final: bool, loop: AbstractEventLoop) -> Awaitable[None]:
+        """The same for a coroutine, which can wait for what it gets, and should."""
+        if self._nothing_to_send(stream):
+            return SENT
+        with self._turn:
+            if not self._begin_to_send(stream, answer, final):
+                return SENT
+            free = answer is None or answer.error is not None
+            if stream.cancelled or stream.over or ((stream.room or free) and not stream.kept):
+                self._send(stream, answer, final)
+                return SENT
+            if len(stream.kept) >= KEPT and answer is not None:
+                text = f"{KEPT} answers wait for a caller that does not read; await what send() returns"
+                self.fail(stream, Failure(Unavailable.code, text))
+                return SENT
+            row = self._made(stream, answer, final)
+            stream.final = stream.final or final
+            sent: Future[None] = loop.create_future()
+            stream.kept.append((row, sent))
+            stream.loop = loop
+            return sent
+
+    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
+        """Whether its caller has gone, as far as the broker has said so by now."""
+        if self.connected and self._turn.acquire(blocking=False):
+            try:
+                if not self._reading:
+                    self._look()
+            finally:
+                self._turn.release()
+        return stream.cancelled if stream is not None else request in self._withdrawn
+
+    def forget(self, stream: Stream) -> None:
+        """The model has dropped it without a last answer. Called within the collector, in any thread."""
+        self._forgotten.append(stream)
+        self._ring()
+
+    def fail_all(self, streams: Iterable[Stream], failure: Failure) -> None:
+        """What would have answered these has failed. In any thread."""
+        with self._turn:
+            for stream in streams:
+                if stream.work.request in self.open and not stream.over:
+                    self.fail(stream, failure)
+
+    # ------------------------------------------------------------------------------------ with the turn
+
+    def _nothing_to_send(self, stream: Stream) -> bool:
+        """Without the turn, which a batch to come may be waited for with: its request is over, for whatever reason."""
+        if stream.final:
+            raise Closed("the last response of this request has been sent")
+        return stream.over
+
+    def _begin_to_send(self, stream: Stream, answer: Answer | None, final: bool) -> bool:
+        """False: there is nothing to be sent. Closed where the model breaks the rules."""
+        if self._nothing_to_send(stream):
+            return False
+        if self.decoupled:
+            return True
+        if answer is not None and stream.answer is not None:
+            raise Closed("this model is not decoupled: a request has one response")
+        if answer is not None:
+            stream.answer = answer
+        stream.final = final
+        if final:
+            self._changed()
+        return False
+
+    def _send(self, stream: Stream, answer: Answer | None, final: bool) -> None:
+        stream.final = stream.final or final
+        if stream.over:
+            return
+        if stream.cancelled:
+            if final:
+                self._end(stream, None)
+            return
+        if not self.connected:
+            if answer is not None and answer.error is not None:
+                self._end(stream, answer.error)
+            elif final:
+                self._end(stream, None)
+            return
+        self._out(stream, self._made(stream, answer, final))
+
+    def _made(self, stream: Stream, answer: Answer | None, final: bool) -> Row:
+        if answer is None:
+            return Row(stream.work.request, ())
+        row = self._row(stream.work, answer)
+        row.more = not final and row.error is None
+        return row
+
+    def _out(self, stream: Stream, row: Row) -> None:
+        if _takes_room(row):
+            stream.room -= 1
+        if not row.more:
+            self.open.pop(stream.work.request, None)
+            stream.over = True
+        self._say(row)
+        if stream.over:
+            self._changed()
+
+    def _say(self, row: Row) -> None:
+        """The model is not told that there is no link any more: the main thread will see."""
+        if self.lost is not None:
+            return
+        try:
+            self._tell(row)
+        except ConnectionLost as error:
+            self.lost = error
+
+    def _end(self, stream: Stream, failure: Failure | None) -> None:
+        """Its last answer; where it was cancelled, that it was."""
+        if stream.over:
+            return
+        if stream.cancelled and failure is None:
+            failure = Failure(Cancelled.code, "the request was cancelled while the model answered it")
+        self.open.pop(stream.work.request, None)
+        stream.over = True
+        if not self.decoupled or not self.connected:
+            stream.answer = stream.answer or Answer(error=failure)
+        else:
+            self._say(Row(stream.work.request, (), failure))
+        self._changed()
+
+    def _pour(self, stream: Stream) -> None:
+        """What was kept goes out, as far as there is room."""
+        kept = stream.kept
+        while kept and not stream.over and (stream.room or not _takes_room(kept[0][0])):
+            row, sent = kept.popleft()
+            self._out(stream, row)
+            _wake(sent)
+        if stream.over:
+            self._drop_kept(stream)
+
+    def _drop_kept(self, stream: Stream) -> None:
+        last = False
+        while stream.kept:
+            row, sent = stream.kept.popleft()
+            last = last or not row.more
+            self._discard(row)
+            _wake(sent)
+        if last:
+            self._end(stream, None)
+
+    def _end_forgotten(self) -> None:
+        while self._forgotten:
+            stream = self._forgotten.popleft()
+            if stream.over or stream.final:
+                continue
+            what = f"last response ({_FINAL})" if self.decoupled else "response"
+            failure = Failure(ModelFailed.code, f"the model dropped the request without a {what}")
+            if stream.kept:
+                stream.kept.append((Row(stream.work.request, (), failure), None))
+            else:
+                self._end(stream, None if stream.cancelled else failure)
+
+    # ------------------------------------------------------------------------------------ waiting
+
+    def _wait(self) -> None:
+        """Until something may have changed. With the turn, which others have meanwhile."""
+        if self._reading:
+            self._news.wait()
+            return
+        self._reading = True
+        self._turn.release()
+        try:
+            self._poll.poll()
+        finally:
+            self._turn.acquire()
+            self._reading = False
+        if self._bell >= 0:
+            with suppress(BlockingIOError):  # it was not the bell
+                os.eventfd_read(self._bell)
+        self._look()
+
+    def _look(self) -> None:
+        """Reads the link. What goes wrong is the main thread's to tell, and the end of every stream."""
+        try:
+            if self.connected and self.lost is None:
+                self._read()
+        except Exception as error:
+            self.lost = error
+            for stream in list(self.open.values()):
+                stream.cancelled = stream.over = True
+            self.open.clear()
+        self._end_forgotten()
+        self._news.notify_all()
+
+    def _changed(self) -> None:
+        """Somebody may wait for this."""
+        self._news.notify_all()
+        if self._reading:
+            self._ring()
+
+    def _ring(self) -> None:
+        """Wakes who reads, in any thread."""
+        if self._bell >= 0:
+            os.eventfd_write(self._bell, 1)
+
+
+def _takes_room(row: Row) -> bool:
+    """An answer that only ends is always allowed."""
+    return row.more or bool(row.outputs)
+
+
+def _wake(sent: Future[None] | None) -> None:
+    if sent is not None:
+        sent.get_loop().call_soon_threadsafe(_settle, sent)
+
+
+def _settle(sent: Future[None]) -> None:
+    if not sent.done():
+        sent.set_result(None)
