@@ -1,22 +1,23 @@
 """The sample model repository: made from the packaged examples, and the OCR sample's arithmetic on both sides.
 
-`python -m shmserve.repo.samples DEST` writes it. The rule of the file: it needs numpy and nothing else, so that the
-samples of an installed wheel can be made without the `onnx` package and without an inference engine.
+`python -m shmserve.repo.samples DEST [SET] ...` writes it. The rule of the file: it needs numpy and nothing else, so
+that the samples of an installed wheel can be made without the `onnx` package and without an inference engine.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shmserve.repo.onnx_bytes import Node, metadata, wrapped
 
 EXAMPLES = Path(__file__).parent / "examples"
 OCR_PACKAGE = "rapidocr_onnxruntime"
@@ -26,48 +27,140 @@ OCR_OUTPUT = "softmax_11.tmp_0"
 LINE_HEIGHT = 48
 LEAST_WIDTH = 320
 BLANK = 0
+VAD_PACKAGE = "silero_vad"
+VAD_RATE = 16_000
+VAD_CHUNK = 512
+VAD_CONTEXT = 64
+"""Samples of the chunk before, which the network wants to hear again."""
+
+SETS = {
+    "basic": ("add_sub", "cnn", "mlp", "ocr_rec"),
+    "ocr": ("ocr", "ocr_boxes", "ocr_det", "ocr_prepare", "ocr_rec", "ocr_text"),
+    "sentiment": ("sentiment", "sentiment_classifier", "sentiment_labels", "sentiment_tokenizer"),
+    "vad": ("vad",),
+}
+BASIC = ("basic",)
+_PICTURES = {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "pillow"}
+"""What the Python models of the set `ocr` import, and what brings it."""
 
 Say = Callable[[str], object]
 
 
-def build(dest: Path, say: Say = print) -> list[str]:
-    """Writes the sample repository to `dest`, leaves what is there and equal, and returns the names of its models."""
-    names = []
-    for source in sorted(path for path in EXAMPLES.iterdir() if (path / "config.pbtxt").is_file()):
-        files = [path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-        if source.name == OCR_MODEL:
-            model = ocr_model_file()
-            if model is None:
-                say(f"  {OCR_MODEL}: left out; `pip install --no-deps rapidocr-onnxruntime` brings its model")
+def build(dest: Path, say: Say = print, sets: Iterable[str] = BASIC) -> list[str]:
+    """Writes these sets of samples to `dest`, leaves what is there and equal, and returns the names of the models.
+
+    A model whose network is in a package that is not installed is left out, and so is a whole pipeline."""
+    names: dict[str, None] = {}
+    for part in sets:
+        absent = _absent(part)
+        if absent:
+            ways = " and ".join(f"`pip install {words}`" for words in absent)
+            say(f"  {part}: left out; {ways} bring{'' if len(absent) > 1 else 's'} what it needs")
+            continue
+        for name in SETS[part]:
+            made = {} if name in names else _from_packages(name)
+            if made is None:
+                say(f"  {name}: left out; `pip install --no-deps rapidocr-onnxruntime` brings its model")
                 continue
-            _put(model, dest / OCR_MODEL / "1" / "model.onnx")
-        for file in files:
-            _put(file, dest / source.name / file.relative_to(source))
-        names.append(source.name)
-        say(f"  {source.name}")
-    return names
+            if name not in names:
+                _write(name, made, dest)
+                say(f"  {name}")
+            names[name] = None
+    return sorted(names)
 
 
-def _put(source: Path, target: Path) -> None:
-    """Copies a file through a rename, so that a server that looks in this moment never sees half of one."""
-    if target.is_file() and target.read_bytes() == source.read_bytes():
+def _absent(part: str) -> list[str]:
+    """What pip must be told to install before the set can be made."""
+    if part == "ocr":
+        pictures = [package for module, package in _PICTURES.items() if importlib.util.find_spec(module) is None]
+        return [" ".join(pictures)] * bool(pictures) + ["--no-deps rapidocr-onnxruntime"] * (ocr_model_file() is None)
+    return ["--no-deps silero-vad"] if part == "vad" and vad_model_file() is None else []
+
+
+def _from_packages(name: str) -> dict[str, bytes] | None:
+    """The files of a model that are not among the examples; None if what they are made of is not there."""
+    if name == "vad":
+        file = vad_model_file()
+        return {"1/model.onnx": vad_model(file.read_bytes())} if file is not None else None
+    kind = {"ocr_det": "det", "ocr_rec": "rec"}.get(name)
+    if kind is not None:
+        file = ocr_model_file(kind)
+        return {"1/model.onnx": file.read_bytes()} if file is not None else None
+    if name == "ocr_text":
+        return {"1/characters.txt": "\n".join(ocr_characters()[1:-1]).encode()}
+    return {}
+
+
+def _write(name: str, made: dict[str, bytes], dest: Path) -> None:
+    source = EXAMPLES / name
+    (dest / name / "1").mkdir(parents=True, exist_ok=True)
+    for path, data in made.items():
+        _put(data, dest / name / path)
+    for file in sorted(source.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            _put(file.read_bytes(), dest / name / file.relative_to(source))
+
+
+def _put(data: bytes, target: Path) -> None:
+    """Writes a file through a rename, so that a server that looks in this moment never sees half of one."""
+    if target.is_file() and target.read_bytes() == data:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.new")
-    shutil.copyfile(source, fresh)
+    fresh.write_bytes(data)
     fresh.replace(target)
+
+
+def _package_file(package: str, pattern: str) -> Path | None:
+    """A file inside a package, found without importing it; None where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(folder).glob(pattern)):
+            return file
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- the voice detector
+
+
+def vad_model_file() -> Path | None:
+    return _package_file(VAD_PACKAGE, "data/silero_vad.onnx")
+
+
+def vad_model(network: bytes) -> bytes:
+    """The network of the package with the batch first everywhere, and with what it must remember as inputs and outputs:
+    its state, and the end of the chunk before. The rate is always 16 kHz."""
+    before = [
+        Node("Concat", ["CONTEXT", "CHUNK"], ["input"], {"axis": 1}),
+        Node("Transpose", ["STATE"], ["state"], {"perm": [1, 0, 2]}),
+    ]
+    after = [
+        Node("Identity", ["output"], ["PROBABILITY"]),
+        Node("Transpose", ["stateN"], ["STATE_OUT"], {"perm": [1, 0, 2]}),
+        Node("Slice", ["CHUNK", "context_from", "context_to", "context_axis"], ["CONTEXT_OUT"]),
+    ]
+    state, context = ("batch", 2, 128), ("batch", VAD_CONTEXT)
+    return wrapped(
+        network,
+        before,
+        after,
+        {"CHUNK": ("batch", VAD_CHUNK), "STATE": state, "CONTEXT": context},
+        {"PROBABILITY": ("batch", 1), "STATE_OUT": state, "CONTEXT_OUT": context},
+        {
+            "sr": np.array(VAD_RATE),
+            "context_from": np.array([VAD_CHUNK - VAD_CONTEXT]),
+            "context_to": np.array([VAD_CHUNK]),
+            "context_axis": np.array([1]),
+        },
+    )
 
 
 # ------------------------------------------------------------------------------------------- the text recogniser
 
 
-def ocr_model_file() -> Path | None:
-    """The recogniser inside the OCR package, found without importing it; None where it is not installed."""
-    spec = importlib.util.find_spec(OCR_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for file in sorted((Path(folder) / "models").glob("*_rec_infer.onnx")):
-            return file
-    return None
+def ocr_model_file(kind: str = "rec") -> Path | None:
+    """A network inside the OCR package: det, which finds lines, or rec, which reads one."""
+    return _package_file(OCR_PACKAGE, f"models/*_{kind}_infer.onnx")
 
 
 def ocr_characters(model: Path | None = None) -> list[str]:
@@ -75,7 +168,7 @@ def ocr_characters(model: Path | None = None) -> list[str]:
     file = model or ocr_model_file()
     if file is None:
         raise FileNotFoundError("the OCR sample is not installed: pip install --no-deps rapidocr-onnxruntime")
-    for key, value in _metadata(file.read_bytes()):
+    for key, value in metadata(file.read_bytes()):
         if key == "character":
             return ["", *value.splitlines(), " "]
     raise ValueError(f"{file.name} has no metadata entry `character`")
@@ -135,48 +228,13 @@ def _read_png(data: bytes) -> NDArray[np.uint8]:
     return rows[:, 1:].reshape(*size, 3)
 
 
-def _metadata(model: bytes) -> Iterator[tuple[str, str]]:
-    """The metadata_props of an ONNX file (field 14 of its outermost protobuf message)."""
-    for number, body in _fields(memoryview(model)):
-        if number == 14:
-            entry = dict(_fields(body))
-            yield bytes(entry[1]).decode(), bytes(entry[2]).decode()
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The length-delimited fields of a protobuf message; the other kinds are stepped over."""
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
-        kind = tag & 7
-        if kind == 2:
-            length, at = _varint(message, at)
-            yield tag >> 3, message[at : at + length]
-            at += length
-        elif kind == 0:
-            at = _varint(message, at)[1]
-        elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"not an ONNX file: protobuf wire type {kind}")
-
-
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    value, shift = 0, 0
-    while True:
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-
-
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m shmserve.repo.samples DEST", file=sys.stderr)
+    known = [*SETS, "all"]
+    if not arguments or not set(arguments[1:]) <= set(known):
+        print(f"usage: python -m shmserve.repo.samples DEST [{' | '.join(known)}] ...", file=sys.stderr)
         return 2
-    build(Path(arguments[0]))
+    sets = arguments[1:] or BASIC
+    build(Path(arguments[0]), sets=SETS if "all" in sets else sets)
     return 0
 
 

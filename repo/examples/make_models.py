@@ -1,4 +1,4 @@
-"""Makes the ONNX files of the samples. Needs the `onnx` package; the files it makes are committed.
+"""Makes the ONNX files of the samples, and the list of words of one. Needs `onnx`; the files it makes are committed.
 
 The rule of the file: the same bytes on every machine and with every version of what it uses. Weights come from a
 generator whose stream is frozen for ever, and every number that a library could choose is written here.
@@ -18,9 +18,26 @@ from onnx import TensorProto, helper, numpy_helper
 EXAMPLES = Path(__file__).parent
 OPSET = 17
 IR_VERSION = 8
+FLOAT = TensorProto.FLOAT
 
-Weights = dict[str, NDArray[np.float32]]
 Shapes = dict[str, list[Any]]
+
+
+Data = dict[str, NDArray[Any]]
+
+NEGATIONS = "not no never nothing without hardly don't doesn't didn't isn't wasn't can't won't"
+WORDS = {
+    3.0: "excellent wonderful perfect brilliant love loved amazing superb delighted",
+    2.0: "good great happy enjoyed beautiful fast reliable helpful best recommend impressed fresh",
+    1.0: "nice fine like liked easy clean friendly works useful pleasant better clear calm",
+    -1.0: "slow expensive late boring noisy hard cold small worse confusing dirty old",
+    -2.0: "bad broken poor wrong sad disappointed rude fails failed useless annoying ugly problem",
+    -3.0: "terrible awful horrible worst hate hated disgusting disaster dreadful",
+}
+"""What each word says of the mood of a text."""
+LENGTH = 32
+NEUTRAL = 0.8
+"""A text is neutral as long as its words weigh less than this together."""
 
 
 def weights(generator: np.random.RandomState, *shape: int) -> NDArray[np.float32]:
@@ -29,12 +46,12 @@ def weights(generator: np.random.RandomState, *shape: int) -> NDArray[np.float32
     return ((generator.random_sample(shape) - 0.5) * np.sqrt(12 / inputs)).astype(np.float32)
 
 
-def model(name: str, nodes: list[Any], inputs: Shapes, outputs: Shapes, data: Weights) -> bytes:
+def model(name: str, nodes: list[Any], inputs: Shapes, outputs: Shapes, data: Data, kind: int = FLOAT) -> bytes:
     graph = helper.make_graph(
         nodes,
         name,
-        [helper.make_tensor_value_info(key, TensorProto.FLOAT, shape) for key, shape in inputs.items()],
-        [helper.make_tensor_value_info(key, TensorProto.FLOAT, shape) for key, shape in outputs.items()],
+        [helper.make_tensor_value_info(key, kind, shape) for key, shape in inputs.items()],
+        [helper.make_tensor_value_info(key, FLOAT, shape) for key, shape in outputs.items()],
         [numpy_helper.from_array(value, key) for key, value in data.items()],
     )
     made = helper.make_model(graph, producer_name="shmserve", opset_imports=[helper.make_opsetid("", OPSET)])
@@ -46,7 +63,7 @@ def model(name: str, nodes: list[Any], inputs: Shapes, outputs: Shapes, data: We
 def mlp() -> bytes:
     """64 numbers -> two hidden layers of 128 -> the probabilities of 10 classes."""
     generator = np.random.RandomState(1)
-    data: Weights = {}
+    data: Data = {}
     nodes, last = [], "x"
     for layer, (size, outputs) in enumerate([(64, 128), (128, 128), (128, 10)]):
         data[f"w{layer}"] = weights(generator, outputs, size)
@@ -63,7 +80,7 @@ def mlp() -> bytes:
 def cnn() -> bytes:
     """A 64 x 64 picture -> three convolutions, each halving it -> the mean of each map -> 10 scores."""
     generator = np.random.RandomState(2)
-    data: Weights = {}
+    data: Data = {}
     nodes, last = [], "image"
     for layer, (size, maps) in enumerate([(3, 16), (16, 32), (32, 64)]):
         data[f"w{layer}"] = weights(generator, maps, size, 3, 3)
@@ -80,11 +97,52 @@ def cnn() -> bytes:
     return model("cnn", nodes, {"image": ["batch", 3, 64, 64]}, {"scores": ["batch", 10]}, data)
 
 
+def words() -> dict[str, float]:
+    """Each word in the order of its number, from 1, and its weight; a word that turns the next one round weighs 0."""
+    known = dict.fromkeys(NEGATIONS.split(), 0.0)
+    return known | {word: weight for weight, line in WORDS.items() for word in line.split()}
+
+
+def classifier() -> bytes:
+    """The numbers of 32 words -> the sum s of their weights -> softmax of (-s, NEUTRAL, s).
+
+    A word whose forerunner is a negation counts with the factor -1."""
+    known = words()
+    data: Data = {
+        "weight": np.array([0, *known.values()], np.float32),
+        "factor": np.array([1, *(-1 if word in NEGATIONS.split() else 1 for word in known)], np.float32),
+        "from": np.array([0]),
+        "to": np.array([LENGTH - 1]),
+        "axis": np.array([1]),
+        "shift": np.array([0, 1, 0, 0]),
+        "one": np.array(1, np.float32),
+        "w": np.array([[-1], [0], [1]], np.float32),
+        "b": np.array([0, NEUTRAL, 0], np.float32),
+    }
+    nodes = [
+        helper.make_node("Gather", ["weight", "WORDS"], ["weights"]),
+        helper.make_node("Gather", ["factor", "WORDS"], ["factors"]),
+        helper.make_node("Slice", ["factors", "from", "to", "axis"], ["all_but_last"]),
+        helper.make_node("Pad", ["all_but_last", "shift", "one"], ["forerunners"]),
+        helper.make_node("Mul", ["weights", "forerunners"], ["counted"]),
+        helper.make_node("ReduceSum", ["counted", "axis"], ["sum"], keepdims=1),
+        helper.make_node("Gemm", ["sum", "w", "b"], ["logits"], transB=1),
+        helper.make_node("Softmax", ["logits"], ["SCORES"], axis=1),
+    ]
+    shapes: tuple[Shapes, Shapes] = {"WORDS": ["batch", LENGTH]}, {"SCORES": ["batch", 3]}
+    return model("sentiment_classifier", nodes, *shapes, data, TensorProto.INT64)
+
+
 def make(dest: Path) -> list[Path]:
-    """Writes every model under `dest` and returns the files."""
+    """Writes every file under `dest` and returns the files."""
     files = []
-    for name, made in (("mlp", mlp()), ("cnn", cnn())):
-        file = dest / name / "1" / "model.onnx"
+    for name, made in (
+        ("mlp/1/model.onnx", mlp()),
+        ("cnn/1/model.onnx", cnn()),
+        ("sentiment_classifier/1/model.onnx", classifier()),
+        ("sentiment_tokenizer/1/words.txt", "".join(f"{word}\n" for word in words()).encode()),
+    ):
+        file = dest / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(made)
         files.append(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def test_the_models_are_made_again_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     # run_path leaves no __pycache__ in what is a model repository
     files = runpy.run_path(str(samples.EXAMPLES / "make_models.py"))["make"](tmp_path)
-    assert [file.relative_to(tmp_path).parts[0] for file in files] == ["mlp", "cnn"]
+    made = [file.relative_to(tmp_path).parts[0] for file in files]
+    assert made == ["mlp", "cnn", "sentiment_classifier", "sentiment_tokenizer"]
     for file in files:
         assert file.read_bytes() == (samples.EXAMPLES / file.relative_to(tmp_path)).read_bytes()
 
@@ -68,11 +70,56 @@ def test_build_without_the_package_says_so(tmp_path: Path, monkeypatch: pytest.M
         samples.ocr_characters()
 
 
+def test_every_example_is_in_a_set() -> None:
+    listed = {name for names in samples.SETS.values() for name in names}
+    assert listed == {file.parent.name for file in samples.EXAMPLES.glob("*/config.pbtxt")}
+
+
+@pytest.mark.parametrize("part", samples.SETS)
+def test_a_set_is_whole_or_left_out(part: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    names = samples.build(tmp_path, said.append, [part])
+    if not any("left out" in line for line in said):
+        assert names == sorted(samples.SETS[part])
+    elif part != "basic":
+        assert names == []
+    for name in names:
+        files = {path.name for path in (tmp_path / name / "1").iterdir()}
+        backend = re.search(r'backend: "(\w+)"', (tmp_path / name / "config.pbtxt").read_text())
+        expected = {"python": {"model.py"}, "onnxruntime": {"model.onnx"}}[backend[1]] if backend else set()
+        assert expected <= files
+    assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_sets_share_models(tmp_path: Path) -> None:
+    said: list[str] = []
+    names = samples.build(tmp_path, said.append, [*samples.SETS, "basic"])
+    assert names == sorted(set(names)) == sorted(path.name for path in tmp_path.iterdir())
+    assert len(said) == len(set(said))
+
+
+def test_what_a_set_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "OCR_PACKAGE", "surely_not_installed")
+    monkeypatch.setattr(samples, "VAD_PACKAGE", "surely_not_installed")
+    monkeypatch.setattr(samples, "_PICTURES", {"surely_not_installed": "pictures", "numpy": "numpy"})
+    said: list[str] = []
+    assert samples.build(tmp_path, said.append, ["ocr", "vad"]) == []
+    assert said == [
+        "  ocr: left out; `pip install pictures` and `pip install --no-deps rapidocr-onnxruntime` bring what it needs",
+        "  vad: left out; `pip install --no-deps silero-vad` brings what it needs",
+    ]
+
+
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert samples.main([str(tmp_path / "new" / "place")]) == 0
     assert (tmp_path / "new" / "place" / "add_sub" / "1" / "model.py").is_file()
     assert samples.main([]) == 2
     assert "usage" in capsys.readouterr().err
+    assert samples.main([str(tmp_path / "other"), "basics"]) == 2
+    assert "[basic | ocr | sentiment | vad | all]" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    assert samples.main([str(tmp_path / "words"), "sentiment"]) == 0
+    assert sorted(path.name for path in (tmp_path / "words").iterdir()) == list(samples.SETS["sentiment"])
 
 
 # ------------------------------------------------------------------------------------------------------------- OCR

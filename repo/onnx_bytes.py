@@ -1,0 +1,169 @@
+"""ONNX files taken apart and put together as protobuf, without the `onnx` package.
+
+The rule of the file: what it does not know of a file it carries over as it is, byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_GRAPH, _METADATA = 7, 14
+_NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12
+_FLOAT, _INT64 = 1, 7
+_ATTRIBUTE_INT, _ATTRIBUTE_INTS = 2, 7
+
+Value = int | bytes | memoryview
+Shape = Sequence[int | str]
+
+
+class Node(NamedTuple):
+    """One operation. Attributes are whole numbers or lists of them."""
+
+    op: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    attributes: Mapping[str, int | Sequence[int]] = {}
+
+
+def metadata(model: bytes) -> Iterator[tuple[str, str]]:
+    """The entries of metadata_props."""
+    for number, _, value in _fields(memoryview(model)):
+        if number == _METADATA:
+            entry = {number: bytes(text) for number, _, text in _fields(value)}
+            yield entry[1].decode(), entry[2].decode()
+
+
+def wrapped(
+    model: bytes,
+    before: Iterable[Node],
+    after: Iterable[Node],
+    inputs: Mapping[str, Shape],
+    outputs: Mapping[str, Shape],
+    constants: Mapping[str, NDArray[Any]],
+) -> bytes:
+    """The model with other inputs and outputs, all FP32: what its nodes read and nobody makes any more, `before` or a
+    constant makes under the same name."""
+    made = bytearray()
+    for number, kind, value in _fields(memoryview(model)):
+        if number == _GRAPH:
+            value = _around(value, before, after, inputs, outputs, constants)
+        made += _field(number, kind, value)
+    return bytes(made)
+
+
+def _around(
+    graph: memoryview,
+    before: Iterable[Node],
+    after: Iterable[Node],
+    inputs: Mapping[str, Shape],
+    outputs: Mapping[str, Shape],
+    constants: Mapping[str, NDArray[Any]],
+) -> bytes:
+    made = bytearray()
+    for node in before:
+        made += _bytes(_NODE, _node(node))
+    for number, kind, value in _fields(graph):
+        if number not in (_INPUT, _OUTPUT):
+            made += _field(number, kind, value)
+    for node in after:
+        made += _bytes(_NODE, _node(node))
+    for name, array in constants.items():
+        made += _bytes(_INITIALIZER, _tensor(name, array))
+    for number, tensors in ((_INPUT, inputs), (_OUTPUT, outputs)):
+        for name, shape in tensors.items():
+            made += _bytes(number, _described(name, shape))
+    return bytes(made)
+
+
+def _node(node: Node) -> bytes:
+    made = bytearray()
+    for name in node.inputs:
+        made += _bytes(1, name.encode())
+    for name in node.outputs:
+        made += _bytes(2, name.encode())
+    made += _bytes(3, node.outputs[0].encode()) + _bytes(4, node.op.encode())
+    for name, value in node.attributes.items():
+        attribute = _bytes(1, name.encode())
+        if isinstance(value, int):
+            attribute += _field(3, 0, value) + _field(20, 0, _ATTRIBUTE_INT)
+        else:
+            attribute += b"".join(_field(8, 0, one) for one in value) + _field(20, 0, _ATTRIBUTE_INTS)
+        made += _bytes(5, attribute)
+    return bytes(made)
+
+
+def _tensor(name: str, array: NDArray[Any]) -> bytes:
+    made = b"".join(_field(1, 0, size) for size in array.shape)
+    whole = np.ascontiguousarray(array, np.dtype("<i8"))
+    return made + _field(2, 0, _INT64) + _bytes(8, name.encode()) + _bytes(9, whole.tobytes())
+
+
+def _described(name: str, shape: Shape) -> bytes:
+    sizes = b"".join(
+        _bytes(1, _bytes(2, size.encode()) if isinstance(size, str) else _field(1, 0, size)) for size in shape
+    )
+    return _bytes(1, name.encode()) + _bytes(2, _bytes(1, _field(1, 0, _FLOAT) + _bytes(2, sizes)))
+
+
+# ----------------------------------------------------------------------------------------------------- protobuf
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
+    """Number, wire type and value of each field: a number for type 0, else bytes."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        value: Value
+        if kind == 0:
+            value, at = _varint(message, at)
+            yield tag >> 3, kind, value
+            continue
+        if kind == 2:
+            length, at = _varint(message, at)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"not an ONNX file: protobuf wire type {kind}")
+        if at + length > len(message):
+            raise ValueError(f"not an ONNX file: a field of {length} bytes, of which {len(message) - at} are there")
+        yield tag >> 3, kind, message[at : at + length]
+        at += length
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while True:
+        if at >= len(message):
+            raise ValueError("not an ONNX file: it ends in the middle of a number")
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _bytes(number: int, value: bytes) -> bytes:
+    return _field(number, 2, value)
+
+
+def _field(number: int, kind: int, value: Value) -> bytes:
+    head = _number(number << 3 | kind)
+    if isinstance(value, int):
+        return head + _number(value)
+    return head + (_number(len(value)) if kind == 2 else b"") + bytes(value)
+
+
+def _number(value: int) -> bytes:
+    value &= 2**64 - 1
+    made = bytearray()
+    while value > 0x7F:
+        made.append(value & 0x7F | 0x80)
+        value >>= 7
+    made.append(value)
+    return bytes(made)

@@ -1,0 +1,164 @@
+"""The OCR samples against the package that their networks come from: the same lines, in the same order.
+
+The rule of the file: the oracle is that package's own pipeline on the same bytes. Without it the file is skipped.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import shmserve
+from shmserve.repo import samples
+from shmserve.testing import Server
+
+for module in ("onnxruntime", "cv2", "pyclipper", "PIL", "shapely", "yaml", "rapidocr_onnxruntime"):
+    pytest.importorskip(module)
+
+pytestmark = pytest.mark.process
+
+PAPER, INK = (250, 248, 240), (20, 20, 60)
+LINES = ["Invoice 2024-117", "Three boxes of tea", "Total: 42.50 EUR", "Thank you for your order"]
+COLUMNS = ["Name", "Ada Lovelace", "Born", "10.12.1815"]
+
+
+class Page(NamedTuple):
+    data: bytes
+    lines: int
+
+
+class Found(NamedTuple):
+    texts: list[str]
+    scores: NDArray[Any]
+    boxes: NDArray[Any]
+
+
+Oracle = Callable[[bytes], Found]
+
+
+def drawn(texts: list[tuple[int, int, str]], size: tuple[int, int], form: str = "PNG", **changes: Any) -> bytes:
+    """Texts at places. `turn`: by so many degrees; `mode`: of the file's pixels; `letters`: their height."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    image = Image.new("RGB", size, PAPER)
+    font = ImageFont.load_default(size=changes.get("letters", 26))
+    for x, y, text in texts:
+        ImageDraw.Draw(image).text((x, y), text, fill=INK, font=font)
+    image = image.rotate(changes.get("turn", 0), Image.Resampling.BICUBIC, expand=True, fillcolor=PAPER)
+    file = io.BytesIO()
+    image.convert(changes.get("mode", "RGB")).save(file, form)
+    return file.getvalue()
+
+
+def pages() -> dict[str, Page]:
+    column = [(20, 20 + 50 * row, text) for row, text in enumerate(LINES)]
+    table = [
+        (20 + 170 * (index % 2), 30 + 3 * (index % 2) + 60 * (index // 2), text) for index, text in enumerate(COLUMNS)
+    ]
+    return {
+        "one line": Page(drawn([(40, 180, "One line of text")], (400, 400)), 1),
+        "many lines": Page(drawn(column, (400, 240)), 4),
+        "two columns, JPEG": Page(drawn(table, (380, 240), "JPEG"), 4),
+        "nothing": Page(drawn([], (320, 320)), 0),
+        "turned, grey": Page(
+            drawn([(30, 60, "Turned by"), (60, 160, "ten degrees")], (300, 300), turn=10, mode="L"), 2
+        ),
+        "downwards": Page(drawn([(20, 120, "From above to below")], (300, 300), turn=-90), 1),
+        "a long strip": Page((samples.EXAMPLES / "picture.png").read_bytes(), 2),
+        "too small": Page(drawn([(1, 0, "tiny")], (50, 20), letters=14), 1),
+        "too large": Page(drawn([(200, 100, "Large letters")], (2100, 900), letters=200), 1),
+    }
+
+
+PAGES = pages()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    """The package as it is. It reads up to 6 lines together, we all of a picture, each padded to the widest one."""
+    import cv2
+    from rapidocr_onnxruntime import RapidOCR
+
+    cv2.setNumThreads(1)
+    package = RapidOCR(intra_op_num_threads=1, rec_batch_num=1000)
+
+    @cache
+    def expected(data: bytes) -> Found:
+        results = package(data, use_cls=False)[0] or []
+        boxes = np.array([box for box, _, _ in results], np.float32).reshape(-1, 4, 2)
+        return Found([text for _, text, _ in results], np.array([score for *_, score in results], np.float32), boxes)
+
+    return expected
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    samples.build(repository, lambda text: None, ["ocr"])
+    with Server(repository) as running:
+        yield running
+
+
+def step_by_step(client: shmserve.Client, data: bytes) -> Found:
+    """What the ensemble does, done by a client."""
+    prepared = client.infer("ocr_prepare", {"IMAGE": np.array([data], object)})
+    found = client.infer("ocr_det", {"x": prepared["X"][None]})["sigmoid_0.tmp_0"][0]
+    cut = client.infer("ocr_boxes", {"MAP": found, "PICTURE": prepared["PICTURE"], "PLACE": prepared["PLACE"]})
+    futures = [client.submit(samples.OCR_MODEL, {samples.OCR_INPUT: crop[None]}) for crop in cut["CROPS"]]
+    steps = [future.result()[samples.OCR_OUTPUT] for future in futures]
+    read = np.concatenate(steps or [np.zeros((0, 0, 6625), np.float32)])
+    answer = client.infer("ocr_text", {"STEPS": read, "BOXES": cut["BOXES"]})
+    return Found([text.decode() for text in answer["TEXT"]], answer["SCORE"].copy(), answer["BOX"].copy())
+
+
+def assert_same(found: Found, wanted: Found, lines: int) -> None:
+    assert found.texts == wanted.texts
+    assert len(found.texts) == lines
+    np.testing.assert_allclose(found.scores, wanted.scores, atol=2e-3)
+    np.testing.assert_allclose(found.boxes, wanted.boxes, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["many lines", "nothing", "turned, grey", "downwards", "too small"])
+def test_step_by_step(server: Server, oracle: Oracle, name: str) -> None:
+    page = PAGES[name]
+    with server.client() as client:
+        found = step_by_step(client, page.data)
+    assert_same(found, oracle(page.data), page.lines)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "its 0 bytes are no PNG or JPEG file"),
+        (b"GIF89a" + bytes(20), "its 26 bytes are no PNG or JPEG file"),
+        (PAGES["nothing"].data[:100], "IMAGE cannot be read: "),
+        (drawn([], (4000, 4)), "4000 x 4 pixels are too narrow for text"),
+        (drawn([], (8000, 6251), mode="1"), "8000 x 6251 pixels, at most 50000000 are read"),
+    ],
+)
+def test_what_is_no_picture_is_an_error(server: Server, data: bytes, text: str) -> None:
+    with server.client() as client, pytest.raises(shmserve.ServeError, match=text) as failed:
+        client.infer("ocr_prepare", {"IMAGE": np.array([data], object)})
+    assert "0x" not in str(failed.value)
+
+
+def test_what_is_transparent_is_white(server: Server) -> None:
+    from PIL import Image
+
+    image = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    image.paste((200, 100, 50, 255), (0, 0, 32, 64))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    with server.client() as client:
+        prepared = client.infer("ocr_prepare", {"IMAGE": np.array([file.getvalue()], object)})
+        assert prepared["PICTURE"][5, 60].tolist() == [255, 255, 255]
+        assert prepared["PICTURE"][5, 5].tolist() == [50, 100, 200]
+        assert prepared["PLACE"].tolist() == [1, 1, 0, 64, 64]
+        assert prepared["X"].shape == (3, 736, 736)
+        assert prepared["X"].max() == 1

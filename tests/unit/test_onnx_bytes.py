@@ -1,0 +1,110 @@
+"""ONNX files put together by hand, against the `onnx` package and the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.repo import samples
+from shmserve.repo.onnx_bytes import Node, metadata, wrapped
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+
+
+def session(model: bytes) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def small() -> bytes:
+    """out = twice * factor, with a factor that must be given and an entry of metadata."""
+    helper, kind = onnx.helper, onnx.TensorProto
+    nodes = [helper.make_node("Add", ["in", "in"], ["twice"]), helper.make_node("Mul", ["twice", "cast"], ["out"])]
+    nodes.insert(0, helper.make_node("Cast", ["factor"], ["cast"], to=kind.FLOAT))
+    inputs = [helper.make_tensor_value_info("in", kind.FLOAT, ["n", 3])]
+    inputs.append(helper.make_tensor_value_info("factor", kind.INT64, []))
+    outputs = [helper.make_tensor_value_info("out", kind.FLOAT, ["n", 3])]
+    graph = helper.make_graph(nodes, "small", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(model, {"key": "value", "more": "a\nb\u00e4"})
+    return bytes(model.SerializeToString())
+
+
+def around(model: bytes) -> bytes:
+    return wrapped(
+        model,
+        [Node("Transpose", ["X"], ["in"], {"perm": [1, 0]})],
+        [Node("Softmax", ["out"], ["Y"], {"axis": -1}), Node("Slice", ["out", "low", "high"], ["HEAD"])],
+        {"X": (3, "n")},
+        {"Y": ("n", 3), "HEAD": ("m", 3)},
+        {"factor": np.array(-300), "low": np.array([0]), "high": np.array([1])},
+    )
+
+
+def test_nodes_around_a_graph() -> None:
+    model = around(small())
+    onnx.checker.check_model(onnx.load_from_string(model))
+    runner = session(model)
+    assert [(node.name, node.shape, node.type) for node in runner.get_inputs()] == [("X", [3, "n"], "tensor(float)")]
+    assert [(node.name, node.shape) for node in runner.get_outputs()] == [("Y", ["n", 3]), ("HEAD", ["m", 3])]
+    x = np.random.default_rng(1).random((3, 5), np.float32) / 100
+    y, head = runner.run(None, {"X": x})
+    out = x.T * -600
+    np.testing.assert_allclose(y, np.exp(out) / np.exp(out).sum(axis=1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(head, out[:1], rtol=1e-6)
+
+
+def test_all_else_is_carried_over() -> None:
+    before, after = onnx.load_from_string(small()), onnx.load_from_string(around(small()))
+    assert list(metadata(small())) == list(metadata(around(small()))) == [("key", "value"), ("more", "a\nb\u00e4")]
+    assert list(after.graph.node)[1:-2] == list(before.graph.node)
+    for model in (before, after):
+        for field in ("node", "input", "output", "initializer"):
+            model.graph.ClearField(field)
+    assert after == before
+
+
+def test_what_is_cut_off_is_an_error_or_ends_between_fields() -> None:
+    data = small()
+    texts = []
+    for end in range(1, len(data)):
+        try:
+            assert len(list(metadata(data[:end]))) < 2
+        except ValueError as error:
+            texts.append(str(error))
+    assert len(texts) > len(data) // 2
+    assert {text.partition(":")[0] for text in texts} == {"not an ONNX file"}
+
+
+@pytest.mark.skipif(samples.vad_model_file() is None, reason="silero-vad is not installed")
+def test_the_voice_detector_is_the_network_of_the_package() -> None:
+    """Chunk by chunk, as the package's own wrapper does it, and four voices at once through ours."""
+    file = samples.vad_model_file()
+    assert file
+    network = file.read_bytes()
+    theirs, ours = session(network), session(samples.vad_model(network))
+    rate, size, context = samples.VAD_RATE, samples.VAD_CHUNK, samples.VAD_CONTEXT
+    sound = (
+        np.random.default_rng(2).standard_normal((4, 12, size), np.float32)
+        * np.array([1e-3, 0.1, 0.5, 2])[:, None, None]
+    )
+    sound = sound.astype(np.float32)
+    state, tail = np.zeros((4, 2, 128), np.float32), np.zeros((4, context), np.float32)
+    made = []
+    for chunk in sound.transpose(1, 0, 2):
+        feeds = {"CHUNK": np.ascontiguousarray(chunk), "STATE": state, "CONTEXT": tail}
+        found, state, tail = ours.run(["PROBABILITY", "STATE_OUT", "CONTEXT_OUT"], feeds)
+        made.append(found[:, 0])
+    for voice, found in zip(sound, np.array(made).T, strict=True):
+        kept, last, expected = np.zeros((2, 1, 128), np.float32), np.zeros(context, np.float32), []
+        for chunk in voice:
+            feeds = {"input": np.concatenate([last, chunk])[None], "state": kept, "sr": np.array(rate)}
+            probability, kept = theirs.run(None, feeds)
+            expected.append(probability[0, 0])
+            last = chunk[-context:]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
