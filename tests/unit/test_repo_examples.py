@@ -147,6 +147,9 @@ output [ { name: "b", data_type: TYPE_FP32, dims: [ -1 ] } ]
     "labels of metrics": ONE + 'metric_tags { key: "team" value: "vision" }',
     "resources": ONE
     + 'instance_group [ { kind: KIND_CPU rate_limiter { resources [ { name: "R1" count: 4 } ] priority: 2 } } ]',
+    "ragged batches": ONE
+    + 'batch_input [ { kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "INDEX" data_type: TYPE_FP32 '
+    'source_input: "IN" } ]',
 }
 
 NOT_HERE = {
@@ -278,11 +281,6 @@ NOT_RUN_YET = {
     "many answers": (
         ONE.replace("onnxruntime", "python") + "model_transaction_policy { decoupled: True }",
         "model_transaction_policy.decoupled",
-    ),
-    "ragged batches": (
-        ONE + 'batch_input [ { kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "INDEX" data_type: TYPE_FP32 '
-        'source_input: "IN" } ]',
-        "batch_input",
     ),
     "custom operators": (
         ONE + 'model_operations { op_library_filename: [ "libcustom.so" ] }',

@@ -182,9 +182,6 @@ def test_a_key_given_twice_is_a_warning() -> None:
     [
         ('runtime: "libx.so"', "runtime"),
         ("sequence_batching { }", "sequence_batching"),
-        ("batch_input { }", "batch_input"),
-        ("batch_output { }", "batch_output"),
-        ("input { name: 'r' data_type: TYPE_FP32 dims: -1 allow_ragged_batch: true }", "input[1].allow_ragged_batch"),
         ("input { name: 'r' data_type: TYPE_FP32 dims: 1 is_shape_tensor: true }", "input[1].is_shape_tensor"),
         ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
         ("model_repository_agents { }", "model_repository_agents"),
@@ -221,7 +218,7 @@ def test_what_is_off_needs_no_support() -> None:
 
 def test_refused_fields_and_broken_rules_come_together() -> None:
     paths = {problem.path for problem in problems(DYNAMIC)}
-    assert paths >= {"name", "runtime", "batch_input", "input[0].is_shape_tensor", "instance_group[0].kind"}
+    assert paths >= {"name", "runtime", "input[0].is_shape_tensor", "instance_group[0].kind"}
     assert {problem.path for problem in problems(DIRECT)} >= {"backend", "sequence_batching"}
 
 
