@@ -103,5 +103,18 @@ def _ours() -> float:
 
 
 def segments() -> set[str]:
-    """Names of shmserve's segments in /dev/shm."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("shmserve")}
+    """Names of shmserve's segments in /dev/shm, but for those of living processes that are not below this one."""
+    names = [name for name in os.listdir("/dev/shm") if name.startswith("shmserve")]
+    ours = {os.getpid(), *descendants(os.getpid())} if names else set()
+    return {name for name in names if not _of_a_stranger(name, ours)}
+
+
+def _of_a_stranger(name: str, ours: set[int]) -> bool:
+    pid, _, rest = name.removeprefix("shmserve-").partition("-")
+    if not pid.isdigit() or int(pid) in ours:
+        return False
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return fields[0] != "Z" and rest.startswith(f"{fields[19]}-")

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.random import default_rng
 
 from bench.child import Answer, Handler
 from bench.raw import Ended, Lane, Segment
@@ -93,12 +94,16 @@ class Attacker:
         own = self._own()
         strings = b"".join((12).to_bytes(4, "little") + bytes(12) for _ in range(1024))
 
+        rounds = 0
+
         def change() -> None:
-            random = np.random.default_rng(1)
+            nonlocal rounds
+            random = default_rng(1)
             view = np.frombuffer(own.memory, np.uint8)
             while not self._stop.is_set():
                 view[random.integers(0, len(strings), 512)] = random.integers(0, 256, 512)
                 own.memory[: len(strings)] = strings  # right again for a moment
+                rounds += 1
 
         self._stop.clear()
         thread = threading.Thread(target=change)
@@ -117,7 +122,7 @@ class Attacker:
         finally:
             self._stop.set()
             thread.join()
-        return {"told": dict(found)}
+        return {"told": dict(found), "rounds": rounds}
 
     def cut_inputs(self) -> Answer:
         """What can be done to memory that the server reads, in the middle of it."""

@@ -118,9 +118,11 @@ def test_r3_bytes_that_change_while_they_are_read(server: Server, attacker: Chil
     attacker.tell(do="flip", requests=800)
     with server.client() as client:
         honest(client, 20)
-    found = only(attacker.answer()["told"], "Reply", "INVALID_ARG: .*'x'")
+    answer = attacker.answer()
+    found = only(answer["told"], "Reply", "INVALID_ARG: .*'x'")
     assert found["Reply"] >= 400
     assert found["INVALID_ARG: .*'x'"]
+    assert answer["rounds"] > 100, "it changed all the time"
 
 
 def test_r16_what_the_server_reads_cannot_be_cut(server: Server, attacker: Child) -> None:
@@ -244,10 +246,11 @@ def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named
                 told.append(f"{answer.code}: {answer.text}")
                 for x, call in zip(xs, calls, strict=True):
                     assert np.array_equal(call.result(30)["y"], x)
-            # The next worker does not even map it.
-            assert told[0].startswith("MODEL_FAILED")
-            assert "SIGBUS" in told[0]
+            # If it shared its batch, or with the next worker, it meets one that does not even map it.
+            assert re.match("MODEL_FAILED.*SIGBUS|HANDLE_LOST", told[0]), told
             assert all(text.startswith("HANDLE_LOST") for text in told[1:]), told
+            (identity,) = (entry for entry in client.models() if entry["name"] == "identity")
+            assert identity["instances"][0]["restarts"] == 1
             honest(client)
     finally:
         extent.close()
