@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.broker.catalog import Catalog, Reading, remove, why_not
+from shmserve.broker.logs import say
 from shmserve.broker.overrides import Upload, decode_body
 from shmserve.broker.poll import Changes, Poll
 from shmserve.core import effects, events
@@ -199,7 +200,7 @@ class Operations:
 
     def _warn(self, reading: Reading) -> None:
         for warning in self._catalog.warnings(reading.found):
-            log.warning("model '%s': %s", reading.found.name, warning)
+            say("warning", f"model '{reading.found.name}': {warning}", {"model": reading.found.name})
 
     def settled(self, effect: effects.Settled) -> None:
         """The core says that an operation is over."""
@@ -216,7 +217,8 @@ class Operations:
             {"version": str(version.number), "state": version.state.value, "seconds": round(version.took_ns / 1e9, 3)}
             for version in sorted(model.versions.values() if model else (), key=lambda version: version.number)
         ]
-        log.info("%s of model '%s' done in %.2f s", job.ask.what, job.ask.model, seconds)
+        text = f"{job.ask.what} of model '{job.ask.model}' done in {seconds:.2f} s"
+        say("info", text, {"model": job.ask.model, "operation": job.ask.what})
         answer = {"model": job.ask.model, "versions": versions, "changed": job.changed, "warnings": job.warnings}
         body = msgspec.json.encode(answer)
         for start in range(0, len(body), CHUNK):
@@ -246,7 +248,7 @@ class Operations:
         self._warn(reading)
         reason = why_not(reading.found)
         if reason:
-            log.warning("model '%s' is not served: %s", reading.found.name, reason)
+            say("warning", f"model '{reading.found.name}' is not served: {reason}", {"model": reading.found.name})
         for _, event in self._catalog.adopt(reading):
             self._put(event)
 
@@ -268,10 +270,10 @@ class Operations:
         for text in changes.troubles:
             log.error("%s", text)
         for reading in changes.readings:
-            log.info("model '%s' has changed in the repository", reading.found.name)
+            say("info", f"model '{reading.found.name}' has changed in the repository", {"model": reading.found.name})
             self._adopt(reading)
         for name in changes.gone:
-            log.info("model '%s' has gone from the repository", name)
+            say("info", f"model '{name}' has gone from the repository", {"model": name})
             self._catalog.forget(name)
             self._put(events.Unload(name))
         self._catalog.names = changes.names
@@ -305,7 +307,7 @@ class Operations:
             try:
                 readings.append(self._catalog.read(name))
             except (ServeError, OSError) as error:
-                log.warning("model '%s' cannot be read again, and goes on as it is: %s", name, error)
+                say("warning", f"model '{name}' cannot be read again, and goes on as it is: {error}", {"model": name})
         return readings
 
     def _read_everything(self) -> tuple[list[Reading], Collection[str] | None]:
@@ -322,7 +324,7 @@ class Operations:
         if names is not None:
             for model in self._core.state.models.values():
                 if model.name not in names and self._is_of_disk(model):
-                    log.info("model '%s' has gone from the repository", model.name)
+                    say("info", f"model '{model.name}' has gone from the repository", {"model": model.name})
                     self._catalog.forget(model.name)
                     self._put(events.Unload(model.name))
             self._catalog.names = names

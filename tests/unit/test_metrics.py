@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
@@ -89,6 +89,7 @@ def finish(world: World, took: int = 0) -> None:
 # ------------------------------------------------------------------------------------------ the text
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.text(), st.text())
 def test_labels_may_be_anything(client: str, model: str) -> None:
     page = Page()
