@@ -26,7 +26,7 @@ from shmserve import feed, show
 from shmserve.allocator import keep_freed_memory
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
-from shmserve.messages import Load, Tensor, Wanted, Work
+from shmserve.messages import Load, Options, Tensor, Wanted, Work
 from shmserve.repo.load import verify
 from shmserve.repo.origins import surprises
 from shmserve.repo.schema import encode_config
@@ -38,7 +38,7 @@ from shmserve.workers.backends import BACKENDS, GROUP
 from shmserve.workers.model import Model, load
 from shmserve.workers.outbox import Unheard
 from shmserve.workers.say import say
-from shmserve.workers.specs import Spec, inputs_of, outputs_of
+from shmserve.workers.specs import Spec, controls_of, inputs_of, outputs_of
 from shmserve.workers.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -236,7 +236,15 @@ def _work(order: Order, source: feed.Source, config: ModelConfig) -> Work:
         for spec in specs
         if spec.name in given
     )
-    return Work(1, rows, tensors, _wanted(order, config), AUDIENCE)
+    return Work(1, rows, tensors, _wanted(order, config), AUDIENCE, _sequence(config))
+
+
+def _sequence(config: ModelConfig) -> Options | None:
+    """A model of sequences gets one of a single request."""
+    if config.sequence_batching is None:
+        return None
+    named = any(not spec.item for spec in controls_of(config))  # only ids may be strings
+    return Options(sequence="1" if named else 1, sequence_start=True, sequence_end=True)
 
 
 def _bytes(array: Array, spec: Spec) -> bytes:
