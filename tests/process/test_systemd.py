@@ -22,6 +22,7 @@ from tests.process.living import PYTHON, generation, renew, write
 from tests.process.machine import CannotBoot, Machine, python, why_not
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.process
 EXPOSURE = 3.0
 """What `systemd-analyze security` may say at most, of 10."""
 MODELS = "/srv/shmserve/models"
@@ -126,15 +127,50 @@ def test_a_stop_by_systemd_leaves_time_for_requests_in_flight() -> None:
 # ------------------------------------------------------------------------------------------------- on a machine
 
 
-@pytest.fixture
-def wheel(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
+    place = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
-    subprocess.run(["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), tmp_path / "clone"], check=True)
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, tmp_path / "clone"], check=True)
-    (found,) = tmp_path.glob("shmserve-*.whl")
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), place / "clone"], check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", place, place / "clone"], check=True)
+    (found,) = place.glob("shmserve-*.whl")
     return found
+
+
+def test_packagers_get_everything_below_one_directory(wheel: Path, tmp_path: Path) -> None:
+    interpreter = python()
+    if interpreter is None:
+        pytest.skip("no Python that a service could run")
+    command = ["make", "-C", str(ROOT), "install-systemd", f"PYTHON={interpreter}", f"DESTDIR={tmp_path}"]
+    command += [f"PACKAGE={wheel}", "PIP_ARGS=--no-index --no-deps"]
+    outer = ("MAKE", "MFLAGS", "PREFIX", "PYTHON", "VIRTUAL_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    settings = tmp_path / "etc/shmserve/shmserve.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("# mine\n")
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert (tmp_path / "opt/shmserve/bin/shmserve").read_text().startswith("#!/opt/shmserve/bin/python")
+    assert os.readlink(tmp_path / "usr/local/bin/shmserve") == "/opt/shmserve/bin/shmserve"
+    unit = (tmp_path / "usr/lib/systemd/system/shmserve.service").read_text()
+    assert "\nExecStart=/opt/shmserve/bin/shmserve serve --config /etc/shmserve/shmserve.toml\n" in unit
+    assert str(tmp_path) not in unit
+    for name in ("etc/shmserve/shmserve.env", "usr/lib/sysusers.d/shmserve.conf", "usr/lib/tmpfiles.d/shmserve.conf"):
+        assert (tmp_path / name).is_file()
+    assert settings.read_text() == "# mine\n"
+
+
+def test_an_interpreter_that_the_service_could_not_run_is_refused(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o700)
+    interpreter = shutil.copy(os.path.realpath(sys.executable), closed / "python3-of-mine")
+    command = ["make", "-C", str(ROOT), "install-systemd", f"PYTHON={interpreter}", f"DESTDIR={tmp_path / 'dest'}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode != 0
+    assert "the service could not run" in found.stderr
+    assert not (tmp_path / "dest").exists()
 
 
 @pytest.fixture
