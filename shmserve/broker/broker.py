@@ -36,7 +36,7 @@ from shmserve.core.events import Event
 from shmserve.core.state import WORKERS_FROM
 from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
-from shmserve.messages import Ask, Cancel, ClientMessage, Hello, Loaded, LoadFailed, Map, Ping, Reply
+from shmserve.messages import Ask, Cancel, ClientMessage, Hello, Loaded, LoadFailed, Map, Part, Ping, Reply
 from shmserve.paths import BROKER, LANE
 from shmserve.shm import memfd
 from shmserve.shm.arena import Arena, Segment
@@ -258,7 +258,7 @@ class Broker:
         kind = type(message)
         if kind is Map:
             link.maps = True
-        elif kind is Reply and type(link) is Outbox and link.frames:
+        elif (kind is Reply or kind is Part) and type(link) is Outbox and link.frames:
             self._door.reply(link, message)
             self._dirty[link] = None
             return

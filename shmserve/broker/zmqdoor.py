@@ -14,12 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from shmserve import wire
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
 from shmserve.errors import InvalidRequest, ProtocolError, ServeError
-from shmserve.messages import FRAME_BYTES, INLINE_BYTES, PACKET_BYTES, ClientMessage, Fail, Handle, Infer, Reply, Tensor
+from shmserve.messages import (
+    FRAME_BYTES,
+    INLINE_BYTES,
+    PACKET_BYTES,
+    ClientMessage,
+    Fail,
+    Handle,
+    Infer,
+    Part,
+    Reply,
+    Tensor,
+)
 from shmserve.shm import posix
 from shmserve.shm.arena import Arena
 
@@ -179,7 +191,7 @@ class ZmqDoor:
 
     # ------------------------------------------------------------------------------------ out
 
-    def reply(self, outbox: Outbox, reply: Reply) -> None:
+    def reply(self, outbox: Outbox, reply: Reply | Part) -> None:
         """An answer to a client that takes frames."""
         frames: list[bytes] = []
         outputs = []
@@ -200,7 +212,7 @@ class ZmqDoor:
             else:
                 outputs.append(tensor)
         if frames:
-            outbox.send_with_frames(Reply(reply.request, reply.version, tuple(outputs), reply.parameters), frames)
+            outbox.send_with_frames(replace(reply, outputs=tuple(outputs)), frames)
         else:
             outbox.outbox.append(reply)
 

@@ -18,6 +18,7 @@ from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.states import RequestState
 from shmserve.core.statistics import Failure, limit_in
+from shmserve.core.streams import Streams
 from shmserve.core.trace import PARAMETER as TRACE
 from shmserve.errors import (
     ConnectionLost,
@@ -61,8 +62,9 @@ _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 
 class Admission:
-    def __init__(self, state: State, ends: Ends, intake: Intake, server: str) -> None:
+    def __init__(self, state: State, ends: Ends, streams: Streams, intake: Intake, server: str) -> None:
         self._state = state
+        self._streams = streams
         self._intake = intake
         self._ends = ends
         self._server = server
@@ -127,7 +129,7 @@ class Admission:
         for request in list(client.requests.values()):
             if request.state is RequestState.QUEUED or request.chain is not None:
                 self._ends.fail_early(request, "CANCELLED", "its client has gone", now)
-            elif request.state is RequestState.SENT:
+            elif request.state in (RequestState.SENT, RequestState.OPEN):
                 self._ends.linger(request)
             elif request.state is RequestState.DONE:  # else it has just had its turn, as others made way
                 self._ends.drop_done(request)
@@ -248,10 +250,18 @@ class Admission:
             raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
         level = 0 if version.plain else self._intake.level(version, options, now)
         segments, pins = self._memory(client, message, blocks) if outside else _NOTHING
+        special = bool(segments)
+        if version.decoupled or (options is not None and options.window):
+            special = True
+            if options is None or not options.window:
+                raise Unsupported(
+                    f"model '{version.model}' has a decoupled transaction policy: it may answer a request many times; "
+                    f"call it with stream()"
+                )
         own = state.next_number()
         request = Request(
             own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
-            signature, segments, pins, blocks, now, level, audience=client.audience,
+            signature, segments, pins, blocks, now, level, audience=client.audience, special=special,
         )  # fmt: skip
         client.requests[number] = state.requests[own] = request
         if message.timeout_us:
@@ -323,7 +333,10 @@ class Admission:
 
     def more(self, peer: int, message: More, now: int) -> None:
         """Of a request that has been answered meanwhile nothing more comes."""
-        self._greeted(peer)
+        client = self._greeted(peer)
+        request = client.requests.get(message.request) if client is not None else None
+        if request is not None and request.options is not None and request.options.window:
+            self._streams.more(request, message.count)
 
     def map(self, peer: int, message: Map, now: int) -> None:
         client = self._greeted(peer)

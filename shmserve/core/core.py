@@ -29,6 +29,7 @@ from shmserve.core.operations import Operations
 from shmserve.core.request import Request
 from shmserve.core.state import WORKERS_FROM, State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
+from shmserve.core.streams import Streams
 from shmserve.core.versions import Model
 from shmserve.messages import (
     Ask,
@@ -45,6 +46,7 @@ from shmserve.messages import (
     Return,
     Rows,
     Started,
+    Streamed,
     Unmap,
     Withdrawn,
 )
@@ -61,12 +63,13 @@ class Core:
         self.state.tracing = tracing
         self._ends = Ends(self.state)
         self._dispatcher = Dispatcher(self.state, self._ends)
+        self._streams = self._dispatcher.streams = Streams(self.state, self._ends, self._dispatcher)
         intake = Intake(self.state, self._dispatcher)
         self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, intake)
-        self._admission = Admission(self.state, self._ends, intake, server)
+        self._admission = Admission(self.state, self._ends, self._streams, intake, server)
         self._operations = Operations(self.state)
         self._members = Members(self.state, self._operations)
-        self._lifecycle = Lifecycle(self.state, self._dispatcher, self._ends, self._operations)
+        self._lifecycle = Lifecycle(self.state, self._dispatcher, self._ends, self._streams, self._operations)
         admission, operations, lifecycle = self._admission, self._operations, self._lifecycle
         self._of_clients: dict[type, Handler] = {
             Infer: admission.infer,
@@ -97,6 +100,7 @@ class Core:
         self._of_workers: dict[type, Handler] = {
             Done: self._done,
             Rows: self._rows,
+            Streamed: self._streamed,
             Started: self._started,
             Withdrawn: self._withdrawn,
             Map: lifecycle.map,
@@ -199,6 +203,10 @@ class Core:
         version, instance = self.state.instances[peer]
         self._dispatcher.rows(version, instance, message, now)
 
+    def _streamed(self, peer: int, message: Streamed, now: int) -> None:
+        version, instance = self.state.instances[peer]
+        self._streams.streamed(version, instance, message, now)
+
     def _started(self, peer: int, message: Started, now: int) -> None:
         version, instance = self.state.instances[peer]
         self._dispatcher.started(version, instance, message, now)
@@ -230,6 +238,9 @@ class Core:
                 assert request.reply is not None, story
                 assert request.version.order, story
                 assert request in list(request.version.order)[1:], story
+            elif request.instance is not None and number in request.instance.streams:
+                assert request.state in (RequestState.OPEN, RequestState.LINGERING), story
+                assert request.batch is None, story
             else:
                 assert request.state in (RequestState.SENT, RequestState.LINGERING), story
                 assert request.instance is not None, story

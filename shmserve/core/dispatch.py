@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shmserve.core.batcher import Reason
 from shmserve.core.effects import Kill, Send
 from shmserve.core.ends import Ends
@@ -24,10 +26,15 @@ from shmserve.messages import (
     Work,
 )
 
-_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED = RequestState
+if TYPE_CHECKING:
+    from shmserve.core.streams import Streams
+
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 
 class Dispatcher:
+    streams: Streams
+
     def __init__(self, state: State, ends: Ends) -> None:
         self._state = state
         self._ends = ends
@@ -171,7 +178,7 @@ class Dispatcher:
     def rows(self, version: Version, instance: Instance, message: Rows, now: int) -> None:
         batch = instance.running
         if batch is None or not batch.known_as(message.batch):
-            self._confused(version, instance, f"Rows of batch {message.batch}")
+            self.confused(version, instance, f"Rows of batch {message.batch}")
             return
         for row in message.rows:
             self._row(version, instance, batch, row, now, 0)
@@ -179,7 +186,7 @@ class Dispatcher:
     def done(self, version: Version, instance: Instance, message: Done, now: int) -> None:
         batch = instance.running
         if batch is None or not batch.known_as(message.batch):
-            self._confused(version, instance, f"Done of batch {message.batch}")
+            self.confused(version, instance, f"Done of batch {message.batch}")
             return
         times = message.times
         taken = times[0]
@@ -200,6 +207,8 @@ class Dispatcher:
                 f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
                 f"{len(message.rows)} requests, formed because: {batch.reason.value}",
             )
+        if batch.left and version.decoupled:
+            self.streams.batch_done(version, instance, batch, taken)
         if batch.left:
             for request in batch.requests():
                 self._ends.end_failed(
@@ -225,7 +234,7 @@ class Dispatcher:
     def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
         batch = instance.waiting
         if batch is None or instance.running is not None or not batch.known_as(number):
-            self._confused(version, instance, f"start of batch {number}")
+            self.confused(version, instance, f"start of batch {number}")
             return
         instance.waiting = batch.split(through)
         instance.running = batch
@@ -241,7 +250,7 @@ class Dispatcher:
             request = self._state.requests.get(number)
             batch = instance.waiting
             if request is None or batch is None or request.batch is not batch or request.state is not _LINGERING:
-                self._confused(version, instance, f"Withdrawn request {number}")
+                self.confused(version, instance, f"Withdrawn request {number}")
                 return
             batch.rows -= request.cost
             batch.left -= 1
@@ -267,7 +276,7 @@ class Dispatcher:
                     if not isinstance(tensor.data, bytes):
                         break
                 else:
-                    if not request.segments and request.run is None:
+                    if not request.special:
                         client = request.client
                         append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
                         del client.requests[request.client_number], requests[row.request]
@@ -282,22 +291,36 @@ class Dispatcher:
     def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
         request = self._state.requests.get(row.request)
         if request is None or request.batch is not batch or request.state is _DONE:
-            self._confused(version, instance, f"row of request {row.request}")
+            self.confused(version, instance, f"row of request {row.request}")
             return
         batch.left -= 1
         if request.state is _LINGERING:
-            self._send_back(instance, row)
+            self.send_back(instance, row)
             self._ends.released(request)
         elif row.error is not None:
-            self._send_back(instance, row)
+            self.send_back(instance, row)
             self._ends.end_failed(request, row.error.code, row.error.text, now)
         elif not self._reply(version, instance, request, row, now, taken):
             text = f"{version.label} answered with memory that is not its own"
             self._ends.end_failed(request, "INTERNAL", text, now)
-            self._confused(version, instance, "memory in an answer")
+            self.confused(version, instance, "memory in an answer")
 
     def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
         """The answer. False: it refers to memory that it may not refer to; nothing has been done."""
+        if not self.take(instance, request, row):
+            return False
+        if taken:
+            version.statistics.answered([request.arrived], request.cost, taken, now)
+        else:
+            version.statistics.answered_early(request.arrived, request.cost, now)
+            assert request.batch is not None
+            request.batch.early.append(request.arrived)
+        self._ends.answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+        return True
+
+    def take(self, instance: Instance, request: Request, row: Row) -> bool:
+        """What the row refers to is held by whoever has asked. False, and nothing done: some of it is not the
+        worker's to give."""
         client, ledger = request.client, self._state.ledger
         handles: list[Handle] = []
         for tensor in row.outputs:
@@ -319,16 +342,9 @@ class Dispatcher:
                 ledger.keep(handle)
         else:
             self._ends.give(client, handles)
-        if taken:
-            version.statistics.answered([request.arrived], request.cost, taken, now)
-        else:
-            version.statistics.answered_early(request.arrived, request.cost, now)
-            assert request.batch is not None
-            request.batch.early.append(request.arrived)
-        self._ends.answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
         return True
 
-    def _send_back(self, instance: Instance, row: Row) -> None:
+    def send_back(self, instance: Instance, row: Row) -> None:
         """Outputs that nobody will be given."""
         for tensor in row.outputs:
             if isinstance(tensor.data, tuple):
@@ -336,7 +352,7 @@ class Dispatcher:
                     if handle.segment >> OWNER_SHIFT == instance.peer:
                         self._state.ledger.send_back(handle)
 
-    def _confused(self, version: Version, instance: Instance, what: str) -> None:
+    def confused(self, version: Version, instance: Instance, what: str) -> None:
         """A worker that contradicts the protocol is a worker whose memory cannot be trusted either."""
         self.kill(version, instance, f"it broke the protocol: unexpected {what}")
 

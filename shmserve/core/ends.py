@@ -12,12 +12,12 @@ from shmserve.core.effects import Free
 from shmserve.core.graph import handles_of
 from shmserve.core.request import Request
 from shmserve.core.state import State
-from shmserve.core.states import BatchState, RequestState
+from shmserve.core.states import RequestState
 from shmserve.core.statistics import Failure
 from shmserve.core.versions import Version
-from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Released, Reply, Withdraw
+from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Withdraw
 
-_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED = RequestState
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 
 class Ends:
@@ -39,17 +39,23 @@ class Ends:
         self.tell(request, message)
         client = request.client
         if request.run is None and client.outputs == "frames" and isinstance(message, Reply) and not client.gone:
-            self._take_back(client, message)  # copied out as it is sent: nothing is held
-        self._trace(request, message.code if isinstance(message, Fail) else "")
+            self.take_back(client, message.outputs)  # copied out as it is sent: nothing is held
+        self.finish(request, message.code if isinstance(message, Fail) else "")
+
+    def finish(self, request: Request, code: str) -> None:
+        """It has had its (last) answer."""
+        self._trace(request, code)
         self.end(request)
 
-    def tell(self, request: Request, message: Reply | Fail | FailHeld) -> None:
+    def tell(self, request: Request, message: Reply | Part | Fail | FailHeld) -> None:
         """Whoever has asked."""
         if request.run is not None:
-            assert not isinstance(message, FailHeld)
+            assert isinstance(message, (Reply, Fail))
             request.run.told(request, message)
             self._state.stirred[request.run] = None
         elif not request.client.gone:
+            if isinstance(message, Reply) and request.options is not None and request.options.window:
+                message = Part(message.request, message.version, message.outputs, message.parameters, True)
             self._state.send(request.client.number, message)
 
     def _trace(self, request: Request, code: str) -> None:
@@ -60,12 +66,11 @@ class Ends:
             if told is not None:
                 state.effects.append(told)
 
-    def _take_back(self, client: Client, reply: Reply) -> None:
+    def take_back(self, client: Client, outputs: Iterable[Tensor]) -> None:
         """Gives what the client was given, or was to be given, back to the worker."""
-        for tensor in reply.outputs:
-            for handle in tensor.data if isinstance(tensor.data, tuple) else ():
-                if handle.segment >> OWNER_SHIFT != client.number:
-                    self._state.ledger.take_back(client, handle)
+        for handle in handles_of(outputs):
+            if handle.segment >> OWNER_SHIFT != client.number:
+                self._state.ledger.take_back(client, handle)
 
     def answer_in_order(self, version: Version) -> None:
         """Whoever is first may be answered; one that has been answered early makes way."""
@@ -83,7 +88,7 @@ class Ends:
                 if handle.segment >> OWNER_SHIFT != request.client.number:
                     self._state.ledger.unpin(handle)
         elif isinstance(request.reply, Reply) and not request.client.gone:
-            self._take_back(request.client, request.reply)
+            self.take_back(request.client, request.reply.outputs)
         self.end(request)
 
     def end(self, request: Request) -> None:
@@ -157,8 +162,8 @@ class Ends:
         request.move(_LINGERING)
         if request.run is None:
             request.client.requests.pop(request.client_number, None)
-        instance, batch = request.instance, request.batch
-        if instance is not None and batch is not None and batch.state is BatchState.OPEN:
+        instance = request.instance
+        if instance is not None:  # which takes it out if it waits, and tells the model if that can still stop
             self._state.send(instance.peer, Withdraw((request.number,)))
         if request.version.order is not None:
             self.answer_in_order(request.version)

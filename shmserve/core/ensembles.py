@@ -306,6 +306,7 @@ class Ensembles:
             number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, (), (), now, level, deadline=parent.deadline,
             audience=parent.audience if final else INTERNAL, run=run, step=(index, row), outside=outside,
+            special=True,
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
         self._intake.put(member, request, now)

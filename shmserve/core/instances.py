@@ -118,6 +118,8 @@ class Instance(Struct, eq=False):
     """The last lines that its last process wrote before it ended unasked. For operators only."""
     loaded: bool = False
     """It has been READY. One that never was is not missed by a version that is served without it."""
+    streams: dict[int, Request] = {}
+    """Requests that it will still answer, though their batch has run."""
     replaces: Instance | None = None
     """Goes when this one is READY."""
 

@@ -13,6 +13,7 @@ from shmserve.core.operations import Operations
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
+from shmserve.core.streams import Streams
 from shmserve.core.versions import Version
 from shmserve.errors import ServeError
 from shmserve.messages import LoadFailed, Map, Return, Stop, Unmap
@@ -21,10 +22,13 @@ _I, _V = InstanceState, VersionState
 
 
 class Lifecycle:
-    def __init__(self, state: State, dispatcher: Dispatcher, ends: Ends, operations: Operations) -> None:
+    def __init__(
+        self, state: State, dispatcher: Dispatcher, ends: Ends, streams: Streams, operations: Operations
+    ) -> None:
         self._state = state
         self._dispatcher = dispatcher
         self._ends = ends
+        self._streams = streams
         self._operations = operations
 
     # ------------------------------------------------------------------------------------ loading
@@ -152,7 +156,7 @@ class Lifecycle:
             version.trial = None
         alone = running is not None and running.count == 1
         for request in running.requests() if running is not None else ():
-            if request.state is RequestState.SENT and not alone and self._may_retry(version):
+            if request.state is RequestState.SENT and not alone and not request.parts and self._may_retry(version):
                 self._suspect(version, instance, request)
             else:
                 self._ends.end_failed(request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now)
@@ -165,6 +169,8 @@ class Lifecycle:
         for batch in (running, waiting):
             if batch is not None:
                 batch.end()
+        if instance.streams:
+            self._streams.lost(version, instance, reason, now)
         if version.order is not None:
             self._ends.answer_in_order(version)
         return alone

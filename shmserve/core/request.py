@@ -41,6 +41,10 @@ class Request(Struct, eq=False, gc=False):
     delayed: bool = False
     suspect: bool = False
     """A worker died while it ran this one together with others. It is run once more, alone."""
+    special: bool = False
+    """Its answer is not just sent: it has used memory, is a step's, or comes in parts."""
+    parts: int = 0
+    """Answers that it has had."""
     state: RequestState = RequestState.QUEUED
     instance: Instance | None = None
     batch: Batch | None = None

@@ -26,7 +26,7 @@ WORKERS_FROM = 1 << 30
 
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
-_LIVE = (RequestState.QUEUED, RequestState.SENT, RequestState.DONE, RequestState.CHAINED)
+_LIVE = (RequestState.QUEUED, RequestState.SENT, RequestState.DONE, RequestState.CHAINED, RequestState.OPEN)
 """Not answered yet."""
 
 

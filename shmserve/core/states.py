@@ -19,6 +19,7 @@ class RequestState(IntEnum):  # integers hash fast, and requests move thousands 
     DONE = 4  # no worker has it any more; its answer waits for its turn (preserve_ordering)
     ENDED = 5
     CHAINED = 6  # to an ensemble: the requests of its steps are under way
+    OPEN = 7  # its batch has run, and its model will answer it again
 
 
 class BatchState(Enum):
@@ -53,10 +54,11 @@ _R, _B, _I, _V = RequestState, BatchState, InstanceState, VersionState
 
 REQUEST_MOVES = {
     _R.QUEUED: {_R.SENT, _R.ENDED, _R.CHAINED},
-    _R.SENT: {_R.LINGERING, _R.DONE, _R.ENDED, _R.QUEUED},
+    _R.SENT: {_R.LINGERING, _R.DONE, _R.ENDED, _R.QUEUED, _R.OPEN},
     _R.LINGERING: {_R.ENDED},
     _R.DONE: {_R.ENDED},
     _R.CHAINED: {_R.LINGERING, _R.ENDED},
+    _R.OPEN: {_R.LINGERING, _R.ENDED},
     _R.ENDED: set[RequestState](),
 }
 

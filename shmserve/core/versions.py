@@ -27,6 +27,7 @@ class Version:
         "asked",
         "began",
         "checker",
+        "decoupled",
         "graph",
         "idle",
         "instances",
@@ -89,6 +90,8 @@ class Version:
         self.prefetch = True
         self.plain = True
         """No priorities, no queue policy, no order to preserve: the short way in and out."""
+        self.decoupled = False
+        """It answers a request as often as it likes."""
         self.order: deque[Request] | None = None
         """With preserve_ordering: the requests not answered yet, in the order of their arrival."""
         self.idle: list[Instance] = []
@@ -107,6 +110,7 @@ class Version:
         self.policy = policy
         self.checker = Checker(policy)
         self.queue = RequestQueue(policy.batching)
+        self.decoupled = policy.decoupled
         if policy.steps is not None:
             self.graph = Graph(policy)
             self.plain = False
@@ -116,7 +120,7 @@ class Version:
                 self.shape = Shape.of(policy.max_batch, batching, self.checker.varies)
             self.prefetch = sends_ahead(batching)
             self.plain = self.prefetch and not batching.preserve_ordering
-            if batching.preserve_ordering:
+            if batching.preserve_ordering and not policy.decoupled:
                 self.order = deque()
 
     def move(self, finish: VersionState, reason: str = "") -> None:
@@ -150,7 +154,9 @@ class Version:
     @property
     def finished(self) -> bool:
         """Nothing waits, runs or is still read, and no run of an ensemble needs it."""
-        return not self.waits and not self.users and all(instance.idle for instance in self.instances)
+        if self.waits or self.users:
+            return False
+        return all(instance.idle and not instance.streams for instance in self.instances)
 
     @property
     def gone(self) -> bool:

@@ -1,0 +1,98 @@
+"""Requests that are answered many times: parts as the model makes them, while its batch runs or long after.
+
+A request leaves its batch for `Instance.streams` (OPEN) when the batch is done and its last answer has not come.
+The rule of the file: the last answer ends a request, wherever it is; what comes after it is a worker gone wrong.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.dispatch import Dispatcher
+from shmserve.core.ends import Ends
+from shmserve.core.instances import Batch, Instance
+from shmserve.core.request import Request
+from shmserve.core.state import State
+from shmserve.core.states import RequestState
+from shmserve.core.versions import Version
+from shmserve.messages import More, Part, Row, Streamed
+
+_SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
+
+
+class Streams:
+    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._ends = ends
+        self._dispatcher = dispatcher
+
+    def streamed(self, version: Version, instance: Instance, message: Streamed, now: int) -> None:
+        for row in message.rows:
+            self._row(version, instance, row, now)
+
+    def _row(self, version: Version, instance: Instance, row: Row, now: int) -> None:
+        request = self._state.requests.get(row.request)
+        batch = instance.running
+        here = request is not None and (
+            row.request in instance.streams or (batch is not None and request.batch is batch)
+        )
+        if request is None or not here:
+            self._dispatcher.confused(version, instance, f"answer to request {row.request}")
+            return
+        taken = request.state is not _LINGERING and row.error is None and self._dispatcher.take(instance, request, row)
+        if not taken:
+            self._dispatcher.send_back(instance, row)
+        if row.more:
+            if taken:
+                self._tell(version, request, row, False)
+            return
+        self._leave(instance, batch, request)
+        if request.state is _LINGERING:
+            self._ends.released(request)
+        elif row.error is not None:
+            self._ends.end_failed(request, row.error.code, row.error.text, now)
+        elif not taken:
+            text = f"{version.label} answered with memory that is not its own"
+            self._ends.end_failed(request, "INTERNAL", text, now)
+            self._dispatcher.confused(version, instance, "memory in an answer")
+        else:
+            version.statistics.answered_early(request.arrived, request.cost, now)
+            if batch is not None and request.batch is batch:
+                batch.early.append(request.arrived)
+            self._tell(version, request, row, True)
+            self._ends.finish(request, "")
+
+    def _tell(self, version: Version, request: Request, row: Row, last: bool) -> None:
+        request.parts += 1
+        self._ends.tell(request, Part(request.client_number, version.number, row.outputs, row.parameters, last))
+        if request.client.outputs == "frames":
+            self._ends.take_back(request.client, row.outputs)  # copied out as it is sent: nothing is held
+
+    def _leave(self, instance: Instance, batch: Batch | None, request: Request) -> None:
+        if instance.streams.pop(request.number, None) is None and batch is not None:
+            batch.left -= 1
+
+    def batch_done(self, version: Version, instance: Instance, batch: Batch, taken: int) -> None:
+        """What has not had its last answer goes on outside of the batch."""
+        for request in batch.requests():
+            if request.state is _SENT:
+                request.move(_OPEN)
+                version.statistics.queued([request.arrived], taken)
+            request.batch = None
+            batch.left -= 1
+            instance.streams[request.number] = request
+
+    def lost(self, version: Version, instance: Instance, reason: str, now: int) -> None:
+        """Its worker has ended."""
+        for request in list(instance.streams.values()):
+            text = (
+                f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {request.parts} "
+            )
+            self._ends.end_failed(request, "MODEL_FAILED", f"{text}answers to this request ({reason})", now)
+        instance.streams.clear()
+
+    def more(self, request: Request, count: int) -> None:
+        """Its caller can take so many more."""
+        options = request.options
+        if request.instance is not None and request.state in (_SENT, _OPEN):
+            self._state.send(request.instance.peer, More(request.number, count))
+        elif options is not None:
+            options.window += count
