@@ -215,7 +215,7 @@ def _counts(page: Page, counted: Statistics, max_batch: int, named: str) -> None
     if counted.execution_count:
         spent = sum(batch.input_ns + batch.infer_ns + batch.output_ns for batch in counted.batches.values())
         _times(page, "shmserve_batch_duration_seconds", counted.batch_times, spent, named)
-        _sizes(page, counted, max(max_batch, *counted.batches), named)
+        _sizes(page, counted, max([1, max_batch, *counted.batches]), named)
 
 
 def _times(page: Page, name: str, counts: list[int], ns: int, named: str) -> None:
