@@ -101,7 +101,7 @@ def oracle() -> Oracle:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     samples.build(repository, lambda text: None, ["ocr"])
-    with Server(repository) as running:
+    with Server(repository, "--exit-on-error", "true") as running:
         yield running
 
 
@@ -162,3 +162,33 @@ def test_what_is_transparent_is_white(server: Server) -> None:
         assert prepared["PLACE"].tolist() == [1, 1, 0, 64, 64]
         assert prepared["X"].shape == (3, 736, 736)
         assert prepared["X"].max() == 1
+
+
+def read(result: shmserve.Result) -> Found:
+    return Found([text.decode() for text in result["TEXT"]], result["SCORE"].copy(), result["BOX"].copy())
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_ensemble(server: Server, oracle: Oracle, name: str) -> None:
+    page = PAGES[name]
+    with server.client() as client:
+        found = read(client.infer("ocr", {"IMAGE": np.array([page.data], object)}))
+    assert_same(found, oracle(page.data), page.lines)
+
+
+def test_pages_at_once(server: Server, oracle: Oracle) -> None:
+    """Lines of several pages run together, and each page gets its own."""
+    names = ["turned, grey", "nothing", "many lines", "downwards", "turned, grey"]
+    with server.client() as client:
+        images = [np.array([PAGES[name].data], object) for name in names]
+        futures = [client.submit("ocr", {"IMAGE": image}) for image in images]
+        for name, future in zip(names, futures, strict=True):
+            assert_same(read(future.result()), oracle(PAGES[name].data), PAGES[name].lines)
+
+
+def test_an_error_of_a_step_is_told(server: Server) -> None:
+    with (
+        server.client() as client,
+        pytest.raises(shmserve.ServeError, match=r"in ensemble 'ocr', .*IMAGE cannot be read"),
+    ):
+        client.infer("ocr", {"IMAGE": np.array([b"nothing"], object)})

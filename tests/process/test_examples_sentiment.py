@@ -45,7 +45,7 @@ def weights() -> dict[str, float]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     assert samples.build(repository, lambda text: None, ["sentiment"]) == list(samples.SETS["sentiment"])
-    with Server(repository) as running:
+    with Server(repository, "--exit-on-error", "true") as running:
         yield running
 
 
@@ -76,3 +76,26 @@ def test_step_by_step(server: Server, weights: dict[str, float]) -> None:
         expected = [by_hand(text, weights) for text in TEXTS]
         assert found == [label for label, _ in expected]
         np.testing.assert_allclose(answer["SCORE"][:, 0], [score for _, score in expected], rtol=1e-5)
+
+
+def test_the_ensemble(server: Server, weights: dict[str, float]) -> None:
+    with server.client() as client:
+        found = client.infer("sentiment", {"TEXT": column(*TEXTS)})
+        assert [label.decode() for label in found["LABEL"][:, 0]] == list(TEXTS.values())
+        expected = [by_hand(text, weights)[1] for text in TEXTS]
+        np.testing.assert_allclose(found["SCORE"][:, 0], expected, rtol=1e-5)
+        only = client.infer("sentiment", {"TEXT": column("Awful!")}, outputs=["LABEL"])
+        assert {name: value.tolist() for name, value in only.items()} == {"LABEL": [[b"negative"]]}
+
+
+def test_callers_of_the_ensemble_and_of_a_step_at_once(server: Server) -> None:
+    """Whoever shares a batch with whom, each gets its own answer."""
+    words = np.zeros((1, 32), np.int64)
+    texts = [text for text in TEXTS for _ in range(8)]
+    with server.client() as client, server.client() as other:
+        direct = [other.submit("sentiment_classifier", {"WORDS": words}) for _ in texts]
+        futures = [client.submit("sentiment", {"TEXT": column(text)}) for text in texts]
+        assert [future.result()["LABEL"][0, 0].decode() for future in futures] == [TEXTS[text] for text in texts]
+        neutral = np.exp([0, 0.8, 0])
+        for future in direct:
+            np.testing.assert_allclose(future.result()["SCORES"][0], neutral / neutral.sum(), rtol=1e-5)
