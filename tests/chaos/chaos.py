@@ -37,7 +37,7 @@ GROWTH_BYTES = 24 << 20
 PATIENCE = 60.0
 """Seconds that clients give a server to come back, and that all get to end."""
 VICTIMS = (1, 3, 4)
-"""Which of the eight may be killed, one of each public kind. The others tell in the end what became of their requests."""
+"""Who of the eight may be killed, one of each public kind. The others account for all their requests in the end."""
 END_S = 5.0
 """Without events at the end, so that what was begun can be answered."""
 
