@@ -52,8 +52,8 @@ class Extension:
 
     def member(self, work: Work) -> Member:
         member = self.members.of(work)
-        if self.controls is not None and not member.null:
-            self.controls.check(member)
+        if self.controls is not None:
+            self.controls.check(member.id)
         return member
 
     def extras(self, members: Sequence[Member]) -> list[Array]:
@@ -214,7 +214,7 @@ class ExtendedRunner(Runner):
 
     def _alike(self, works: list[Work]) -> Iterator[list[Work]]:
         """The same, by the shapes of states: what is before has run when the next is asked for."""
-        if not self._extension.sequences or len(works) == 1:
+        if not self._extension.states.varies or len(works) == 1:
             yield works
             return
         parts: dict[Any, list[Work]] = {}

@@ -112,23 +112,22 @@ class Controls:
             control = control_of(entry)
             pair = control.int32_false_true or control.fp32_false_true or control.bool_false_true
             self._made.append((spec, control.kind, tuple(pair)))
+        self._id = next((spec for spec, kind, _ in self._made if kind == "CONTROL_SEQUENCE_CORRID"), None)
+        self._kind = int if self._id is None or self._id.item else str
+        self._most = int(np.iinfo(self._id.numpy).max) if self._id is not None and self._id.item else 0
 
-    def check(self, member: Member) -> None:
+    def check(self, key: Key) -> None:
         """Refuses an id that cannot be given to the model."""
-        for spec, kind, _ in self._made:
-            if kind != "CONTROL_SEQUENCE_CORRID":
-                continue
-            given = member.id
-            if isinstance(given, str) != (not spec.item):
-                kinds = ("a string", "an integer") if isinstance(given, str) else ("an integer", "a string")
-                raise InvalidRequest(
-                    f"the correlation ID is {kinds[0]}, but control input '{spec.name}' has type {spec.dtype}: it must "
-                    f"be {kinds[1]}"
-                )
-            if isinstance(given, int) and not 0 <= given <= np.iinfo(spec.numpy).max:
-                raise InvalidRequest(
-                    f"correlation ID {given} does not fit into control input '{spec.name}' of type {spec.dtype}"
-                )
+        if self._id is None or (type(key) is self._kind and (self._kind is str or 0 <= key <= self._most)):  # type: ignore[operator]
+            return
+        spec = self._id
+        if isinstance(key, str) != (not spec.item):
+            kinds = ("a string", "an integer") if isinstance(key, str) else ("an integer", "a string")
+            raise InvalidRequest(
+                f"the correlation ID is {kinds[0]}, but control input '{spec.name}' has type {spec.dtype}: it must "
+                f"be {kinds[1]}"
+            )
+        raise InvalidRequest(f"correlation ID {key} does not fit into control input '{spec.name}' of type {spec.dtype}")
 
     def arrays(self, members: Sequence[Member]) -> list[Array]:
         found: list[Array] = []
@@ -166,7 +165,7 @@ class States:
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._empty: Any = "" if text else b""
-        self._fixed = all(spec.fixed for spec in self.specs)
+        self.varies = not all(spec.fixed for spec in self.specs)
         self._first = _Kept(
             [self._initial(entry, spec, folder) for entry, spec in zip(entries, self.specs, strict=True)], 0
         )
@@ -174,9 +173,7 @@ class States:
         self._buffers: list[Array] = [np.empty(0, np.uint8) for _ in self.specs]
 
     def shapes(self, member: Member) -> tuple[tuple[int, ...], ...]:
-        """What members that run together have in common."""
-        if self._fixed or member.null:
-            return ()
+        """What members that run together have in common, where shapes vary."""
         return tuple(array.shape[self._batched :] for array in self._now(member).arrays)
 
     def arrays(self, members: Sequence[Member]) -> list[Array]:
