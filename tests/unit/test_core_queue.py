@@ -19,7 +19,9 @@ CLIENTS = [SimpleNamespace(number=number) for number in range(1, 5)]
 
 def request(client: int = 1, cost: int = 1, level: int = 0, name: int = 0) -> Any:
     """What the queue needs of a request."""
-    made = SimpleNamespace(inline=0, client=CLIENTS[client - 1], cost=cost, level=level, tag=0, delayed=False, name=name)
+    made = SimpleNamespace(
+        inline=0, client=CLIENTS[client - 1], cost=cost, level=level, tag=0, delayed=False, name=name
+    )
     return made
 
 
