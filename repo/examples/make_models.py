@@ -35,6 +35,8 @@ WORDS = {
     -3.0: "terrible awful horrible worst hate hated disgusting disaster dreadful",
 }
 """What each word says of the mood of a text."""
+ROOM = 128
+"""Numbers of words that the classifier takes, used or not."""
 LENGTH = 32
 NEUTRAL = 0.8
 """A text is neutral as long as its words weigh less than this together."""
@@ -108,9 +110,12 @@ def classifier() -> bytes:
 
     A word whose forerunner is a negation counts with the factor -1."""
     known = words()
+    weight, factor = np.zeros(ROOM, np.float32), np.ones(ROOM, np.float32)
+    weight[1 : len(known) + 1] = list(known.values())
+    factor[1 : len(known) + 1] = [-1 if word in NEGATIONS.split() else 1 for word in known]
     data: Data = {
-        "weight": np.array([0, *known.values()], np.float32),
-        "factor": np.array([1, *(-1 if word in NEGATIONS.split() else 1 for word in known)], np.float32),
+        "weight": weight,
+        "factor": factor,
         "from": np.array([0]),
         "to": np.array([LENGTH - 1]),
         "axis": np.array([1]),
