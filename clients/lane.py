@@ -100,6 +100,8 @@ class Lane:
             size, ancillary, got, _ = self._recvmsg_into(self._buffers, ANCILLARY_BYTES, flags)
         except BlockingIOError:
             return None
+        except ConnectionResetError:  # told once, ahead of what the server still said before it ended
+            return self.receive(wait, to_send, wakeable)
         except OSError as error:
             raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error
         descriptors = received(ancillary) if ancillary else []

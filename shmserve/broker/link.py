@@ -81,6 +81,8 @@ class Link:
                 size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], ANCILLARY_BYTES, _FLAGS)
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # told once, ahead of what it still said before it ended with something unread
+                continue
             except OSError as error:
                 self.close(error.strerror or "the link broke")
                 return
@@ -148,7 +150,7 @@ class Link:
             self._cut_off()
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
-        """False: not now. An end of the link counts as sent; the reader will see it."""
+        """False: not now. An end of the link counts as sent; the reader will see it, behind what the peer said last."""
         sock = self._sock
         assert sock is not None
         try:
@@ -159,6 +161,8 @@ class Link:
                 sock.send(packet, _DONTWAIT)
         except BlockingIOError:
             return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass
         except OSError as error:
             self.close(error.strerror or "the link broke")
         return True

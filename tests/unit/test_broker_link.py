@@ -1,0 +1,99 @@
+"""The broker's end of a link, against real sockets: what a peer said before it ended is heard, however it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shmserve import wire
+from shmserve.broker.link import Link
+from shmserve.messages import ClientMessage, Pong
+
+LAST = [Pong(number) for number in range(20)]
+
+
+class Ends:
+    """A link, its peer's socket, and what the broker hears."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.heard: list[Any] = []
+        self.ended: list[str] = []
+        self.link = Link(ours, 1, wire.Codec(ClientMessage), self.hear, self.end, loop)
+
+    def hear(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
+        self.heard += messages
+
+    def end(self, peer: int, reason: str) -> None:
+        self.ended.append(reason)
+
+    def say(self, message: Any) -> None:
+        self.link.outbox.append(message)
+        self.link.flush(lambda _: None)
+
+    def leave(self) -> None:
+        """The peer says its last words, each in a packet of its own, and ends."""
+        for message in LAST:
+            self.theirs.send(wire.encode([message]))
+        self.theirs.close()
+
+    def until(self, holds: Callable[[], object]) -> None:
+        async def turns() -> None:
+            while not holds():
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(asyncio.wait_for(turns(), 60))
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    loop = asyncio.new_event_loop()
+    made = Ends(loop)
+    yield made
+    made.link.close("")
+    made.theirs.close()
+    loop.close()
+
+
+@pytest.mark.parametrize("unread", [0, 1, 5])
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_last_words(ends: Ends, unread: int, more: int) -> None:
+    """Also where it left something unread, which the kernel tells ahead of them, and where more is said to it before
+    they are read."""
+    for number in range(unread):
+        ends.say(Pong(number))
+    ends.leave()
+    for number in range(more):
+        ends.say(Pong(number))
+    assert not ends.ended
+    ends.until(lambda: ends.ended)
+    assert ends.heard == LAST
+    assert ends.ended == [""]
+    assert not ends.link.open
+
+
+@pytest.mark.parametrize("unread", [0, 1])
+def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None:
+    """They are read at once, before its end counts."""
+    for number in range(unread):
+        ends.say(Pong(number))
+    ends.leave()
+    ends.link.drain()
+    assert ends.heard == LAST
+    assert ends.ended == [""]
+
+
+def test_a_packet_that_waits_for_one_who_ends(ends: Ends) -> None:
+    large = bytes(60_000)
+    ends.link.outbox.append(Pong(1))
+    while not ends.link._unsent:
+        ends.link._send(large, [])
+    ends.leave()
+    ends.until(lambda: ends.ended)
+    assert ends.heard == LAST
+    assert ends.ended == [""]
