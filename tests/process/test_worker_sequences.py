@@ -56,8 +56,8 @@ def step(request: int, key: int | str, *inputs: Tensor, start: bool = False, end
 # ---------------------------------------------------------------------------------------------- states
 
 
-def recurrent(folder: Path, width: int, states: int, shown: bool) -> Path:
-    """h' = tanh(x W + h U), y = 2 h', which has `width` numbers. `shown`: h' is an output for callers too."""
+def recurrent(folder: Path, width: int, states: int) -> Path:
+    """h' = tanh(x W + h U), of `states` numbers; y = h' V, of `width`."""
     random = np.random.default_rng(5)
     graph = Graph().input("x", "FP32", [-1, 3]).input("h", "FP32", [-1, states])
     graph.output("y", "FP32", [-1, width]).output("h2", "FP32", [-1, states])
@@ -71,7 +71,7 @@ def recurrent(folder: Path, width: int, states: int, shown: bool) -> Path:
 @pytest.mark.parametrize(("width", "states", "shown"), [(4, 8, False), (3000, 8, True), (2, 1500, True)])
 def test_interleaved_sequences_are_what_each_is_alone(tmp_path: Path, width: int, states: int, shown: bool) -> None:
     """Outputs in messages and outputs computed in shared memory; states that callers see and that they do not."""
-    path = recurrent(tmp_path, width, states, shown)
+    path = recurrent(tmp_path, width, states)
     outputs: dict[str, tuple[str, Sequence[int]]] = {"y": ("FP32", (width,))}
     if shown:
         outputs["h2"] = ("FP32", (states,))
