@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shmserve.clients.loop_link import LoopLink, monotonic
+from shmserve.clients.streams import AsyncFlow, AsyncStream
 from shmserve.clients.sync import Outputs, default_name
 from shmserve.clients.transport import address_of
 from shmserve.clients.waiting import POLL_S, not_ready, pause_after
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.messages import Reply
-from shmserve.session import Result, Ticket, inline_result
+from shmserve.session import WINDOW, Result, Ticket, inline_result
 from shmserve.session.body import Body, of_json, of_load
+from shmserve.session.options import TopK
 
 
 class _Ticket(Ticket):
@@ -134,6 +136,35 @@ class AsyncClient:
         )  # fmt: skip
         link.send_soon(timeout is not None)
         return future
+
+    def stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        window: int = WINDOW,
+        outputs: Iterable[str] | Mapping[str, TopK | None] | None = None,
+        version: int | str | None = None,
+        timeout: float | None = None,
+        priority: int | None = None,
+        sequence: int | str | None = None,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+        parameters: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> AsyncStream:
+        """Like `Client.stream`, to be iterated over with `async for`. Must be called in a running loop."""
+        link = self._link
+        link.bind()
+        flow = AsyncFlow(window)
+        if timeout is None:
+            timeout = self._timeout
+        link.session.infer(
+            flow, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
+            sequence, sequence_start, sequence_end, parameters, request_id, window,
+        )  # fmt: skip
+        link.send_soon(timeout is not None)
+        return AsyncStream(link, flow)
 
     def _question(self) -> tuple[AsyncFuture, _Ticket]:
         loop = self._link.bind()

@@ -12,12 +12,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.connection import CLOSED, Connection, monotonic
 from shmserve.clients.future import FINISHED, PENDING, Future
 from shmserve.clients.transport import Address
 from shmserve.errors import Cancelled, ConnectionLost
+
+if TYPE_CHECKING:
+    from shmserve.clients.streams import Flow
 
 LINGER_S = 5.0
 """So long the reader waits for more to do before it ends."""
@@ -156,6 +159,16 @@ class Engine(Connection):
                 future.mark_cancelled()
                 if self._link is not None:
                     self.send_now()
+        finally:
+            self._leave()
+
+    def give_up(self, flow: Flow) -> None:
+        """Its user closes it."""
+        self.lock.acquire()
+        try:
+            if not flow.ended and self.session.cancel(flow) and self._link is not None:
+                self.send_now()
+            flow.give_up()
         finally:
             self._leave()
 

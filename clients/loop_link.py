@@ -289,6 +289,7 @@ class LoopLink:
                 pass  # it has ended first
             self._unwatch(link)
             link.close(linger=True)
+        self.session.fail_all(Cancelled(CLOSED))
         self.session.disconnected()
         self.session.close()
 

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from shmserve.clients.connection import monotonic
 from shmserve.clients.engine import Engine
 from shmserve.clients.future import Future
+from shmserve.clients.streams import Flow, Stream
 from shmserve.clients.transport import address_of
 from shmserve.clients.waiting import POLL_S, not_ready, pause_after
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
-from shmserve.session import Result
+from shmserve.session import WINDOW, Result
 from shmserve.session.body import Body, of_json, of_load
 from shmserve.session.options import TopK
 
@@ -138,6 +139,39 @@ class Client:
         if engine.after:
             engine.call_back()
         return future
+
+    def stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        window: int = WINDOW,
+        outputs: Iterable[str] | Mapping[str, TopK | None] | None = None,
+        version: int | str | None = None,
+        timeout: float | None = None,
+        priority: int | None = None,
+        sequence: int | str | None = None,
+        sequence_start: bool = False,
+        sequence_end: bool = False,
+        parameters: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> Stream:
+        """Runs the model once and iterates over its answers as they come; a model with one answer has one here, too.
+
+        At most `window` answers are on their way or wait here: a model that is faster than its reader waits for it.
+        `timeout` is for all of them together. To leave the loop early ends the request.
+        """
+        engine = self._engine
+        flow = Flow(engine, window)
+        if timeout is None:
+            timeout = self._timeout
+        with engine.lock:
+            engine.session.infer(
+                flow, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
+                sequence, sequence_start, sequence_end, parameters, request_id, window,
+            )  # fmt: skip
+            engine.send_now(flow)
+        return Stream(engine, flow)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> np.ndarray[Any, Any]:
         """An array in shared memory, not initialised: as an input it is not copied, nor are slices of it."""

@@ -18,6 +18,8 @@ _HOMES = {
     "Client": "shmserve.clients.sync",
     "Future": "shmserve.clients.future",
     "AsyncClient": "shmserve.clients.aio",
+    "Stream": "shmserve.clients.streams",
+    "AsyncStream": "shmserve.clients.streams",
     "Raw": "shmserve.session",
     "Result": "shmserve.session",
     "TopK": "shmserve.session.options",
@@ -49,6 +51,7 @@ _HOMES = {
 __all__ = [
     "AlreadyExists",
     "AsyncClient",
+    "AsyncStream",
     "Cancelled",
     "ClassResult",
     "Client",
@@ -66,6 +69,7 @@ __all__ = [
     "Raw",
     "Result",
     "ServeError",
+    "Stream",
     "TopK",
     "Unavailable",
     "UnknownError",
@@ -94,6 +98,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from shmserve.clients.aio import AsyncClient
     from shmserve.clients.future import Future
+    from shmserve.clients.streams import AsyncStream, Stream
     from shmserve.clients.sync import Client
     from shmserve.errors import (
         AlreadyExists,

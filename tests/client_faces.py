@@ -38,6 +38,14 @@ class AsyncFace:
     def run(self, what: Any) -> Any:
         return self.loop.run_until_complete(what)
 
+    def stream(self, *args: Any, **kwargs: Any) -> AsyncFaceStream:
+        async def stream() -> Any:
+            return self.client.stream(*args, **kwargs)
+
+        made = AsyncFaceStream(self, self.run(stream()))
+        self.turn()
+        return made
+
     def turn(self) -> None:
         """Lets the loop do what is due, connecting included."""
 
@@ -75,6 +83,31 @@ class AsyncFace:
     def __exit__(self, *_: object) -> None:
         self.run(self.client.close())
         self.loop.close()
+
+
+class AsyncFaceStream:
+    def __init__(self, face: AsyncFace, stream: Any) -> None:
+        self.face = face
+        self.stream = stream
+
+    def __iter__(self) -> AsyncFaceStream:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.face.run(self.stream.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        self.face.run(self.stream.aclose())
+        self.face.turn()
+
+    def __enter__(self) -> AsyncFaceStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class AsyncFaceFuture:

@@ -39,6 +39,7 @@ from shmserve.messages import (
     Hello,
     Infer,
     Map,
+    More,
     Ping,
     Pong,
     Reply,
@@ -50,6 +51,7 @@ from shmserve.messages import (
 from shmserve.shm import memfd, posix
 from shmserve.shm.arena import Arena
 from shmserve.shm.mapped import Mapped
+from tests.fake_parts import Parts, parts
 
 _BYTE = np.dtype("uint8")
 _INT = array.array("i").itemsize
@@ -70,6 +72,8 @@ class Peer:
         self.mapped = Mapped()
         self.announced: set[int] = set()
         self.held: list[Handle] = []
+        self.streams: dict[int, Parts] = {}
+        """By request: those that are answered in parts."""
         self.closed = False
         make = posix.create if sock is None else lambda size: memfd.create(size, seal_future_write=True)
         self.arena = Arena(owner + 1000, make, limit_bytes=1 << 30)
@@ -192,6 +196,7 @@ def garble(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) ->
 
 MODELS: dict[str, Behaviour] = {
     "echo": echo, "rows": rows, "hold": hold, "held": held, "die": die, "garble": garble,
+    "parts": parts,
 }  # fmt: skip
 
 
@@ -412,10 +417,16 @@ class FakeBroker:
             self.pings.append((peer, message.number))
             if self.pongs:
                 self.pong()
+        elif isinstance(message, More):
+            if message.request in peer.streams:
+                peer.streams[message.request].room += message.count
+                peer.streams[message.request].go_on()
         else:
             assert isinstance(message, (Cancel, Pong)), message
             if isinstance(message, Cancel):
                 self.bodies.pop((peer.owner, message.request), None)
+                if peer.streams.pop(message.request, None) is not None:
+                    peer.send(Fail(message.request, "CANCELLED", "it was cancelled"))
 
     def pong(self) -> None:
         """From now on, and for what has come."""

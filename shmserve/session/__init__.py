@@ -6,6 +6,7 @@ from shmserve.session.inputs import Raw
 from shmserve.session.outbox import Packet
 from shmserve.session.results import Result, inline_result
 from shmserve.session.session import Session
+from shmserve.session.streams import WINDOW, StreamTicket
 from shmserve.session.ticket import Ticket
 
-__all__ = ["Packet", "Raw", "Result", "Session", "Ticket", "inline_result"]
+__all__ = ["WINDOW", "Packet", "Raw", "Result", "Session", "StreamTicket", "Ticket", "inline_result"]

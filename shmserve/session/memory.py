@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Handle, Tensor
+from shmserve.messages import Handle, Map, Tensor
 from shmserve.session.results import NUMPY, from_bytes
 from shmserve.session.ticket import Array, Kept
 from shmserve.shm import memfd, posix
@@ -124,11 +125,16 @@ class Memory:
             for handle in handles:
                 dropped(handle)
 
-    @staticmethod
-    def close_descriptors(descriptors: list[int]) -> None:
-        """Those that came with a packet and belong to no segment."""
-        for descriptor in descriptors:
-            os.close(descriptor)
+    def map_all(self, decode: Callable[[Any], list[Any]], data: Any, descriptors: Sequence[int]) -> None:
+        """The n-th nameless Map has the n-th descriptor. All are closed, whatever happens."""
+        left = list(descriptors)
+        try:
+            for message in decode(data):
+                if type(message) is Map and message.name is None and left:
+                    self.mapped.add(message.segment, message.size, fd=left.pop(0))
+        finally:
+            for descriptor in left:
+                os.close(descriptor)
 
     def is_own(self, handle: Handle) -> bool:
         return any(segment.id == handle.segment for segment in self._arena.segments)

@@ -71,9 +71,10 @@ def options_of(
     sequence_end: bool,
     parameters: Mapping[str, Any] | None,
     request_id: str | None,
+    window: int = 0,
 ) -> Options | None:
     """None where nothing is set. The queue timeout travels in a field of its own, as Triton's parameter `timeout`."""
-    if not (priority or sequence or sequence_start or sequence_end or parameters or request_id):
+    if not (priority or sequence or sequence_start or sequence_end or parameters or request_id or window):
         return None
     if request_id is not None:
         check_name("request_id", request_id)
@@ -99,12 +100,13 @@ def options_of(
             raise InvalidRequest(f"parameter 'timeout' is the time in the queue in microseconds, not {value!r}")
         queue_timeout_us = value
     return Options(
-        request_id or "", priority or 0, queue_timeout_us, sequence or 0, sequence_start, sequence_end, given
+        request_id or "", priority or 0, queue_timeout_us, sequence or 0, sequence_start, sequence_end, given, window
     )
 
 
-def wanted_of(outputs: Any, kept: Kept, encoder: Encoder) -> tuple[Wanted, ...]:
-    """`outputs` is a list of names, or a mapping of names to arrays, TopK, or None: the output, wherever it is."""
+def wanted_of(outputs: Any, kept: Kept, encoder: Encoder, placed: bool = True) -> tuple[Wanted, ...]:
+    """`outputs` is a list of names, or a mapping of names to arrays, TopK, or None: the output, wherever it is. Without
+    `placed` there may be no arrays."""
     if isinstance(outputs, (str, bytes)):
         raise InvalidRequest(f"outputs is a list of names or a mapping of names to arrays, not {outputs!r}")
     try:
@@ -119,6 +121,8 @@ def wanted_of(outputs: Any, kept: Kept, encoder: Encoder) -> tuple[Wanted, ...]:
         how = outputs[name] if isinstance(outputs, Mapping) else None
         if type(how) is TopK:
             found.append(Wanted(name, None, index(how.k)))
+        elif how is not None and not placed:
+            raise InvalidRequest(f"output '{name}' has an array, but there is an answer for each part of a stream")
         else:
             found.append(Wanted(name, encoder.place(name, how, kept) if how is not None else None))
     return tuple(found)

@@ -4,17 +4,42 @@ whose handles go back at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from shmserve.dtypes import elements
-from shmserve.errors import Internal, InvalidRequest
-from shmserve.messages import Tensor
+from shmserve.errors import Internal, InvalidRequest, ServeError
+from shmserve.messages import Part, Reply, Tensor
 from shmserve.session.memory import Memory
-from shmserve.session.results import from_bytes, into_place
+from shmserve.session.results import Result, from_bytes, into_place
 from shmserve.session.ticket import Array
+
+
+def result_of(reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array], memory: Memory) -> Result:
+    """All its arrays, made at once, so that no handle can be lost, also where one of them cannot be made."""
+    result = Result()
+    result.version = reply.version
+    result.parameters = reply.parameters or {}
+    failure: ServeError | None = None
+    for tensor in reply.outputs:
+        try:
+            result[tensor.name] = output_of(tensor, frames, places.get(tensor.name), memory)
+        except ServeError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return result
+
+
+def give_back(reply: Reply | Part, memory: Memory) -> None:
+    """An answer that nobody wants any more: what it brought goes back."""
+    for tensor in reply.outputs:
+        if isinstance(tensor.data, tuple):
+            for handle in tensor.data:
+                if not memory.is_own(handle):
+                    memory.drops.dropped(handle)
 
 
 def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | None, memory: Memory) -> Array:

@@ -11,8 +11,8 @@ has expired stays too, without its asker, until the server says that its inputs 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
 from typing import Any
 
 from shmserve import wire
@@ -40,6 +40,8 @@ from shmserve.messages import (
     Hello,
     Infer,
     Map,
+    More,
+    Part,
     Ping,
     Pong,
     Reclaim,
@@ -49,14 +51,16 @@ from shmserve.messages import (
     Welcome,
 )
 from shmserve.session.body import Body
+from shmserve.session.deadlines import Deadlines
 from shmserve.session.inputs import Encoder
 from shmserve.session.memory import Memory
 from shmserve.session.options import check_name, check_size, options_of, timeout_us_of, version_of, wanted_of
 from shmserve.session.outbox import Outbox, Packet
-from shmserve.session.outputs import output_of
+from shmserve.session.outputs import give_back, result_of
 from shmserve.session.questions import Questions
 from shmserve.session.resend import renewed
 from shmserve.session.results import Result
+from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import Abandoned, Kept, Ticket
 
 log = logging.getLogger("shmserve")
@@ -66,7 +70,8 @@ GRACE_S = 0.1
 
 
 class Session:
-    """`memory` is memfd, posix or frames. `on_full` is called, maybe inside the collector, when much was dropped."""
+    """`memory` is memfd, posix or frames. `on_full` is called, maybe inside the collector, when something
+    that was dropped should be told."""
 
     def __init__(
         self, memory: str = "memfd", *, memory_bytes: int = 8 << 30, on_full: Callable[[], object] | None = None
@@ -89,7 +94,10 @@ class Session:
         self._held: dict[int, Kept] = {}
         self.questions = Questions(self.tickets, self.outbox)
         self._operations = self.questions.to_send
-        self._deadlines: list[tuple[float, int]] = []
+        self._nudge = on_full
+        self._deadlines = Deadlines(self.tickets)
+        self.forgotten: deque[Ticket] = deque()
+        """Those whose asker was dropped: they are cancelled when something is sent next."""
 
     # ------------------------------------------------------------------------------------ questions
 
@@ -108,10 +116,11 @@ class Session:
         sequence_end: bool = False,
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        window: int = 0,
     ) -> None:
         """Puts a request into the outbox. InvalidRequest, and nothing has happened, where it could not travel.
 
-        `now` is the monotonic clock; it is read only where `timeout` is given.
+        `now` is the monotonic clock; it is read only where `timeout` is given. `window` is that of a StreamTicket.
         """
         tensors, kept, size = self._tensors(inputs)
         self._number = number = self._number + 1
@@ -124,6 +133,7 @@ class Session:
             and request_id is None
             and not sequence_start
             and not sequence_end
+            and not window
             and len(tensors) < 16
             and type(model) is str
             and len(model) <= NAME_LENGTH
@@ -134,8 +144,10 @@ class Session:
                 kept = Kept()
             try:
                 check_name("model", model)
-                options = options_of(priority, sequence, sequence_start, sequence_end, parameters, request_id)
-                wanted = None if outputs is None or kept is None else wanted_of(outputs, kept, self._encoder)
+                options = options_of(priority, sequence, sequence_start, sequence_end, parameters, request_id, window)
+                wanted = (
+                    None if outputs is None or kept is None else wanted_of(outputs, kept, self._encoder, not window)
+                )
                 message = Infer(number, model, version_of(version), tensors, wanted, 0, options)
                 check_size(message)
             except BaseException:
@@ -166,7 +178,7 @@ class Session:
         ticket.deadline = None
         if message.timeout_us:
             ticket.deadline = now + message.timeout_us * 1e-6 + GRACE_S
-            self._watch(ticket.deadline, message.request)
+            self._deadlines.add(ticket.deadline, message.request)
 
     def ask(
         self,
@@ -189,7 +201,7 @@ class Session:
         ticket.deadline = None
         if timeout is not None:
             ticket.deadline = now + timeout_us_of(timeout) * 1e-6
-            self._watch(ticket.deadline, number)
+            self._deadlines.add(ticket.deadline, number)
         self.tickets[number] = ticket
         self.questions.put(message, body)
 
@@ -212,7 +224,8 @@ class Session:
         """Its deadline has passed without an answer."""
         message = ticket.message
         if isinstance(message, Infer):
-            text = f"model '{message.model}' did not answer within the timeout of {message.timeout_us / 1e6:g} s"
+            what = "answer" if not isinstance(ticket, StreamTicket) else "end its answers"
+            text = f"model '{message.model}' did not {what} within the timeout of {message.timeout_us / 1e6:g} s"
         else:
             text = self.questions.late(ticket.number)
         if self.cancel(ticket):
@@ -222,37 +235,24 @@ class Session:
 
     def deadline(self) -> float | None:
         """When `tick` has something to do next."""
-        deadlines = self._deadlines
-        while deadlines:
-            ticket = self.tickets.get(deadlines[0][1])
-            if ticket is not None and ticket.deadline == deadlines[0][0]:
-                return deadlines[0][0]
-            heappop(deadlines)
-        return None
+        return self._deadlines.next()
 
     def tick(self, now: float) -> None:
         """Ends what has waited for too long."""
-        while True:
-            next_one = self.deadline()
-            if next_one is None or next_one > now:
-                return
-            self.expire(self.tickets[heappop(self._deadlines)[1]])
-
-    def _watch(self, deadline: float, number: int) -> None:
-        if len(self._deadlines) > 2 * len(self.tickets) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.tickets]
-            heapify(self._deadlines)
-        heappush(self._deadlines, (deadline, number))
+        while (ticket := self._deadlines.due(now)) is not None:
+            self.expire(ticket)
 
     # ------------------------------------------------------------------------------------ out
 
     @property
     def has_returns(self) -> bool:
-        return bool(self.memory.drops)
+        return bool(self.memory.drops or self.forgotten)
 
     def take(self) -> list[Packet]:
         """The packets to send now, in this order. Returns of dropped outputs go with the first message."""
         self.urgent = False
+        while self.forgotten:
+            self.cancel(self.forgotten.popleft())
         if self._operations:
             return self.questions.packets(self._end) + self.outbox.take()
         return self.outbox.take()
@@ -264,16 +264,16 @@ class Session:
         settled = 0
         pop = self.tickets.pop
         if descriptors:
-            return self._receive_with_descriptors(data, descriptors, frames)
+            self.memory.map_all(self._decode, data, descriptors)
         for message in self._decode(data):
             if type(message) is Reply:
                 ticket = pop(message.request, None)
                 if ticket is None:
-                    self._return_unwanted(message)
+                    give_back(message, self.memory)
                     continue
                 settled += 1
                 if ticket.kept is not None:
-                    self._settle_kept(ticket, message, frames)
+                    self._settle_slowly(ticket, message, frames)
                     continue
                 for tensor in message.outputs:
                     if type(tensor.data) is not bytes:
@@ -282,57 +282,54 @@ class Session:
                 else:
                     ticket.message = None
                     ticket.settle(message)
+            elif type(message) is Part:
+                self._on_part(message, frames)
             else:
                 settled += _HANDLERS[type(message)](self, message)
         return settled
 
-    def _receive_with_descriptors(self, data: Any, descriptors: Sequence[int], frames: Sequence[Any]) -> int:
-        """The n-th nameless Map has the n-th descriptor. All are closed, whatever happens."""
-        left = list(descriptors)
-        try:
-            for message in self._decode(data):
-                if type(message) is Map and message.name is None and left:
-                    self.memory.mapped.add(message.segment, message.size, fd=left.pop(0))
-        finally:
-            self.memory.close_descriptors(left)
-        return self.receive(data, (), frames)
-
-    def _settle_kept(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
-        kept, ticket.kept = ticket.kept, None
-        assert kept is not None
-        self._settle_slowly(ticket, reply, frames, kept.places)
-        self.memory.let_go(kept)
-
-    def _settle_slowly(
-        self,
-        ticket: Ticket,
-        reply: Reply,
-        frames: Sequence[Any],
-        places: Mapping[str, Any] | None = None,
-    ) -> None:
+    def _settle_slowly(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
         """An answer with handles, frames, or places: its arrays are made at once, so that no handle can be lost."""
+        kept, ticket.kept = ticket.kept, None
         ticket.message = None
-        result = Result()
-        result.version = reply.version
-        result.parameters = reply.parameters or {}
-        failure: ServeError | None = None
-        for tensor in reply.outputs:
-            try:
-                result[tensor.name] = output_of(tensor, frames, (places or {}).get(tensor.name), self.memory)
-            except ServeError as error:
-                failure = error
-        if failure is not None:
-            ticket.fail(failure)
+        try:
+            result = result_of(reply, frames, kept.places if kept is not None else {}, self.memory)
+        except ServeError as error:
+            ticket.fail(error)
         else:
             ticket.settle(result)
+        if kept is not None:
+            self.memory.let_go(kept)
 
-    def _return_unwanted(self, reply: Reply) -> None:
-        """An answer to a request of which nothing is known any more: what it brought goes back."""
-        for tensor in reply.outputs:
-            if isinstance(tensor.data, tuple):
-                for handle in tensor.data:
-                    if not self.memory.is_own(handle):
-                        self.memory.drops.dropped(handle)
+    # ------------------------------------------------------------------------------------ answers in parts
+
+    def _on_part(self, part: Part, frames: Sequence[Any]) -> None:
+        ticket = self.tickets.get(part.request)
+        if part.last and ticket is not None:
+            self._forget(ticket)
+        if not isinstance(ticket, StreamTicket):
+            give_back(part, self.memory)
+            return
+        try:
+            result = result_of(part, frames, {}, self.memory) if part.outputs or not part.last else None
+        except ServeError as error:
+            self.cancel(ticket)
+            ticket.fail(error)
+            return
+        ticket.part(result, part.last)
+
+    def forget(self, ticket: StreamTicket) -> None:
+        """Its asker was dropped; maybe within the collector, in any thread."""
+        self.forgotten.append(ticket)
+        if self._nudge is not None:
+            self._nudge()
+
+    def next_part(self, ticket: StreamTicket) -> Result:
+        """Hands out one that is here, and asks for more where it is time to."""
+        part, more = ticket.hand_out()
+        if more and self.connected:
+            self.outbox.say(More(ticket.number, more))
+        return part
 
     def _on_fail(self, message: Fail) -> int:
         if message.request == 0:  # about no request that we can know; a packet that is lost takes its requests along
@@ -340,14 +337,10 @@ class Session:
             if message.code != ProtocolError.code:
                 return 0
             return self.fail_all(Internal(f"the server refused a packet of this client: {message.text}"))
-        ticket = self.tickets.pop(message.request, None)
+        ticket = self.tickets.get(message.request)
         if ticket is None:
             return 0
-        self.urgent |= self.questions.ended(message.request)
-        if ticket.kept is not None:
-            self.memory.let_go(ticket.kept)
-            ticket.kept = None
-        ticket.message = None
+        self._forget(ticket)
         ticket.fail(from_wire(message.code, message.text))
         return 1
 
@@ -452,6 +445,8 @@ class Session:
             elif message.options is not None and message.options.sequence:
                 text = f"the connection ended in the middle of sequence {message.options.sequence}; start it again"
                 self._end(ticket, ConnectionLost(text))
+            elif isinstance(ticket, StreamTicket) and ticket.begun:
+                self._end(ticket, ConnectionLost("the connection ended while the model answered; ask again"))
         for kept in self._held.values():
             self.memory.let_go(kept)
         self._held.clear()
@@ -464,14 +459,18 @@ class Session:
         return count
 
     def _end(self, ticket: Ticket, error: ServeError | None) -> None:
+        self._forget(ticket)
+        if error is not None:
+            ticket.fail(type(error)(str(error)))
+
+    def _forget(self, ticket: Ticket) -> None:
+        """It is over."""
         self.tickets.pop(ticket.number, None)
-        self.questions.ended(ticket.number)
+        self.urgent |= self.questions.ended(ticket.number)
         if ticket.kept is not None:
             self.memory.let_go(ticket.kept)
             ticket.kept = None
         ticket.message = None
-        if error is not None:
-            ticket.fail(type(error)(str(error)))
 
     def bye(self) -> Packet:
         """The last packet of a connection, with whatever was still to be returned."""

@@ -1,0 +1,136 @@
+"""What `stream` returns: an iterator over the answers of one request, for threads or for asyncio. The rule of the file:
+an iterator that is closed, or dropped, cancels its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from shmserve.clients.future import FINISHED, PENDING, Future
+from shmserve.session import Result, StreamTicket
+
+if TYPE_CHECKING:
+    from shmserve.clients.engine import Engine
+    from shmserve.clients.loop_link import LoopLink
+
+
+class Flow(StreamTicket, Future):
+    """For the engine it is a future, which is finished while there is something to hand out, or nothing more comes."""
+
+    def __init__(self, engine: Engine, window: int) -> None:
+        StreamTicket.__init__(self, window)
+        Future.__init__(self, engine)
+
+    def news(self) -> None:
+        self._state = FINISHED
+        if self._watch is not None:
+            self._engine.tell(self)
+
+
+class Stream:
+    """The answers to one request, as they come. `close` it, or leave its `with` block, to have no more of them."""
+
+    def __init__(self, engine: Engine, flow: Flow) -> None:
+        self._engine = engine
+        self._flow = flow
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Result:
+        engine, flow = self._engine, self._flow
+        while True:
+            with engine.lock:
+                if flow.parts:
+                    part = engine.session.next_part(flow)
+                    if engine.outbox.messages and not engine.closed:
+                        engine.send_now()
+                    return part
+                if flow.ended:
+                    error, flow.error = flow.error, None
+                    raise StopIteration if error is None else error
+                flow._state = PENDING
+            engine.wait(flow, None)
+
+    def close(self) -> None:
+        """Takes the request back. What has come and was not handed out is dropped."""
+        self._engine.give_up(self._flow)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        flow = self._flow
+        if not flow.ended:
+            self._engine.session.forget(flow)
+
+    def __repr__(self) -> str:
+        return f"<shmserve.Stream {'ended' if self._flow.ended else 'open'}>"
+
+
+class AsyncFlow(StreamTicket):
+    __slots__ = ("waiter",)
+
+    def __init__(self, window: int) -> None:
+        super().__init__(window)
+        self.waiter: asyncio.Future[None] | None = None
+
+    def news(self) -> None:
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class AsyncStream:
+    """The answers to one request, as they come. `aclose` it, or leave its `async with` block, to have no more."""
+
+    def __init__(self, link: LoopLink, flow: AsyncFlow) -> None:
+        self._link = link
+        self._flow = flow
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Result:
+        link, flow = self._link, self._flow
+        while not flow.parts:
+            if flow.ended:
+                error, flow.error = flow.error, None
+                raise StopAsyncIteration if error is None else error
+            if flow.waiter is None:
+                flow.waiter = asyncio.get_running_loop().create_future()
+            await asyncio.shield(flow.waiter)  # several tasks may wait for it
+        part = link.session.next_part(flow)
+        if link.session.outbox.messages:
+            link.send_soon()
+        return part
+
+    async def aclose(self) -> None:
+        """Takes the request back. What has come and was not handed out is dropped."""
+        flow = self._flow
+        if not flow.ended:
+            self._link.cancel(flow)
+        flow.give_up()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        flow = self._flow
+        if not flow.ended:
+            self._link.session.forget(flow)
+
+    def __repr__(self) -> str:
+        return f"<shmserve.AsyncStream {'ended' if self._flow.ended else 'open'}>"

@@ -1,0 +1,224 @@
+"""Answers in parts, to both clients over every kind of link, against a broker that counts how many may be underway."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.messages import Cancel, FailHeld, More, Part, Released, Tensor
+from tests.conformance.client_ways import shared_only, ways
+from tests.fake_broker import FakeBroker
+
+LARGE = 3000
+
+
+def ask(client: Any, count: int, *, window: int = 16, **wishes: Any) -> Any:
+    return client.stream("parts", {"x": np.array([count], np.float32)}, window=window, parameters=wishes)
+
+
+def told(broker: FakeBroker, kind: type) -> list[Any]:
+    found = []
+    while not broker.told.empty():
+        message = broker.told.get()
+        if isinstance(message, kind):
+            found.append(message)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("full_end", [False, True], ids=["empty end", "full end"])
+def test_parts_in_their_order(client: Any, size: int, full_end: bool) -> None:
+    for count in (0, 1, 40):
+        found = list(ask(client, count, size=size, full_end=full_end and count > 0))
+        assert [part.parameters["index"] for part in found] == list(range(1, count + 1))
+        for index, part in enumerate(found):
+            assert part.version == 1
+            assert part["y"].shape == (size,)
+            assert (part["y"] == index).all()
+            assert not part["y"].flags.writeable
+
+
+def test_more_are_asked_for_as_they_are_read(client: Any, broker: FakeBroker) -> None:
+    stream = ask(client, 100, window=4)
+    (peer,) = broker.peers.values()
+    for index in range(10):
+        assert next(stream)["y"] == index
+    broker.wait_for(More)
+    (parts,) = peer.streams.values()
+    assert 10 < parts.sent <= 14
+    stream.close()
+    broker.wait_for(Cancel)
+    assert next(stream, None) is None
+
+
+@ways("lane")
+@pytest.mark.parametrize("window", [1, 2, 3, 7])
+def test_any_window(client: Any, window: int) -> None:
+    assert [part["y"].item() for part in ask(client, 20, window=window)] == list(range(20))
+
+
+@ways("lane")
+def test_several_streams_and_requests_beside_them(client: Any) -> None:
+    streams = [ask(client, 10, window=2) for _ in range(5)]
+    for index in range(10):
+        for stream in streams:
+            assert next(stream)["y"] == index
+        x = np.array([index], np.float32)
+        assert client.infer("echo", {"x": x})["x"] == index
+    assert [next(stream, None) for stream in streams] == [None] * 5
+
+
+def test_a_failure_comes_after_the_parts_before_it(client: Any) -> None:
+    stream = ask(client, 3, fail=1)
+    assert [next(stream)["y"].item() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(shmserve.ModelFailed, match="no more of this"):
+        next(stream)
+    assert next(stream, None) is None
+    with pytest.raises(shmserve.NotFound):
+        list(client.stream("unknown", {"x": np.zeros(1)}))
+
+
+@shared_only
+def test_parts_keep_their_memory_and_give_it_back(client: Any, broker: FakeBroker) -> None:
+    stream = ask(client, 6, window=2, size=LARGE)
+    kept = [next(stream) for _ in range(4)]
+    for index, part in enumerate(kept):
+        assert (part["y"] == index).all()
+    del kept, part
+    rest = list(stream)
+    assert [part["y"][0].item() for part in rest] == [4, 5]
+    del rest
+    gc.collect()
+    client.flush()
+    client.infer("echo", {"x": np.zeros(1)})
+    assert broker.held_handles == []
+
+
+@shared_only
+def test_parts_that_nobody_took_are_given_back(client: Any, broker: FakeBroker) -> None:
+    stream = ask(client, 6, window=4, size=LARGE)
+    next(stream)
+    stream.close()
+    stream.close()
+    broker.wait_for(Cancel)
+    gc.collect()
+    client.infer("echo", {"x": np.zeros(1)})
+    client.flush()
+    client.infer("echo", {"x": np.zeros(1)})
+    assert broker.held_handles == []
+
+
+def test_who_drops_the_iterator_cancels(client: Any, broker: FakeBroker) -> None:
+    for part in ask(client, 100, window=2):
+        assert part["y"] == 0
+        break
+    client.flush()
+    broker.wait_for(Cancel)
+    with ask(client, 100, window=2) as stream:
+        next(stream)
+    broker.wait_for(Cancel)
+    assert client.infer("echo", {"x": np.ones(1)})["x"] == 1
+
+
+@ways("lane")
+def test_a_server_that_answers_once(client: Any, broker: FakeBroker) -> None:
+    stream = client.stream("echo", {"x": np.arange(3.0)})
+    assert [part["x"].tolist() for part in stream] == [[0, 1, 2]]
+    stream = client.stream("echo", {"x": np.arange(3000.0)}, outputs=["x"])
+    assert [part["x"].shape for part in stream] == [(3000,)]
+
+
+@ways("lane")
+def test_what_cannot_be_asked_for(client: Any) -> None:
+    x = {"x": np.ones(1, np.float32)}
+    for window in (0, -1, 1 << 21, 2.5, True):
+        with pytest.raises(shmserve.InvalidRequest, match="the number of parts on their way"):
+            client.stream("parts", x, window=window)
+    with pytest.raises(shmserve.InvalidRequest, match="output 'y' has an array"):
+        client.stream("parts", x, outputs={"y": np.zeros(1, np.float32)})
+    assert client.infer("echo", x)["x"] == 1
+
+
+@ways("lane", "ipc")
+def test_a_timeout_is_for_the_whole_stream(client: Any, broker: FakeBroker) -> None:
+    stream = client.stream("hold", {"x": np.ones(1, np.float32)}, timeout=0.2)
+    peer, infer, _ = broker.parked.get(timeout=20)
+    assert infer.timeout_us == 200_000
+    y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
+    broker.do(lambda: peer.send(Part(infer.request, 1, (y,))))
+    assert next(stream)["y"] == 5
+    with pytest.raises(shmserve.DeadlineExceeded, match=r"model 'hold' did not end its answers within .* 0\.2 s"):
+        next(stream)
+    broker.wait_for(Cancel)
+
+
+@ways("lane")
+def test_the_inputs_are_kept_until_the_last_part(client: Any, broker: FakeBroker) -> None:
+    arena = client.client._engine.session.memory._arena if hasattr(client.client, "_engine") else None
+    x = np.arange(LARGE, dtype=np.float32)
+    y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
+    stream = client.stream("hold", {"x": x})
+    peer, infer, frames = broker.parked.get(timeout=20)
+    assert peer.bytes_of(infer.inputs[0], frames) == x.tobytes()
+    broker.do(lambda: peer.send(Part(infer.request, 1, (y,))))
+    next(stream)
+    if arena is not None:
+        assert arena.used
+    broker.do(lambda: peer.send(FailHeld(infer.request, "DEADLINE_EXCEEDED", "too late"), Released(infer.request)))
+    with pytest.raises(shmserve.DeadlineExceeded, match="too late"):
+        next(stream)
+    client.infer("echo", {"x": np.ones(1)})
+    if arena is not None:
+        assert not arena.used
+
+
+@ways("lane", "ipc")
+def test_only_what_has_not_begun_is_asked_again(connect: Callable[..., Any], broker: FakeBroker) -> None:
+    x = {"x": np.ones(1, np.float32)}
+    y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
+    with connect() as client:
+        begun, fresh = client.stream("hold", x), client.stream("hold", x)
+        peer, infer, _ = broker.parked.get(timeout=20)
+        assert broker.parked.get(timeout=20)[1].request != infer.request
+        broker.do(lambda: peer.send(Part(infer.request, 1, (y,))))
+        assert next(begun)["y"] == 5
+        broker.stop()
+        broker.start()
+        with pytest.raises(shmserve.ConnectionLost, match="while the model answered"):
+            next(begun)
+        future = client.submit("echo", x)
+        assert future.result()["x"] == 1
+        peer, again, _ = broker.parked.get(timeout=20)
+        assert again.options is not None
+        assert (again.request == infer.request, again.options.window) == (False, 16)
+        broker.do(lambda: peer.send(Part(again.request, 1, (y,), None, True)))
+        assert [part["y"].item() for part in fresh] == [5]
+
+
+@ways("lane")
+def test_a_part_that_cannot_be_read(client: Any, broker: FakeBroker) -> None:
+    stream = client.stream("hold", {"x": np.ones(1, np.float32)})
+    peer, infer, _ = broker.parked.get(timeout=20)
+    broker.do(lambda: peer.send(Part(infer.request, 1, (Tensor("y", "FP32", (5,), b"abc"),))))
+    with pytest.raises(shmserve.Internal, match="output 'y'"):
+        next(stream)
+    client.flush()
+    broker.wait_for(Cancel)
+
+
+@ways("lane")
+def test_a_client_that_is_closed_in_between(client: Any, broker: FakeBroker) -> None:
+    stream = ask(client, 100, window=2)
+    assert next(stream)["y"] == 0
+    closing = client.client.close()
+    if closing is not None:
+        client.run(closing)
+    found: list[float] = []
+    with pytest.raises(shmserve.Cancelled):
+        found.extend(part["y"].item() for part in stream)
+    assert found == [1, 2][: len(found)]  # as far as they had come
