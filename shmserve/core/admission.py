@@ -229,26 +229,29 @@ class Admission:
             self._check_role(client, "infer")
         if number == 0 or number in client.requests:
             raise InvalidRequest(f"request number {number} is 0, or that of a request in flight")
-        if state.draining:
+        inputs, outputs, options = message.inputs, message.outputs, message.options
+        version = None if message.version else state.ready.get(message.model)
+        going_on = None
+        if options is not None and options.sequence:
+            going_on = self._intake.sequencer.version_of(message.model, message.version, options)
+            version = going_on or version
+        if state.draining and going_on is None:
             raise Unavailable(STOPPING)
         if len(client.requests) >= self._client_requests:
             raise Unavailable(
                 f"{len(client.requests)} requests of this client are in flight, its limit (client_requests); "
                 f"wait for answers first"
             )
-        version = None if message.version else state.ready.get(message.model)
         if version is None:
             version = state.look_up(message.model, message.version)
-        inputs, outputs, options = message.inputs, message.outputs, message.options
         assert version.checker is not None, version.label
         rows, signature, inline, outside = version.checker.check(inputs, outputs)
         if len(state.requests) >= self._busy:
             self._crowd.check_queue(client, version, inline, now)
         if client.held_bytes > self._heavy:
             self._check_held(client)
-        if options is not None and options.sequence != 0:
-            raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
-        level = 0 if version.plain else self._intake.level(version, options, now)
+        plain = version.plain and (options is None or not options.sequence)
+        level = 0 if plain else self._intake.level(client, version, message.version, options, rows, now)
         segments, pins = self._memory(client, message, blocks) if outside else _NOTHING
         special = bool(segments)
         if version.decoupled or (options is not None and options.window):
@@ -275,7 +278,7 @@ class Admission:
             version.queue.add(request)
             state.dirty[version] = None
         else:
-            self._intake.put(version, request, now)
+            self._intake.put(version, message.version, request, now)
 
     def _memory(
         self, client: Client, message: Infer, blocks: tuple[Handle, ...]

@@ -27,10 +27,12 @@ from shmserve.core.limits import Limits
 from shmserve.core.members import Members
 from shmserve.core.operations import Operations
 from shmserve.core.request import Request
-from shmserve.core.state import WORKERS_FROM, State, Timer
-from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
+from shmserve.core.sequencer import Sequencer
+from shmserve.core.sequences import Places, Sequence
+from shmserve.core.state import WORKERS_FROM, State, Subject, Timer
+from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
 from shmserve.core.streams import Streams
-from shmserve.core.versions import Model
+from shmserve.core.versions import Model, Version
 from shmserve.messages import (
     Ask,
     Bye,
@@ -64,7 +66,8 @@ class Core:
         self._ends = Ends(self.state)
         self._dispatcher = Dispatcher(self.state, self._ends)
         self._streams = self._dispatcher.streams = Streams(self.state, self._ends, self._dispatcher)
-        intake = Intake(self.state, self._dispatcher)
+        self._sequencer = self._dispatcher.sequencer = Sequencer(self.state, self._ends, self._dispatcher)
+        intake = Intake(self.state, self._dispatcher, self._sequencer)
         self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, intake)
         self._admission = Admission(self.state, self._ends, self._streams, intake, server)
         self._operations = Operations(self.state)
@@ -159,9 +162,16 @@ class Core:
         if state.draining:
             self._lifecycle.settle_drain()
 
-    def _timer(self, kind: Timer, subject: Request | Instance | None, now: int) -> None:
+    def _timer(self, kind: Timer, subject: Subject, now: int) -> None:
         if kind is Timer.DRAIN:
             self._lifecycle.drain_over(now)
+        elif kind is Timer.IDLE:
+            self._sequencer.idle(cast(Sequence, subject), now)
+        elif kind is Timer.LEAVE:
+            version = cast(Version, subject)
+            if version.places is not None:
+                version.places.lose(None, "its version is not served any more")
+                self.state.dirty[version] = None
         elif kind in (Timer.RETRY, Timer.HANG, Timer.LATE):
             self._look_at(kind, cast(Instance, subject), now)
         else:
@@ -231,6 +241,8 @@ class Core:
                 waits: Iterable[Request] = (
                     request.version.suspects if request.suspect else request.version.queue.in_order()
                 )
+                if request.sequence is not None:
+                    waits = request.sequence.requests
                 assert request in waits, story
             elif request.state is RequestState.CHAINED or (request.chain is not None and request.chain.over):
                 self._check_run(request, story)
@@ -249,6 +261,7 @@ class Core:
                 assert request.run.out.get(request.number) is request, story
             elif request.state is not RequestState.LINGERING:
                 assert request.client.requests.get(request.client_number) is request, story
+        self._check_sequences()
         for client in state.clients.values():
             assert not client.gone
             assert all(state.requests.get(request.number) is request for request in client.requests.values())
@@ -278,6 +291,24 @@ class Core:
             assert self.state.requests[number] is step, story
         for name, kept in run.tensors.items():
             assert kept.readers > 0, f"'{name}' is kept for nobody: {story}"
+
+    def _check_sequences(self) -> None:
+        for key, sequence in self.state.sequences.items():
+            assert sequence.key == key
+            assert sequence.broken is None, sequence.story()
+            assert sequence in cast(Places, sequence.version.places).all(), sequence.story()
+        versions = [version for model in self.state.models.values() for version in model.generations()]
+        for places in [version.places for version in versions if version.places is not None]:
+            assert not places.stirred
+            for sequence in places.all():
+                assert not (sequence.over and sequence.idle), sequence.story()
+                assert (sequence.state is SequenceState.BOUND) == (sequence.instance is not None), sequence.story()
+                assert sequence.broken is None or sequence.running is not None, sequence.story()
+                for request in sequence.requests:
+                    assert request.sequence is sequence, sequence.story()
+                    assert request.state is RequestState.QUEUED, sequence.story()
+                if sequence.running is not None:
+                    assert sequence.running.instance is sequence.instance, sequence.story()
 
     def _check_operation(self, model: Model) -> None:
         operation = model.operation

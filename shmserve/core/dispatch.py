@@ -27,6 +27,7 @@ from shmserve.messages import (
 )
 
 if TYPE_CHECKING:
+    from shmserve.core.sequencer import Sequencer
     from shmserve.core.streams import Streams
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
@@ -34,6 +35,7 @@ _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 class Dispatcher:
     streams: Streams
+    sequencer: Sequencer
 
     def __init__(self, state: State, ends: Ends) -> None:
         self._state = state
@@ -43,6 +45,9 @@ class Dispatcher:
 
     def dispatch(self, version: Version, now: int) -> None:
         """Sends all that may go now."""
+        if version.places is not None:
+            self.sequencer.dispatch(version, now)
+            return
         queue = version.queue
         version.wake = 0
         if version.suspects:
@@ -69,13 +74,10 @@ class Dispatcher:
             )
         if instance is None or not instance.usable or not instance.idle:
             return
-        version.idle.remove(instance)
         request = version.suspects.popleft()
         version.trial = instance
-        batch = instance.running = Batch([], request.cost, Reason.ALONE, request.signature, now)
-        batch.move(BatchState.RUNNING)
-        self._watch(version, instance, now)
-        self._send(instance, batch, [request], 0)
+        batch = Batch([], request.cost, Reason.ALONE, request.signature, now)
+        self.start(version, instance, batch, [request], now)
 
     def _watch(self, version: Version, instance: Instance, now: int) -> None:
         """A timer for an instance that begins to run something, at most one at a time."""
@@ -114,15 +116,20 @@ class Dispatcher:
         requests = version.queue.take(plan.count)
         batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
         if instance.running is None:
-            version.idle.remove(instance)
-            instance.running = batch
-            batch.move(BatchState.RUNNING)
-            if not instance.watched:
-                self._watch(version, instance, now)
+            self.start(version, instance, batch, requests, now)
         else:
             instance.waiting = batch
-        self._send(instance, batch, requests, 0)
+            self._send(instance, batch, requests, 0)
         return True
+
+    def start(self, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
+        """Runs these on an instance that has nothing to do."""
+        version.idle.remove(instance)
+        instance.running = batch
+        batch.move(BatchState.RUNNING)
+        if not instance.watched:
+            self._watch(version, instance, now)
+        self._send(instance, batch, requests, 0)
 
     def _extend(self, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
         """False: it cannot grow."""
@@ -156,7 +163,7 @@ class Dispatcher:
             works.append(
                 Work(
                     request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
-                    -1, not request.outside,
+                    request.slot, not request.outside,
                 )
             )  # fmt: skip
             if request.state is not _QUEUED:  # else it is the usual, legal move
@@ -207,6 +214,8 @@ class Dispatcher:
                 f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
                 f"{len(message.rows)} requests, formed because: {batch.reason.value}",
             )
+        if message.again and version.places is not None:
+            self._again(version, batch, message.again)
         if batch.left and version.decoupled:
             self.streams.batch_done(version, instance, batch, taken)
         if batch.left:
@@ -230,6 +239,20 @@ class Dispatcher:
         elif instance.waiting is None and instance.usable:
             version.idle.append(instance)
         self._state.dirty[version] = None
+
+    def _again(self, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
+        """An iterative model wants to run these once more; unless nobody waits for them any more."""
+        found = []
+        for number in numbers:
+            request = self._state.requests.get(number)
+            if request is not None and request.batch is batch:
+                batch.left -= 1
+                request.batch = None
+                if request.state is _SENT:
+                    found.append(request)
+                else:
+                    self._ends.released(request)
+        self.sequencer.again(version, found)
 
     def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
         batch = instance.waiting

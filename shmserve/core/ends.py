@@ -101,6 +101,9 @@ class Ends:
             del request.client.requests[request.client_number]
         request.move(_ENDED)
         del self._state.requests[request.number]
+        if request.sequence is not None:
+            request.sequence.left(request)
+            self._state.dirty[request.version] = None
         if self._state.traces.open:  # nobody was left to answer
             self._state.traces.open.pop(request.number, None)
         if state is not _DONE:
@@ -160,6 +163,11 @@ class Ends:
     def linger(self, request: Request) -> None:
         """Answered (or nobody left to answer) while a worker has it."""
         request.move(_LINGERING)
+        if request.sequence is not None:
+            text = f"an earlier request of sequence {request.sequence.id!r} was given up, and so is all of it"
+            request.sequence.fail("CANCELLED", text)
+            request.sequence.stirred()
+            self._state.dirty[request.version] = None
         if request.run is None:
             request.client.requests.pop(request.client_number, None)
         instance = request.instance

@@ -284,7 +284,7 @@ class Ensembles:
     def _ask(self, run: Run, index: int, row: int, given: list[tuple[str, Tensor]], outside: bool, now: int) -> None:
         """One request to the model of a step."""
         state, parent, member = self._state, run.request, run.members[index]
-        policy, checker = member.policy, member.checker
+        step, policy, checker = run.graph.steps[index], member.policy, member.checker
         assert policy is not None
         assert checker is not None
         batches = policy.max_batch > 0
@@ -296,7 +296,8 @@ class Ensembles:
         outputs, final = self._wanted(run, index)
         rows, signature, inline, _ = checker.check(inputs, outputs)
         options = _passed_on(parent.options)
-        level = 0 if member.plain else self._intake.level(member, options, now)
+        client = parent.client
+        level = 0 if member.plain else self._intake.level(client, member, step.version, options, rows, now)
         segments = tuple(handle.segment for handle in graph.handles_of(inputs))
         segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
         if segments:
@@ -309,7 +310,7 @@ class Ensembles:
             special=True,
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
-        self._intake.put(member, request, now)
+        self._intake.put(member, step.version, request, now)
 
     def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
         """What is asked of the model of a step; and whether some of it is for the caller."""

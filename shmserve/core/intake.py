@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shmserve.core.clients import Client
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.request import Request
+from shmserve.core.sequencer import Sequencer
 from shmserve.core.state import State, Timer
 from shmserve.core.versions import Version
-from shmserve.errors import Unavailable
+from shmserve.errors import Unavailable, Unsupported
 from shmserve.messages import Options
 
 if TYPE_CHECKING:
@@ -21,12 +23,19 @@ if TYPE_CHECKING:
 class Intake:
     ensembles: Ensembles
 
-    def __init__(self, state: State, dispatcher: Dispatcher) -> None:
+    def __init__(self, state: State, dispatcher: Dispatcher, sequencer: Sequencer) -> None:
         self._state = state
         self._dispatcher = dispatcher
+        self.sequencer = sequencer
 
-    def level(self, version: Version, options: Options | None, now: int) -> int:
-        """The priority level, if there is room in its queue."""
+    def level(self, client: Client, version: Version, number: int, options: Options | None, rows: int, now: int) -> int:
+        """The priority level, if the request may come in and there is room in its queue. `number`: the version as its
+        caller names it, 0 for the default one."""
+        if version.places is not None:
+            self.sequencer.check(client, version, number, options, rows)
+            return 0
+        if options is not None and options.sequence and version.graph is None:
+            raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
         queue = version.queue
         number = queue.level_of(options.priority) if options is not None else queue.default_level
         level = queue.level(number)
@@ -40,9 +49,12 @@ class Intake:
             )
         return number
 
-    def put(self, version: Version, request: Request, now: int) -> None:
+    def put(self, version: Version, number: int, request: Request, now: int) -> None:
         if version.graph is not None:
             self.ensembles.begin(request, now)
+            return
+        if version.places is not None:
+            self.sequencer.put(version, number, request, now)
             return
         if not version.plain:
             self._set_queue_timeout(version, request)

@@ -102,6 +102,8 @@ class Lifecycle:
         version.suspects.clear()
         for request in waiting:
             self._ends.end_early(request, "UNAVAILABLE", text, now)
+        if version.places is not None:
+            version.places.lose(None, text)
         self._state.dirty[version] = None
 
     # ------------------------------------------------------------------------------------ deaths
@@ -156,7 +158,7 @@ class Lifecycle:
             version.trial = None
         alone = running is not None and running.count == 1
         for request in running.requests() if running is not None else ():
-            if request.state is RequestState.SENT and not alone and not request.parts and self._may_retry(version):
+            if not alone and self._may_retry(version, request):
                 self._suspect(version, instance, request)
             else:
                 self._ends.end_failed(request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now)
@@ -171,11 +173,16 @@ class Lifecycle:
                 batch.end()
         if instance.streams:
             self._streams.lost(version, instance, reason, now)
+        if version.places is not None:
+            version.places.lose(instance, f"the worker process that kept its state ended ({reason})")
         if version.order is not None:
             self._ends.answer_in_order(version)
         return alone
 
-    def _may_retry(self, version: Version) -> bool:
+    def _may_retry(self, version: Version, request: Request) -> bool:
+        """Nobody has had a part of its answer, and no state was lost with the worker."""
+        if request.state is not RequestState.SENT or request.sequence is not None or request.parts:
+            return False
         return version.policy is not None and version.policy.retry
 
     def _take_back(self, request: Request) -> None:

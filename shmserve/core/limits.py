@@ -42,6 +42,8 @@ class Limits(Struct, frozen=True):
     """A batch that runs for longer hangs: its worker is killed. Models may say otherwise; 0: no limit."""
     load_ns: int = 1_800_000_000_000
     """A worker that takes longer to load is killed, and has failed to load; 0: no limit."""
+    leaving_ns: int = 30_000_000_000
+    """How long sequences of a version that is not served any more have to come to their END."""
     prefetch_ns: int = 100_000_000
     """With several instances, a batch is sent ahead to a busy one only if batches take less than this. It goes to the
     instance that began first; if another is done before that one, it has waited at the wrong place."""

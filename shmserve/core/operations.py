@@ -312,6 +312,8 @@ class Operations:
         if loading or version.state is _V.READY:
             version.move(_V.UNLOADING)
             self._state.leaving[version] = None
+            if version.places is not None:
+                self._state.set_timer(self._state.now + self._state.limits.leaving_ns, Timer.LEAVE, version)
         if loading:
             for instance in list(version.instances):
                 self.stop(version, instance)
@@ -325,6 +327,9 @@ class Operations:
             instance.move(_I.STOPPED)
             self.remove_stopped(version, instance)
         elif instance.state is _I.READY:
+            if version.places is not None:
+                version.places.lose(instance, f"instance '{instance.spec.name}' is not served any more")
+                state.dirty[version] = None
             instance.move(_I.STOPPING)
             state.send(instance.peer, Stop())
         elif instance.state is _I.STARTING:

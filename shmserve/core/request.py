@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shmserve.core.clients import Client
     from shmserve.core.ensembles import Run
     from shmserve.core.instances import Batch, Instance
+    from shmserve.core.sequences import Sequence
     from shmserve.core.versions import Version
 
 
@@ -57,6 +58,9 @@ class Request(Struct, eq=False, gc=False):
     """Which one there, and the row of what that is mapped over."""
     outside: bool = False
     """All its outputs are to be in shared memory."""
+    sequence: Sequence | None = None
+    slot: int = -1
+    """Where in the batch it must stand; -1: anywhere."""
     chain: Run | None = None
     """It is to an ensemble: how far that is."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shmserve.core.clients import Client
 from shmserve.core.effects import Effect, Log, Send
@@ -20,11 +20,14 @@ from shmserve.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     from shmserve.core.ensembles import Run
+    from shmserve.core.sequences import Key, Sequence
 
 WORKERS_FROM = 1 << 30
 """Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""
 
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+Subject: TypeAlias = "Request | Instance | Sequence | Version | None"
 
 _LIVE = (RequestState.QUEUED, RequestState.SENT, RequestState.DONE, RequestState.CHAINED, RequestState.OPEN)
 """Not answered yet."""
@@ -36,6 +39,8 @@ class Timer(Enum):
     RETRY = 3  # an instance's next start
     HANG = 5  # an instance may have run its batch for too long
     LATE = 6  # an instance may have loaded for too long
+    IDLE = 7  # a sequence may have had no request for too long
+    LEAVE = 8  # a version whose sequences have had their time to come to an end
     DRAIN = 4  # the end of patience at shutdown
 
 
@@ -59,6 +64,8 @@ class State:
         """Versions to look at when all events of this turn are in."""
         self.stirred: dict[Run, None] = {}
         """Runs of ensembles for which something has come, or that have failed."""
+        self.sequences: dict[Key, Sequence] = {}
+        """Those that a request may go on with."""
         self.ensembles: dict[Version, None] = {}
         """Those that are to be served."""
         self.regard = False
@@ -77,7 +84,7 @@ class State:
         """Say of each batch why it was formed."""
         self.draining = False
         self.drained = False
-        self._timers: list[tuple[int, int, Timer, Request | Instance | None]] = []
+        self._timers: list[tuple[int, int, Timer, Subject]] = []
         self._numbers = 0
         self._workers = WORKERS_FROM
 
@@ -136,13 +143,13 @@ class State:
 
     # ------------------------------------------------------------------------------------ time
 
-    def set_timer(self, at: int, kind: Timer, subject: Request | Instance | None) -> None:
+    def set_timer(self, at: int, kind: Timer, subject: Subject) -> None:
         heapq.heappush(self._timers, (at, self.next_number(), kind, subject))
         if len(self._timers) > 4096 and len(self._timers) > 4 * len(self.requests) + 256:
             self._timers = [entry for entry in self._timers if _live(entry[3])]
             heapq.heapify(self._timers)
 
-    def due(self, now: int) -> list[tuple[Timer, Request | Instance | None]]:
+    def due(self, now: int) -> list[tuple[Timer, Subject]]:
         found = []
         timers = self._timers
         while timers and (timers[0][0] <= now or not _live(timers[0][3])):
@@ -163,5 +170,5 @@ class State:
         return first
 
 
-def _live(subject: Request | Instance | None) -> bool:
+def _live(subject: Subject) -> bool:
     return not isinstance(subject, Request) or subject.state in _LIVE

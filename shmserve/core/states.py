@@ -50,7 +50,13 @@ class VersionState(Enum):
     UNLOADING = "UNLOADING"
 
 
-_R, _B, _I, _V = RequestState, BatchState, InstanceState, VersionState
+class SequenceState(Enum):
+    WAITING = "waiting"  # for a slot: it is in the backlog
+    BOUND = "bound"  # to a slot of an instance
+    ENDED = "ended"
+
+
+_R, _B, _I, _V, _S = RequestState, BatchState, InstanceState, VersionState, SequenceState
 
 REQUEST_MOVES = {
     _R.QUEUED: {_R.SENT, _R.ENDED, _R.CHAINED},
@@ -86,11 +92,18 @@ VERSION_MOVES = {
     _V.UNAVAILABLE: {_V.READY},  # an ensemble whose models have come (back)
 }
 
+SEQUENCE_MOVES = {
+    _S.WAITING: {_S.BOUND, _S.ENDED},
+    _S.BOUND: {_S.ENDED},
+    _S.ENDED: set[SequenceState](),
+}
+
 TABLES = {
     RequestState: REQUEST_MOVES,
     BatchState: BATCH_MOVES,
     InstanceState: INSTANCE_MOVES,
     VersionState: VERSION_MOVES,
+    SequenceState: SEQUENCE_MOVES,
 }
 
 S = TypeVar("S", bound=Enum)

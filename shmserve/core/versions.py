@@ -14,6 +14,7 @@ from shmserve.core.instances import Batch, Instance
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy
 from shmserve.core.queue import RequestQueue
 from shmserve.core.request import Request
+from shmserve.core.sequences import Places
 from shmserve.core.states import VERSION_MOVES, InstanceState, VersionState, legal
 from shmserve.core.statistics import Loads, Statistics
 
@@ -36,6 +37,7 @@ class Version:
         "model",
         "number",
         "order",
+        "places",
         "plain",
         "policy",
         "prefetch",
@@ -78,6 +80,8 @@ class Version:
         """Where suspects are run: one instance, so that the others serve on."""
         self.trial: Instance | None = None
         """It runs a suspect now."""
+        self.places: Places | None = None
+        """Of a model of sequences."""
         self.graph: Graph | None = None
         """Of an ensemble."""
         self.members: tuple[Version, ...] = ()
@@ -111,6 +115,11 @@ class Version:
         self.checker = Checker(policy)
         self.queue = RequestQueue(policy.batching)
         self.decoupled = policy.decoupled
+        if policy.sequence is not None:
+            self.places = Places(policy.sequence)
+            self.plain = self.prefetch = False
+            if policy.max_batch > 0:
+                self.shape = Shape.of(policy.max_batch, policy.sequence.batching, self.checker.varies)
         if policy.steps is not None:
             self.graph = Graph(policy)
             self.plain = False
@@ -140,13 +149,21 @@ class Version:
         return all(instance.state is InstanceState.READY or instance.over for instance in self.instances)
 
     @property
+    def batches(self) -> bool:
+        return self.policy is not None and self.policy.max_batch > 0
+
+    @property
     def waits(self) -> int:
         """Requests that no worker has."""
+        if self.places is not None:
+            return self.places.waits
         return self.queue.count + len(self.suspects)
 
     def drop(self, request: Request) -> None:
         """It waits no more."""
-        if request.suspect:
+        if request.sequence is not None:
+            request.sequence.drop(request)
+        elif request.suspect:
             self.suspects.remove(request)
         else:
             self.queue.remove(request)
@@ -154,7 +171,7 @@ class Version:
     @property
     def finished(self) -> bool:
         """Nothing waits, runs or is still read, and no run of an ensemble needs it."""
-        if self.waits or self.users:
+        if self.waits or self.users or (self.places is not None and self.places.count):
             return False
         return all(instance.idle and not instance.streams for instance in self.instances)
 

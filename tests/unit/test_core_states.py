@@ -16,7 +16,16 @@ from shmserve.core.clients import Client
 from shmserve.core.instances import Batch, Instance
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.request import Request
-from shmserve.core.states import TABLES, BatchState, IllegalMove, InstanceState, RequestState, VersionState
+from shmserve.core.sequences import Sequence
+from shmserve.core.states import (
+    TABLES,
+    BatchState,
+    IllegalMove,
+    InstanceState,
+    RequestState,
+    SequenceState,
+    VersionState,
+)
 from shmserve.core.versions import Version
 
 PAGE = Path(__file__).parents[2] / "docs" / "batching.md"
@@ -25,6 +34,7 @@ NAMES: dict[Any, str] = {
     BatchState: "A batch",
     InstanceState: "An instance",
     VersionState: "A version",
+    SequenceState: "A sequence",
 }
 
 
@@ -41,6 +51,8 @@ def thing(state: Any) -> Any:
         made = Batch([(5, [])], 2, Reason.FULL, None, 0)
     elif isinstance(state, InstanceState):
         made = Instance(InstanceSpec("m_0"), peer=9, deaths=2, reason="signal SIGSEGV")
+    elif isinstance(state, SequenceState):
+        made = Sequence(("m", 0, 5), "uid:1000", version(), 0)
     else:
         made = version()
     made.state = state

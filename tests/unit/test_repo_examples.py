@@ -272,16 +272,12 @@ ensemble_scheduling {
 """,
 }
 
+SCHEDULED = {
+    "sequences, direct": SEQUENCE % "direct { minimum_slot_utilization: 0.5 }",
+    "sequences, oldest": SEQUENCE % "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 2, 4 ] }",
+    "many answers": ONE.replace("onnxruntime", "python") + "model_transaction_policy { decoupled: True }",
+}
 NOT_RUN_YET = {
-    "sequences, direct": (SEQUENCE % "direct { minimum_slot_utilization: 0.5 }", "sequence_batching"),
-    "sequences, oldest": (
-        SEQUENCE % "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 2, 4 ] }",
-        "sequence_batching",
-    ),
-    "many answers": (
-        ONE.replace("onnxruntime", "python") + "model_transaction_policy { decoupled: True }",
-        "model_transaction_policy.decoupled",
-    ),
     "custom operators": (
         ONE + 'model_operations { op_library_filename: [ "libcustom.so" ] }',
         "model_operations.op_library_filename",
@@ -293,6 +289,7 @@ ALL = [
     *(text for text, _ in NOT_HERE.values()),
     *ON_GPUS.values(),
     *ENSEMBLES.values(),
+    *SCHEDULED.values(),
     *(text for text, _ in NOT_RUN_YET.values()),
 ]
 
@@ -308,7 +305,9 @@ def problems(text: str, backends: tuple[str, ...] = HERE, gpus: tuple[int, ...] 
     return [(problem.path, problem.text) for problem in found.problems]
 
 
-@pytest.mark.parametrize("text", [*SERVED.values(), *ENSEMBLES.values()], ids=[*SERVED, *ENSEMBLES])
+@pytest.mark.parametrize(
+    "text", list((SERVED | ENSEMBLES | SCHEDULED).values()), ids=list(SERVED | ENSEMBLES | SCHEDULED)
+)
 def test_what_can_be_served(text: str) -> None:
     assert problems(text) == []
 

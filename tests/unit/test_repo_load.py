@@ -18,7 +18,7 @@ from shmserve.repo.load import CONFIG_BYTES, load, parse
 from shmserve.repo.outline import DEPTH, TOKENS, Block, Token, outline, tokens
 from shmserve.repo.problems import LIMIT, ConfigError, Problem, nearest
 from tests.unit.repo_messages import messages
-from tests.unit.repo_texts import ALL, BACKENDS, DIRECT, DYNAMIC, ENSEMBLE, SMALL
+from tests.unit.repo_texts import ALL, BACKENDS, DIRECT, DYNAMIC, SMALL
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -181,9 +181,7 @@ def test_a_key_given_twice_is_a_warning() -> None:
     ("text", "path"),
     [
         ('runtime: "libx.so"', "runtime"),
-        ("sequence_batching { }", "sequence_batching"),
         ("input { name: 'r' data_type: TYPE_FP32 dims: 1 is_shape_tensor: true }", "input[1].is_shape_tensor"),
-        ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
         ("model_repository_agents { }", "model_repository_agents"),
         ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
         ('instance_group { profile: "1" }', "instance_group[0].profile"),
@@ -219,7 +217,7 @@ def test_what_is_off_needs_no_support() -> None:
 def test_refused_fields_and_broken_rules_come_together() -> None:
     paths = {problem.path for problem in problems(DYNAMIC)}
     assert paths >= {"name", "runtime", "input[0].is_shape_tensor", "instance_group[0].kind"}
-    assert {problem.path for problem in problems(DIRECT)} >= {"backend", "sequence_batching"}
+    assert {problem.path for problem in problems(DIRECT)} >= {"backend"}
 
 
 # ---------------------------------------------------------------------------------------------------- hostile texts
