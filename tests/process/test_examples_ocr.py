@@ -141,6 +141,7 @@ def test_step_by_step(server: Server, oracle: Oracle, name: str) -> None:
         (drawn([], (4000, 4)), "4000 x 4 pixels are too narrow for text"),
         (drawn([], (8000, 6251), mode="1"), "8000 x 6251 pixels, at most 50000000 are read"),
     ],
+    ids=["nothing", "GIF", "cut off", "narrow", "huge"],
 )
 def test_what_is_no_picture_is_an_error(server: Server, data: bytes, text: str) -> None:
     with server.client() as client, pytest.raises(shmserve.ServeError, match=text) as failed:
