@@ -1,0 +1,234 @@
+"""Streams from end to end: decoupled models behind a real server, both clients over every link."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.client_faces import FACES
+
+pytestmark = pytest.mark.process
+
+CONFIG = """
+name: "{name}" backend: "{backend}" max_batch_size: 8 dynamic_batching {{ }}
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+{more}
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+HEAD = """\
+import json
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def response(value, size=1):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, size), value, np.float32))])
+
+
+def wishes(request):
+    return json.loads(request.parameters())
+
+
+def say(request, word):
+    with open(wishes(request)["told"], "w") as file:
+        file.write(word)
+
+
+"""
+REPEAT = """\
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,)).start()
+
+    def answer(self, request):
+        sender = request.get_response_sender()
+        sent = 0
+        while sent < request.inputs()[0].as_numpy()[0, 0] and not sender.is_cancelled():
+            sender.send(response(sent, wishes(request).get("size", 1)))
+            sent += 1
+        if sender.is_cancelled():
+            say(request, f"cancelled after {sent}")
+        sender.send(flags=FINAL)
+"""
+TOKENS = """\
+import asyncio
+
+
+class TritonPythonModel:
+    async def stream(self, request):
+        try:
+            for index in range(int(request.inputs()[0].as_numpy()[0, 0])):
+                await asyncio.sleep(0)
+                yield response(index, wishes(request).get("size", 1))
+        finally:
+            if request.is_cancelled():
+                say(request, f"cancelled after {index + 1}")
+"""
+FAILS = """\
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            request.get_response_sender().send(response(0))
+        raise ValueError("no more than one")
+"""
+WAYS = ["sync lane", "sync ipc", "sync frames", "asyncio lane", "uvloop ipc"]
+LARGE = 3000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    for name, source in (("repeat", REPEAT), ("tokens", TOKENS), ("fails", FAILS), ("mortal", REPEAT)):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(CONFIG.format(name=name, backend="python", more=DECOUPLED))
+        (repository / name / "1" / "model.py").write_text(HEAD + source)
+    (repository / "once" / "1").mkdir(parents=True)
+    (repository / "once" / "config.pbtxt").write_text(CONFIG.format(name="once", backend="identity", more=""))
+    with Server(repository, "--exit-on-error", "true") as running:
+        with shmserve.Client(running.zmq_url) as client:
+            # Named segments stay while their workers live. All that the tests will need are made now.
+            for name in ("repeat", "tokens", "mortal"):
+                streams = [ask(client, name, 20, size=LARGE) for _ in range(8)]
+                kept = [part for stream in streams for part in stream]
+                del kept, streams
+        yield running
+
+
+@pytest.fixture(params=WAYS)
+def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Any]:
+    face, link = request.param.split()
+    url = server.url if link == "lane" else server.zmq_url
+    with FACES[face](url, **({"memory": "frames"} if link == "frames" else {})) as made:
+        yield made
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Any]:
+    """A named pipe, and what a model has written to it by the time that it is asked for."""
+    path = tmp_path / "told"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def read() -> str:
+        assert select.select([reader], [], [], 20)[0], "the model has said nothing"
+        return os.read(reader, 100).decode()
+
+    yield path, read
+    os.close(reader)
+
+
+def ask(client: Any, model: str, count: int, *, window: int = 16, **wishes: Any) -> Any:
+    x = np.array([[count]], np.float32)
+    return client.stream(model, {"x": x}, window=window, parameters=wishes)
+
+
+@pytest.mark.parametrize("model", ["repeat", "tokens"])
+def test_all_parts_in_their_order(client: Any, model: str) -> None:
+    for count, size in ((0, 1), (1, 1), (50, 1), (20, LARGE)):
+        found = list(ask(client, model, count, size=size))
+        assert [part["y"].shape for part in found] == [(1, size)] * count
+        assert [part["y"][0, 0].item() for part in found] == list(range(count))
+        assert [part["y"][0, -1].item() for part in found] == list(range(count))
+        del found
+
+
+def test_a_model_with_one_answer(client: Any) -> None:
+    stream = client.stream("once", {"x": np.full((1, 1), 7, np.float32)})
+    assert [part["y"].item() for part in stream] == [7]
+
+
+def test_many_streams_share_batches(server: Server) -> None:
+    with shmserve.Client(server.url) as client, ThreadPoolExecutor(8) as pool:
+        counts = list(range(24))
+        found = pool.map(lambda count: [part["y"].item() for part in ask(client, "tokens", count, window=3)], counts)
+        assert [len(values) for values in found] == counts
+
+
+def test_a_decoupled_model_wants_to_be_streamed(client: Any) -> None:
+    with pytest.raises(shmserve.Unsupported, match=r"call it with stream\(\)"):
+        client.infer("repeat", {"x": np.ones((1, 1), np.float32)})
+
+
+def test_a_model_that_fails_after_its_first_answer(client: Any) -> None:
+    stream = ask(client, "fails", 1)
+    assert next(stream)["y"] == 0
+    with pytest.raises(shmserve.ModelFailed, match="ValueError: no more than one"):
+        next(stream)
+    assert next(stream, None) is None
+
+
+@pytest.mark.parametrize("model", ["repeat", "tokens"])
+def test_a_slow_reader_slows_the_model_down_and_cancels_it(client: Any, model: str, told: Any) -> None:
+    path, read = told
+    stream = ask(client, model, 1_000_000, window=4, told=str(path))
+    assert [next(stream)["y"].item() for _ in range(10)] == list(range(10))
+    stream.close()
+    word = read()
+    assert word.startswith("cancelled after ")
+    assert int(word.rpartition(" ")[2]) <= 10 + 4 + 2, word  # and one that was about to be sent
+    assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("model", ["repeat", "tokens"])
+def test_a_timeout_reaches_the_model(server: Server, model: str, told: Any) -> None:
+    path, read = told
+    x = np.array([[1_000_000]], np.float32)
+    with shmserve.Client(server.url) as client:
+        stream = client.stream(model, {"x": x}, window=2, timeout=0.3, parameters={"told": str(path)})
+        assert next(stream)["y"] == 0
+        assert read().startswith("cancelled after ")
+        with pytest.raises(shmserve.DeadlineExceeded):
+            list(stream)
+
+
+@pytest.mark.parametrize("model", ["repeat", "tokens"])
+def test_the_death_of_a_client_reaches_the_model(server: Server, model: str, told: Any) -> None:
+    path, read = told
+    program = (
+        "import sys, numpy, shmserve\n"
+        "client = shmserve.Client(sys.argv[1])\n"
+        "x = numpy.full((1, 1), 1e6, numpy.float32)\n"
+        "stream = client.stream(sys.argv[2], {'x': x}, window=2, parameters={'told': sys.argv[3]})\n"
+        "next(stream)\n"
+        "print('begun', flush=True)\n"
+        "next(iter(sys.stdin))\n"
+    )
+    command = [sys.executable, "-c", program, server.url, model, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.kill()
+    assert read().startswith("cancelled after ")
+
+
+def test_the_death_of_a_worker_ends_its_streams(server: Server) -> None:
+    with shmserve.Client(server.url) as client:
+        (row,) = [row for row in client.models() if row["name"] == "mortal"]
+        (instance,) = row["instances"]
+        streams = [ask(client, "mortal", 1_000_000, window=2, told="/nowhere") for _ in range(3)]
+        for stream in streams:
+            assert next(stream)["y"] == 0
+        os.kill(instance["pid"], signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(shmserve.ModelFailed, match=r"ended after [0-9]+ answers to this request"):
+                list(stream)
+        client.wait_ready("mortal", timeout=20)
+        assert [part["y"].item() for part in ask(client, "mortal", 3)] == [0, 1, 2]
