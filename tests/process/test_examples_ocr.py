@@ -178,13 +178,22 @@ def test_the_ensemble(server: Server, oracle: Oracle, name: str) -> None:
 
 
 def test_pages_at_once(server: Server, oracle: Oracle) -> None:
-    """Lines of several pages run together, and each page gets its own."""
+    """Lines of several pages run together, each line once, and each page gets its own."""
     names = ["turned, grey", "nothing", "many lines", "downwards", "turned, grey"]
+    lines = sum(PAGES[name].lines for name in names)
     with server.client() as client:
-        images = [np.array([PAGES[name].data], object) for name in names]
-        futures = [client.submit("ocr", {"IMAGE": image}) for image in images]
+        before = counts(client)
+        futures = [client.submit("ocr", {"IMAGE": np.array([PAGES[name].data], object)}) for name in names]
         for name, future in zip(names, futures, strict=True):
             assert_same(read(future.result()), oracle(PAGES[name].data), PAGES[name].lines)
+        rows, batches = (after - was for after, was in zip(counts(client), before, strict=True))
+    assert rows == lines
+    assert batches < lines, "four lines of one page are there at the same time"
+
+
+def counts(client: shmserve.Client) -> tuple[int, int]:
+    (found,) = client.statistics(samples.OCR_MODEL)["model_stats"]
+    return int(found["inference_count"]), int(found["execution_count"])
 
 
 def test_an_error_of_a_step_is_told(server: Server) -> None:
