@@ -113,6 +113,8 @@ class Dispatcher:
             version.wake = plan.wake
             return False
         version.wake = 0
+        if version.queue.timed and self._refuse_late(version, instance, plan.count, now):
+            return True
         requests = version.queue.take(plan.count)
         batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
         if instance.running is None:
@@ -121,6 +123,23 @@ class Dispatcher:
             instance.waiting = batch
             self._send(instance, batch, requests, 0)
         return True
+
+    def _refuse_late(self, version: Version, instance: Instance, count: int, now: int) -> bool:
+        """Of the first `count` that wait, those that could not be answered in time are not run: whoever asked is told
+        now, and the time goes to those that still can be. True: there were some."""
+        done = now + version.service_ns
+        running = instance.running
+        if running is not None:
+            done += max(0, running.began + version.service_ns - now)
+        late = [request for request in version.queue.in_order()[:count] if 0 < request.deadline < done]
+        if late and running is None and len(late) == count:
+            # Nothing would be run, and so nothing learned: a model that was slow once must not be refused for ever.
+            version.service_ns -= version.service_ns >> 3
+        for request in late:
+            text = f"it cannot be answered before its own timeout passes: that takes about {(done - now) / 1e6:.1f} ms"
+            version.queue.remove(request)
+            self._ends.end_early(request, "DEADLINE_EXCEEDED", text, now)
+        return bool(late)
 
     def start(self, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
         """Runs these on an instance that has nothing to do."""
@@ -137,6 +156,8 @@ class Dispatcher:
         if not plan.count:
             return False
         version.wake = 0
+        if version.queue.timed and self._refuse_late(version, instance, plan.count, now):
+            return True
         batch.rows += plan.rows
         if plan.reason is not Reason.IDLE:
             batch.reason = plan.reason

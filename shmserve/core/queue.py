@@ -147,6 +147,8 @@ class RequestQueue:
         self.count = 0
         self.bytes = 0
         """Inside the messages of what waits."""
+        self.timed = 0
+        """Of those that wait, how many have a deadline."""
 
     def level_of(self, priority: int) -> int:
         """The level for a caller's priority: 0 and numbers that are no level mean the default."""
@@ -161,16 +163,22 @@ class RequestQueue:
         self.levels[request.level - self._first].add(request)
         self.count += 1
         self.bytes += request.inline
+        if request.deadline:
+            self.timed += 1
 
     def put_back(self, request: Request) -> None:
         self.level(request.level).put_back(request)
         self.count += 1
         self.bytes += request.inline
+        if request.deadline:
+            self.timed += 1
 
     def remove(self, request: Request) -> None:
         self.level(request.level).remove(request)
         self.count -= 1
         self.bytes -= request.inline
+        if request.deadline:
+            self.timed -= 1
 
     def expire(self, request: Request) -> bool:
         """The queue timeout has passed. True: it must be rejected (and has been taken out). False: it waits on."""
@@ -205,4 +213,6 @@ class RequestQueue:
         self.count -= len(taken)
         for request in taken:
             self.bytes -= request.inline
+            if request.deadline:
+                self.timed -= 1
         return taken

@@ -20,7 +20,7 @@ CLIENTS = [SimpleNamespace(number=number) for number in range(1, 5)]
 def request(client: int = 1, cost: int = 1, level: int = 0, name: int = 0) -> Any:
     """What the queue needs of a request."""
     made = SimpleNamespace(
-        inline=0, client=CLIENTS[client - 1], cost=cost, level=level, tag=0, delayed=False, name=name
+        inline=0, deadline=0, client=CLIENTS[client - 1], cost=cost, level=level, tag=0, delayed=False, name=name
     )
     return made
 
@@ -94,9 +94,11 @@ def test_cancelling_wins_nothing() -> None:
 def test_a_level_does_not_remember_clients_for_ever() -> None:
     level = Level(QueuePolicy())
     last = SimpleNamespace(number=0)
-    level.add(SimpleNamespace(inline=0, client=last, cost=1, level=0, tag=0, delayed=False))  # type: ignore[arg-type]
+    level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))  # type: ignore[arg-type]
     for number in range(1, 2000):
-        level.add(SimpleNamespace(inline=0, client=SimpleNamespace(number=number), cost=1, tag=0, delayed=False))  # type: ignore[arg-type]
+        level.add(
+            SimpleNamespace(inline=0, deadline=0, client=SimpleNamespace(number=number), cost=1, tag=0, delayed=False)
+        )  # type: ignore[arg-type]
         level.take(1)
     assert len(level.tags) < 200
 
