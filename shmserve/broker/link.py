@@ -82,7 +82,8 @@ class Link:
             except BlockingIOError:
                 return
             except ConnectionResetError:  # told once, ahead of what it still said before it ended with something unread
-                continue
+                self.drain()
+                return
             except OSError as error:
                 self.close(error.strerror or "the link broke")
                 return
@@ -103,7 +104,7 @@ class Link:
                 return
 
     def drain(self) -> None:
-        """Reads what is left of a peer that has ended."""
+        """Reads what is left of a peer that has ended. All at once: loops watch a socket no more that has an error."""
         while self._sock is not None:
             before = self._sock
             self._readable()
@@ -162,7 +163,7 @@ class Link:
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):
-            pass
+            self._loop.call_soon(self.drain)
         except OSError as error:
             self.close(error.strerror or "the link broke")
         return True

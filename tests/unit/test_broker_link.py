@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import uvloop
 
 from shmserve import wire
 from shmserve.broker.link import Link
 from shmserve.messages import ClientMessage, Pong
 
+uvloop.new_event_loop().close()
+"""The first one of a process makes a pipe that stays."""
 LAST = [Pong(number) for number in range(20)]
 
 
@@ -50,9 +53,9 @@ class Ends:
         self.loop.run_until_complete(asyncio.wait_for(turns(), 60))
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    loop = asyncio.new_event_loop()
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    loop = request.param()
     made = Ends(loop)
     yield made
     made.link.close("")
