@@ -22,12 +22,14 @@ from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.statistics import Failure
 from shmserve.core.versions import Version
-from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Options, Reply, Tensor, Wanted
 
 INTERNAL = "internal"
 """The audience of what only workers read."""
 _CHAINED, _QUEUED, _SENT, _DONE = RequestState.CHAINED, RequestState.QUEUED, RequestState.SENT, RequestState.DONE
+
+_DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 Step = tuple[int, int]
 """Index of the step, and the row of what it is mapped over (0 if it is not)."""
@@ -49,10 +51,14 @@ class Run(Struct, eq=False):
     graph: Graph
     needed: frozenset[int]
     wanted: dict[str, Wanted | None]
+    held: dict[tuple[str, int], Version]
+    """The models of all its steps, and of the steps of these. A run inside of another has what that one has."""
     members: dict[int, Version] = {}
     tensors: dict[str, Kept] = {}
     skipped: set[str] = set()
     """Tensors that will not be made, as a condition said no."""
+    absent: set[str] = set()
+    """Tensors that a model was to make, and did not."""
     pending: dict[int, int] = {}
     """For each step that has not started the tensors that it waits for."""
     ready: list[int] = []
@@ -100,7 +106,8 @@ class Ensembles:
         wanted: dict[str, Wanted | None] = dict.fromkeys(found.outputs)
         if request.outputs is not None:
             wanted = {output.name: output for output in request.outputs}
-        run = Run(request, found, found.needed(tuple(wanted)), wanted, times=[0, 0, 0])
+        held = request.run.held if request.run is not None else {}
+        run = Run(request, found, found.needed(tuple(wanted)), wanted, held, times=[0, 0, 0])
         request.move(_CHAINED)
         request.chain = run
         version.users += 1
@@ -123,16 +130,22 @@ class Ensembles:
     def _take_members(self, run: Run) -> None:
         for index in run.needed:
             step = run.graph.steps[index]
-            member = self._state.look_up(step.model, step.version)
-            run.members[index] = member
+            run.members[index] = self._hold(run.held, step.model, step.version)
+
+    def _hold(self, held: dict[tuple[str, int], Version], name: str, number: int) -> Version:
+        """The version that all steps of this name and number are run by, also when another has taken over."""
+        member = held.get((name, number))
+        if member is None:
+            member = held[name, number] = self._state.look_up(name, number)
             member.users += 1
+            for step in member.graph.steps if member.graph is not None else ():
+                self._hold(held, step.model, step.version)
+        return member
 
     def _appear(self, run: Run, name: str, tensor: Tensor | None, made: bool) -> None:
         """The tensor is there; or, None, will never be."""
         readers = [index for index in run.graph.readers.get(name, ()) if index in run.needed]
-        if tensor is None:
-            run.skipped.add(name)
-        else:
+        if tensor is not None:
             count = len(readers) + (made and name in run.wanted)
             kept = Kept(tensor, count, made)
             if count:
@@ -213,8 +226,9 @@ class Ensembles:
         """It has left its worker: what it read may go, what it made is there."""
         for own, name in run.graph.steps[index].outputs:
             made = outputs.get(own)
-            if made is not None or name in run.wanted or name in run.graph.readers:
-                self._appear(run, name, made and Tensor(name, made.dtype, made.shape, made.data), True)
+            if made is None:
+                run.absent.add(name)
+            self._appear(run, name, made and Tensor(name, made.dtype, made.shape, made.data), True)
         self._have_read(run, index)
 
     def _have_read(self, run: Run, index: int) -> None:
@@ -251,9 +265,12 @@ class Ensembles:
             kept = run.tensors.get(name)
             if kept is not None:
                 inputs.append((own, name, kept.tensor))
-            elif name in run.skipped and own in required:
-                self._skip(run, index)
-                return
+            elif own in required or name == step.mapped:
+                if name in run.absent:
+                    raise Internal(_DEADLOCK)
+                if name in run.skipped:
+                    self._skip(run, index)
+                    return
         if not step.mapped:
             run.left[index] = 1
             self._ask(run, index, 0, [(own, tensor) for own, _, tensor in inputs], False, now)
@@ -270,7 +287,10 @@ class Ensembles:
         run.rows[index] = [() for _ in rows]
         for number, row in enumerate(rows):
             mine = [(own, row if name == step.mapped else tensor) for own, name, tensor in inputs]
-            self._ask(run, index, number, mine, len(rows) > 1, now)
+            try:
+                self._ask(run, index, number, mine, len(rows) > 1, now)
+            except ServeError as error:
+                raise type(error)(f"row {number} of step {index}: {error.message}") from error
 
     def _holds(self, run: Run, name: str) -> bool:
         kept = run.tensors.get(name)
@@ -278,6 +298,7 @@ class Ensembles:
 
     def _skip(self, run: Run, index: int) -> None:
         for _, name in run.graph.steps[index].outputs:
+            run.skipped.add(name)
             self._appear(run, name, None, True)
         self._have_read(run, index)
 
@@ -295,10 +316,13 @@ class Ensembles:
         )
         outputs, final = self._wanted(run, index)
         rows, signature, inline, _ = checker.check(inputs, outputs)
-        options = _passed_on(parent.options)
+        options = _passed_on(parent.options, member)
         client = parent.client
+        if member.graph is None and all(instance.over for instance in member.instances):
+            raise Unavailable(f"{member.label} has ended meanwhile{member.reason and f': {member.reason}'}")
         level = 0 if member.plain else self._intake.level(client, member, step.version, options, rows, now)
-        segments = tuple(handle.segment for handle in graph.handles_of(inputs))
+        segments = tuple(graph.check_parts(inputs))
+        inline += graph.HANDLE_BYTES * len(segments)
         segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
         if segments:
             state.ledger.use(segments)
@@ -348,10 +372,15 @@ class Ensembles:
                     shape = graph.fit(shape, dims[name], policy.max_batch > 0)
                 outputs.append(Tensor(name, kept.tensor.dtype, shape, kept.tensor.data))
             elif name not in run.skipped:
-                text = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
-                run.fail("INTERNAL", f"in ensemble '{request.version.model}', {text}")
+                self._fail(run, Internal(_DEADLOCK))
                 self._answer_failure(run, now)
                 return
+        try:
+            graph.check_parts(outputs)
+        except ServeError as error:
+            self._fail(run, error)
+            self._answer_failure(run, now)
+            return
         statistics = request.version.statistics
         statistics.answered([request.arrived], request.cost, request.arrived, now)
         statistics.ensemble_done(run.times, now)
@@ -382,6 +411,8 @@ class Ensembles:
             step.version.drop(step)
             self._state.dirty[step.version] = None
             self._ends.end(step)
+            if step.version.order is not None:
+                self._ends.answer_in_order(step.version)
         elif step.state is _SENT:
             self._ends.linger(step)
         elif step.state is _DONE:
@@ -405,16 +436,18 @@ class Ensembles:
         run.rows.clear()
         request.chain = None
         request.version.users -= 1
-        for member in run.members.values():
-            member.users -= 1
-        run.members.clear()
+        if request.run is None:
+            for member in run.held.values():
+                member.users -= 1
 
 
-def _passed_on(options: Options | None) -> Options | None:
-    """What a step is told of the caller's options: all but what only concerns the ensemble's own answer."""
-    if options is None or not options.window:
+def _passed_on(options: Options | None, member: Version) -> Options | None:
+    """What a step is told of the caller's options: all but what only concerns the ensemble's own answer, and
+    sequences where its model has none."""
+    if options is None or not (options.window or options.sequence):
         return options
-    return Options(
-        options.id, options.priority, options.queue_timeout_us, options.sequence, options.sequence_start,
-        options.sequence_end, options.parameters,
-    )  # fmt: skip
+    found = Options(options.id, options.priority, options.queue_timeout_us, parameters=options.parameters)
+    if member.places is not None or member.graph is not None:
+        found.sequence, found.sequence_start = options.sequence, options.sequence_start
+        found.sequence_end = options.sequence_end
+    return found

@@ -5,7 +5,7 @@ The rule of the file: nothing here has a state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from struct import unpack_from
@@ -17,6 +17,11 @@ from shmserve.messages import INLINE_BYTES, Handle, Tensor
 
 ROWS = 4096
 """The most requests that a mapped step makes of one tensor; an answer has so many parts at most."""
+
+PARTS = 8192
+"""What one message has room for: handles of all tensors of a request, or of an answer."""
+HANDLE_BYTES = 22
+"""The most that a handle takes in a message."""
 
 _LENGTH = 4
 
@@ -79,6 +84,11 @@ def empty(name: str, spec: TensorSpec) -> Tensor:
 
 def is_true(tensor: Tensor) -> bool:
     """A condition: one BOOL."""
+    if tensor.dtype == "BOOL" and not isinstance(tensor.data, bytes):
+        raise InvalidRequest(
+            f"condition '{tensor.name}' lies in shared memory, where the server does not look; send it as an ordinary "
+            f"array"
+        )
     if tensor.dtype != "BOOL" or prod(tensor.shape) != 1 or not isinstance(tensor.data, bytes):
         raise InvalidRequest(
             f"condition '{tensor.name}' must be one BOOL, and is {tensor.dtype} of shape {list(tensor.shape)}"
@@ -111,7 +121,10 @@ def rows_of(tensor: Tensor) -> list[Tensor]:
             f"memory; strings are mapped up to 4096 bytes"
         )
     size = prod(rest) * item
-    return [Tensor(tensor.name, tensor.dtype, shape, _cut(tensor.data, row * size, size)) for row in range(count)]
+    given = sum(part.size for part in tensor.data)
+    if given != size * count:
+        raise InvalidRequest(f"'{tensor.name}' of shape {list(tensor.shape)} takes {size * count} bytes, not {given}")
+    return [Tensor(tensor.name, tensor.dtype, shape, piece) for piece in _cuts(tensor.data, size, count)]
 
 
 def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
@@ -128,22 +141,22 @@ def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
     return ends
 
 
-def _cut(parts: tuple[Handle, ...], start: int, size: int) -> tuple[Handle, ...] | bytes:
-    """`size` bytes from `start` on of what lies in these parts, one after another."""
-    if not size:
-        return b""
-    found = []
-    for part in parts:
-        if start < part.size:
-            taken = min(part.size - start, size)
-            found.append(Handle(part.segment, part.offset + start, taken))
-            size -= taken
-            start = 0
-            if not size:
-                break
-        else:
-            start -= part.size
-    return tuple(found)
+def _cuts(parts: tuple[Handle, ...], size: int, count: int) -> Iterator[tuple[Handle, ...] | bytes]:
+    """What lies in these parts, one after another, in pieces of `size` bytes."""
+    at = start = 0
+    for _ in range(count):
+        left = size
+        found = []
+        while left:
+            part = parts[at]
+            taken = min(part.size - start, left)
+            if taken:
+                found.append(Handle(part.segment, part.offset + start, taken))
+            left -= taken
+            start += taken
+            if start == part.size:
+                at, start = at + 1, 0
+        yield tuple(found) or b""
 
 
 def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
@@ -165,6 +178,17 @@ def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
     if size and (parts or size > INLINE_BYTES):
         raise InvalidRequest(f"rows of '{first.name}' lie inside of messages, though shared memory was asked for")
     return Tensor(first.name, first.dtype, shape, parts or b"".join(inside))
+
+
+def check_parts(tensors: Sequence[Tensor]) -> list[int]:
+    """The segments in which they lie, one for each part. Raises if these are more than go into a message."""
+    segments = [handle.segment for handle in handles_of(tensors)]
+    if len(segments) > PARTS:
+        names = ", ".join(f"'{tensor.name}'" for tensor in tensors)
+        raise Unsupported(
+            f"{names} lie in {len(segments)} parts, as rows of a mapped step do; {PARTS} can be passed on at a time"
+        )
+    return segments
 
 
 def handles_of(tensors: Iterable[Tensor]) -> list[Handle]:
