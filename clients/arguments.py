@@ -108,10 +108,17 @@ def _version_of(made: argparse.ArgumentParser) -> None:
 
 
 def _add_models(commands: Any) -> None:
-    examples = "  shmserve models\n  shmserve models --instances\n  shmserve models --json\n"
+    examples = (
+        "  shmserve models\n  shmserve models mlp --instances\n  shmserve models --watch\n  shmserve models --json\n"
+    )
     about = "list the models: their versions and processes, what they take, and why one is not READY"
     made = _command(commands, "models", _later("commands_status", "models"), about, examples)
+    _model(made, "*")
     made.add_argument("--instances", action="store_true", help="a line for each process of a model")
+    made.add_argument(
+        "--watch", metavar="SECONDS", type=_seconds, nargs="?", const=1.0,
+        help="again every so many seconds (default: 1), until Ctrl-C",
+    )  # fmt: skip
     _json(made)
 
 
@@ -174,6 +181,7 @@ def _add_infer(commands: Any) -> None:
   shmserve infer add_sub --input INPUT0=1,2,3,4 --input INPUT1='[10, 20, 30, 40]'
   shmserve infer mlp --input x=@x.npy --out results
   echo '{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 1, 1, 1]}}' | shmserve infer add_sub - --json
+  shmserve infer repeat --input IN=1,2,3 --stream
 """
     made = _command(
         commands, "infer", _later("commands_infer", "infer"), "run a model once and show its outputs", examples
@@ -183,6 +191,7 @@ def _add_infer(commands: Any) -> None:
     made.add_argument(
         "--timeout", metavar="SECONDS", type=_seconds, help="wait so long for an answer (default: no limit)"
     )
+    made.add_argument("--stream", action="store_true", help="show answers as they come, of a model that gives several")
     _version_of(made)
     _json(made)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 def infer(args: argparse.Namespace) -> int:
+    if args.stream and args.repeat > 1:
+        raise Misuse("--stream and --repeat cannot be combined")
     source = feed.Source(args.input, args.file, args.random, args.batch, args.shape, args.seed)
     try:
         source.check()
@@ -24,8 +27,11 @@ def infer(args: argparse.Namespace) -> int:
             metadata = client.metadata(args.model, args.version)
             known = feed.specs(metadata)
             given = feed.inputs(source, args.model, known, lambda: _largest(args, client))
-            result, seconds = _run(args, client, _typed(given, known))
             dtypes = {spec["name"]: spec["datatype"] for spec in metadata["outputs"]}
+            if args.stream:
+                _stream(args, client, _typed(given, known), dtypes)
+                return 0
+            result, seconds = _run(args, client, _typed(given, known))
             files = show.write(args.out, result, dtypes) if args.out is not None else {}
             if args.json:
                 print_json(show.document(args.model, result.version, result, dtypes, files, seconds), indent=None)
@@ -38,6 +44,28 @@ def infer(args: argparse.Namespace) -> int:
     except show.NotWritten as error:
         raise Failed(str(error)) from error
     return 0
+
+
+def _stream(args: argparse.Namespace, client: Client, given: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+    """Answers as they come: a table for each, or a JSON document on a line of its own."""
+    outputs = args.outputs.split(",") if args.outputs else None
+    started = time.perf_counter()
+    seconds: list[float] = []
+    with client.stream(args.model, given, outputs=outputs, version=args.version, timeout=args.timeout) as parts:
+        for part in parts:
+            seconds.append(time.perf_counter() - started)
+            folder = args.out / str(len(seconds)) if args.out is not None else None
+            files = show.write(folder, part, dtypes) if folder is not None else {}
+            if args.json:
+                document = show.document(args.model, part.version, part, dtypes, files, seconds[-1:])
+                print_json(document | {"part": len(seconds)}, indent=None)
+            else:
+                print(f"part {len(seconds)} after {show.timing(seconds[-1:])}")
+                print(f"{show.outputs_table(part, dtypes, files)}\n")
+            sys.stdout.flush()
+    if not args.json:
+        took = show.timing([time.perf_counter() - started])
+        print(f"{args.model}, {len(seconds)} part{'s' if len(seconds) != 1 else ''} in {took}")
 
 
 def _largest(args: argparse.Namespace, client: Client) -> int:

@@ -26,7 +26,7 @@ from shmserve import feed, show
 from shmserve.allocator import keep_freed_memory
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
-from shmserve.messages import Load, Options, Tensor, Wanted, Work
+from shmserve.messages import Load, Options, Row, Tensor, Wanted, Work
 from shmserve.repo.load import verify
 from shmserve.repo.origins import surprises
 from shmserve.repo.schema import encode_config
@@ -115,16 +115,43 @@ def _run(order: Order, terminal: Terminal) -> int:
         work = _work(order, source, config)
         if order.file == "-":
             terminal.read_again()
-        outputs, seconds = _repeat(order.repeat, work, model, mapped, terminal)
-    dtypes = {spec.name: spec.dtype for spec in outputs_of(config)}
-    files = show.write(Path(order.out), outputs, dtypes) if order.out is not None else {}
-    if order.json:
-        document = show.document(config.name, version, outputs, dtypes, files, seconds)
-        terminal.document(document | {"load_seconds": round(loading, 6), "warnings": [*found.warnings, *surprising]})
-    else:
-        terminal.print(f"{show.outputs_table(outputs, dtypes, files)}\n")
-        terminal.print(f"{config.name} version {version}, {show.timing(seconds)}")
+        answers, seconds = _repeat(order.repeat, work, model, mapped, terminal)
+    more = {"load_seconds": round(loading, 6), "warnings": [*found.warnings, *surprising]}
+    _show(order, config, version, answers, seconds, more, terminal)
     return 0
+
+
+def _show(
+    order: Order,
+    config: ModelConfig,
+    version: int,
+    answers: list[dict[str, Array]],
+    seconds: list[float],
+    more: dict[str, Any],
+    terminal: Terminal,
+) -> None:
+    dtypes = {spec.name: spec.dtype for spec in outputs_of(config)}
+    parted = _decoupled(config)
+    parts = []
+    for number, outputs in enumerate(answers, 1):
+        folder = None if order.out is None else Path(order.out) / (str(number) if parted else "")
+        files = show.write(folder, outputs, dtypes) if folder is not None else {}
+        parts.append(show.document(config.name, version, outputs, dtypes, files, seconds))
+        if not order.json:
+            title = f"part {number}\n" if parted else ""
+            terminal.print(f"{title}{show.outputs_table(outputs, dtypes, files)}\n")
+    if not order.json:
+        count = f"{len(parts)} part{'s' if len(parts) != 1 else ''}, " if parted else ""
+        terminal.print(f"{config.name} version {version}, {count}{show.timing(seconds)}")
+    elif parted:
+        document = show.document(config.name, version, {}, dtypes, {}, seconds)
+        terminal.document(document | {"parts": [part["outputs"] for part in parts]} | more)
+    else:
+        terminal.document(parts[0] | more)
+
+
+def _decoupled(config: ModelConfig) -> bool:
+    return config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
 
 
 # ------------------------------------------------------------------------------------------ the model
@@ -264,23 +291,34 @@ def _wanted(order: Order, config: ModelConfig) -> tuple[Wanted, ...] | None:
 
 def _repeat(
     times: int, work: Work, model: Model, mapped: Mapped, terminal: Terminal
-) -> tuple[dict[str, Array], list[float]]:
-    """The outputs of the last run, and how long each run took."""
+) -> tuple[list[dict[str, Array]], list[float]]:
+    """The answers of the last run, nearly always one, and how long each run took."""
+    sent: list[Row] = []
+    streams = model.backend.streams
+    if streams is not None:
+        streams.connect(-1, lambda: None, sent.append, model.runner.row, lambda row: None)
     seconds = []
-    outputs: dict[str, Array] = {}
+    outputs: list[dict[str, Array]] = []
     for turn in range(1, times + 1):
         started = time.perf_counter()
         rows, _, again = model.runner.run((work,))
         while again:
             rows, _, again = model.runner.run((work,))
+        while streams is not None and streams.open:
+            streams.wait()
         seconds.append(time.perf_counter() - started)
-        row = rows[0]
-        if row.error is not None:
+        rows += sent
+        sent.clear()
+        error = next((row.error for row in rows if row.error is not None), None)
+        if error is not None:
             where = f"run {turn} of {times}: " if times > 1 else ""
-            raise from_wire(row.error.code, terminal.quit or f"{where}{row.error.text}")
+            raise from_wire(error.code, terminal.quit or f"{where}{error.text}")
+        parts = [row for row in rows if row.outputs or not (streams is not None and streams.decoupled)]
         if turn == times:
-            outputs = {tensor.name: _array(tensor, mapped) for tensor in row.outputs}
-        model.arenas.free([part for tensor in row.outputs if isinstance(tensor.data, tuple) for part in tensor.data])
+            outputs = [{tensor.name: _array(tensor, mapped) for tensor in row.outputs} for row in parts]
+        for row in parts:
+            held = [part for tensor in row.outputs if isinstance(tensor.data, tuple) for part in tensor.data]
+            model.arenas.free(held)
     return outputs, seconds
 
 

@@ -101,9 +101,10 @@ class Streams:
         discard: Callable[[Row], None],
     ) -> None:
         """`read` handles all orders that have come on the link of this `descriptor` and sends what is to be said,
-        `tell` sends an answer, `row` makes one, `discard` frees one that is not sent."""
+        `tell` sends an answer, `row` makes one, `discard` frees one that is not sent. -1: there is no link."""
         self._read, self._tell, self._row, self._discard = read, tell, row, discard
-        self._poll.register(descriptor, select.POLLIN)
+        if descriptor >= 0:
+            self._poll.register(descriptor, select.POLLIN)
         self.connected = True
 
     # ------------------------------------------------------------------------------------ for the loop

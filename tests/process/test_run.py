@@ -285,3 +285,54 @@ def test_commands_of_the_page(line: str, with_samples: Path) -> None:
     name, verb, *rest = shlex.split(words)
     assert (name, verb, bool(before)) == ("shmserve", "run", bool(document))
     Ran(*rest, cwd=with_samples, text=document)
+
+
+# ------------------------------------------------------------------------------------------ many answers
+
+COUNTS = """
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request.get_response_sender(), request)).start()
+
+    def answer(self, sender, request):
+        for index in range(int(request.inputs()[0].as_numpy()[0, 0])):
+            if index == 5:
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("five is too many")))
+            else:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 2000), index, np.float32))]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+COUNTS_CONFIG = """
+backend: "python" max_batch_size: 4 model_transaction_policy { decoupled: true }
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+model_warmup [ { batch_size: 2 inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 1 ] random_data: true } } } ]
+"""
+
+
+def test_a_model_with_many_answers(tmp_path: Path) -> None:
+    (tmp_path / "counts" / "1").mkdir(parents=True)
+    (tmp_path / "counts" / "config.pbtxt").write_text(COUNTS_CONFIG)
+    (tmp_path / "counts" / "1" / "model.py").write_text(COUNTS)
+    shown = Ran("counts", "--input", "x=3", "--repeat", "2", cwd=tmp_path).out
+    assert [line for line in shown.splitlines() if line.startswith("part ")] == ["part 1", "part 2", "part 3"]
+    assert "counts version 1, 3 parts, 2 requests" in shown
+    found = Ran("counts", "--input", "x=2", "--json", "--out", "out", cwd=tmp_path).document
+    assert [part["y"]["file"] for part in found["parts"]] == ["out/1/y.npy", "out/2/y.npy"]
+    assert (np.load(tmp_path / "out" / "2" / "y.npy") == np.full((1, 2000), 1, np.float32)).all()
+    assert Ran("counts", "--input", "x=0", "--json", cwd=tmp_path).document["parts"] == []
+    failed = Ran("counts", "--input", "x=6", cwd=tmp_path, code=1)
+    assert "five is too many" in failed.err
+    config = COUNTS_CONFIG.replace("random_data: true", 'input_data_file: "six"')
+    (tmp_path / "counts" / "warmup").mkdir()
+    (tmp_path / "counts" / "warmup" / "six").write_bytes(np.float32(6).tobytes())
+    (tmp_path / "counts" / "config.pbtxt").write_text(config)
+    failed = Ran("counts", "--input", "x=1", cwd=tmp_path, code=1)
+    assert "warm-up sample number 0 of model 'counts' failed: five is too many" in failed.err

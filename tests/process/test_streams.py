@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -232,3 +233,35 @@ def test_the_death_of_a_worker_ends_its_streams(server: Server) -> None:
                 list(stream)
         client.wait_ready("mortal", timeout=20)
         assert [part["y"].item() for part in ask(client, "mortal", 3)] == [0, 1, 2]
+
+
+def run_cli(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import sys; from shmserve.clients.cli import main; sys.exit(main())", *words]
+    return subprocess.run([*command, "--url", server.url], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_shows_parts_as_they_come(server: Server, tmp_path: Path) -> None:
+    words = ["infer", "tokens", "--input", "x=3", "--stream"]
+    shown = run_cli(server, *words)
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert [line[:2] for line in lines if line[:1] == ["part"]] == [["part", "1"], ["part", "2"], ["part", "3"]]
+    assert [line for line in lines if line[:1] == ["y"]] == [["y", "FP32", "[1,", "1]", value] for value in "012"]
+    assert lines[-1][:4] == ["tokens,", "3", "parts", "in"]
+    shown = run_cli(server, *words, "--json", "--out", str(tmp_path / "out"))
+    documents = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [document["part"] for document in documents] == [1, 2, 3]
+    for index, document in enumerate(documents):
+        assert document["outputs"]["y"]["file"] == str(tmp_path / "out" / str(index + 1) / "y.npy")
+        assert np.load(document["outputs"]["y"]["file"]) == index
+
+
+def test_the_command_without_stream_says_what_is_missing(server: Server) -> None:
+    refused = run_cli(server, "infer", "tokens", "--input", "x=3")
+    assert refused.returncode == 1
+    assert "decoupled transaction policy" in refused.stderr
+    failed = run_cli(server, "infer", "fails", "--input", "x=3", "--stream")
+    assert failed.returncode == 1
+    assert "part 1 after" in failed.stdout
+    assert "ValueError: no more than one" in failed.stderr
+    assert run_cli(server, "infer", "tokens", "--random", "--stream", "--repeat", "2").returncode == 2
