@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import select
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import shmserve
 from shmserve.clients.commands_base import Failed, Misuse, connected, make_client, print_json
@@ -13,25 +17,63 @@ from shmserve.clients.commands_operate import counts, instances_of
 from shmserve.clients.waiting import why_not_ready
 from shmserve.tables import bytes_text, duration_text, table
 
+if TYPE_CHECKING:
+    from shmserve.clients.sync import Client
+
 US = 1000
 """ns in it."""
 
 
 def models(args: argparse.Namespace) -> int:
+    if args.watch is not None and args.json:
+        raise Misuse("--watch is for people; programs ask again as often as they like")
     with connected(args) as client:
-        found = client.models()
+        if args.watch is not None:
+            _watch(args, client)
+        found = _chosen(args.model, client.models())
     if args.json:
         print_json(found)
-    elif not found:
-        print("no models: put one into the repository, which is read when the server starts")
-    elif args.instances:
-        rows = [row for entry in found for row in instance_rows(entry)]
-        print(table(INSTANCES, rows, right=[1, 5, 6, 7]) if rows else "no model has a process now")
-        for text in last_words(found):
-            print(text)
     else:
-        print(models_table(found))
+        print(models_text(found, args.instances))
     return 0
+
+
+def _chosen(names: Sequence[str], index: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that were named; all, if none was."""
+    there = {entry["name"] for entry in index}
+    for name in names:
+        if name not in there:
+            near = get_close_matches(name, there, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else "; `shmserve models` lists what there is"
+            raise Failed(f"there is no model '{name}'{hint}")
+    return [entry for entry in index if entry["name"] in names or not names]
+
+
+def _watch(args: argparse.Namespace, client: Client) -> NoReturn:
+    """The same again and again in the same place, until Ctrl-C. What is no terminal gets one after the other."""
+    terminal = sys.stdout.isatty()
+    while True:
+        text = models_text(_chosen(args.model, client.models()), args.instances)
+        if terminal:
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in text.split("\n")]
+            text = CLEAR + "\n".join(lines[: rows - 1])
+        print(text, flush=True)
+        select.select([], [], [], args.watch)
+
+
+CLEAR = "\x1b[H\x1b[2J"
+"""To the upper left corner, and nothing on the screen."""
+
+
+def models_text(found: Sequence[Mapping[str, Any]], instances: bool) -> str:
+    if not found:
+        return "no models: put one into the repository, which is read when the server starts"
+    if not instances:
+        return models_table(found)
+    rows = [row for entry in found for row in instance_rows(entry)]
+    made = table(INSTANCES, rows, right=[1, 5, 6, 7]) if rows else "no model has a process now"
+    return "\n".join([made, *last_words(found)])
 
 
 MODELS = ["model", "version", "state", "instances", "pid", "device", "memory", "loaded in", "reason"]
