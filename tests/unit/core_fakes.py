@@ -7,6 +7,8 @@ handle into memory that was never announced, an answer given twice or a batch ov
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from shmserve.core.policy import ModelPolicy
@@ -71,6 +73,10 @@ class FakeWorker:
         self.out: Counter[Handle] = Counter()
         self.last = 0
         self.stopping = self.dead = False
+        self.says: dict[str, str] = {}
+        """What the next batch makes of some outputs: a shape as [2,3], true, false, or none."""
+        self.compute: Callable[[FakeWorker, Work], tuple[Tensor, ...]] | None = None
+        """Makes the outputs of a request, where these matter."""
 
     # ------------------------------------------------------------------------------------ what the broker says
 
@@ -193,23 +199,31 @@ class FakeWorker:
 
         if error is not None:
             return Row(work.request, (), Failure(*error))
+        if self.compute is not None:
+            return Row(work.request, self.compute(self, work))
         places = {wanted.name: wanted.place for wanted in work.outputs or ()}
-        names = list(places) if work.outputs is not None else [spec.name for spec in self.policy.outputs]
-        shape = (work.rows, 1) if self.policy.max_batch else (1,)
-        size = 4 * max(1, work.rows)
+        dtypes = {spec.name: spec.dtype for spec in self.policy.outputs}
+        names = list(places) if work.outputs is not None else list(dtypes)
         tensors = []
         for name in names:
+            said = self.says.get(name, "")
+            if said == "none":
+                continue
+            shape: tuple[int, ...] = (work.rows, 1) if self.policy.max_batch else (1,)
+            if said.startswith("["):
+                shape = tuple(int(dim) for dim in said.strip("[]").split(","))
+            size = prod(shape) * (1 if dtypes[name] == "BOOL" else 4) or 4 * (not said)
             place = places.get(name)
             if place is not None:
                 data: Any = (Handle(place.segment, place.offset, size),)
-            elif name in self.large:
-                data = (self._allocate(work.audience, size),)
+            elif size and (name in self.large or not work.inline):
+                data = (self.allocate(work.audience, size),)
             else:
-                data = bytes(size)
-            tensors.append(Tensor(name, "FP32", shape, data))
+                data = bytes([said == "true"]) * size
+            tensors.append(Tensor(name, dtypes[name], shape, data))
         return Row(work.request, tuple(tensors))
 
-    def _allocate(self, audience: str, size: int) -> Handle:
+    def allocate(self, audience: str, size: int) -> Handle:
         segment = self.arenas.get(audience)
         if segment is None:
             segment = self.arenas[audience] = (self.peer << OWNER_SHIFT) + 1 + len(self.arenas)

@@ -7,13 +7,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmserve.core import events
-from shmserve.core.policy import InstanceSpec
+from tests.unit.core_policies import policy_of, step_of
 from tests.unit.core_world import World
 
 Event = tuple[int, Any]
 
 
 class Operating(World):
+    model = ""
+
     def do_deploy(self, name: str, *versions: str, op: str = "0") -> list[Event]:
         """deploy m 1:7x2 3:8 op=1: version 1 of source 7 with 2 instances, version 3 of source 8 with one. `fresh`:
         load what is served, too. `unloaded`: the workers do not load by themselves."""
@@ -26,9 +28,19 @@ class Operating(World):
         number, _, what = word.partition(":")
         source, _, instances = what.partition("x")
         known = next(policy for (model, _), policy in self.policies.items() if model == name)
-        self.policies[name, int(number)] = replace(known, version=int(number))
-        specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(int(instances or 1)))
-        return events.Target(int(number), int(source), specs)
+        policy = self.policies[name, int(number)] = replace(known, version=int(number))
+        return self.target(policy, int(source), int(instances or 1))
+
+    def do_ensemble(self, name: str, *words: str, **options: str) -> None:
+        """ensemble e inputs=x:[-1] outputs=z m(x:x)->(y:t) n(x:t)->(y:z)/map:t/if:flag"""
+        steps = tuple(step_of(word) for word in words if "->" in word)
+        flags = ("single", *(word for word in words if "->" not in word))
+        self.model = name
+        self.deploy(replace(policy_of(name, flags, {"max_batch": "0"} | options), steps=steps), 0)
+
+    def do_misfit(self, name: str, problem: str = "") -> None:
+        """From now on the steps of this ensemble do not fit together; without a reason, they do."""
+        self.misfits[name] = problem
 
     def do_unload(self, name: str, op: str = "0") -> list[Event]:
         return [(0, events.Unload(name, int(op)))]

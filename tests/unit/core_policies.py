@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
 
 UNITS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 
@@ -30,7 +30,7 @@ def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> Mod
             level_policies=each,
         )
     inputs = tuple(_tensor(text) for text in options.get("inputs", "x:[-1]").split("|"))
-    outputs = tuple(TensorSpec(text, "FP32", (-1,)) for text in options.get("outputs", "y").split(","))
+    outputs = tuple(_tensor(text) for text in re.split(r",(?![^\[]*\])", options.get("outputs", "y")))
     version = int(options.get("version", 1))
     limit = nanoseconds(options["limit"]) if "limit" in options else None
     most = int(options.get("max_batch", 8))
@@ -46,7 +46,22 @@ def _queue(text: str) -> QueuePolicy:
 
 
 def _tensor(text: str) -> TensorSpec:
-    """x:[-1,4] with :optional and :ragged"""
-    name, dims, *flags = text.split(":")
+    """x or x:[-1,4], with :optional, :ragged and :BOOL"""
+    name, dims, *flags = text.split(":") if ":" in text else (text, "[-1]")
     numbers = tuple(int(dim) for dim in dims.strip("[]").split(",") if dim)
-    return TensorSpec(name, "FP32", numbers, "optional" in flags, "ragged" in flags)
+    dtype = "BOOL" if "BOOL" in flags else "FP32"
+    return TensorSpec(name, dtype, numbers, "optional" in flags, "ragged" in flags)
+
+
+def step_of(text: str) -> StepPolicy:
+    """MODEL@VERSION(its_input:tensor,...)->(its_output:tensor,...), with /map:tensor and /if:tensor"""
+    found = re.fullmatch(r"(\w+)(?:@(\d+))?\((.*)\)->\((.*?)\)((?:/\w+:\w+)*)", text)
+    assert found, f"'{text}' is no step"
+    added = dict(part.split(":") for part in found[5].split("/") if part)
+    inputs, outputs = _pairs(found[3]), _pairs(found[4])
+    return StepPolicy(found[1], int(found[2] or 0), inputs, outputs, added.get("map", ""), added.get("if", ""))
+
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    found = [part.partition(":") for part in text.split(",")]
+    return tuple(sorted((own, name) for own, _, name in found))

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.core import events
-from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
+from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
 from shmserve.core.instances import Instance
 from shmserve.core.limits import Limits
 from shmserve.core.policy import ModelPolicy
+from shmserve.core.request import Request
 from shmserve.core.state import WORKERS_FROM
 from shmserve.messages import (
     Ask,
@@ -73,7 +74,6 @@ class Scenario(Operating):
         self.named: dict[str, FakeClient] = {}
         self.segments: dict[str, Map] = {}
         self.segment_names: dict[int, str] = {}
-        self.model = ""
 
     # ------------------------------------------------------------------------------------ what came out
 
@@ -109,6 +109,8 @@ class Scenario(Operating):
         elif isinstance(effect, Query):
             if isinstance(effect.ask, Ask):
                 self.line(f"query {effect.ask.what}")
+        elif isinstance(effect, Compose):
+            self.line("compose " + " ".join(v.model for v in self.core.state.ensembles if v.asked == effect.number))
         elif isinstance(effect, Settled):
             self.line(f"settled {effect.operation}" + (f" {effect.code}: {effect.text}" if effect.code else ""))
         else:
@@ -124,8 +126,16 @@ class Scenario(Operating):
     def _label(self, number: int) -> str:
         request = self.core.state.requests.get(number)
         if request is not None:
-            self.labels[number] = f"{request.client.name}{request.client_number}"
+            self.labels[number] = self._name(request)
         return self.labels[number]
+
+    def _name(self, request: Request) -> str:
+        """Steps are named after their ensemble's request: a1.0, and a row of a mapped step a1.0[3]."""
+        run = request.run
+        if run is None:
+            return f"{request.client.name}{request.client_number}"
+        index, row = request.step
+        return f"{self._name(run.request)}.{index}" + (f"[{row}]" if run.graph.steps[index].mapped else "")
 
     def _segment(self, number: int) -> str:
         owner = self.workers.get(number >> 32)
@@ -255,10 +265,10 @@ class Scenario(Operating):
                 continue
             dims = [tail[min(i, len(tail) - 1)] if dim == -1 else dim for i, dim in enumerate(spec.dims)]
             shape = (rows, *dims) if policy.max_batch else tuple(dims)
-            size = 4
+            size = 1 if spec.dtype == "BOOL" else 4
             for dim in shape:
                 size *= dim
-            data: Any = bytes(size)
+            data: Any = bytes([options.get(spec.name) == "true"]) * size
             if "at" in options:
                 data = (self._place(client, options["at"], size),)
             tensors.append(Tensor(spec.name, spec.dtype, shape, data))
@@ -301,11 +311,13 @@ class Scenario(Operating):
                 who.give_back(handle)
         return [(who.peer, Return(handles))]
 
-    def do_done(self, name: str, took: str = "0s", rows: str = "0", error: str = "") -> list[Event]:
+    def do_done(self, name: str, took: str = "0s", rows: str = "0", error: str = "", **says: str) -> list[Event]:
+        """done m_0, after took= with error= or with rows= told before; flag=true y=[2,3] z=none: what it makes."""
         worker = self.worker(name)
         code, _, text = error.partition(":")
         if worker.peer not in self.slow_to:
             worker.read()
+        worker.says = says
         worker.finish(self.now, nanoseconds(took), int(rows), (code, text) if error else None)
         done = worker.outbox[-1]
         if done.next:

@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.core import events
 from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
-from shmserve.core.effects import Close, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
+from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.state import WORKERS_FROM
@@ -36,6 +36,8 @@ class World:
         self.slow_from: set[int] = set()
         self.freed: list[Any] = []
         self.forgotten: list[int] = []
+        self.misfits: dict[str, str] = {}
+        """Ensembles whose steps do not fit together, and why."""
         self.drained = False
         self._last_client = 0
         self._pending: list[tuple[int, Any]] = []
@@ -117,6 +119,8 @@ class World:
             elif isinstance(effect, Close):
                 self.clients[effect.peer].ended = True
                 self._pending.append((0, events.Closed(effect.peer)))
+            elif isinstance(effect, Compose):
+                self._pending.append((0, self._composed(effect)))
             elif isinstance(effect, Free):
                 self.freed += effect.handles
             elif isinstance(effect, Forget):
@@ -126,6 +130,11 @@ class World:
                 self.drained = True
             else:
                 assert isinstance(effect, (Log, Query, Settled))
+
+    def _composed(self, effect: Compose) -> events.Composed:
+        names = [version.model for version in self.core.state.ensembles if version.asked == effect.number]
+        problem = self.misfits.get(names[0], "") if names else ""
+        return events.Composed(effect.source, effect.number, problem)
 
     def _send(self, effect: Send) -> None:
         if effect.peer >= WORKERS_FROM:
@@ -145,10 +154,15 @@ class World:
         self.policies[name, policy.version] = policy
         self.large[name] = frozenset(large.split())
         self.loads_itself[name] = load
-        specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(instances))
         served = self.targets.setdefault(name, {})
-        served[policy.version] = events.Target(policy.version, 0, specs)
+        served[policy.version] = self.target(policy, 0, instances)
         self.turn([(0, events.Deploy(name, tuple(served.values())))])
+
+    def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
+        if policy.steps is not None:
+            return events.Target(policy.version, source, (), policy)
+        specs = tuple(InstanceSpec(f"{policy.name}_{index}") for index in range(instances))
+        return events.Target(policy.version, source, specs)
 
     def _spawn(self, effect: Spawn) -> None:
         policy = self.policies[effect.model, effect.version]
