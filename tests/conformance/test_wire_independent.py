@@ -24,8 +24,8 @@ from bench.setting import serving
 pytestmark = pytest.mark.process
 
 MAP, UNMAP, RETURN, PING, PONG = 1, 2, 3, 4, 5
-HELLO, INFER, CANCEL, ASK, BYE = 6, 7, 8, 9, 10
-WELCOME, REPLY, FAIL, RELEASED, FAIL_HELD, ANSWER, RECLAIM, GOODBYE = 32, 33, 34, 35, 36, 37, 38, 39
+HELLO, INFER, CANCEL, ASK, BYE, MORE = 6, 7, 8, 9, 10, 11
+WELCOME, REPLY, FAIL, RELEASED, FAIL_HELD, ANSWER, RECLAIM, GOODBYE, PART = 32, 33, 34, 35, 36, 37, 38, 39, 40
 SECONDS = 20.0
 
 Message = list[Any]
@@ -126,11 +126,26 @@ class TritonPythonModel:
 """
 
 
+COUNTS = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def stream(self, request):
+        for number in range(int(request.inputs()[0].as_numpy()[0])):
+            yield pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full(2, number, np.float32))])
+"""
+
+
 def write_repository(root: Path) -> None:
     models.write(root, "identity", models.identity(), {})
     models.write(root, "strings", models.identity("STRING"), {})
     slow = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])})
     models.write(root, "slow", slow, {"model.py": SLOW})
+    models.write(root, "counts", slow, {"model.py": COUNTS})
+    with (root / "counts" / "config.pbtxt").open("a") as config:
+        config.write("model_transaction_policy { decoupled: true }\n")
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +301,36 @@ def test_a_timeout_comes_on_time_and_releases_later(place: Path) -> None:
             assert speaker.read() == [RELEASED, 1]
 
 
+def test_streams_are_parts_as_many_as_are_allowed(place: Path) -> None:
+    def count(number: int) -> Message:
+        return ["x", "FP32", [1], np.float32(number).tobytes()]
+
+    with Speaker(place, "frames") as speaker:
+        speaker.send([INFER, 1, "counts", 0, [count(5)], None, 0, {"window": 2}])
+        for number in range(5):
+            tag, request, version, outputs, *rest = speaker.read()
+            assert (tag, request, version) == (PART, 1, 1)
+            assert outputs == [["y", "FP32", [2], np.full(2, number, np.float32).tobytes()]]
+            assert True not in rest
+            if number == 1:
+                speaker.send([PING, 7])
+                assert speaker.read() == [PONG, 7]  # there is no room for more
+                speaker.send([MORE, 1, 100], [MORE, 99, 1])
+        assert speaker.read() == [PART, 1, 1, [], None, True]
+        speaker.send([INFER, 2, "counts", 0, [count(1000)], None, 0, {"window": 1}])
+        assert speaker.read()[:2] == [PART, 2]
+        speaker.send([CANCEL, 2])
+        ended = speaker.read()
+        assert ended[0] in (FAIL, FAIL_HELD)
+        assert ended[1:3] == [2, "CANCELLED"]
+        if ended[0] == FAIL_HELD:
+            assert speaker.read() == [RELEASED, 2]
+        assert speaker.infer(3, "counts", [count(0)], None, 0, {"window": 1})[3:] == [[], None, True]
+        assert speaker.infer(4, "counts", [count(1)])[:3] == [FAIL, 4, "UNSUPPORTED"]
+        answer = speaker.infer(5, "identity", [count(7)], None, 0, {"window": 1})
+        assert answer == [PART, 5, 1, [["y", "FP32", [1], np.float32(7).tobytes()]], None, True]
+
+
 def ask(speaker: Speaker, what: str, model: str = "", version: int = 0) -> Any:
     speaker.send([ASK, 77, what, model, version, b""])
     body = b""
@@ -302,7 +347,7 @@ def test_questions(place: Path) -> None:
         assert ask(speaker, "live")["live"] is True
         assert ask(speaker, "ready")["ready"] is True
         assert ask(speaker, "ready", "identity", 1)["ready"] is True
-        assert {entry["name"] for entry in ask(speaker, "models")} == {"identity", "strings", "slow"}
+        assert {entry["name"] for entry in ask(speaker, "models")} == {"identity", "strings", "slow", "counts"}
         metadata = ask(speaker, "metadata", "identity")
         assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1]}]
         assert ask(speaker, "config", "identity")["name"] == "identity"
