@@ -71,14 +71,14 @@ _rows(
 )
 _rows("ModelConfig", _N, "the metrics are those of every model", "model_metrics")
 
-_NO_LIMITER = "instances run as soon as they are idle; there is no rate limiter yet"
-_rows("ModelRateLimiter", _N, _NO_LIMITER, "resources", "priority")
-_rows("ModelRateLimiter.Resource", _N, _NO_LIMITER, "name", "global", "count")
+_LIMITER = "with --rate-limit execution_count"
+_rows("ModelRateLimiter", _Y, _LIMITER, "resources", "priority")
+_rows("ModelRateLimiter.Resource", _Y, _LIMITER, "name", "global", "count")
 
 _rows("ModelInstanceGroup", _Y, "default the model's name, `_` and the group's number", "name")
 _rows("ModelInstanceGroup", _Y, "KIND_AUTO becomes KIND_CPU; KIND_GPU is refused without such a GPU", "kind")
 _rows("ModelInstanceGroup", _Y, "default 1, or 2 for onnxruntime on the CPU", "count")
-_rows("ModelInstanceGroup", _N, _NO_LIMITER, "rate_limiter")
+_rows("ModelInstanceGroup", _Y, _LIMITER, "rate_limiter")
 _rows("ModelInstanceGroup", _N, "no instance runs on a GPU yet", "gpus")
 _rows("ModelInstanceGroup", _N, "there is no backend that uses a secondary device", "secondary_devices")
 _rows("ModelInstanceGroup", _X, "only TensorRT has optimisation profiles", "profile", only=_TENSORRT)
@@ -195,7 +195,7 @@ _rows("ModelOperations", _X, "libraries of custom operators cannot be loaded yet
 _rows("ModelTransactionPolicy", _Y, "a request may be answered many times", "decoupled")
 _rows("ModelRepositoryAgents", _X, "with `ModelConfig.model_repository_agents`", "agents")
 _rows("ModelRepositoryAgents.Agent", _X, "with `ModelConfig.model_repository_agents`", "name", "parameters")
-_rows("ModelResponseCache", _N, "there is no cache yet: every request is computed", "enable")
+_rows("ModelResponseCache", _Y, "where the server has a cache (--cache-config)", "enable")
 
 _METRICS = "with `ModelConfig.model_metrics`"
 _rows("ModelMetrics", _N, _METRICS, "metric_control")

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from shmserve.broker.overrides import Given
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
+from shmserve.core.limiter import lacking
 from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.versions import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
@@ -76,10 +77,12 @@ class Catalog:
         cores: Cores,
         config_name: str = "",
         verified: bool = False,
+        resources: Sequence[tuple[str, int, int]] | None = None,
     ) -> None:
         """`settings` go to the workers; `cores` are divided among them. `verified`: workers see to it that the files
-        do not change while they load them."""
+        do not change while they load them. `resources`: what the rate limiter was given; None: there is none."""
         self._cores = cores
+        self._resources = resources
         self._repositories = repositories
         self._settings = settings
         self._config_name = config_name
@@ -147,6 +150,9 @@ class Catalog:
         if found.config is None or reason:
             return [(0, Refuse(found.name, version, reason)) for version in found.versions or (0,)]
         instances = compile_instances(found.config, self._cores)
+        lack = lacking(instances, self._resources) if self._resources is not None else ""
+        if lack:
+            return [(0, Refuse(found.name, version, lack)) for version in found.versions or (0,)]
         targets = tuple(self._target(reading, found.config, number, instances) for number in found.versions)
         for key in [key for key in self._latest if key[0] == found.name and key[1] not in found.versions]:
             del self._latest[key]

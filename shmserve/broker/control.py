@@ -211,8 +211,8 @@ class Control:
                 "compute_input": _duration(counted.success_count, counted.input_ns),
                 "compute_infer": _duration(counted.success_count, counted.infer_ns),
                 "compute_output": _duration(counted.success_count, counted.output_ns),
-                "cache_hit": _duration(0, 0),
-                "cache_miss": _duration(0, 0),
+                "cache_hit": _duration(counted.cache_hits, counted.cache_hit_ns),
+                "cache_miss": _duration(counted.cache_misses, 0),
             },
             "response_stats": {},
             "batch_stats": [

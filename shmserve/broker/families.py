@@ -51,6 +51,9 @@ FAMILIES = (
         ("nv_inference_compute_output_duration_us", "counter", VERSION, "microseconds for placing outputs, summed"),
         ("shmserve_request_duration_seconds", "histogram", VERSION, "from arrival to answer, of those answered well"),
         ("shmserve_queue_duration_seconds", "histogram", VERSION, "from arrival until an instance took the batch up"),
+        ("nv_cache_num_hits_per_model", "counter", VERSION, "requests answered from the cache"),
+        ("nv_cache_num_misses_per_model", "counter", VERSION, "requests computed whose answer was to be kept"),
+        ("nv_cache_hit_duration_per_model", "counter", VERSION, "microseconds from arrival to answer of hits, summed"),
         ("shmserve_queue_bytes", "gauge", VERSION, "bytes inside messages that wait"),
         ("shmserve_requests_in_flight", "gauge", (), "requests not answered yet, or still read by an instance"),
         ("shmserve_requests_refused_total", "counter", ("reason",),
@@ -74,6 +77,9 @@ FAMILIES = (
         ("shmserve_broker_arena_committed_bytes", "gauge", (), "the same, taken from the machine"),
         ("shmserve_broker_arena_limit_bytes", "gauge", (), "the same, at most (--broker-arena-bytes)"),
         ("shmserve_held_bytes", "gauge", (), "bytes of answers in shared memory that clients hold"),
+        ("shmserve_cache_bytes", "gauge", (), "of the answers that are kept (--cache-config), with their keys"),
+        ("shmserve_cache_entries", "gauge", (), "answers that are kept"),
+        ("shmserve_cache_evictions_total", "counter", (), "answers that made room for others"),
         ("shmserve_client_held_bytes", "gauge", ("client", "name"),
          "of that, those who hold most; all others together have the client 'other'"),
         ("shmserve_client_requests", "gauge", ("client", "name"), "requests in flight of the same clients"),
@@ -105,8 +111,7 @@ FAMILIES = (
 RESERVED = (
     "nv_gpu_utilization", "nv_gpu_memory_total_bytes", "nv_gpu_memory_used_bytes", "nv_gpu_power_usage",
     "nv_gpu_power_limit", "nv_energy_consumption", "nv_pinned_memory_pool_total_bytes",
-    "nv_pinned_memory_pool_used_bytes", "nv_cache_num_hits_per_model", "nv_cache_num_misses_per_model",
-    "nv_cache_hit_duration_per_model", "nv_cache_miss_duration_per_model",
+    "nv_pinned_memory_pool_used_bytes", "nv_cache_miss_duration_per_model",
 )  # fmt: skip
 """Triton's names for what is not here. They stand for nothing else."""
 

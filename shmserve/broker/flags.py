@@ -18,6 +18,7 @@ from shmserve.broker import access
 from shmserve.broker.cores import host_policy
 from shmserve.broker.logs import FORMATS
 from shmserve.core import limits
+from shmserve.core.limiter import ANY, SHARED
 
 ENVIRONMENT = "SHMSERVE_"
 REQUIRED = "required"
@@ -29,9 +30,9 @@ _FALSE = ("false", "0", "no", "off")
 
 
 class Flag(Struct, frozen=True):
-    """`kind`: boolean, whole, bytes, seconds, text, path, choice, setting, policy, access, group or limit. `triton`:
-    its default there, where ours differs, and why. `instead`: deprecated, what to say now. `private`: for programs
-    that start us."""
+    """`kind`: boolean, whole, bytes, seconds, text, path, choice, setting, policy, access, group, limit, cache or
+    resource. `triton`: its default there, where ours differs, and why. `instead`: deprecated, what to say now.
+    `private`: for programs that start us."""
 
     name: str
     kind: str
@@ -107,6 +108,14 @@ FLAGS = (
     Flag("host-policy", "policy", INSTANCES, "CPU cores for the instances of a host policy: NAME,cpu-cores=0-3,8, or "
          "NAME,numa-node=N for all of a node; instances that name no policy have 'cpu' or 'gpu_DEVICE'; may be given "
          "several times", [], "NAME,KEY=VALUE", repeatable=True),
+    Flag("rate-limit", "choice", INSTANCES, "execution_count: an instance runs a batch only while it has the resources "
+         "of its rate_limiter; off: as soon as it is idle", "off", choices=("off", "execution_count")),
+    Flag("rate-limit-resource", "resource", INSTANCES, "how much there is of a resource of each device, of one, or "
+         "(:global) of all together; not given: as much as one instance asks for at most; may be given several times",
+         [], "NAME:COUNT[:DEVICE]", repeatable=True),
+    Flag("cache-config", "cache", MEMORY, "local,size=BYTES: answers of models with response_cache are kept", 0,
+         "local,size=BYTES", shown="none are kept"),
+    Flag("response-cache-byte-size", "bytes", MEMORY, "the older way to say --cache-config local,size=BYTES", 0, "N"),
     Flag("broker-arena-bytes", "bytes", MEMORY, "memory for tensors that come in frames", 256 << 20, "N",
          least=1 << 20),
     Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may have for its outputs", 4 << 30, "N",
@@ -155,10 +164,10 @@ NOT_BUILT_YET = _names(
     grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data
     grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes grpc-max-connection-age
     grpc-max-connection-age-grace grpc-restricted-protocol allow-metrics allow-gpu-metrics allow-cpu-metrics
-    metrics-address metrics-port metrics-interval-ms metrics-config trace-config cache-config cache-directory
-    rate-limit rate-limit-resource pinned-memory-pool-byte-size cuda-memory-pool-byte-size
+    metrics-address metrics-port metrics-interval-ms metrics-config trace-config cache-directory
+    pinned-memory-pool-byte-size cuda-memory-pool-byte-size
     cuda-virtual-address-size min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit
-    allow-client-shm backend-directory repoagent-directory response-cache-byte-size trace-file trace-level
+    allow-client-shm backend-directory repoagent-directory trace-file trace-level
     trace-rate trace-count trace-log-frequency
     """
 )
@@ -216,6 +225,10 @@ def from_text(flag: Flag, text: str) -> Any:
             return access.group_id(text)
         case "limit":
             return _limit(text)
+        case "cache":
+            return _cache(text)
+        case "resource":
+            return _resource(text)
     if not text and flag.default != "":
         raise ValueError(f"a {flag.metavar or 'value'} is expected, and nothing was given")
     return Path(text) if flag.kind == "path" else text
@@ -265,6 +278,26 @@ def _toml_type(value: Any) -> str:
     if isinstance(value, list):
         return "an array"
     return "a table" if isinstance(value, dict) else "a date or time"
+
+
+def _cache(text: str) -> int:
+    """Bytes of the response cache."""
+    name, _, setting = text.partition(",")
+    key, _, value = setting.partition("=")
+    if name != "local":
+        raise ValueError(f"cache '{name}' is not known; the one that there is: local,size=BYTES")
+    if key != "size":
+        raise ValueError(f"'{setting}' is no setting of the cache; expected size=BYTES")
+    return _number(value, True, 1024)
+
+
+def _resource(text: str) -> tuple[str, int, int]:
+    """A resource of the rate limiter: name, device, count."""
+    name, _, rest = text.partition(":")
+    count, _, device = rest.partition(":")
+    if not name or not count.isdecimal() or not (device in ("", "global") or device.isdecimal()):
+        raise ValueError(f"found '{text}', expected NAME:COUNT, NAME:COUNT:DEVICE or NAME:COUNT:global")
+    return name, {"": ANY, "global": SHARED}[device] if not device.isdecimal() else int(device), int(count)
 
 
 def _boolean(text: str) -> bool:

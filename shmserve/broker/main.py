@@ -114,6 +114,7 @@ class Server:
             survey(setting.host_policies(settings)),
             settings.model_config_name,
             verified=self._mode == "poll",
+            resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
         )
         self._control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
         self._broker = Broker(

@@ -98,6 +98,10 @@ class Metrics:
                 add("shmserve_model_state", int(version.state is state), named + label)
             same = [other for other in generations if other.number == number and other is not version]
             _counts(page, version.statistics, version.policy.max_batch if version.policy is not None else 0, named)
+            if version.cached:
+                add("nv_cache_num_hits_per_model", version.statistics.cache_hits, named)
+                add("nv_cache_num_misses_per_model", version.statistics.cache_misses, named)
+                add("nv_cache_hit_duration_per_model", version.statistics.cache_hit_ns // 1000, named)
             _queue(page, [version, *same], named)
             self._instances(page, [version, *same], arenas)
 
@@ -185,6 +189,11 @@ class Metrics:
         add("shmserve_ready", int(self._ready()))
         for reason, count in self._state.refused.items():
             add("shmserve_requests_refused_total", count, labels(("reason",), (reason,)))
+        cache = self._state.cache
+        if cache.limit:
+            add("shmserve_cache_bytes", cache.bytes)
+            add("shmserve_cache_entries", len(cache))
+            add("shmserve_cache_evictions_total", cache.evictions)
         used = procfs.usage(os.getpid())
         add("process_cpu_seconds_total", used.cpu_seconds)
         add("process_resident_memory_bytes", used.resident_bytes)

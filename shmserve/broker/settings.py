@@ -140,6 +140,9 @@ def limits(settings: argparse.Namespace) -> Limits:
         load_retries=settings.model_load_retry_count,
         execution_ns=round(settings.execution_limit_secs * 1e9),
         load_ns=round(settings.load_limit_secs * 1e9),
+        cache_bytes=settings.cache_config or settings.response_cache_byte_size,
+        rate_limit=settings.rate_limit == "execution_count",
+        resources=tuple(settings.rate_limit_resource),
         **dict(settings.limit),
     )
 

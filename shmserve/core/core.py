@@ -67,7 +67,7 @@ class Core:
         self._dispatcher = Dispatcher(self.state, self._ends)
         self._streams = self._dispatcher.streams = Streams(self.state, self._ends, self._dispatcher)
         self._sequencer = self._dispatcher.sequencer = Sequencer(self.state, self._ends, self._dispatcher)
-        intake = Intake(self.state, self._dispatcher, self._sequencer)
+        intake = Intake(self.state, self._ends, self._dispatcher, self._sequencer)
         self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, intake)
         self._admission = Admission(self.state, self._ends, self._streams, intake, server)
         self._operations = Operations(self.state)
@@ -152,9 +152,13 @@ class Core:
                 run, _ = state.stirred.popitem()
                 self._ensembles.advance(run, now)
             while state.dirty:
-                version, _ = state.dirty.popitem()
+                if state.limiter is None:
+                    version, _ = state.dirty.popitem()
+                else:
+                    version = state.limiter.first(state.dirty)
+                    del state.dirty[version]
                 self._dispatcher.dispatch(version, now)
-        if state.leaving:
+        if state.leaving or state.parting:
             self._operations.settle_leaving()
         if state.regard:
             self._members.regard(now)
@@ -168,10 +172,7 @@ class Core:
         elif kind is Timer.IDLE:
             self._sequencer.idle(cast(Sequence, subject), now)
         elif kind is Timer.LEAVE:
-            version = cast(Version, subject)
-            if version.places is not None:
-                version.places.lose(None, "its version is not served any more")
-                self.state.dirty[version] = None
+            self._operations.leave(cast("Version | Instance", subject))
         elif kind in (Timer.RETRY, Timer.HANG, Timer.LATE):
             self._look_at(kind, cast(Instance, subject), now)
         else:
@@ -262,6 +263,9 @@ class Core:
             elif request.state is not RequestState.LINGERING:
                 assert request.client.requests.get(request.client_number) is request, story
         self._check_sequences()
+        state.cache.check()
+        if state.limiter is not None:
+            state.limiter.check()
         for client in state.clients.values():
             assert not client.gone
             assert all(state.requests.get(request.number) is request for request in client.requests.values())

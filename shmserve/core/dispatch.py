@@ -27,6 +27,7 @@ from shmserve.messages import (
 )
 
 if TYPE_CHECKING:
+    from shmserve.core.limiter import Limiter
     from shmserve.core.sequencer import Sequencer
     from shmserve.core.streams import Streams
 
@@ -52,7 +53,9 @@ class Dispatcher:
         version.wake = 0
         if version.suspects:
             self._try_suspect(version, now)
-        while queue.count:
+        if self._state.limiter is not None:
+            self._dispatch_limited(version, self._state.limiter, now)
+        while queue.count and self._state.limiter is None:
             if version.idle:
                 if self._start_batch(version, version.idle[-1], now):
                     continue
@@ -63,6 +66,26 @@ class Dispatcher:
         else:
             self._state.wakes.pop(version, None)
 
+    def _dispatch_limited(self, version: Version, limiter: Limiter, now: int) -> None:
+        """One batch; then it is the turn of whoever is first now. None is sent ahead: it would start by itself."""
+        if not version.queue.count:
+            return
+        for instance in sorted(version.idle, key=limiter.rank):
+            if self._start_batch(version, instance, now):
+                self._state.dirty[version] = None
+                return
+
+    def may_start(self, version: Version, instance: Instance) -> bool:
+        """Unless it must wait for resources that others have."""
+        limiter = self._state.limiter
+        return limiter is None or limiter.acquire(version, instance)
+
+    def stopped(self, instance: Instance) -> None:
+        """It runs nothing any more: others may have what it had."""
+        if self._state.limiter is not None:
+            for version in self._state.limiter.release(instance):
+                self._state.dirty[version] = None
+
     def _try_suspect(self, version: Version, now: int) -> None:
         """One at a time, in a batch of its own, where nobody else is hurt."""
         if version.trial is not None:
@@ -72,7 +95,7 @@ class Dispatcher:
             instance = version.quarantine = next(
                 (i for i in version.instances if not i.over and not i.spec.passive), None
             )
-        if instance is None or not instance.usable or not instance.idle:
+        if instance is None or not instance.usable or not instance.idle or not self.may_start(version, instance):
             return
         request = version.suspects.popleft()
         version.trial = instance
@@ -115,6 +138,8 @@ class Dispatcher:
         version.wake = 0
         if version.queue.timed and self._refuse_late(version, instance, plan.count, now):
             return True
+        if instance.running is None and not self.may_start(version, instance):
+            return False
         requests = version.queue.take(plan.count)
         batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
         if instance.running is None:
@@ -246,6 +271,7 @@ class Dispatcher:
                 )
         batch.end()
         instance.running = None
+        self.stopped(instance)
         instance.deaths = 0
         if version.trial is instance:
             version.trial = None

@@ -12,7 +12,7 @@ from shmserve.core.effects import Free
 from shmserve.core.graph import handles_of
 from shmserve.core.request import Request
 from shmserve.core.state import State
-from shmserve.core.states import RequestState
+from shmserve.core.states import RequestState, VersionState
 from shmserve.core.statistics import Failure
 from shmserve.core.versions import Version
 from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Withdraw
@@ -36,8 +36,12 @@ class Ends:
             self.answer_in_order(request.version)
 
     def deliver(self, request: Request, message: Reply | Fail) -> None:
-        self.tell(request, message)
         client = request.client
+        if request.cache_key is not None and isinstance(message, Reply):
+            request.version.statistics.cache_misses += 1
+            if request.version.state is VersionState.READY:
+                self._state.cache.add(request.cache_key, message.outputs, message.parameters, client.number)
+        self.tell(request, message)
         if request.run is None and client.outputs == "frames" and isinstance(message, Reply) and not client.gone:
             self.take_back(client, message.outputs)  # copied out as it is sent: nothing is held
         self.finish(request, message.code if isinstance(message, Fail) else "")

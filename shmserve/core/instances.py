@@ -122,6 +122,8 @@ class Instance(Struct, eq=False):
     """Requests that it will still answer, though their batch has run."""
     replaces: Instance | None = None
     """Goes when this one is READY."""
+    leaving: bool = False
+    """It takes no new sequences, and stops when those that it has are over."""
 
     def move(self, finish: InstanceState) -> None:
         self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())
@@ -140,7 +142,7 @@ class Instance(Struct, eq=False):
     @property
     def over(self) -> bool:
         """It has gone, or is about to, and will not come back."""
-        return self.state in _OVER
+        return self.leaving or self.state in _OVER
 
     def batches(self) -> list[Batch]:
         return [batch for batch in (self.running, self.waiting) if batch is not None]

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from shmserve.core.clients import Client
 from shmserve.core.dispatch import Dispatcher
+from shmserve.core.ends import Ends
 from shmserve.core.request import Request
 from shmserve.core.sequencer import Sequencer
 from shmserve.core.state import State, Timer
 from shmserve.core.versions import Version
 from shmserve.errors import Unavailable, Unsupported
-from shmserve.messages import Options
+from shmserve.messages import Options, Reply
 
 if TYPE_CHECKING:
     from shmserve.core.ensembles import Ensembles
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 class Intake:
     ensembles: Ensembles
 
-    def __init__(self, state: State, dispatcher: Dispatcher, sequencer: Sequencer) -> None:
+    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher, sequencer: Sequencer) -> None:
         self._state = state
+        self._ends = ends
         self._dispatcher = dispatcher
         self.sequencer = sequencer
 
@@ -50,6 +52,8 @@ class Intake:
         return number
 
     def put(self, version: Version, number: int, request: Request, now: int) -> None:
+        if version.cached and self._cached(version, request, now):
+            return
         if version.graph is not None:
             self.ensembles.begin(request, now)
             return
@@ -60,6 +64,22 @@ class Intake:
             self._set_queue_timeout(version, request)
         version.queue.add(request)
         self._state.dirty[version] = None
+
+    def _cached(self, version: Version, request: Request, now: int) -> bool:
+        """True: the answer was known, and has been given. Otherwise it will be kept."""
+        cache = self._state.cache
+        key = cache.key(request)
+        if key is None:
+            return False
+        entry = cache.find(key)
+        if entry is None:
+            request.cache_key = key
+            return False
+        version.statistics.cache_hit(now - request.arrived)
+        self._ends.pass_on(request, entry.handles)
+        reply = Reply(request.client_number, version.number, entry.outputs, entry.parameters)
+        self._ends.deliver(request, reply)
+        return True
 
     def _set_queue_timeout(self, version: Version, request: Request) -> None:
         policy, options = version.queue.level(request.level).policy, request.options

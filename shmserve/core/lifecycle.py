@@ -41,11 +41,13 @@ class Lifecycle:
         instance.move(_I.READY)
         instance.loaded = True
         if version.policy is None:
-            version.adopt(event.policy)
+            version.adopt(event.policy, self._state.cache.limit > 0)
             own = event.policy.execution_limit_ns
             version.limit_ns = self._state.limits.execution_ns if own is None else own
         if instance.usable:
             version.idle.append(instance)
+        if self._state.limiter is not None:
+            self._state.limiter.know(instance.spec)
         if version.state is _V.LOADING and version.loaded:
             version.move(_V.READY)
             version.took_ns = max(now - version.began, 1)
@@ -85,6 +87,7 @@ class Lifecycle:
         if version.state in (_V.LOADING, _V.READY):
             self._state.models[version.model].loads.failed += version.state is _V.LOADING
             version.move(_V.UNAVAILABLE, reason)
+            self._state.cache.purge(version)
             self._state.refresh(version.model)
             if self._state.models[version.model].versions.get(version.number) is version:
                 text = f"{version.label} is UNAVAILABLE: {reason}"
@@ -114,6 +117,7 @@ class Lifecycle:
             return
         version, instance = found
         instance.peer = 0
+        self._state.parting.pop(instance, None)
         if instance in version.idle:
             version.idle.remove(instance)
         named = self._lose_batches(version, instance, event.reason, now)
@@ -131,7 +135,7 @@ class Lifecycle:
         if self._state.draining:
             instance.move(_I.STOPPED)
             self._no_more(version, now)
-        elif instance.state is _I.STOPPING or version.state is _V.UNAVAILABLE:
+        elif instance.state is _I.STOPPING or instance.leaving or version.state is _V.UNAVAILABLE:
             instance.move(_I.STOPPED)
             self._operations.remove_stopped(version, instance)
         elif version.state is _V.UNLOADING and not self._is_missed(version):
@@ -154,6 +158,7 @@ class Lifecycle:
         """What becomes of the requests that the worker had. True: it is known which of them has ended it."""
         running, waiting = instance.running, instance.waiting
         instance.running = instance.waiting = None
+        self._dispatcher.stopped(instance)
         if version.trial is instance:
             version.trial = None
         alone = running is not None and running.count == 1
@@ -294,7 +299,7 @@ class Lifecycle:
     def settle_drain(self) -> None:
         """At the end of each turn of a drain: stop the workers when the last request is done, then say so."""
         state = self._state
-        if not state.requests:
+        if not state.requests and not state.sequences:
             for peer, (version, instance) in state.instances.items():
                 version.idle.clear()
                 if instance.state in (_I.STARTING, _I.READY):

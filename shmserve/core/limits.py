@@ -42,6 +42,12 @@ class Limits(Struct, frozen=True):
     """A batch that runs for longer hangs: its worker is killed. Models may say otherwise; 0: no limit."""
     load_ns: int = 1_800_000_000_000
     """A worker that takes longer to load is killed, and has failed to load; 0: no limit."""
+    rate_limit: bool = False
+    """Instances run batches only while they have their resources."""
+    resources: tuple[tuple[str, int, int], ...] = ()
+    """How much there is: name, device (limiter.SHARED, limiter.ANY), count."""
+    cache_bytes: int = 0
+    """For answers that are kept, of models that want that; 0: none are."""
     leaving_ns: int = 30_000_000_000
     """How long sequences of a version that is not served any more have to come to their END."""
     prefetch_ns: int = 100_000_000

@@ -58,6 +58,7 @@ class Members:
         members = tuple(found)
         if members != version.members:
             version.members = members
+            self._state.cache.purge(version)
             version.asked = self._state.next_number()
             self._state.effects.append(Compose(version.source, version.asked))
 

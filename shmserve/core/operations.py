@@ -80,7 +80,7 @@ class Operations:
             self._abandon(model, model.coming.pop(number))
         version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
         if target.policy is not None:
-            version.adopt(target.policy)
+            version.adopt(target.policy, self._state.cache.limit > 0)
             self._state.ensembles[version] = None
             self._state.regard = True
         operation.loading[version] = None
@@ -305,6 +305,7 @@ class Operations:
     def retire(self, version: Version) -> None:
         """No new requests; what it has is finished, then its processes end. One that only loads ends at once."""
         loading = version.state is _V.LOADING
+        self._state.cache.purge(version)
         if version in self._state.ensembles:
             del self._state.ensembles[version]
             if version.state is _V.UNAVAILABLE:
@@ -321,21 +322,45 @@ class Operations:
     def stop(self, version: Version, instance: Instance) -> None:
         """This instance gets no more requests. It finishes what it has; while it loads there is nothing to finish."""
         state = self._state
-        if instance in version.idle:
-            version.idle.remove(instance)
         if instance.state in (_I.WAITING, _I.BACKOFF):
             instance.move(_I.STOPPED)
             self.remove_stopped(version, instance)
+        elif instance.state is _I.READY and self._let_finish(version, instance):
+            pass
         elif instance.state is _I.READY:
-            if version.places is not None:
+            state.parting.pop(instance, None)
+            if version.places is not None and version.places.at(instance):
                 version.places.lose(instance, f"instance '{instance.spec.name}' is not served any more")
                 state.dirty[version] = None
+            if instance in version.idle:
+                version.idle.remove(instance)
             instance.move(_I.STOPPING)
             state.send(instance.peer, Stop())
         elif instance.state is _I.STARTING:
             instance.move(_I.STOPPING)
             state.effects.append(Kill(instance.peer, "it is not wanted any more"))
             self.load_over(instance)
+
+    def _let_finish(self, version: Version, instance: Instance) -> bool:
+        """An instance that leaves a version which goes on stays for its sequences, for a while."""
+        state, places = self._state, version.places
+        if places is None or version.state is not _V.READY or instance.leaving or not places.at(instance):
+            return False
+        instance.leaving = True
+        state.parting[instance] = version
+        state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
+        return True
+
+    def leave(self, subject: Version | Instance) -> None:
+        """Its sequences have had their time."""
+        version = self._state.parting.get(subject) if isinstance(subject, Instance) else subject
+        if version is None or version.places is None:
+            return
+        if isinstance(subject, Instance):
+            self.stop(version, subject)
+        else:
+            version.places.lose(None, "its version is not served any more")
+            self._state.dirty[version] = None
 
     def remove_stopped(self, version: Version, instance: Instance) -> None:
         """One that was taken out of a version that goes on leaves no trace."""
@@ -344,6 +369,9 @@ class Operations:
 
     def settle_leaving(self) -> None:
         """At the end of a turn: stops those that have finished, and takes leave of those that have gone."""
+        for instance, version in list(self._state.parting.items()):
+            if version.places is not None and not version.places.at(instance):
+                self.stop(version, instance)
         for version in list(self._state.leaving):
             if version.finished:
                 for instance in list(version.instances):

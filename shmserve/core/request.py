@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -58,6 +58,8 @@ class Request(Struct, eq=False, gc=False):
     """Which one there, and the row of what that is mapped over."""
     outside: bool = False
     """All its outputs are to be in shared memory."""
+    cache_key: tuple[Any, ...] | None = None
+    """The answer is to be kept under this."""
     sequence: Sequence | None = None
     slot: int = -1
     """Where in the batch it must stand; -1: anywhere."""

@@ -7,6 +7,8 @@ dispatched after all events of the turn.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from shmserve.core.batcher import Plan, Reason, form
 from shmserve.core.clients import Client
 from shmserve.core.dispatch import Dispatcher
@@ -14,14 +16,20 @@ from shmserve.core.ends import Ends
 from shmserve.core.instances import Batch, Instance
 from shmserve.core.policy import SequencePolicy
 from shmserve.core.request import Request
-from shmserve.core.sequences import Places, Sequence
+from shmserve.core.sequences import Key, Places, Sequence
 from shmserve.core.state import STOPPING, State, Timer
-from shmserve.core.states import RequestState, SequenceState
+from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.versions import Version
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.messages import EndSequences, Options
 
 _S = SequenceState
+
+_REMEMBERED = 4096
+"""Sequences that were ended before their END, so that who goes on with one of them can be told why."""
+
+_OWN_IDS = 1 << 30
+"""Ids for requests that have none begin here: far from those that callers count, and int32 all the same."""
 
 
 class Sequencer:
@@ -29,16 +37,30 @@ class Sequencer:
         self._state = state
         self._ends = ends
         self._dispatcher = dispatcher
+        self._lost: dict[Key, tuple[str, str, str]] = {}
+        """User, code and text."""
 
     # ------------------------------------------------------------------------------------ in
 
     def version_of(self, model: str, number: int, options: Options) -> Version | None:
         """The generation where the sequence of this request lives, if it goes on. None: a new one begins, or none is
         known."""
-        sequence = self._state.sequences.get((model, number, options.sequence))
+        sequence = self._find(model, number, options.sequence)
         if sequence is None or options.sequence_start or sequence.broken is not None:
             return None
         return sequence.version
+
+    def _find(self, model: str, number: int, key: int | str) -> Sequence | None:
+        """The one that callers mean who name the version by `number`: 0 for the default one."""
+        sequences = self._state.sequences
+        found = sequences.get((model, number, key))
+        if found is not None:
+            return found
+        if number:
+            found = sequences.get((model, 0, key))
+            return found if found is not None and found.version.number == number else None
+        default = self._state.ready.get(model)
+        return sequences.get((model, default.number, key)) if default is not None else None
 
     def check(self, client: Client, version: Version, number: int, options: Options | None, rows: int) -> None:
         """Raises if the request cannot be one of a sequence's."""
@@ -46,53 +68,92 @@ class Sequencer:
         assert policy is not None
         assert policy.sequence is not None
         model = version.model
-        if options is None or not options.sequence:
-            raise InvalidRequest(
-                f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
-            )
-        strings = policy.sequence.strings
-        if strings is not None and isinstance(options.sequence, str) is not strings:
-            kind = "a string" if strings else "an integer"
-            raise InvalidRequest(f"model '{model}' takes {kind} as correlation ID, found {options.sequence!r}")
         if rows > 1:
             raise InvalidRequest(
                 f"inference request to model '{model}' must specify batch-size 1 due to requirements of sequence "
                 f"batcher, found {rows}"
             )
-        sequence = self._state.sequences.get((model, number, options.sequence))
-        if sequence is not None and sequence.user != client.user:
-            raise InvalidRequest(f"sequence {options.sequence} of model '{model}' is that of another user")
+        key = options.sequence if options is not None else 0
+        if options is None or not key:
+            if policy.sequence.iterative:
+                return
+            raise InvalidRequest(
+                f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
+            )
+        strings = policy.sequence.strings
+        if strings is not None and isinstance(key, str) is not strings:
+            kind = "a string" if strings else "an integer"
+            raise InvalidRequest(f"model '{model}' takes {kind} as correlation ID, found {key!r}")
+        if isinstance(key, int) and key < 0:
+            raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' takes those above 0")
+        sequence = self._find(model, number, key)
+        if sequence is not None and (sequence.user != client.user or sequence.own):
+            raise InvalidRequest(f"sequence {key} of model '{model}' is that of another user")
         if options.sequence_start:
             if self._state.draining:
                 raise Unavailable(STOPPING)
-        elif sequence is None or sequence.broken is not None:
-            raise InvalidRequest(
-                f"inference request for sequence {options.sequence} to model '{model}' must specify the START flag on "
-                f"the first request of the sequence"
-            )
+        elif sequence is None or sequence.over or sequence.broken is not None:
+            self._refuse(client, (model, number, key), sequence)
+
+    def _refuse(self, client: Client, key: Key, sequence: Sequence | None) -> None:
+        """There is nothing that a request without START could go on with."""
+        model, _, name = key
+        user, code, text = self._lost.get(key, ("", "", ""))
+        if sequence is not None and sequence.broken is not None:
+            user, (code, text) = sequence.user, sequence.broken
+        if user != client.user:
+            code = text = ""
+        if code == Unavailable.code:
+            raise Unavailable(text)
+        raise InvalidRequest(
+            f"inference request for sequence {name} to model '{model}' must specify the START flag on the first "
+            f"request of the sequence{f': {text}' if text else ''}"
+        )
 
     def put(self, version: Version, number: int, request: Request, now: int) -> None:
         """One that was found good, and is in the tables."""
-        places, options = version.places, request.options
-        assert places is not None
-        assert options is not None
-        key = (version.model, number, options.sequence)
-        sequence = self._state.sequences.get(key)
-        if sequence is not None and (sequence.version is not version or sequence.broken is not None):
-            self._forget(sequence)  # a START where an older one lives elsewhere, or is being ended
-            sequence.fail("CANCELLED", f"sequence {sequence.id!r} was started again")
-            sequence.stirred()
-            self._state.dirty[sequence.version] = None
-            sequence = None
+        given = request.options
+        own = given is None or not given.sequence
+        options = request.options = self._with_id(version, number, request) if given is None or own else given
+        sequence = self._find(version.model, number, options.sequence)
+        while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
+            self._leave_behind(sequence)
+            sequence = self._find(version.model, number, options.sequence)
         if sequence is None:
-            sequence = self._state.sequences[key] = Sequence(key, request.client.user, version, now)
-            places.backlog.append(sequence)
-            self._state.set_timer(now + places.policy.idle_ns, Timer.IDLE, sequence)
+            key = (version.model, number, options.sequence)
+            sequence = self._state.sequences[key] = Sequence(key, request.client.user, version, now, own=own)
+            sequence.places.enter(sequence)
+            self._lost.pop(key, None)
+            self._state.set_timer(now + sequence.places.policy.idle_ns, Timer.IDLE, sequence)
         request.sequence = sequence
         sequence.requests.append(request)
+        sequence.places.waits += 1
         sequence.over = options.sequence_end
         sequence.active = now
         self._state.dirty[version] = None
+
+    def _with_id(self, version: Version, number: int, request: Request) -> Options:
+        """Of an iterative model: a request that names no sequence is one of its own."""
+        assert version.places is not None
+        text = version.places.policy.strings
+        own = request.number
+        key: int | str = 0
+        while not key or self._find(version.model, number, key) is not None:
+            own = _OWN_IDS + own % _OWN_IDS
+            key = f"request {own}" if text else own
+            own += 1
+        made = Options() if request.options is None else replace(request.options)
+        made.sequence, made.sequence_start, made.sequence_end = key, True, True
+        return made
+
+    def _leave_behind(self, sequence: Sequence) -> None:
+        """A START has come where one of the same id lives elsewhere, has had its END, or is being ended: what it has is
+        finished, and nothing comes any more."""
+        self._forget(sequence)
+        sequence.cut = not sequence.over
+        sequence.over = True
+        sequence.stirred()
+        self._state.dirty[sequence.version] = None
 
     def _forget(self, sequence: Sequence) -> None:
         if self._state.sequences.get(sequence.key) is sequence:
@@ -105,16 +166,11 @@ class Sequencer:
         assert places is not None
         version.wake = 0
         while places.stirred:
-            sequence, _ = places.stirred.popitem()
-            self._look_at(places, sequence, now)
-        waiting = list(places.backlog)
-        for sequence in waiting:
-            instance = places.free(version.instances) if version.state.value != "UNAVAILABLE" else None
-            if instance is None:
-                break
-            places.backlog.remove(sequence)
-            places.bind(sequence, instance)
-            sequence.move(_S.BOUND)
+            stirred, places.stirred = places.stirred, {}
+            for sequence in stirred:
+                self._look_at(places, sequence, now)
+        if places.backlog and version.state is not VersionState.UNAVAILABLE:
+            places.bind_waiting(version.instances)
         for instance in list(version.idle):
             if instance.idle:
                 self._run(version, places, instance, now)
@@ -131,21 +187,34 @@ class Sequencer:
         if sequence.broken is not None:
             self._end_broken(places, sequence, *sequence.broken, now)
         elif sequence.over and sequence.idle:
+            if sequence.cut:
+                self._tell_worker(sequence)
             self._end(places, sequence)
 
     def _end_broken(self, places: Places, sequence: Sequence, code: str, text: str, now: int) -> None:
+        if self._state.sequences.get(sequence.key) is sequence and not sequence.own:
+            self._remember(sequence, code, text)
         self._forget(sequence)
         while sequence.requests:
+            places.waits -= 1
             self._ends.end_early(sequence.requests.popleft(), code, text, now)
         if sequence.running is None:  # else once its worker is done with that one, which is answered
-            instance = sequence.instance
-            if instance is not None and instance.peer and instance.usable:
-                self._state.send(instance.peer, EndSequences((sequence.id,)))
+            self._tell_worker(sequence)
             self._end(places, sequence)
 
+    def _remember(self, sequence: Sequence, code: str, text: str) -> None:
+        self._lost[sequence.key] = sequence.user, code, text
+        if len(self._lost) > _REMEMBERED:
+            del self._lost[next(iter(self._lost))]
+
+    def _tell_worker(self, sequence: Sequence) -> None:
+        """It ends without an END."""
+        instance = sequence.instance
+        if instance is not None and instance.peer and instance.usable:
+            self._state.send(instance.peer, EndSequences((sequence.id,)))
+
     def _end(self, places: Places, sequence: Sequence) -> None:
-        places.release(sequence)
-        sequence.move(_S.ENDED)
+        places.end(sequence)
         self._forget(sequence)
 
     def _run(self, version: Version, places: Places, instance: Instance, now: int) -> None:
@@ -154,21 +223,23 @@ class Sequencer:
         if not heads:
             return
         heads.sort(key=_arrival)
-        plan = self._plan_direct(version, places.policy, heads, now)
-        if not places.policy.direct:
-            waiting = [sequence.requests[0] for sequence in heads]
-            plan = form(waiting, version.shape, now) if version.shape is not None else plan
-        if not plan.count:
-            version.wake = min(version.wake, plan.wake) if version.wake else plan.wake
-            return
         signature = heads[0].requests[0].signature
         if places.policy.direct:
             heads = [sequence for sequence in heads if sequence.requests[0].signature == signature]
+            plan = self._plan_direct(version, places.policy, heads, now)
+        else:
+            plan = self._plan_oldest(version, places.policy, heads, now)
+        if not plan.count:
+            version.wake = min(version.wake, plan.wake) if version.wake else plan.wake
+            return
+        if not self._dispatcher.may_start(version, instance):
+            return
         requests = []
         for sequence in heads[: plan.count]:
             request = sequence.running = sequence.requests.popleft()
             request.slot = sequence.slot if places.policy.direct and version.batches else -1
             requests.append(request)
+        places.waits -= len(requests)
         batch = Batch([], plan.rows, plan.reason, signature, now)
         self._dispatcher.start(version, instance, batch, requests, now)
 
@@ -183,6 +254,14 @@ class Sequencer:
             return Plan(0, 0, Reason.DELAY, wake)
         return Plan(count, count, Reason.DELAY if policy.delay_ns and now >= wake else Reason.IDLE)
 
+    def _plan_oldest(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> Plan:
+        if version.shape is None:
+            return Plan(1, 1, Reason.SINGLE)
+        plan = form([sequence.requests[0] for sequence in heads], version.shape, now)
+        if not plan.count and len(heads) == policy.slots:  # nobody else can come meanwhile
+            return Plan(len(heads), len(heads), Reason.FULL)
+        return plan
+
     # ------------------------------------------------------------------------------------ what ends sequences
 
     def again(self, version: Version, requests: list[Request]) -> None:
@@ -191,10 +270,11 @@ class Sequencer:
             request.move(RequestState.QUEUED)
             request.instance = request.batch = None
             if request.options is not None and request.options.sequence_start:
-                request.options.sequence_start = False
+                request.options = replace(request.options, sequence_start=False)
             sequence = request.sequence
             assert sequence is not None
             sequence.requests.appendleft(request)
+            sequence.places.waits += 1
             sequence.left(request)
         self._state.dirty[version] = None
 
@@ -207,7 +287,8 @@ class Sequencer:
         if not sequence.idle:
             until = now + places.policy.idle_ns
         elif until <= now:
-            sequence.fail("UNAVAILABLE", "it was idle")
+            idle = f"{places.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
+            sequence.fail(InvalidRequest.code, f"the last one was ended, as no request came for it for {idle}")
             sequence.stirred()
             self._state.dirty[sequence.version] = None
             return

@@ -25,7 +25,7 @@ Key = tuple[str, int, int | str]
 
 
 class Sequence(Struct, eq=False):
-    """`slot` is its place at its instance. `over`: END has come, and nothing behind it."""
+    """`slot` is its place at its instance."""
 
     key: Key
     user: str
@@ -38,6 +38,13 @@ class Sequence(Struct, eq=False):
     instance: Instance | None = None
     slot: int = -1
     over: bool = False
+    """Nothing comes any more that would belong to it."""
+    cut: bool = False
+    """It is over without an END."""
+    own: bool = False
+    """Of one request, which came without an id."""
+    before: Sequence | None = None
+    """Another one of its id, which must have ended first: what a worker keeps is kept by the id."""
     broken: tuple[str, str] | None = None
     """Code and text for what still belongs to it."""
 
@@ -63,13 +70,18 @@ class Sequence(Struct, eq=False):
     def drop(self, request: Request) -> None:
         """It waits no more, and the sequence has a hole where it was."""
         self.requests.remove(request)
+        self.places.waits -= 1
         self.stirred()
         self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was given up, and so is all of it")
 
-    def stirred(self) -> None:
+    @property
+    def places(self) -> Places:
         places = self.version.places
         assert places is not None
-        places.stirred[self] = None
+        return places
+
+    def stirred(self) -> None:
+        self.places.stirred[self] = None
 
     def left(self, request: Request) -> None:
         """The request has ended at its worker, or is to be run again."""
@@ -84,9 +96,13 @@ class Places:
     def __init__(self, policy: SequencePolicy) -> None:
         self.policy = policy
         self.bound: dict[Instance, list[Sequence | None]] = {}
-        self.backlog: deque[Sequence] = deque()
+        self.backlog: dict[Sequence, None] = {}
+        self.latest: dict[int | str, Sequence] = {}
+        """By id, the newest one that has not ended."""
         self.stirred: dict[Sequence, None] = {}
         """Those for which something has changed since they were last looked at."""
+        self.waits = 0
+        """Requests that no worker has."""
 
     @property
     def count(self) -> int:
@@ -96,40 +112,61 @@ class Places:
     def all(self) -> list[Sequence]:
         return [*self.backlog, *(found for slots in self.bound.values() for found in slots if found is not None)]
 
-    @property
-    def waits(self) -> int:
-        """Requests that no worker has."""
-        return sum(len(sequence.requests) for sequence in self.all())
-
     def at(self, instance: Instance) -> list[Sequence]:
         return [sequence for sequence in self.bound.get(instance, ()) if sequence is not None]
 
-    def free(self, instances: list[Instance]) -> Instance | None:
+    # ------------------------------------------------------------------------------------ coming and going
+
+    def enter(self, sequence: Sequence) -> None:
+        sequence.before = self.latest.get(sequence.id)
+        self.latest[sequence.id] = sequence
+        self.backlog[sequence] = None
+
+    def bind_waiting(self, instances: list[Instance]) -> None:
+        """Gives slots that are free to those of the backlog, first come first served."""
+        while self.backlog:
+            instance = self._free(instances)
+            first = next((s for s in self.backlog if s.before is None), None) if instance is not None else None
+            if instance is None or first is None:
+                return
+            del self.backlog[first]
+            slots = self.bound.setdefault(instance, [None] * self.policy.slots)
+            first.slot = slots.index(None)
+            first.instance = instance
+            slots[first.slot] = first
+            first.move(SequenceState.BOUND)
+
+    def _free(self, instances: list[Instance]) -> Instance | None:
         """Of the instances that can take one more sequence, one with the fewest."""
         best, fewest = None, self.policy.slots
         for instance in instances:
-            if instance.usable and len(self.at(instance)) < fewest:
-                best, fewest = instance, len(self.at(instance))
+            if instance.usable and not instance.leaving:
+                slots = self.bound.get(instance)
+                count = self.policy.slots - slots.count(None) if slots is not None else 0
+                if count < fewest:
+                    best, fewest = instance, count
         return best
 
-    def bind(self, sequence: Sequence, instance: Instance) -> None:
-        slots = self.bound.setdefault(instance, [None] * self.policy.slots)
-        sequence.slot = slots.index(None)
-        sequence.instance = instance
-        slots[sequence.slot] = sequence
-
     def lose(self, instance: Instance | None, text: str) -> None:
-        """The instance (None: no instance) runs its sequences any more. Their version is to be dispatched."""
+        """The instance (None: every one) runs its sequences no more. Their version is to be dispatched."""
         for sequence in self.all() if instance is None else self.at(instance):
             sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: {text}; send START again")
             sequence.stirred()
 
-    def release(self, sequence: Sequence) -> None:
+    def end(self, sequence: Sequence) -> None:
         if sequence.instance is None:
-            self.backlog.remove(sequence)
+            del self.backlog[sequence]
+        else:
+            slots = self.bound[sequence.instance]
+            slots[sequence.slot] = None
+            if not any(slots):
+                del self.bound[sequence.instance]
+            sequence.instance = None
+        sequence.move(SequenceState.ENDED)
+        if self.latest[sequence.id] is sequence:
+            del self.latest[sequence.id]
             return
-        slots = self.bound[sequence.instance]
-        slots[sequence.slot] = None
-        if not any(slots):
-            del self.bound[sequence.instance]
-        sequence.instance = None
+        for later in self.backlog:  # one at most: the next of its id
+            if later.before is sequence:
+                later.before = sequence.before
+                return

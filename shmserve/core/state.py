@@ -7,20 +7,22 @@ from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shmserve.core.cache import Cache
 from shmserve.core.clients import Client
 from shmserve.core.effects import Effect, Log, Send
 from shmserve.core.instances import Instance
 from shmserve.core.ledger import Ledger
+from shmserve.core.limiter import Limiter
 from shmserve.core.limits import Limits
 from shmserve.core.request import Request
-from shmserve.core.states import RequestState, VersionState
+from shmserve.core.sequences import Key, Sequence
+from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.trace import Traces
 from shmserve.core.versions import Model, Version
 from shmserve.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     from shmserve.core.ensembles import Run
-    from shmserve.core.sequences import Key, Sequence
 
 WORKERS_FROM = 1 << 30
 """Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""
@@ -59,6 +61,8 @@ class State:
         self.instances: dict[int, tuple[Version, Instance]] = {}
         """Worker -> what it serves. Entries go when the process has ended."""
         self.ledger = Ledger()
+        self.cache = Cache(limits.cache_bytes, self.ledger)
+        self.limiter = Limiter(limits.resources) if limits.rate_limit else None
         self.effects: list[Effect] = []
         self.dirty: dict[Version, None] = {}
         """Versions to look at when all events of this turn are in."""
@@ -77,6 +81,8 @@ class State:
         """Those that load, and count towards the limit."""
         self.leaving: dict[Version, None] = {}
         """Versions that take no new requests, and go when they have finished."""
+        self.parting: dict[Instance, Version] = {}
+        """Instances of versions that go on without them, which stay for the sequences that they have."""
         self.traces = Traces()
         self.refused: dict[str, int] = {}
         """Requests that were not admitted, by limit, or by code where it was none."""
@@ -171,4 +177,6 @@ class State:
 
 
 def _live(subject: Subject) -> bool:
-    return not isinstance(subject, Request) or subject.state in _LIVE
+    if isinstance(subject, Request):
+        return subject.state in _LIVE
+    return not isinstance(subject, Sequence) or subject.state is not SequenceState.ENDED

@@ -69,6 +69,9 @@ class Statistics(Struct):
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
+    cache_hits: int = 0
+    cache_hit_ns: int = 0
+    cache_misses: int = 0
     restarts: dict[str, int] = {}
     """By the name of the instance: how often its process has ended, and another one was started."""
     failures: list[int] = field(default_factory=_none)
@@ -134,6 +137,14 @@ class Statistics(Struct):
     def failed_as(self, code: str, ns: int) -> None:
         """Here, not at a worker."""
         self.failed(_FAILURES.get(code, Failure.OTHER), ns)
+
+    def cache_hit(self, ns: int) -> None:
+        """Answered well, with nothing run."""
+        self.cache_hits += 1
+        self.cache_hit_ns += ns
+        self.success_count += 1
+        self.success_ns += ns
+        self.request_times[ns.bit_length()] += 1
 
     def ensemble_done(self, times: Sequence[int], now: int) -> None:
         """A request whose steps took so long together: input, infer, output ns."""

@@ -27,6 +27,7 @@ class Version:
     __slots__ = (
         "asked",
         "began",
+        "cached",
         "checker",
         "decoupled",
         "graph",
@@ -94,6 +95,8 @@ class Version:
         self.prefetch = True
         self.plain = True
         """No priorities, no queue policy, no order to preserve: the short way in and out."""
+        self.cached = False
+        """Its answers are kept."""
         self.decoupled = False
         """It answers a request as often as it likes."""
         self.order: deque[Request] | None = None
@@ -110,7 +113,8 @@ class Version:
     def label(self) -> str:
         return f"model '{self.model}' version {self.number}"
 
-    def adopt(self, policy: ModelPolicy) -> None:
+    def adopt(self, policy: ModelPolicy, cache: bool = False) -> None:
+        """What it looks like is known. `cache`: the server keeps answers."""
         self.policy = policy
         self.checker = Checker(policy)
         self.queue = RequestQueue(policy.batching)
@@ -131,6 +135,10 @@ class Version:
             self.plain = self.prefetch and not batching.preserve_ordering
             if batching.preserve_ordering and not policy.decoupled:
                 self.order = deque()
+        # What must be answered in the order of its arrival cannot overtake what is being run.
+        self.cached = cache and policy.cached and self.order is None and not policy.decoupled and not policy.sequence
+        if self.cached:
+            self.plain = False
 
     def move(self, finish: VersionState, reason: str = "") -> None:
         self.state = legal(VERSION_MOVES, self.label, self.state, finish, f"{len(self.instances)} instances")

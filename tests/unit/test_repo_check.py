@@ -181,7 +181,7 @@ def test_what_a_model_has_made_of_its_configuration(tmp_path: Path) -> None:
 
 
 def test_json(tmp_path: Path) -> None:
-    model(tmp_path, "good", GOOD + "response_cache { enable: true }\n")
+    model(tmp_path, "good", GOOD + "metric_tags { key: 'a' value: 'b' }\n")
     (tmp_path / "notes.txt").write_text("")
     empty = {"line": 0, "column": 0, "path": "", "log": [], "repository": str(tmp_path), "severity": "warning"}
     assert as_json(run(tmp_path)) == {
@@ -197,9 +197,9 @@ def test_json(tmp_path: Path) -> None:
                         "model": "good",
                         "file": "good/config.pbtxt",
                         "line": 5,
-                        "column": 18,
-                        "path": "response_cache.enable",
-                        "text": "has no effect: there is no cache yet: every request is computed",
+                        "column": 1,
+                        "path": "metric_tags",
+                        "text": "has no effect: metrics carry no labels of the model's own yet",
                         "hint": "",
                     }
                 ],

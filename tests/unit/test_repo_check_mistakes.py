@@ -166,11 +166,8 @@ MISTAKES = {
         ),
     ),
     "no effect": Mistake(
-        lambda root: model(root, "cached", GOOD + "response_cache { enable: true }\n"),
-        (
-            "warning: cached/config.pbtxt:5: response_cache.enable: has no effect: there is no cache yet: every "
-            "request is computed",
-        ),
+        lambda root: model(root, "cached", GOOD + "metric_tags { key: 'a' value: 'b' }\n"),
+        ("warning: cached/config.pbtxt:5: metric_tags: has no effect: metrics carry no labels of the model's own yet",),
     ),
     "not text": Mistake(
         lambda root: model(root, "latin", files={"config.pbtxt": b"# caf\xe9\n"}),
@@ -287,7 +284,7 @@ max_batch_size: -1
 input [ { name: "x" data_type: TYPE_FP32 dims: [ -2 ] } ]
 output [ { name: "" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "labels" } ]
 dynamic_batching { preferred_batch_size: [ 4 ] }
-response_cache { enable: true }
+metric_tags { key: "a" value: "b" }
 """
     model(tmp_path, "many", text)
     (tmp_path / "many" / "1").rmdir()
@@ -299,5 +296,5 @@ response_cache { enable: true }
         (4, "output[0].name"),
         (4, "output[0].label_filename"),
         (5, "dynamic_batching.preferred_batch_size[0]"),
-        (6, "response_cache.enable"),
+        (6, "metric_tags"),
     ]

@@ -199,8 +199,6 @@ def test_what_could_change_an_answer_is_refused_by_name(text: str, path: str) ->
         ("optimization { cuda { graphs: true } }", "optimization.cuda.graphs"),
         ("optimization { input_pinned_memory { enable: false } }", "optimization.input_pinned_memory"),
         ('metric_tags { key: "a" value: "b" }', "metric_tags"),
-        ("response_cache { enable: true }", "response_cache.enable"),
-        ("instance_group { rate_limiter { priority: 2 } }", "instance_group[0].rate_limiter"),
     ],
 )
 def test_what_could_not_is_a_warning(text: str, path: str) -> None:

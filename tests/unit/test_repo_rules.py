@@ -350,7 +350,7 @@ def test_what_is_filled_in_and_what_is_no_error() -> None:
     assert found.config is not None
     assert found.config.version_policy is not None
     assert len(found.config.instance_group) == 1
-    assert [warning.path for warning in found.warnings] == ["response_cache.enable"]
+    assert found.warnings == ()
 
 
 def test_gpus_that_do_not_exist() -> None:

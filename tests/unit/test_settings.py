@@ -19,6 +19,7 @@ from shmserve.broker.access import Rule
 from shmserve.broker.cores import host_policy
 from shmserve.broker.flags import FLAGS, Flag
 from shmserve.core.access import INFER, OBSERVE
+from shmserve.core.limiter import ANY, SHARED
 from shmserve.core.limits import Limits
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES
 
@@ -108,6 +109,8 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "access": ("uid:1000=infer,observe", Rule("uid", 1000, INFER | OBSERVE), '"uid:1000=infer,observe"'),
     "group": (GROUP.gr_name, GROUP.gr_gid, f'"{GROUP.gr_name}"'),
     "limit": ("client-outbox-bytes=1 MiB", ("client_outbox_bytes", 1 << 20), '"client_outbox_bytes = 1MiB"'),
+    "cache": ("local,size=1MiB", 1 << 20, '"local,size=1 MiB"'),
+    "resource": ("R1:10:2", ("R1", 2, 10), '"R1:10:2"'),
 }
 
 
@@ -197,13 +200,11 @@ def test_wrong_use(arguments: list[str], text: str, tmp_path: Path, capsys: pyte
 
 def test_all_that_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path / "s.toml", 'log-verbos = 1\nlog-file = 3\nhttp-port = 1\nhints = true\nconfig = "x"\n')
-    said = refused(
-        [*file, "--grpc-port", "1", "--model-repository", str(tmp_path / "none"), "--rate-limit=off"], capsys
-    )
+    said = refused([*file, "--grpc-port", "1", "--model-repository", str(tmp_path / "none"), "--trace-rate=1"], capsys)
     name = file[1]
     for text in (
         "--grpc-port is known to Triton",
-        "--rate-limit is known to Triton",
+        "--trace-rate is known to Triton",
         f"{name}: log-verbos is unknown; did you mean log-verbose?",
         f"{name}: log-file: found the number 3, expected text",
         f"{name}: http-port is known to Triton",
@@ -371,3 +372,41 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert found.returncode == 1
     assert "cannot write to --log-file" in found.stderr
     assert "No such file" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong", "text"),
+    [
+        ("--cache-config", "redis,host=x", "cache 'redis' is not known; the one that there is: local,size=BYTES"),
+        ("--cache-config", "local", "'' is no setting of the cache; expected size=BYTES"),
+        ("--cache-config", "local,size=1", "1 is too small; the least is 1024"),
+        ("--rate-limit-resource", "R1", "found 'R1', expected NAME:COUNT, NAME:COUNT:DEVICE or NAME:COUNT:global"),
+        ("--rate-limit-resource", ":3", "found ':3', expected"),
+        ("--rate-limit-resource", "R1:x", "found 'R1:x', expected"),
+        ("--rate-limit-resource", "R1:3:all", "found 'R1:3:all', expected"),
+    ],
+)
+def test_caches_and_resources_that_are_none(
+    flag: str, wrong: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        settings.parse(["--model-repository", str(tmp_path), flag, wrong])
+    assert text in capsys.readouterr().err
+
+
+def test_limits_of_the_core(tmp_path: Path) -> None:
+    given = [
+        "--rate-limit",
+        "execution_count",
+        "--rate-limit-resource",
+        "R1:10",
+        "--rate-limit-resource",
+        "R2:3:global",
+    ]
+    found = settings.limits(
+        settings.parse(["--model-repository", str(tmp_path), *given, "--cache-config", "local,size=4KiB"])
+    )
+    assert (found.cache_bytes, found.rate_limit) == (4096, True)
+    assert found.resources == (("R1", ANY, 10), ("R2", SHARED, 3))
+    found = settings.limits(settings.parse(["--model-repository", str(tmp_path), "--response-cache-byte-size", "2KiB"]))
+    assert (found.cache_bytes, found.rate_limit) == (2048, False)
