@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 
 OPERATIONS = int(os.environ.get("SHMSERVE_LIFECYCLE_OPERATIONS", "200"))
 CLIENTS = 4
-PAUSE_S = 0.01
+PAUSE_S = 0.05
 """Between the rounds of a client: its load is to be constant, not to take the cores from what is to be tested."""
 STEADY = "steady"
 """Nobody touches it: none of its requests may fail."""
@@ -165,7 +165,7 @@ class Operator:
         if not self.versions[name]:
             (self.repository / name).mkdir(exist_ok=True)
             configure(self.repository, name, CONFIG.format(count=1))
-        self.new(name, max(self.versions[name], default=0) % 5 + 1)
+        self.new(name, max(self.versions[name], default=0) % 3 + 1)
         self.load(name)
 
     def remove(self, name: str) -> None:
