@@ -66,11 +66,12 @@ class Waiting:
         """Takes requests out, and returns those that were still here, in the order asked.
 
         A batch that becomes empty can still be joined, as its owner may not know yet; it is never started as it is.
+        Of one that is not open the broker knows that it runs: nothing can be taken out, however early it is.
         """
         wanted = set(requests)
         found: set[int] = set()
         for batch in self._batches:
-            here = {work.request for work in batch.works} & wanted
+            here = {work.request for work in batch.works} & wanted if batch.open else None
             if here:
                 batch.works = [work for work in batch.works if work.request not in here]
                 found |= here

@@ -162,7 +162,7 @@ def test_more_is_waited_for(gated: Gated) -> None:
 
 def test_everything_in_one_packet(gated: Gated) -> None:
     worker = gated.worker
-    executes = [Execute(number, 0, (gated.request(number),)) for number in range(1, 6)]
+    executes = [Execute(number, 0, (gated.request(number),), False, number == 3) for number in range(1, 6)]
     worker.send(*executes, Withdraw((3,)), Stop())
     assert worker.expect(Withdrawn).requests == (3,)
     found = [worker.expect(Done) for _ in range(4)]

@@ -134,7 +134,7 @@ class FakeWorker:
 
     def _withdraw(self, order: Withdraw) -> None:
         found = []
-        for batch in self.waiting:
+        for batch in [batch for batch in self.waiting if batch.open]:
             found += [work.request for work in batch.works if work.request in order.requests]
             batch.works = [work for work in batch.works if work.request not in order.requests]
         self.outbox.append(Withdrawn(tuple(found)))

@@ -22,15 +22,15 @@ class Both(RuleBasedStateMachine):
         self.known: list[int] = []
         self.unfinished = 0
 
-    @rule(count=st.integers(1, 3), more=st.booleans(), join=st.integers(0, 3))
-    def execute(self, count: int, more: bool, join: int) -> None:
+    @rule(count=st.integers(1, 3), more=st.booleans(), join=st.integers(0, 3), is_open=st.booleans())
+    def execute(self, count: int, more: bool, join: int, is_open: bool) -> None:
         self.executes += 1
         works = []
         for _ in range(count):
             self.requests += 1
             works.append(Work(self.requests, 1, (), None, "internal"))
         wanted = self.unfinished or (self.known[-join] if 0 < join <= len(self.known) else 0)
-        order = Execute(self.executes, wanted, tuple(works), more, True)
+        order = Execute(self.executes, wanted, tuple(works), more, is_open)
         if not wanted:
             self.known.append(self.executes)
         self.unfinished = (wanted or self.executes) if more else 0

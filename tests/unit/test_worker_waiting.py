@@ -96,17 +96,24 @@ def test_open_is_what_any_part_says() -> None:
 
 def test_withdraw_names_those_that_were_there() -> None:
     waiting = Waiting()
-    waiting.add(execute(1, 10, 11, 12))
+    waiting.add(execute(1, 10, 11, 12, open=True))
     assert waiting.withdraw((12, 99, 10, 12)) == (12, 10)
     assert waiting.withdraw((10,)) == ()
     assert started(waiting) == (1, 1, [11])
     assert waiting.withdraw((11,)) == ()
 
 
+def test_nothing_is_taken_out_of_what_runs_as_far_as_its_owner_knows() -> None:
+    waiting = Waiting()
+    waiting.add(execute(1, 10, 11))
+    assert waiting.withdraw((10,)) == ()
+    assert started(waiting) == (1, 1, [10, 11])
+
+
 def test_an_emptied_batch_does_not_start_but_can_be_joined() -> None:
     """The order to join may have been sent before the answer to Withdraw was seen."""
     waiting = Waiting()
-    waiting.add(execute(1, 10))
+    waiting.add(execute(1, 10, open=True))
     assert waiting.withdraw((10,)) == (10,)
     assert started(waiting) is None
     waiting.add(execute(2, 11, join=1))
@@ -115,7 +122,7 @@ def test_an_emptied_batch_does_not_start_but_can_be_joined() -> None:
 
 def test_a_new_batch_replaces_an_emptied_one() -> None:
     waiting = Waiting()
-    waiting.add(execute(1, 10))
+    waiting.add(execute(1, 10, open=True))
     waiting.withdraw((10,))
     waiting.add(execute(2, 11))
     waiting.add(execute(3, 12, join=2))
@@ -125,7 +132,7 @@ def test_a_new_batch_replaces_an_emptied_one() -> None:
 
 def test_an_emptied_part_still_waits_for_the_rest() -> None:
     waiting = Waiting()
-    waiting.add(execute(1, 10, more=True))
+    waiting.add(execute(1, 10, more=True, open=True))
     waiting.withdraw((10,))
     waiting.add(execute(2, 11))
     assert started(waiting) == (1, 2, [11])
