@@ -16,6 +16,7 @@ from shmserve.messages import (
     OWNER_SHIFT,
     Answer,
     Done,
+    EndSequences,
     Execute,
     Fail,
     FailHeld,
@@ -73,6 +74,10 @@ class FakeWorker:
         self.out: Counter[Handle] = Counter()
         self.last = 0
         self.stopping = self.dead = False
+        self.again: list[int] = []
+        """Requests of what runs that are to be run once more."""
+        self.ended: list[int | str] = []
+        """Sequences that it was told are over."""
         self.says: dict[str, str] = {}
         """What the next batch makes of some outputs: a shape as [2,3], true, false, or none."""
         self.compute: Callable[[FakeWorker, Work], tuple[Tensor, ...]] | None = None
@@ -103,6 +108,9 @@ class FakeWorker:
             for handle in message.handles:
                 assert self.out[handle] == 1, f"{self.name} got back {handle}, which is not out"
                 del self.out[handle]
+        elif isinstance(message, EndSequences):
+            assert self.policy.sequence is not None
+            self.ended += message.sequences
         elif isinstance(message, Stop):
             self.stopping = True
         else:
@@ -166,7 +174,13 @@ class FakeWorker:
         """What a model may rely on."""
         policy = self.policy
         works = batch.works
-        if policy.max_batch == 0 or policy.batching is None:
+        if policy.sequence is not None:
+            slots = [work.slot for work in works if work.slot >= 0]
+            assert len(slots) == len(set(slots)), f"two in one slot of {self.name}"
+            assert len(slots) == (len(works) if policy.sequence.direct and policy.max_batch else 0)
+            names = [work.options.sequence for work in works if work.options is not None]
+            assert len(set(names)) == len(works), f"two of one sequence in a batch of {self.name}"
+        if policy.max_batch == 0 or (policy.batching is None and policy.sequence is None):
             assert len(works) == 1, f"{self.name} takes one request at a time, got {len(works)}"
         if policy.max_batch == 0:
             return
@@ -184,12 +198,13 @@ class FakeWorker:
         """The running batch is done: its results go out, and the next batch starts."""
         assert self.running is not None, f"{self.name} runs nothing"
         done, self.running = self.running, None
-        rows = tuple(self._row(work, error) for work in done.works)
+        again, self.again = tuple(self.again), []
+        rows = tuple(self._row(work, error) for work in done.works if work.request not in again)
         if rows_first:
             self.outbox.append(Rows(done.number, rows[:rows_first]))
         following = self.take_up()
         times = (now - took, now - took, now, now)
-        message = Done(done.number, rows[rows_first:], times)
+        message = Done(done.number, rows[rows_first:], times, again=again)
         if following is not None:
             message.next, message.through = following.number, following.through
         self.outbox.append(message)

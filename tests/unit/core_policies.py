@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import re
 
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
+from shmserve.core.policy import (
+    BatchPolicy,
+    ModelPolicy,
+    QueuePolicy,
+    SequencePolicy,
+    StepPolicy,
+    TensorSpec,
+    TimeoutAction,
+)
 
 UNITS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 
@@ -17,7 +25,8 @@ def nanoseconds(text: str) -> int:
 
 def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> ModelPolicy:
     batching = None
-    if "single" not in flags:
+    sequence = _sequence(flags, options) if "direct" in flags or "oldest" in flags else None
+    if "single" not in flags and sequence is None:
         levels = int(options.get("levels", 0))
         each = {n: _queue(options[f"level{n}"]) for n in range(1, levels + 1) if f"level{n}" in options}
         batching = BatchPolicy(
@@ -34,7 +43,29 @@ def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> Mod
     version = int(options.get("version", 1))
     limit = nanoseconds(options["limit"]) if "limit" in options else None
     most = int(options.get("max_batch", 8))
-    return ModelPolicy(name, version, most, inputs, outputs, batching, limit, "no_retry" not in flags)
+    retry, decoupled = "no_retry" not in flags, "decoupled" in flags
+    return ModelPolicy(
+        name, version, most, inputs, outputs, batching, limit, retry, sequence=sequence, decoupled=decoupled
+    )
+
+
+def _sequence(flags: tuple[str, ...], options: dict[str, str]) -> SequencePolicy:
+    """direct utilization=0.5 or oldest candidates=4 preferred=2, both with idle=1s delay=10ms; iterative, strings,
+    integers."""
+    direct = "direct" in flags
+    delay = nanoseconds(options.get("delay", "0s"))
+    preferred = tuple(int(size) for size in options.get("preferred", "").split(",") if size)
+    kinds = {"strings": True, "integers": False}
+    return SequencePolicy(
+        direct,
+        max(1, int(options.get("max_batch" if direct else "candidates", 8 if direct else 1))),
+        nanoseconds(options.get("idle", "1s")),
+        delay if direct else 0,
+        float(options.get("utilization", 0)),
+        BatchPolicy() if direct else BatchPolicy(preferred, delay),
+        "iterative" in flags,
+        next((kinds[flag] for flag in flags if flag in kinds), None),
+    )
 
 
 def _queue(text: str) -> QueuePolicy:

@@ -22,6 +22,7 @@ from shmserve.messages import (
     Ask,
     Cancel,
     Done,
+    EndSequences,
     Execute,
     Fail,
     FailHeld,
@@ -48,6 +49,7 @@ from shmserve.messages import (
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_operating import Operating
 from tests.unit.core_policies import nanoseconds, policy_of
+from tests.unit.core_sequencing import sequence_id, told_of_sequences
 from tests.unit.core_world import START
 
 Event = tuple[int, Any]
@@ -120,8 +122,10 @@ class Scenario(Operating):
     def tell_start(self, worker: FakeWorker) -> None:
         self.line(f"{worker.name} starts {self._set(worker.started[-1])}")
 
-    def _set(self, requests: Any) -> str:
-        return "{" + " ".join(self._label(number) for number in requests) + "}"
+    def _set(self, requests: Any, slots: list[int] | None = None) -> str:
+        """With the slots of their sequences, where they have any."""
+        at = [f"@{slot}" if slot >= 0 else "" for slot in slots or [-1] * len(requests)]
+        return "{" + " ".join(self._label(number) + slot for number, slot in zip(requests, at, strict=True)) + "}"
 
     def _label(self, number: int) -> str:
         request = self.core.state.requests.get(number)
@@ -148,7 +152,7 @@ class Scenario(Operating):
             assert found is not None
             instance = found[1]
             batch = next(batch for batch in instance.batches() if message.batch in batch.numbers)
-            works = self._set([work.request for work in message.works])
+            works = self._set([work.request for work in message.works], [work.slot for work in message.works])
             verb = "extend" if message.join else ("ahead" if message.open else "execute")
             more = ", more follows" if message.more else ""
             total = sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch)
@@ -162,6 +166,8 @@ class Scenario(Operating):
             self.line(f"unmap {self._segment(message.segment)} at {name}")
         elif isinstance(message, Return):
             self.line(f"return {plural(len(message.handles), 'block')} to {name}")
+        elif isinstance(message, EndSequences):
+            self.line(f"end sequence {', '.join(map(str, message.sequences))} at {name}")
         else:
             assert isinstance(message, Stop)
             self.line(f"stop {name}")
@@ -225,9 +231,11 @@ class Scenario(Operating):
         for name in names:
             self.named[name] = self.connect(name, plane, outputs, audience)
 
-    def do_infer(self, client: str, first: str, **options: str) -> list[Event]:
-        """infer a 1 or infer a 1-5: requests of client a, with rows= shape= without= at= outputs= and so on."""
+    def do_infer(self, client: str, first: str, *flags: str, **options: str) -> list[Event]:
+        """infer a 1 or infer a 1-5: requests of client a, with rows= shape= without= at= outputs= and so on, or with
+        sequence=7, and with the flags `start` and `end`."""
         start, _, end = first.partition("-")
+        options |= dict.fromkeys(flags, "yes")
         return [self._infer(self.named[client], number, options) for number in range(int(start), int(end or start) + 1)]
 
     def _infer(self, client: FakeClient, number: int, options: dict[str, str]) -> Event:
@@ -237,7 +245,9 @@ class Scenario(Operating):
         given = Options(
             priority=int(options.get("priority", 0)),
             queue_timeout_us=nanoseconds(options.get("queue_timeout", "0s")) // 1000,
-            sequence=int(options.get("sequence", 0)),
+            sequence=sequence_id(options.get("sequence", "0")),
+            sequence_start="start" in options,
+            sequence_end="end" in options,
         )
         outputs = None
         if "outputs" in options:
@@ -312,11 +322,13 @@ class Scenario(Operating):
         return [(who.peer, Return(handles))]
 
     def do_done(self, name: str, took: str = "0s", rows: str = "0", error: str = "", **says: str) -> list[Event]:
-        """done m_0, after took= with error= or with rows= told before; flag=true y=[2,3] z=none: what it makes."""
+        """done m_0, after took= with error= or with rows= told before; flag=true y=[2,3] z=none: what it makes;
+        again=a1: what it wants to run once more."""
         worker = self.worker(name)
         code, _, text = error.partition(":")
         if worker.peer not in self.slow_to:
             worker.read()
+        worker.again = [number for number in worker.started[-1] if self._label(number) in says.get("again", "")]
         worker.says = says
         worker.finish(self.now, nanoseconds(took), int(rows), (code, text) if error else None)
         done = worker.outbox[-1]
@@ -403,6 +415,8 @@ class Scenario(Operating):
                     f"succeeded {counted.success_count}, failed {counted.fail_count}, rejected {counted.rejected}, "
                     f"cancelled {counted.cancelled}, queued {clock(counted.queue_ns)} in all"
                 )
+            if "sequences" in what:
+                self.lines += [f"{clock(self.now - START)}: {line}" for line in told_of_sequences(self, version)]
             if "queue" in what:
                 waiting = version.queue.in_order()
                 self.line(f"queue {self._set([request.number for request in waiting])}")
