@@ -1,0 +1,296 @@
+"""Clients that ask, and keep book of what they are owed.
+
+The rule of the file: an answer to what was not asked, or has been answered before, ends the simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from shmserve.core import events
+from shmserve.core.access import EVERYTHING
+from shmserve.messages import (
+    OWNER_SHIFT,
+    Cancel,
+    Fail,
+    FailHeld,
+    Goodbye,
+    Handle,
+    Hello,
+    Infer,
+    Map,
+    More,
+    Options,
+    Part,
+    Pong,
+    Reclaim,
+    Released,
+    Reply,
+    Return,
+    Tensor,
+    Unmap,
+    Welcome,
+)
+from shmserve.sim.load import Arrival, Closed, Load
+from shmserve.sim.plan import SimModel
+from shmserve.sim.results import ModelResult
+from shmserve.sim.tensors import MANY, Inputs
+from shmserve.sim.worker import POISON
+
+if TYPE_CHECKING:
+    from shmserve.sim.run import Simulation
+
+AUDIENCE = "uid:1000"
+
+
+class Chain(Struct):
+    """A sequence: its id, and how many requests it still has."""
+
+    number: int
+    left: int
+
+
+class Asked(Struct):
+    """A request in flight. `until` is its deadline, 0 for none."""
+
+    source: Source
+    sent: int
+    until: int
+    chain: Chain | None = None
+    poison: bool = False
+
+
+class Client:
+    """One connection."""
+
+    __slots__ = ("_hold_ns", "_next", "_world", "dead", "held_inputs", "holds", "open", "peer", "segment", "source")
+
+    def __init__(self, world: Simulation, peer: int, source: Source, hold_ns: int) -> None:
+        self._world = world
+        self._hold_ns = hold_ns
+        self._next = 0
+        self.peer = peer
+        self.source = source
+        self.segment = (peer << OWNER_SHIFT) + 1
+        self.open: dict[int, Asked] = {}
+        self.held_inputs: set[int] = set()
+        self.holds = 0
+        self.dead = False
+        world.arrive((0, events.Opened(peer, AUDIENCE, "lane", EVERYTHING)))
+        world.arrive((peer, Hello(1, 1, f"simulated {peer}", "memfd")))
+        world.arrive((peer, Map(self.segment, MANY)))
+
+    def next_number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def hear(self, message: Any, at: int) -> None:
+        """A message from the broker, which is there `at` that time."""
+        kind = type(message)
+        if kind is Reply:
+            self._answered(message.request, message.outputs, at, "")
+        elif kind is Fail:
+            self._failed(message, at)
+        elif kind is FailHeld:
+            self.held_inputs.add(message.request)
+            self._answered(message.request, (), at, message.code)
+        elif kind is Part:
+            self._part(message, at)
+        elif kind is Released:
+            self.held_inputs.remove(message.request)
+        else:
+            assert kind in (Welcome, Map, Unmap, Reclaim, Goodbye, Pong), message
+
+    def _failed(self, message: Fail, at: int) -> None:
+        assert message.request, f"a simulated client has made a mistake: {message.text}"
+        asked = self.open.get(message.request)
+        if asked is not None and message.code == "MODEL_FAILED" and asked.poison:
+            self._answered(message.request, (), at, "POISONED")
+        else:
+            self._answered(message.request, (), at, message.code)
+        if message.code in ("INVALID_REQUEST", "INTERNAL", "UNSUPPORTED", "NOT_FOUND", "PROTOCOL"):
+            self._world.note(message.text)
+
+    def _answered(self, number: int, outputs: tuple[Tensor, ...], at: int, code: str) -> None:
+        asked = self.open.pop(number, None)
+        if asked is None:
+            raise AssertionError(f"client {self.peer} has got an answer to {number}: never asked, or answered before")
+        self._world.digest.add(self.peer, number, at, code)
+        for tensor in outputs:
+            if type(tensor.data) is tuple:
+                self._keep(tensor.data, at)
+        asked.source.answered(asked, at, code)
+
+    def _part(self, part: Part, at: int) -> None:
+        asked = self.open.get(part.request)
+        if asked is None:
+            raise AssertionError(
+                f"client {self.peer} has got a part of {part.request}: never asked, or answered before"
+            )
+        asked.source.result.parts += bool(part.outputs)
+        if part.last:
+            self._answered(part.request, part.outputs, at, "")
+            return
+        for tensor in part.outputs:
+            if type(tensor.data) is tuple:
+                self._keep(tensor.data, at)
+        self._world.send(at, self.peer, More(part.request, 1))
+
+    def _keep(self, handles: tuple[Handle, ...], at: int) -> None:
+        """Answers in shared memory go back when they have been looked at."""
+        made = tuple(handle for handle in handles if handle.segment != self.segment)
+        if made:
+            self.holds += len(made)
+            self._world.at(at + self._hold_ns, self._give_back, made)
+
+    def _give_back(self, handles: tuple[Handle, ...]) -> None:
+        if not self.dead:
+            self.holds -= len(handles)
+            self._world.send(self._world.now, self.peer, Return(handles))
+
+    def cancel(self, number: int) -> None:
+        if not self.dead and number in self.open:
+            self._world.send(self._world.now, self.peer, Cancel(number))
+
+
+class Source:
+    """Whoever asks as one Load says: arrivals are drawn, and made requests of one of its clients."""
+
+    def __init__(self, world: Simulation, load: Load, model: SimModel, result: ModelResult, number: int) -> None:
+        self.world = world
+        self.load = load
+        self.result = result
+        seed = f"{world.plan.seed} load {number} {load.model}"
+        self._arrivals: Iterator[Arrival] | None = None
+        if not isinstance(load.arrivals, Closed):
+            self._arrivals = load.arrivals.arrivals(Random(f"{seed} arrivals"))
+        self._draws = Random(f"{seed} rows")
+        self._inputs = Inputs(model.policy, load.distinct)
+        self._batches = model.policy.max_batch > 0
+        self._sequences = model.policy.sequence is not None
+        self._options = Options(priority=load.priority) if load.priority else None
+        self._window = load.window if model.policy.decoupled else 0
+        self._special = bool(self._sequences or self._window or world.fate.of_requests)
+        self._timeout_us = load.timeout_ns // 1000
+        self._chains = 0
+        self._first_chain = (number + 1) << 32
+        self._turn = 0
+        self.clients: list[Client] = []
+
+    # ------------------------------------------------------------------------------------ arrivals
+
+    def begin(self) -> None:
+        for _ in range(self.load.clients):
+            self.clients.append(self.world.connect(self))
+        arrivals = self.load.arrivals
+        if isinstance(arrivals, Closed):
+            for _ in range(arrivals.callers):
+                self.world.at(self.world.now, self._call, 0)
+        else:
+            self._next_arrival()
+
+    def _next_arrival(self) -> None:
+        assert self._arrivals is not None
+        found = next(self._arrivals, None)
+        if found is None:
+            self.world.exhausted(self)
+        else:
+            at, rows = found
+            self.world.at(self.world.began + at, self._arrive, rows)
+
+    def _arrive(self, rows: int) -> None:
+        if self._call(rows):
+            self._next_arrival()
+
+    def _call(self, rows: int) -> bool:
+        """False: no more are to be sent."""
+        if not self.world.may_send():
+            return False
+        chain = None
+        if self._sequences:
+            self._chains += 1
+            low, high = self.load.sequence
+            length = self._draws.randint(max(low, 1), max(high, low, 1))
+            chain = Chain(self._first_chain + self._chains, length)
+        self._ask(rows, chain, chain is not None)
+        return True
+
+    def _ask(self, rows: int, chain: Chain | None, first: bool) -> None:
+        world, load = self.world, self.load
+        if not rows:
+            low, high = load.rows
+            rows = low if low == high else self._draws.randint(low, high)
+        self._turn += 1
+        clients = self.clients
+        client = clients[self._turn % len(clients)] if chain is None else clients[chain.number % len(clients)]
+        number = client.next_number()
+        now = world.now
+        asked = Asked(self, now, now + load.timeout_ns if load.timeout_ns else 0, chain)
+        options = self._options
+        if self._special:
+            options = self._rarely(client, number, asked, first)
+        client.open[number] = asked
+        self.result.sent += 1
+        world.owed += 1
+        inputs = self._inputs.make(rows if self._batches else 0, client.segment, self._draws)
+        world.send(now, client.peer, Infer(number, load.model, 0, inputs, None, self._timeout_us, options))
+
+    def _rarely(self, client: Client, number: int, asked: Asked, first: bool) -> Options:
+        """Options of a request that is more than an input and an output."""
+        options = Options(priority=self.load.priority, window=self._window)
+        if asked.chain is not None:
+            asked.chain.left -= 1
+            options.sequence = asked.chain.number
+            options.sequence_start, options.sequence_end = first, not asked.chain.left
+        if self.world.fate.of_requests:
+            asked.poison, cancel = self.world.fate.request()
+            if asked.poison:
+                options.parameters = {POISON: True}
+            if cancel:
+                self.world.at(self.world.now + self.world.plan.faults.cancel_ns, client.cancel, number)
+        return options
+
+    # ------------------------------------------------------------------------------------ answers
+
+    def answered(self, asked: Asked, at: int, code: str) -> None:
+        result, world = self.result, self.world
+        world.owed -= 1
+        world.last_answer = at
+        if code:
+            result.failed[code] = result.failed.get(code, 0) + 1
+        else:
+            result.answered += 1
+            result.latency.add(at - asked.sent)
+            if not asked.until or at <= asked.until:
+                result.in_time += 1
+        self._go_on(asked, at, not code)
+
+    def _go_on(self, asked: Asked, at: int, well: bool) -> None:
+        """With the sequence, or the caller's next request."""
+        chain = asked.chain
+        if chain is not None and chain.left and well:
+            self.world.owed += 1
+            self.world.at(at + self.load.gap_ns, self._continue, chain)
+        elif isinstance(self.load.arrivals, Closed):
+            self.world.at(at + self.load.arrivals.think_ns, self._call, 0)
+
+    def _continue(self, chain: Chain) -> None:
+        self.world.owed -= 1
+        if chain.left:
+            self._ask(0, chain, False)
+
+    def replace(self, dead: Client) -> None:
+        """The client has died: another one takes over. Sequences that it had go with it."""
+        at = self.clients.index(dead)
+        self.clients[at] = self.world.connect(self)
+        self.result.abandoned += len(dead.open)
+        self.world.owed -= len(dead.open)
+        for asked in dead.open.values():
+            if asked.chain is not None:
+                asked.chain.left = 0
+            self._go_on(asked, self.world.now, False)
+        dead.open.clear()

@@ -1,0 +1,144 @@
+"""How long things take: a batch of so many rows, or the loading of a model.
+
+The rule of the file: a time is drawn from the random numbers that are handed in, and from nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from pathlib import Path
+from random import Random
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+
+UNITS = {"ns": 1, "us": 1000, "ms": 1_000_000, "s": 1_000_000_000}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)")
+FORMS = "5ms, 1ms+0.2ms/row, lognormal:5ms,0.4 (median, sigma) or table:FILE"
+
+
+class Constant(Struct, frozen=True):
+    """Always the same, whatever the batch is."""
+
+    time_ns: int
+
+    def ns(self, rows: int, random: Random) -> int:
+        return self.time_ns
+
+
+class Affine(Struct, frozen=True):
+    """So much for a batch, and so much for each of its rows."""
+
+    batch_ns: int
+    row_ns: int
+
+    def ns(self, rows: int, random: Random) -> int:
+        return self.batch_ns + self.row_ns * rows
+
+
+class Lognormal(Struct, frozen=True):
+    """`median_ns` times exp(sigma * z), z normal: mostly about the median, now and then much more."""
+
+    median_ns: int
+    sigma: float
+    row_ns: int = 0
+
+    def ns(self, rows: int, random: Random) -> int:
+        return round(self.median_ns * math.exp(self.sigma * random.gauss(0.0, 1.0))) + self.row_ns * rows
+
+
+class Table(Struct, frozen=True):
+    """Times that were measured: (rows, times in ns), both rising. One of them is drawn; between two numbers of rows the
+    time lies between theirs, beyond the last it grows as the rows do."""
+
+    entries: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def ns(self, rows: int, random: Random) -> int:
+        entries, share = self.entries, random.random()
+        after = bisect_left(entries, rows, key=lambda entry: entry[0])
+        if after == len(entries):
+            most, times = entries[-1]
+            return _drawn(times, share) * rows // most
+        above, times = entries[after]
+        if above == rows or after == 0:
+            return _drawn(times, share)
+        below, shorter = entries[after - 1]
+        low, high = _drawn(shorter, share), _drawn(times, share)
+        return low + (high - low) * (rows - below) // (above - below)
+
+
+Service = Constant | Affine | Lognormal | Table
+
+
+def _drawn(times: tuple[int, ...], share: float) -> int:
+    return times[int(share * len(times))]
+
+
+def mean_ns(service: Service, rows: int) -> float:
+    """What a batch of so many rows takes on average."""
+    if isinstance(service, Lognormal):
+        return service.median_ns * math.exp(service.sigma**2 / 2) + service.row_ns * rows
+    if isinstance(service, Table):
+        draws = 1000
+        return sum(service.ns(rows, _Even(index / draws)) for index in range(draws)) / draws
+    return service.ns(rows, Random(0))
+
+
+class _Even(Random):
+    """Gives one number, for going through a table from end to end."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(0)
+        self._share = share
+
+    def random(self) -> float:
+        return self._share
+
+
+# ------------------------------------------------------------------------------------ as people write it
+
+
+def time_ns(text: str) -> int:
+    """300us, 5ms, 1.5s"""
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise InvalidRequest(f"'{text}' is no time; write 300us, 5ms or 1.5s")
+    return round(float(found[1]) * UNITS[found[2]])
+
+
+def parse(text: str) -> Service:
+    """What `--service` says."""
+    kind, colon, rest = text.partition(":")
+    if colon and kind == "table":
+        return read_table(Path(rest))
+    if colon and kind == "lognormal":
+        median, comma, sigma = rest.partition(",")
+        try:
+            return Lognormal(time_ns(median), float(sigma) if comma else 0.5)
+        except ValueError:
+            raise InvalidRequest(f"'{sigma}' is no sigma, in '{text}'; write {FORMS}") from None
+    base, plus, each = text.partition("+")
+    if plus and each.strip().endswith("/row"):
+        return Affine(time_ns(base), time_ns(each.strip().removesuffix("/row")))
+    if colon or plus:
+        raise InvalidRequest(f"'{text}' is no service time; write {FORMS}")
+    return Constant(time_ns(text))
+
+
+def read_table(path: Path) -> Table:
+    """A JSON object: rows -> one time or a list of times, in milliseconds."""
+    try:
+        given = json.loads(path.read_text())
+        entries = []
+        for rows, times in given.items():
+            found = times if isinstance(times, list) else [times]
+            entries.append((int(rows), tuple(sorted(round(float(ms) * 1e6) for ms in found))))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise InvalidRequest(f"{path} is no table of service times: {error}; see docs/simulator.md") from error
+    if not entries or any(rows < 1 or not times or times[0] < 0 for rows, times in entries):
+        raise InvalidRequest(f"{path}: a table of service times needs rows from 1 on, and times for each")
+    return Table(tuple(sorted(entries)))

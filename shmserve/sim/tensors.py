@@ -1,0 +1,127 @@
+"""Tensors with no numbers in them: the right names, types, shapes and sizes, and where their bytes would be.
+
+What is small is inside the message, as in a server; what is larger is a place in a segment. The rule of the file: two
+requests of the same kind share their tensors, which nobody changes, so that a million requests cost no memory.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from shmserve.core.policy import ModelPolicy, TensorSpec
+from shmserve.dtypes import ITEM_BYTES, elements
+from shmserve.errors import InvalidRequest
+from shmserve.messages import INLINE_BYTES, Handle, Tensor, Work
+
+LENGTH = 4
+"""Of a string of no bytes: its length."""
+MANY = 1 << 48
+"""Segments are as large as that: simulated arenas never run out, and no place is used twice."""
+
+
+def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+    return elements(shape) * (ITEM_BYTES[dtype] or LENGTH)
+
+
+class Inputs:
+    """Of one load: what a client sends to a model."""
+
+    def __init__(self, policy: ModelPolicy, distinct: int) -> None:
+        self._policy = policy
+        self._distinct = distinct if policy.cached else 1
+        """Contents matter to a cache only."""
+        self._known: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._newest = 0
+
+    def make(self, rows: int, segment: int, random: Random) -> tuple[Tensor, ...]:
+        """`segment` is that of the client."""
+        if self._distinct != 1:
+            return self._various(rows, random)
+        found = self._known.get((rows, segment))
+        if found is None:
+            found = self._known[rows, segment] = self._build(rows, segment, b"")
+        return found
+
+    def _various(self, rows: int, random: Random) -> tuple[Tensor, ...]:
+        self._newest += 1
+        which = random.randrange(self._distinct) if self._distinct else self._newest
+        return self._build(rows, 0, which.to_bytes(8, "little"))
+
+    def _build(self, rows: int, segment: int, content: bytes) -> tuple[Tensor, ...]:
+        tensors = []
+        offset = 0
+        for spec in self._policy.inputs:
+            if spec.optional:
+                continue
+            dims = tuple(max(dim, 1) for dim in spec.dims)
+            shape = (rows, *dims) if self._policy.max_batch else dims
+            size = size_of(spec.dtype, shape)
+            data: bytes | tuple[Handle, ...] = content[:size].ljust(size, b"\0") if size <= INLINE_BYTES else b""
+            if size > INLINE_BYTES:
+                if content:
+                    raise InvalidRequest(
+                        f"input '{spec.name}' of '{self._policy.name}' has {size} bytes; only inputs of up to "
+                        f"{INLINE_BYTES} bytes can be told apart for a response cache here"
+                    )
+                data = (Handle(segment, offset, size),)
+                offset += size
+            elif spec.dtype == "BYTES":
+                data = bytes(size)
+            tensors.append(Tensor(spec.name, spec.dtype, shape, data))
+            content = b"" if size > INLINE_BYTES else content
+        return tuple(tensors)
+
+
+class Outputs:
+    """Of one worker process: what its model makes, placed in arenas of its own, one for each audience."""
+
+    def __init__(self, policy: ModelPolicy, first_segment: int, free: tuple[int, int], true_share: float) -> None:
+        self._policy = policy
+        self._specs = {spec.name: spec for spec in policy.outputs}
+        self._first = first_segment
+        self._free = free
+        self._true_share = true_share
+        self._drawn = free[0] != free[1]
+        self._known: dict[int, tuple[Tensor, ...]] = {}
+        self._small: dict[int, bool] = {}
+        self._offset = 0
+        self.arenas: dict[str, int] = {}
+        self.new: list[tuple[int, str]] = []
+        """Segments that the broker has not been told of: number and audience."""
+        self.out: set[tuple[int, int]] = set()
+        """Places that have not come back."""
+
+    def make(self, work: Work, random: Random) -> tuple[Tensor, ...]:
+        if work.outputs is None and work.inline and not self._drawn:
+            found = self._known.get(work.rows)
+            if found is not None:
+                return found
+        specs = self._policy.outputs
+        if work.outputs is not None:
+            specs = tuple(self._specs[wanted.name] for wanted in work.outputs)
+        tensors = tuple(self._tensor(spec, work, random) for spec in specs)
+        alike = not self._drawn and not any(spec.dtype == "BOOL" for spec in specs)
+        if work.outputs is None and alike and all(isinstance(tensor.data, bytes) for tensor in tensors) and work.inline:
+            self._known[work.rows] = tensors
+        return tensors
+
+    def _tensor(self, spec: TensorSpec, work: Work, random: Random) -> Tensor:
+        free = random.randint(*self._free) if self._drawn else self._free[0]
+        dims = tuple(dim if dim >= 0 else free for dim in spec.dims)
+        shape = (max(work.rows, 1), *dims) if self._policy.max_batch else dims
+        size = size_of(spec.dtype, shape)
+        if size == 1 and spec.dtype == "BOOL":  # perhaps a condition: those are always inside the message
+            return Tensor(spec.name, spec.dtype, shape, b"\1" if random.random() < self._true_share else b"\0")
+        if size == 0 or (size <= INLINE_BYTES and work.inline):
+            return Tensor(spec.name, spec.dtype, shape, bytes(size))
+        return Tensor(spec.name, spec.dtype, shape, (self._place(work.audience, size),))
+
+    def _place(self, audience: str, size: int) -> Handle:
+        segment = self.arenas.get(audience)
+        if segment is None:
+            segment = self.arenas[audience] = self._first + len(self.arenas)
+            self.new.append((segment, audience))
+        handle = Handle(segment, self._offset, size)
+        self._offset += size
+        self.out.add((segment, handle.offset))
+        return handle

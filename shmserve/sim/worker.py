@@ -1,0 +1,285 @@
+"""A worker process that does what the messages ask and computes nothing: it takes as long as its model would.
+
+The rule of the file: it keeps to the docstrings of shmserve.messages, and asserts that the broker does.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from shmserve.messages import (
+    OWNER_SHIFT,
+    Done,
+    EndSequences,
+    Execute,
+    Failure,
+    Load,
+    Map,
+    More,
+    Ping,
+    Pong,
+    Return,
+    Row,
+    Started,
+    Stop,
+    Streamed,
+    Unmap,
+    Withdraw,
+    Withdrawn,
+    Work,
+)
+from shmserve.sim.faults import Fate
+from shmserve.sim.plan import SimModel
+from shmserve.sim.results import ModelResult
+from shmserve.sim.tensors import MANY, Outputs
+
+if TYPE_CHECKING:
+    from shmserve.sim.run import Simulation
+
+POISON = "poison"
+"""A parameter of requests that end whoever runs them."""
+
+
+class Waiting(Struct, gc=False):
+    """A batch, from its first Execute to its end."""
+
+    number: int
+    through: int
+    works: list[Work]
+    more: bool
+    open: bool
+    rows: int = 0
+    began: int = 0
+
+
+class Stream(Struct):
+    """A request of a decoupled model: how many answers it still gets, and for how many its caller has room."""
+
+    work: Work
+    left: int
+    window: int
+
+
+class Worker:
+    __slots__ = (
+        "_draws",
+        "_fate",
+        "_last",
+        "_outputs",
+        "_result",
+        "_runs",
+        "_several",
+        "_stopping",
+        "_streams",
+        "_waiting",
+        "_world",
+        "dead",
+        "model",
+        "peer",
+        "running",
+    )
+
+    def __init__(self, world: Simulation, peer: int, model: SimModel, draws: Random, result: ModelResult) -> None:
+        self._world = world
+        self._draws = draws
+        self._fate: Fate = world.fate
+        self._result = result
+        self._waiting: list[Waiting] = []
+        self._last = 0
+        self._outputs = Outputs(model.policy, (peer << OWNER_SHIFT) + 1, model.free, model.true_share)
+        self._streams: dict[int, Stream] = {}
+        self._runs: dict[int, int] = {}
+        self._several = model.policy.decoupled or model.runs > 1
+        self._stopping = False
+        self.peer = peer
+        self.model = model
+        self.running: Waiting | None = None
+        self.dead = False
+
+    # ------------------------------------------------------------------------------------ what it is told
+
+    def take(self, messages: list[Any]) -> None:
+        """A packet from the broker."""
+        if self.dead:
+            return
+        for message in messages:
+            kind = type(message)
+            if kind is Execute:
+                self._execute(message)
+            elif kind is Withdraw:
+                self._withdraw(message)
+            elif kind is Return:
+                for handle in message.handles:
+                    self._outputs.out.remove((handle.segment, handle.offset))
+            elif kind is More:
+                self._more(message)
+            elif kind is Stop:
+                self._stopping = True
+            elif kind is Ping:
+                self._say(Pong(message.number))
+            else:
+                assert kind in (Map, Unmap, EndSequences, Load), message
+        if self.running is None:
+            batch = self._take_up()
+            if batch is not None and batch.open:
+                self._say(Started(batch.number, batch.through))
+            if self._stopping and batch is None:
+                self._world.end_worker(self, "exit code 0")
+
+    def _say(self, message: Any) -> None:
+        self._world.say(self.peer, message)
+
+    def _execute(self, order: Execute) -> None:
+        assert order.batch > self._last, "the numbers of batches rise"
+        self._last = order.batch
+        waiting = self._waiting
+        batch = waiting[-1] if waiting else None
+        if batch is not None and (order.join or batch.more):
+            batch.works += order.works
+            batch.through, batch.more, batch.open = order.batch, order.more, batch.open or order.open
+            return
+        if waiting:
+            self._waiting = waiting = [known for known in waiting if known.works]
+        waiting.append(Waiting(order.batch, order.batch, list(order.works), order.more, order.open))
+
+    def _withdraw(self, order: Withdraw) -> None:
+        found = []
+        for batch in self._waiting:
+            gone = [work.request for work in batch.works if work.request in order.requests]
+            if gone:
+                found += gone
+                batch.works = [work for work in batch.works if work.request not in gone]
+        self._say(Withdrawn(tuple(found)))
+        for number in order.requests:
+            stream = self._streams.get(number)
+            if stream is not None:  # nobody will ask for more
+                stream.left = 0
+                if not self._is_running(number):
+                    self._stream(stream)
+
+    def _is_running(self, number: int) -> bool:
+        return self.running is not None and any(work.request == number for work in self.running.works)
+
+    # ------------------------------------------------------------------------------------ what it does
+
+    def _take_up(self) -> Waiting | None:
+        """The next batch starts, if there is one."""
+        for position, batch in enumerate(self._waiting):
+            if batch.works:
+                if batch.more:
+                    return None
+                del self._waiting[: position + 1]
+                self._start(batch)
+                return batch
+        return None
+
+    def _start(self, batch: Waiting) -> None:
+        world, model, works = self._world, self.model, batch.works
+        batch.rows = rows = sum([work.rows or 1 for work in works])
+        assert rows <= max(model.policy.max_batch, 1), f"{rows} rows in a batch of '{model.policy.name}'"
+        self.running = batch
+        batch.began = world.now
+        batches = self._result.batches
+        batches[rows] = batches.get(rows, 0) + 1
+        if model.policy.decoupled:
+            for work in works:
+                window = work.options.window if work.options is not None else 0
+                self._streams[work.request] = Stream(work, self._draws.randint(*model.answers), window)
+        time = model.service.ns(rows, self._draws)
+        if self._fate.of_requests:
+            for work in works:
+                if work.options is not None and POISON in work.options.parameters:
+                    world.at(world.now + time // 2, self._crash, batch)
+                    return
+        if self._fate.of_batches:
+            what, where = self._fate.batch()
+            if what:
+                if what == "crash":
+                    world.at(world.now + round(time * where), self._crash, batch)
+                return
+        world.at(world.now + time, self._finish, batch)
+
+    def _crash(self, batch: Waiting) -> None:
+        if not self.dead:
+            self._world.end_worker(self, "signal SIGSEGV")
+
+    def _finish(self, batch: Waiting) -> None:
+        """The batch is done: its results go out, and the next batch starts."""
+        if self.dead:
+            return
+        now = self._world.now
+        self._result.busy_ns += now - batch.began
+        make, draws = self._outputs.make, self._draws
+        again: tuple[int, ...] = ()
+        works = batch.works
+        if self._several:
+            works, again = self._finish_several(batch)
+        rows = tuple([Row(work.request, make(work, draws)) for work in works])
+        if self._fate.of_answers:
+            rows = tuple([self._perhaps_failed(row) for row in rows])
+        if self._outputs.new:
+            self._announce()
+        done = Done(batch.number, rows, (batch.began, batch.began, now, now), again=again)
+        self.running = None
+        following = self._take_up()
+        if following is not None:
+            done.next, done.through = following.number, following.through
+        self._say(done)
+        if following is None and self._stopping:
+            self._world.end_worker(self, "exit code 0")
+
+    def _perhaps_failed(self, row: Row) -> Row:
+        if any(isinstance(tensor.data, tuple) for tensor in row.outputs) or not self._fate.answer_fails():
+            return row
+        return Row(row.request, (), Failure("MODEL_FAILED", "the model has failed, as it was told to"))
+
+    def _announce(self) -> None:
+        for segment, audience in self._outputs.new:
+            self._say(Map(segment, MANY, None, audience))
+        self._outputs.new.clear()
+
+    # ------------------------------------------------------------------------------------ more than one answer, or run
+
+    def _finish_several(self, batch: Waiting) -> tuple[list[Work], tuple[int, ...]]:
+        """Those that are answered now, by Done; and those that are to be run again."""
+        if self.model.policy.decoupled:
+            for work in batch.works:
+                self._stream(self._streams[work.request])
+            return [], ()
+        over, again = [], []
+        for work in batch.works:
+            runs = self._runs.pop(work.request, 0) + 1
+            if runs < self.model.runs:
+                self._runs[work.request] = runs
+                again.append(work.request)
+            else:
+                over.append(work)
+        return over, tuple(again)
+
+    def _more(self, message: More) -> None:
+        stream = self._streams.get(message.request)
+        if stream is not None:
+            stream.window += message.count
+            if not self._is_running(message.request):
+                self._stream(stream)
+
+    def _stream(self, stream: Stream) -> None:
+        """As many answers as there is room for; the last one ends it."""
+        number = stream.work.request
+        if not stream.left:  # there is none, or nobody wants it any more
+            del self._streams[number]
+            self._part(Row(number, ()))
+        while stream.left and stream.window:
+            stream.left -= 1
+            stream.window -= 1
+            if not stream.left:
+                del self._streams[number]
+            self._part(Row(number, self._outputs.make(stream.work, self._draws), more=stream.left > 0))
+
+    def _part(self, row: Row) -> None:
+        if self._outputs.new:
+            self._announce()
+        self._say(Streamed((row,)))
