@@ -149,7 +149,8 @@ class Core:
         state = self.state
         while state.dirty or state.stirred:
             while state.stirred:
-                run, _ = state.stirred.popitem()
+                run = next(iter(state.stirred))
+                del state.stirred[run]
                 self._ensembles.advance(run, now)
             while state.dirty:
                 if state.limiter is None:

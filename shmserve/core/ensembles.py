@@ -173,7 +173,7 @@ class Ensembles:
                 self._answered(run, request, message)
         while run.ready and run.failure is None:
             try:
-                self._start(run, run.ready.pop(), now)
+                self._start(run, run.ready.pop(0), now)
             except ServeError as error:
                 self._fail(run, error)
         if run.failure is not None and not run.over:

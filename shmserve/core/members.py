@@ -35,7 +35,9 @@ class Members:
         for version in list(self._state.ensembles):
             if version.source == event.source and version.asked == event.number:
                 if event.problem:
+                    members = version.members
                     self._lost(version, event.problem, now)
+                    version.members = members  # not asked for again
                 else:
                     self._found(version, now)
 
@@ -53,6 +55,10 @@ class Members:
                     self._look_for_circle(version, now)
                     return
                 self._lost(version, f"model '{step.model}' of a step is being loaded", now)
+                return
+            if member.decoupled:
+                text = f"model '{step.model}' of a step may answer a request many times, which an ensemble cannot follow"
+                self._lost(version, text, now)
                 return
             found.append(member)
         members = tuple(found)
