@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.broker.catalog import Catalog, Reading, remove, why_not
+from shmserve.broker.companions import Companions, needs
 from shmserve.broker.logs import say
 from shmserve.broker.overrides import Upload, decode_body
 from shmserve.broker.poll import Changes, Poll
@@ -91,6 +92,7 @@ class Operations:
         self._poll_s = 0.0
         self._looking = False
         self._closed = False
+        self._companions = Companions()
 
     # ------------------------------------------------------------------------------------ asked by clients
 
@@ -137,7 +139,7 @@ class Operations:
     def _start(self, job: _Job, upload: Upload, body: bytes | None) -> None:
         what, model = job.ask.what, job.ask.model
         if what == "load":
-            self._in_thread(lambda: self._read(model, upload), lambda reading: self._deploy(job, reading), job)
+            self._in_thread(lambda: self._read(model, upload), lambda found: self._deploy(job, *found), job)
             return
         upload.close()
         if body is None:
@@ -152,8 +154,10 @@ class Operations:
 
     def _unload(self, job: _Job, options: UnloadBody) -> None:
         number = self._register(job)
-        self._catalog.forget(job.ask.model)
-        self._put(events.Unload(job.ask.model, number))
+        alone = self._companions.unloaded(job.ask.model)
+        for name in [job.ask.model, *(alone if options.unload_dependents else ())]:
+            self._catalog.forget(name)
+            self._put(events.Unload(name, number if name == job.ask.model else 0))
         if not options.wait:
             self.settled(effects.Settled(number))
 
@@ -162,13 +166,26 @@ class Operations:
         self._jobs[number] = job
         return number
 
-    def _read(self, model: str, upload: Upload) -> Reading:
+    def _read(self, model: str, upload: Upload) -> tuple[Reading, list[tuple[str, Reading]]]:
+        """The model, and what it needs if it is an ensemble."""
         try:
-            return self._catalog.read(model, upload.unpack(self._place, model))
+            reading = self._catalog.read(model, upload.unpack(self._place, model))
         finally:
             upload.close()
+        return reading, list(needs(reading, self._catalog.read))
 
-    def _deploy(self, job: _Job, reading: Reading) -> None:
+    def _bring(self, needed: Collection[tuple[str, Reading]]) -> None:
+        """Models that ensembles need are served too. Those that are already go on as they are."""
+        for ensemble, reading in needed:
+            model = self._core.state.models.get(reading.found.name)
+            if model is not None and (model.operation is not None or model.default() is not None):
+                self._companions.needed(model.name, ensemble)
+            else:
+                log.info("model '%s' is loaded too, as '%s' needs it", reading.found.name, ensemble)
+                self._companions.brought(reading, ensemble)
+                self._adopt(reading)
+
+    def _deploy(self, job: _Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
         """What was read is to be served, and somebody waits for it."""
         found = reading.found
         self._warn(reading)
@@ -182,6 +199,8 @@ class Operations:
             text = f"failed to load '{found.name}': {reason}"
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
             return
+        self._companions.asked(reading)
+        self._bring(needed)
         job.warnings = tuple(self._catalog.warnings(found))
         number = self._register(job)
         adopted = self._catalog.adopt(reading, number)
@@ -242,7 +261,12 @@ class Operations:
     def begin(self, readings: Collection[Reading]) -> None:
         """The first round: all that is to be served at start."""
         for reading in readings:
+            self._companions.asked(reading)
             self._adopt(reading)
+        if self.explicit:
+            named = {reading.found.name for reading in readings}
+            needed = [found for reading in readings for found in needs(reading, self._catalog.read)]
+            self._bring([(ensemble, found) for ensemble, found in needed if found.found.name not in named])
 
     def _adopt(self, reading: Reading) -> None:
         self._warn(reading)
