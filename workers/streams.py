@@ -85,7 +85,11 @@ class Streams:
         self._turn = threading.Lock()
         self._turn.acquire()
         self._news = threading.Condition(self._turn)
-        self._withdrawn: set[int] = set()
+        self.leave = self._turn.release
+        """The model runs in the main thread now."""
+        self.enter = self._turn.acquire
+        self.withdrawn: set[int] = set()
+        """Requests of the batch that runs, without a stream of their own, that nobody waits for any more."""
         self._forgotten: deque[Stream] = deque()
         self._poll = select.poll()
         self._bell = -1
@@ -134,7 +138,7 @@ class Streams:
         for request in requests:
             stream = self.open.get(request)
             if stream is None:
-                self._withdrawn.add(request)
+                self.withdrawn.add(request)
                 continue
             stream.cancelled = True
             self._drop_kept(stream)
@@ -161,13 +165,6 @@ class Streams:
             os.close(bell)
 
     # ------------------------------------------------------------------------------------ for the backend
-
-    def leave(self) -> None:
-        """The model runs in the main thread now."""
-        self._turn.release()
-
-    def enter(self) -> None:
-        self._turn.acquire()
 
     def begin(self, work: Work) -> Stream:
         stream = self.open[work.request] = Stream(work)
@@ -204,10 +201,6 @@ class Streams:
                 self._wait()
         self.open.pop(stream.work.request, None)
         return stream.answer
-
-    def forget_withdrawn(self) -> None:
-        """The batch is over to which they belonged."""
-        self._withdrawn.clear()
 
     # ------------------------------------------------------------------------------------ for the model, in any thread
 
@@ -254,7 +247,7 @@ class Streams:
                     self._look()
             finally:
                 self._turn.release()
-        return stream.cancelled if stream is not None else request in self._withdrawn
+        return stream.cancelled if stream is not None else request in self.withdrawn
 
     def forget(self, stream: Stream) -> None:
         """The model has dropped it without a last answer. Called within the collector, in any thread."""

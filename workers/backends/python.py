@@ -109,7 +109,7 @@ class Python(SeparateBackend):
             streams.leave()
             try:
                 responses = self._model.execute(given)
-                if inspect.iscoroutine(responses):
+                if type(responses) is not list and inspect.iscoroutine(responses):
                     responses = self._loop().run(responses)
             finally:
                 streams.enter()
@@ -127,7 +127,8 @@ class Python(SeparateBackend):
             return [self._answer(response) for response in responses]
         finally:
             self._running = ()
-            streams.forget_withdrawn()
+            if streams.withdrawn:
+                streams.withdrawn.clear()
 
     def _given(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
         make, names, outputs = pb_utils.request_from, self._inputs, self._outputs
