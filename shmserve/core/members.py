@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shmserve.core.effects import Compose
 from shmserve.core.events import Composed
-from shmserve.core.operations import Operations
+from shmserve.core.operations import UNLOADED, Operations
 from shmserve.core.state import State
 from shmserve.core.states import VersionState
 from shmserve.core.versions import Version
@@ -47,17 +47,17 @@ class Members:
         for step in version.graph.steps:
             member, why = self._member(step.model, step.version)
             if member is None:
-                if why:
+                circle = self._circle(version)
+                if circle:
+                    self._lost(version, f"ensemble '{version.model}' needs itself: {circle}", now)
+                elif why:
                     text = f"ensemble '{version.model}' depends on '{step.model}' which has no loaded version"
-                    self._lost(version, f"{text}. Model '{step.model}' loading failed with error: {why}", now)
-                    return
-                if version.state is _V.LOADING:
-                    self._look_for_circle(version, now)
-                    return
-                self._lost(version, f"model '{step.model}' of a step is being loaded", now)
+                    self._lost(version, f"{text}{why}", now)
+                elif version.state is not _V.LOADING:
+                    self._lost(version, f"model '{step.model}' of a step is being loaded", now)
                 return
             if member.decoupled:
-                text = f"model '{step.model}' of a step may answer a request many times, which an ensemble cannot follow"
+                text = f"model '{step.model}' of a step may answer a request many times; ensembles cannot follow that"
                 self._lost(version, text, now)
                 return
             found.append(member)
@@ -72,7 +72,7 @@ class Members:
         """The version that a step would be run by; or None, and why there is none ("": it may yet come)."""
         model = self._state.models.get(name)
         if model is None:
-            return None, "no model of that name is known"
+            return None, ": there is no model of that name, or it has not been loaded yet"
         version = model.versions.get(number) if number else model.default()
         if version is not None and version.state is _V.READY:
             return version, ""
@@ -81,27 +81,28 @@ class Members:
         candidates = [version] if version is not None else [] if number else list(model.versions.values())
         if any(other.state is _V.LOADING for other in candidates):
             return None, ""
-        reasons = [other.reason for other in candidates if other.reason] or [model.reason]
-        return None, reasons[0] or (f"it has no version {number}" if number else "no version of it is served")
+        reasons = [other.reason for other in candidates if other.reason not in ("", UNLOADED)] or [model.reason]
+        if reasons[0]:
+            return None, f". Model '{name}' loading failed with error: {reasons[0]}"
+        return None, f": it has no version {number}" if number and version is None else ": it is unloaded"
 
-    def _look_for_circle(self, version: Version, now: int) -> None:
-        """Ensembles that wait for each other would do so for ever."""
+    def _circle(self, version: Version) -> str:
+        """Ensembles that wait for each other would do so for ever. The way from this one to itself, or ""."""
         assert version.graph is not None
         way, seen = [version.model], {version.model}
         todo = [(step.model, way) for step in version.graph.steps]
         while todo:
             name, way = todo.pop()
             if name == version.model:
-                chain = " -> ".join([*way, name])
-                self._lost(version, f"ensemble '{version.model}' needs itself: {chain}", now)
-                return
+                return " -> ".join([*way, name])
             model = self._state.models.get(name)
             if name in seen or model is None:
                 continue
             seen.add(name)
-            for other in model.versions.values():
-                if other.graph is not None and other.state is _V.LOADING:
+            for other in (*model.versions.values(), *model.coming.values()):
+                if other in self._state.ensembles and other.graph is not None:
                     todo += [(step.model, [*way, name]) for step in other.graph.steps]
+        return ""
 
     def _found(self, version: Version, now: int) -> None:
         if version.state is _V.READY:
