@@ -78,7 +78,7 @@ def test_clients_outlive_a_restart_and_a_crash(models: Path) -> None:
         assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
         pids.add(server.pid)
         assert len(pids) == 3
-        assert server.log.count("ready: 1 of 1") == 3
+        assert server.log.count("ready: serving 1 of 1 models") == 3
 
 
 def test_a_killed_server_is_no_error_at_the_end(models: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_server_that_crashed_is_an_error(models: Path) -> None:
             os.kill(server.pid, signal.SIGKILL)
             os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
 
-    with pytest.raises(RuntimeError, match=r"(?s)ended by itself with code -9:.*ready: 1 of 1"):
+    with pytest.raises(RuntimeError, match=r"(?s)ended by itself with code -9:.*ready: serving 1 of 1 models"):
         crash()
 
 
