@@ -141,7 +141,9 @@ class Control:
     def _find(self, ask: Ask) -> list[Version]:
         model = self._core.state.models.get(ask.model)
         if model is None:
-            raise NotFound(f"Request for unknown model: '{ask.model}' is not found")
+            known = ask.model in self._catalog.names
+            hint = f", but it is in the repository: load it first (shmserve load {ask.model})" if known else ""
+            raise NotFound(f"Request for unknown model: '{ask.model}' is not found{hint}")
         if not ask.version:
             default = model.default()
             return [default] if default else list(model.versions.values())
@@ -155,7 +157,13 @@ class Control:
         if not found:
             reason = self._core.state.models[ask.model].reason
             raise NotFound(f"Request for unknown model: '{ask.model}' has no available versions: {reason}")
-        return max(found, key=lambda version: version.number)
+        latest = max(found, key=lambda version: version.number)
+        if latest.reason == UNLOADED:
+            raise NotFound(
+                f"Request for unknown model: '{ask.model}' has no available versions: it was unloaded; load it first "
+                f"(shmserve load {ask.model})"
+            )
+        return latest
 
     def _metadata(self, ask: Ask) -> Any:
         if not ask.model:
