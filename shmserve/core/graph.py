@@ -61,9 +61,10 @@ class Graph:
         return found
 
 
-def _waits(step: StepPolicy) -> frozenset[str]:
-    names = {name for _, name in step.inputs}
-    return frozenset(names | ({step.condition} if step.condition else set()))
+def _waits(step: StepPolicy) -> tuple[str, ...]:
+    """Each once, and in an order that is always the same."""
+    names = [name for _, name in step.inputs]
+    return tuple(dict.fromkeys([*names, step.condition] if step.condition else names))
 
 
 # ---------------------------------------------------------------------------------------------- shapes
