@@ -173,7 +173,7 @@ class Core:
         elif kind is Timer.IDLE:
             self._sequencer.idle(cast(Sequence, subject), now)
         elif kind is Timer.LEAVE:
-            self._operations.leave(cast("Version | Instance", subject))
+            self._operations.leave(cast("Version | Instance | None", subject))
         elif kind in (Timer.RETRY, Timer.HANG, Timer.LATE):
             self._look_at(kind, cast(Instance, subject), now)
         else:

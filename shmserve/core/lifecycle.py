@@ -136,6 +136,9 @@ class Lifecycle:
             instance.move(_I.STOPPED)
             self._no_more(version, now)
         elif instance.state is _I.STOPPING or instance.leaving or version.state is _V.UNAVAILABLE:
+            if instance.leaving and instance.state is _I.READY:
+                text = f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}"
+                self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
             self._operations.remove_stopped(version, instance)
         elif version.state is _V.UNLOADING and not self._is_missed(version):
@@ -279,6 +282,7 @@ class Lifecycle:
                     if instance.state in (_I.BACKOFF, _I.WAITING):
                         instance.move(_I.STOPPED)
                 self._no_more(version, now)
+        self._state.set_timer(now + event.limit_ns * 3 // 4, Timer.LEAVE, None)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
 
     def drain_over(self, now: int) -> None:

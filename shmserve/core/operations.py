@@ -351,8 +351,14 @@ class Operations:
         state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
         return True
 
-    def leave(self, subject: Version | Instance) -> None:
-        """Its sequences have had their time."""
+    def leave(self, subject: Version | Instance | None) -> None:
+        """Its sequences have had their time. None: the server stops, and only those may go on that are under way."""
+        if subject is None:
+            for sequence in [sequence for sequence in self._state.sequences.values() if sequence.idle]:
+                sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: the server is stopping")
+                sequence.stirred()
+                self._state.dirty[sequence.version] = None
+            return
         version = self._state.parting.get(subject) if isinstance(subject, Instance) else subject
         if version is None or version.places is None:
             return

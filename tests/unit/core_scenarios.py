@@ -328,7 +328,8 @@ class Scenario(Operating):
         code, _, text = error.partition(":")
         if worker.peer not in self.slow_to:
             worker.read()
-        worker.again = [number for number in worker.started[-1] if self._label(number) in says.get("again", "")]
+        again = says.pop("again", "").split(",")
+        worker.again = [number for number in worker.started[-1] if self._label(number) in again]
         worker.says = says
         worker.finish(self.now, nanoseconds(took), int(rows), (code, text) if error else None)
         done = worker.outbox[-1]
