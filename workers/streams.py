@@ -217,8 +217,10 @@ class Streams:
             self._send(stream, answer, final)
             return SENT
 
-    def send_soon(self, stream: Stream, answer: Answer | None, final: bool, loop: AbstractEventLoop) -> Awaitable[None]:
-        """The same for a coroutine, which can wait for what it gets, and should."""
+    def send_soon(
+        self, stream: Stream, answer: Answer | None, final: bool, loop: AbstractEventLoop | None
+    ) -> Awaitable[None]:
+        """The same for who must not wait: it is kept. A coroutine of `loop` can await what it gets, and should."""
         if self._nothing_to_send(stream):
             return SENT
         with self._turn:
@@ -229,14 +231,17 @@ class Streams:
                 self._send(stream, answer, final)
                 return SENT
             if len(stream.kept) >= KEPT and answer is not None:
-                text = f"{KEPT} answers wait for a caller that does not read; await what send() returns"
-                self.fail(stream, Failure(Unavailable.code, text))
+                text = f"{KEPT} answers wait for a caller that does not read"
+                advice = "; the model should await what send() returns" if loop is not None else ""
+                self.fail(stream, Failure(Unavailable.code, text + advice))
                 return SENT
             row = self._made(stream, answer, final)
             stream.final = stream.final or final
+            if loop is None:
+                stream.kept.append((row, None))
+                return SENT
             sent: Future[None] = loop.create_future()
             stream.kept.append((row, sent))
-            stream.loop = loop
             return sent
 
     def is_cancelled(self, request: int, stream: Stream | None) -> bool:

@@ -95,7 +95,7 @@ class TritonPythonModel:
         assert failed.error is not None
         assert (failed.error.code, failed.error.text) == (
             "UNAVAILABLE",
-            "1024 answers wait for a caller that does not read; await what send() returns",
+            "1024 answers wait for a caller that does not read; the model should await what send() returns",
         )
         quiet(worker)
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from shmserve.messages import Done, More, Row, Stop, Streamed
+from shmserve.messages import Done, More, Row, Stop, Streamed, Withdraw, Withdrawn
+from shmserve.repo.schema import ModelParameter
 from tests.stream_models import (
     COROUTINE,
     GENERATOR,
@@ -218,6 +220,37 @@ def test_no_more_answers_than_there_is_room_for(tmp_path: Path, source: str) -> 
             done(worker)
         worker.send(More(1, 5), More(99, 1))  # too late, and of nobody
         quiet(worker)
+
+
+def test_a_thread_that_sends_for_many_need_not_wait(tmp_path: Path) -> None:
+    source = """\
+class TritonPythonModel:
+    def execute(self, requests):
+        for index in range(3):
+            for request in requests:
+                request.get_response_sender().send(response(index))
+        for request in requests:
+            request.get_response_sender().send(pb_utils.InferenceResponse([]), FINAL)
+"""
+    given = replace(decoupled(tmp_path, source), parameters={"send_waits": ModelParameter(string_value="false")})
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        worker.execute(asks(1, 0, window=1), asks(2, 0, window=9))
+        assert [row(worker).request for _ in range(2)] == [1, 2]
+        values(worker, 2, 2, first=1)
+        last(worker, 2)
+        done(worker)
+        worker.send(More(1, 1))
+        values(worker, 1, 1, first=1)
+        worker.send(More(1, 1))
+        values(worker, 1, 1, first=2)
+        last(worker, 1)
+        worker.execute(asks(3, 0, window=1))
+        values(worker, 3, 1)
+        done(worker)
+        worker.send(Withdraw((3,)))
+        assert worker.expect(Withdrawn).requests == ()
+        last(worker, 3, "CANCELLED")
 
 
 def test_many_threads_wait_for_room_of_their_own(tmp_path: Path) -> None:

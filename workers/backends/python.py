@@ -42,6 +42,8 @@ _CODES = (
 )
 """The wire codes of TritonError's, by number. INTERNAL would say that it is our fault; it is the model's."""
 _PARAMETER_BYTES = 16 * 1024
+SEND_WAITS = "send_waits"
+"""The parameter of a configuration that says whether senders, outside of coroutines, wait for slow callers."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 
@@ -72,6 +74,7 @@ class Python(SeparateBackend):
         kind = self._class(config)
         policy = config.model_transaction_policy
         self.streams = self._streams = Streams(policy is not None and policy.decoupled)
+        self._send_waits = _flag(config, SEND_WAITS, True)
         self._generator = _has_generator(kind, config.name, self._streams.decoupled)
         if not self._generator and not callable(getattr(kind, "execute", None)):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
@@ -250,11 +253,13 @@ class Python(SeparateBackend):
         return found
 
     def send(self, stream: Stream, response: Any, flags: int) -> Awaitable[None]:
-        answer = None if response is None else self._answer(response)
+        answer = None if response is None or _is_mere_end(response, flags) else self._answer(response)
         coroutines = self._coroutines
         try:
             if coroutines is not None and coroutines.here:
                 return self._streams.send_soon(stream, answer, flags == _FINAL, coroutines.loop)
+            if not self._send_waits:
+                return self._streams.send_soon(stream, answer, flags == _FINAL, None)
             return self._streams.send(stream, answer, flags == _FINAL)
         except Closed as error:
             raise pb_utils.TritonModelException(str(error)) from None
@@ -377,6 +382,25 @@ def _has_generator(kind: Any, model: str, decoupled: bool) -> bool:
             "model_transaction_policy { decoupled: true }"
         )
     return decoupled
+
+
+def _flag(config: ModelConfig, name: str, default: bool) -> bool:
+    given = config.parameters.get(name)
+    if given is None:
+        return default
+    text = given.string_value.lower()
+    if text not in ("true", "false"):
+        raise InvalidRequest(
+            f"parameter '{name}' of model '{config.name}' is '{given.string_value}', not true or false"
+        )
+    return text == "true"
+
+
+def _is_mere_end(response: Any, flags: int) -> bool:
+    """The last response, which holds nothing."""
+    if not flags or not isinstance(response, pb_utils.InferenceResponse):
+        return False
+    return not (response._tensors or response._error or response._parameters)
 
 
 def _check_nothing(result: Any) -> None:
