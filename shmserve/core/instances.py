@@ -123,7 +123,9 @@ class Instance(Struct, eq=False):
     replaces: Instance | None = None
     """Goes when this one is READY."""
     leaving: bool = False
-    """It takes no new sequences, and stops when those that it has are over."""
+    """It takes nothing new, and stops when the sequences and streams that it has are over."""
+    closing: bool = False
+    """It leaves, and needs nothing more for that: it is given nothing to run."""
 
     def move(self, finish: InstanceState) -> None:
         self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())
@@ -133,7 +135,8 @@ class Instance(Struct, eq=False):
 
     @property
     def usable(self) -> bool:
-        return self.state is InstanceState.READY and not self.spec.passive
+        """May it be given something to run? One that leaves may, for the sequences that it has."""
+        return self.state is InstanceState.READY and not self.spec.passive and not self.closing
 
     @property
     def idle(self) -> bool:

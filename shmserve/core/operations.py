@@ -342,13 +342,18 @@ class Operations:
             self.load_over(instance)
 
     def _let_finish(self, version: Version, instance: Instance) -> bool:
-        """An instance that leaves a version which goes on stays for its sequences, for a while."""
-        state, places = self._state, version.places
-        if places is None or version.state is not _V.READY or instance.leaving or not places.at(instance):
+        """An instance that leaves a version which goes on stays for its sequences, for a while, and for its streams."""
+        state = self._state
+        if version.state is not _V.READY or instance.leaving or not version.needs(instance):
             return False
         instance.leaving = True
         state.parting[instance] = version
-        state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
+        if version.places is not None:
+            state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
+        else:
+            instance.closing = True
+            if instance in version.idle:
+                version.idle.remove(instance)
         return True
 
     def leave(self, subject: Version | Instance | None) -> None:
@@ -376,7 +381,7 @@ class Operations:
     def settle_leaving(self) -> None:
         """At the end of a turn: stops those that have finished, and takes leave of those that have gone."""
         for instance, version in list(self._state.parting.items()):
-            if version.places is not None and not version.places.at(instance):
+            if not version.needs(instance):
                 self.stop(version, instance)
         for version in list(self._state.leaving):
             if version.finished:

@@ -6,6 +6,8 @@ The rule of the file: the last answer ends a request, wherever it is; what comes
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.ends import Ends
 from shmserve.core.instances import Batch, Instance
@@ -25,6 +27,9 @@ class Streams:
         self._dispatcher = dispatcher
 
     def streamed(self, version: Version, instance: Instance, message: Streamed, now: int) -> None:
+        if not version.decoupled:
+            self._dispatcher.confused(version, instance, "answers by the way")
+            return
         for row in message.rows:
             self._row(version, instance, row, now)
 
@@ -83,16 +88,16 @@ class Streams:
     def lost(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         """Its worker has ended."""
         for request in list(instance.streams.values()):
-            text = (
-                f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {request.parts} "
-            )
-            self._ends.end_failed(request, "MODEL_FAILED", f"{text}answers to this request ({reason})", now)
+            count = f"{request.parts} answer{'' if request.parts == 1 else 's'}"
+            text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
+            self._ends.end_failed(request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
         instance.streams.clear()
 
     def more(self, request: Request, count: int) -> None:
-        """Its caller can take so many more."""
-        options = request.options
-        if request.instance is not None and request.state in (_SENT, _OPEN):
-            self._state.send(request.instance.peer, More(request.number, count))
-        elif options is not None:
-            options.window += count
+        """Its caller can take so many more. Noted in the request, too: should its worker die, another may have it."""
+        options, instance = request.options, request.instance
+        if not request.version.decoupled or options is None:
+            return
+        if instance is not None and request.state in (_SENT, _OPEN):
+            self._state.send(instance.peer, More(request.number, count))
+        request.options = replace(options, window=options.window + count)  # what is on its way stays as it is

@@ -183,6 +183,12 @@ class Version:
             return False
         return all(instance.idle and not instance.streams for instance in self.instances)
 
+    def needs(self, instance: Instance) -> bool:
+        """Is there what no other instance could go on with?"""
+        if self.places is not None:
+            return bool(self.places.at(instance))
+        return self.decoupled and not (instance.idle and not instance.streams)
+
     @property
     def gone(self) -> bool:
         """It has no process, and none is to come."""

@@ -20,10 +20,13 @@ from shmserve.messages import (
     Execute,
     Fail,
     FailHeld,
+    Failure,
     Goodbye,
     Handle,
     Load,
     Map,
+    More,
+    Part,
     Ping,
     Pong,
     Reclaim,
@@ -34,6 +37,7 @@ from shmserve.messages import (
     Rows,
     Started,
     Stop,
+    Streamed,
     Tensor,
     Unmap,
     Welcome,
@@ -78,10 +82,16 @@ class FakeWorker:
         """Requests of what runs that are to be run once more."""
         self.ended: list[int | str] = []
         """Sequences that it was told are over."""
+        self.streams: dict[int, Work] = {}
+        """Of a model that answers as often as it likes: requests whose last answer has not been given."""
+        self.room: dict[int, int] = {}
+        """How many more answers each of them may have before its caller says more."""
+        self.cancelled: set[int] = set()
+        """Those that nobody waits for any more."""
         self.says: dict[str, str] = {}
         """What the next batch makes of some outputs: a shape as [2,3], true, false, or none."""
-        self.compute: Callable[[FakeWorker, Work], tuple[Tensor, ...]] | None = None
-        """Makes the outputs of a request, where these matter."""
+        self.compute: Callable[[FakeWorker, Work], Row] | None = None
+        """Makes the answer to a request, where that matters."""
 
     # ------------------------------------------------------------------------------------ what the broker says
 
@@ -111,6 +121,9 @@ class FakeWorker:
         elif isinstance(message, EndSequences):
             assert self.policy.sequence is not None
             self.ended += message.sequences
+        elif isinstance(message, More):
+            assert self.policy.decoupled, f"{self.name} was told that more may come of a request with one answer"
+            self.room[message.request] = self.room.get(message.request, 0) + message.count
         elif isinstance(message, Stop):
             self.stopping = True
         else:
@@ -118,7 +131,7 @@ class FakeWorker:
 
     def needed(self) -> set[int]:
         batches = self.waiting + ([self.running] if self.running else [])
-        works = [work for batch in batches for work in batch.works]
+        works = [work for batch in batches for work in batch.works] + list(self.streams.values())
         found = {handle.segment for work in works for handle in references(work.inputs)}
         return found | {w.place.segment for work in works for w in work.outputs or () if w.place is not None}
 
@@ -145,6 +158,7 @@ class FakeWorker:
         for batch in [batch for batch in self.waiting if batch.open]:
             found += [work.request for work in batch.works if work.request in order.requests]
             batch.works = [work for work in batch.works if work.request not in order.requests]
+        self.cancelled |= self.streams.keys() & set(order.requests)
         self.outbox.append(Withdrawn(tuple(found)))
 
     # ------------------------------------------------------------------------------------ what it does
@@ -160,6 +174,8 @@ class FakeWorker:
                 self._verify(batch)
                 self.running = batch
                 self.started.append([work.request for work in batch.works])
+                if self.policy.decoupled:
+                    self._open(batch)
                 return batch
         return None
 
@@ -170,6 +186,13 @@ class FakeWorker:
             self.outbox.append(Started(batch.number, batch.through))
         return batch
 
+    def _open(self, batch: WaitingBatch) -> None:
+        for work in batch.works:
+            assert work.options is not None
+            assert work.options.window > 0, "there is no room for any answer"
+            self.streams[work.request] = work
+            self.room[work.request] = self.room.get(work.request, 0) + work.options.window
+
     def _verify(self, batch: WaitingBatch) -> None:
         """What a model may rely on."""
         policy = self.policy
@@ -178,8 +201,8 @@ class FakeWorker:
             slots = [work.slot for work in works if work.slot >= 0]
             assert len(slots) == len(set(slots)), f"two in one slot of {self.name}"
             assert len(slots) == (len(works) if policy.sequence.direct and policy.max_batch else 0)
-            names = [work.options.sequence for work in works if work.options is not None]
-            assert len(set(names)) == len(works), f"two of one sequence in a batch of {self.name}"
+            ids = [work.options.sequence for work in works if work.options is not None]
+            assert len(set(ids)) == len(works), f"two of one sequence in a batch of {self.name}"
         if policy.max_batch == 0 or (policy.batching is None and policy.sequence is None):
             assert len(works) == 1, f"{self.name} takes one request at a time, got {len(works)}"
         if policy.max_batch == 0:
@@ -199,7 +222,12 @@ class FakeWorker:
         assert self.running is not None, f"{self.name} runs nothing"
         done, self.running = self.running, None
         again, self.again = tuple(self.again), []
-        rows = tuple(self._row(work, error) for work in done.works if work.request not in again)
+        answered = [work for work in done.works if work.request not in again]
+        if self.policy.decoupled:  # each by itself, unless all have failed
+            answered = [work for work in answered if error is not None and work.request in self.streams]
+        for request in {work.request for work in answered} | set(again):
+            self._close(request)
+        rows = tuple(self._row(work, error) for work in answered)
         if rows_first:
             self.outbox.append(Rows(done.number, rows[:rows_first]))
         following = self.take_up()
@@ -209,13 +237,38 @@ class FakeWorker:
             message.next, message.through = following.number, following.through
         self.outbox.append(message)
 
-    def _row(self, work: Work, error: tuple[str, str] | None) -> Row:
-        from shmserve.messages import Failure
+    def part(
+        self, request: int, last: bool = False, empty: bool = False, error: tuple[str, str] | None = None
+    ) -> Streamed:
+        """One answer to one request that is open, while its batch runs or later."""
+        work = self.streams[request]
+        last = last or error is not None
+        row = Row(request, ()) if empty and error is None else self._row(work, error)
+        row.more = not last
+        if row.more or row.outputs:
+            assert self.room[request] > 0, f"{self.name} has no room for an answer to {request}"
+            self.room[request] -= 1
+        if last:
+            self._close(request)
+        said = Streamed((row,))
+        self.outbox.append(said)
+        return said
 
+    def _close(self, request: int) -> None:
+        if self.streams.pop(request, None) is not None:
+            self.cancelled.discard(request)
+            del self.room[request]
+
+    def end_streams(self) -> None:
+        """It stops, and what it would still have answered ends here."""
+        for request in list(self.streams):
+            self.part(request, error=("UNAVAILABLE", "the model is being unloaded"))
+
+    def _row(self, work: Work, error: tuple[str, str] | None) -> Row:
         if error is not None:
             return Row(work.request, (), Failure(*error))
         if self.compute is not None:
-            return Row(work.request, self.compute(self, work))
+            return self.compute(self, work)
         places = {wanted.name: wanted.place for wanted in work.outputs or ()}
         dtypes = {spec.name: spec.dtype for spec in self.policy.outputs}
         names = list(places) if work.outputs is not None else list(dtypes)
@@ -257,6 +310,9 @@ class FakeClient:
         self.open: set[int] = set()
         self.held_inputs: set[int] = set()
         self.answers: dict[int, Any] = {}
+        self.windows: dict[int, int] = {}
+        """For requests that may be answered many times: how many more answers it has room for."""
+        self.parts: dict[int, list[Part]] = {}
         self.order: list[int] = []
         self.mapped: set[int] = set()
         self.own: dict[int, int] = {}
@@ -265,22 +321,22 @@ class FakeClient:
         self.errors: list[Fail] = []
         self.welcomed = self.ended = False
 
-    def sends(self, request: int) -> None:
+    def sends(self, request: int, window: int = 0) -> None:
         """Before an Infer that is expected to get its own answer."""
+        if window:
+            self.windows[request] = window
         assert request not in self.open
         assert request not in self.answers, "the tests number requests on and on"
         self.open.add(request)
 
     def receive(self, message: Any) -> None:
-        if isinstance(message, Reply):
+        if isinstance(message, Part):
+            self._part(message)
+            self._take(message)
+        elif isinstance(message, Reply):
+            assert message.request not in self.windows, f"{self.name} has asked for parts, and got {message}"
             self._answered(message.request, message)
-            for handle in references(message.outputs):
-                if handle.segment not in self.own:
-                    if self.outputs != "frames":
-                        assert handle.segment in self.mapped, f"{self.name} was never told of {handle.segment}"
-                        self.holds[handle] += 1
-                else:
-                    assert handle.offset + handle.size <= self.own[handle.segment]
+            self._take(message)
         elif isinstance(message, (Fail, FailHeld)):
             if message.request == 0:
                 assert isinstance(message, Fail)
@@ -305,6 +361,25 @@ class FakeClient:
             self.ended = True
         else:
             assert isinstance(message, (Reclaim, Answer, Pong)), message
+
+    def _take(self, message: Reply | Part) -> None:
+        for handle in references(message.outputs):
+            if handle.segment in self.own:
+                assert handle.offset + handle.size <= self.own[handle.segment]
+            elif self.outputs != "frames":
+                assert handle.segment in self.mapped, f"{self.name} was never told of {handle.segment}"
+                self.holds[handle] += 1
+
+    def _part(self, message: Part) -> None:
+        request = message.request
+        assert request in self.open, f"{self.name} got {message} for {request}: never asked, or answered before"
+        assert request in self.windows, f"{self.name} has not asked for parts, and got {message}"
+        if message.outputs or not message.last:
+            self.windows[request] -= 1
+            assert self.windows[request] >= 0, f"{self.name} has no room for {message}"
+        self.parts.setdefault(request, []).append(message)
+        if message.last:
+            self._answered(request, message)
 
     def _answered(self, request: int, message: Any) -> None:
         assert request in self.open, f"{self.name} got {message} for {request}: never asked, or answered before"

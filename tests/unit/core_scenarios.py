@@ -30,15 +30,19 @@ from shmserve.messages import (
     Handle,
     Infer,
     Map,
+    More,
     Options,
+    Part,
     Ping,
     Reclaim,
     Released,
     Reply,
     Return,
+    Row,
     Rows,
     Started,
     Stop,
+    Streamed,
     Tensor,
     Unmap,
     Wanted,
@@ -50,6 +54,7 @@ from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_operating import Operating
 from tests.unit.core_policies import nanoseconds, policy_of
 from tests.unit.core_sequencing import sequence_id, told_of_sequences
+from tests.unit.core_streaming import Streaming
 from tests.unit.core_world import START
 
 Event = tuple[int, Any]
@@ -66,7 +71,7 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-class Scenario(Operating):
+class Scenario(Operating, Streaming):
     """A world that understands commands and tells in lines what comes out."""
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -82,13 +87,13 @@ class Scenario(Operating):
     def line(self, text: str) -> None:
         self.lines.append(f"{clock(self.now - START)}: {text}")
 
-    def reply(self, label: str, what: str) -> None:
+    def reply(self, kind: str, label: str, what: str) -> None:
         """Replies to be sent one after the other are one line."""
         last = self.lines[-1] if self.lines else ""
-        if last.startswith(f"{clock(self.now - START)}: reply ") and last.endswith(f" {what}"):
+        if last.startswith(f"{clock(self.now - START)}: {kind} ") and last.endswith(f" {what}"):
             self.lines[-1] = f"{last.removesuffix(what)}{label} {what}"
         else:
-            self.line(f"reply {label} {what}")
+            self.line(f"{kind} {label} {what}")
 
     def tell(self, effect: Any) -> None:
         if isinstance(effect, Send):
@@ -166,6 +171,8 @@ class Scenario(Operating):
             self.line(f"unmap {self._segment(message.segment)} at {name}")
         elif isinstance(message, Return):
             self.line(f"return {plural(len(message.handles), 'block')} to {name}")
+        elif isinstance(message, More):
+            self.line(f"more {name} {self._label(message.request)} {message.count}")
         elif isinstance(message, EndSequences):
             self.line(f"end sequence {', '.join(map(str, message.sequences))} at {name}")
         else:
@@ -174,12 +181,13 @@ class Scenario(Operating):
 
     def _tell_to_client(self, client: FakeClient, message: Any) -> None:
         name = client.name
-        if isinstance(message, Reply):
+        if isinstance(message, (Reply, Part)):
             handles = references(message.outputs)
             held = f", {plural(len(handles), 'block')}" if handles else ""
             held += " in frames" if held and client.outputs == "frames" else ""
             outputs = " ".join(tensor.name for tensor in message.outputs)
-            self.reply(f"{name}{message.request}", f"({outputs}){held}")
+            kind = "reply" if isinstance(message, Reply) else "last" if message.last else "part"
+            self.reply(kind, f"{name}{message.request}", f"({outputs}){held}")
         elif isinstance(message, (Fail, FailHeld)):
             kind = "fail" if isinstance(message, Fail) else "fail, inputs held,"
             self.line(f"{kind} {name}{message.request} {message.code}: {message.text}")
@@ -248,13 +256,14 @@ class Scenario(Operating):
             sequence=sequence_id(options.get("sequence", "0")),
             sequence_start="start" in options,
             sequence_end="end" in options,
+            window=int(options.get("window", 0)),
         )
         outputs = None
         if "outputs" in options:
             outputs = tuple(self._wanted(text) for text in options["outputs"].split(","))
         timeout = nanoseconds(options.get("timeout", "0s")) // 1000
         if number not in client.open and number:
-            client.sends(number)
+            client.sends(number, given.window)
         version = int(options.get("version", 0))
         message = Infer(number, model, version, tuple(inputs), outputs, timeout, given if given != Options() else None)
         if "frame" in options:
@@ -315,7 +324,8 @@ class Scenario(Operating):
     def do_return(self, client: str, number: str) -> list[Event]:
         """The client gives back what request `number` was answered with."""
         who = self.named[client]
-        handles = tuple(references(who.answers[int(number)].outputs))
+        answers = who.parts.get(int(number)) or [who.answers[int(number)]]
+        handles = tuple(handle for answer in answers for handle in references(answer.outputs))
         for handle in handles:
             if who.holds[handle]:
                 who.give_back(handle)
@@ -378,6 +388,7 @@ class Scenario(Operating):
             "started": Started(int(number), int(number)),
             "done": Done(int(number), (), (0, 0, 0, 0)),
             "rows": Rows(int(number), ()),
+            "part": Streamed((Row(int(number), ()),)),
             "withdrawn": Withdrawn((int(number),)),
         }
         return [(self.worker(name).peer, said[what])]
@@ -436,7 +447,9 @@ class Scenario(Operating):
 
 def _server(line: str) -> Scenario:
     words = dict(word.split("=", 1) for word in line.split()[1:])
-    values = {key: nanoseconds(value) if value[-1] == "s" else int(value) for key, value in words.items()}
+    values: dict[str, Any] = {
+        key: nanoseconds(value) if value[-1] == "s" else int(value) for key, value in words.items()
+    }
     return Scenario(Limits(**values))
 
 

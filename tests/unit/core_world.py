@@ -76,6 +76,8 @@ class World:
                 if worker.peer not in self.slow_from and not worker.dead:
                     happened += self.heard(worker)
                     if worker.stopping and worker.running is None and not worker.inbox and not worker.dead:
+                        worker.end_streams()
+                        happened += self.heard(worker)
                         worker.dead = True
                         happened.append((0, events.Exited(worker.peer, "exit code 0")))
             if not happened:
