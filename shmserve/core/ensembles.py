@@ -226,8 +226,8 @@ class Ensembles:
         """It has left its worker: what it read may go, what it made is there."""
         for own, name in run.graph.steps[index].outputs:
             made = outputs.get(own)
-            if made is None:
-                run.absent.add(name)
+            if made is None:  # an ensemble may have had its reasons
+                (run.skipped if run.members[index].graph is not None else run.absent).add(name)
             self._appear(run, name, made and Tensor(name, made.dtype, made.shape, made.data), True)
         self._have_read(run, index)
 
@@ -315,6 +315,8 @@ class Ensembles:
             for own, tensor in given
         )
         outputs, final = self._wanted(run, index)
+        if final and parent.outside and not run.graph.decides(index):
+            outside = True
         rows, signature, inline, _ = checker.check(inputs, outputs)
         options = _passed_on(parent.options, member)
         client = parent.client

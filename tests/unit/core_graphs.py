@@ -1,0 +1,234 @@
+"""Random graphs of steps, models that compute, and the same computed directly: the oracle of ensembles.
+
+Tensors are vectors (dims [-1]), matrices ([-1, -1]) and conditions (BOOL [1]), all of small whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+
+Array = np.ndarray[Any, Any]
+VECTOR, MATRIX, CONDITION = "vector", "matrix", "condition"
+DIMS = {VECTOR: (-1,), MATRIX: (-1, -1), CONDITION: (1,)}
+RANK = {VECTOR: 1, MATRIX: 2, CONDITION: 1}
+DTYPES = {VECTOR: "INT32", MATRIX: "INT32", CONDITION: "BOOL"}
+NUMPY = {"INT32": np.dtype("<i4"), "BOOL": np.dtype("?")}
+PRIME = 1009
+
+
+class Failed(Exception):
+    """The model, or the graph, has no answer to this."""
+
+
+@dataclass
+class Kind:
+    """A model: `inputs` and `outputs` are kinds of tensors, by name. `steps` empty: it computes by itself."""
+
+    name: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    max_batch: int = 0
+    optional: frozenset[str] = frozenset()
+    salt: int = 0
+    fragile: bool = False
+    steps: list[StepPolicy] = field(default_factory=list)
+
+    def policy(self, batching: BatchPolicy | None) -> ModelPolicy:
+        inputs = tuple(_spec(name, kind, name in self.optional) for name, kind in self.inputs.items())
+        outputs = tuple(_spec(name, kind, False) for name, kind in self.outputs.items())
+        steps = tuple(self.steps) or None
+        return ModelPolicy(
+            self.name, 1, self.max_batch, inputs, outputs, None if steps else batching, None, steps=steps
+        )
+
+
+def _spec(name: str, kind: str, optional: bool) -> TensorSpec:
+    return TensorSpec(name, DTYPES[kind], DIMS[kind], optional)
+
+
+# ------------------------------------------------------------------------------------------------ computed directly
+
+
+def compute(kind: Kind, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """What a model makes of a request, without the batch dimension."""
+    total = kind.salt + sum((index + 1) * int(inputs[name].sum()) for index, name in enumerate(sorted(inputs)))
+    if kind.fragile and total % 5 == 0:
+        raise Failed(f"{kind.name} cannot")
+    first = inputs[min(name for name in kind.inputs if name not in kind.optional)]
+    width = first.shape[-1]
+    made = {}
+    for index, (name, what) in enumerate(kind.outputs.items()):
+        base = (np.arange(width) * (index + 2) + total) % PRIME
+        if what == CONDITION:
+            made[name] = np.array([(total + index) % 3 > 0])
+        elif what == MATRIX:
+            count = (total + index) % 5
+            made[name] = ((base + np.arange(count)[:, None] * 7) % PRIME).astype("<i4").reshape(count, width)
+        else:
+            made[name] = base.astype("<i4")
+    return made
+
+
+def answer(
+    kinds: Mapping[str, Kind], name: str, inputs: Mapping[str, Array], wanted: Sequence[str] | None = None
+) -> dict[str, Array]:
+    """What the model, or the ensemble, answers; Failed if it cannot. What was skipped is left out."""
+    kind = kinds[name]
+    if not kind.steps:
+        made = compute(kind, inputs)
+        return {name: made[name] for name in wanted if name in made} if wanted is not None else made
+    outputs = tuple(kind.outputs) if wanted is None else tuple(wanted)
+    needed = _needed(kind, outputs)
+    there: dict[str, Array] = dict(inputs)
+    makers = {tensor for step in kind.steps for _, tensor in step.outputs}
+    done: set[int] = set()
+    over = set(inputs) | {name for name in kind.inputs if name not in inputs}
+    while len(done) < len(needed):
+        for index in sorted(needed - done):
+            step = kind.steps[index]
+            reads = {tensor for _, tensor in step.inputs} | ({step.condition} if step.condition else set())
+            if reads <= over:
+                there |= _step(kinds, step, there, _read_by(kind, needed, outputs), makers)
+                over |= {tensor for _, tensor in step.outputs}
+                done.add(index)
+    return {name: there[name] for name in outputs if name in there}
+
+
+def _needed(kind: Kind, outputs: Sequence[str]) -> set[int]:
+    maker = {tensor: index for index, step in enumerate(kind.steps) for _, tensor in step.outputs}
+    found: set[int] = set()
+    todo = [maker[name] for name in outputs]
+    while todo:
+        index = todo.pop()
+        if index not in found:
+            found.add(index)
+            step = kind.steps[index]
+            todo += [maker[t] for t in [*(t for _, t in step.inputs), step.condition] if t in maker]
+    return found
+
+
+def _read_by(kind: Kind, needed: set[int], outputs: Sequence[str]) -> set[str]:
+    """Tensors that somebody wants."""
+    read = {tensor for index in needed for _, tensor in kind.steps[index].inputs}
+    return read | {kind.steps[index].condition for index in needed} | set(outputs)
+
+
+def _step(
+    kinds: Mapping[str, Kind], step: StepPolicy, there: Mapping[str, Array], read: set[str], makers: set[str]
+) -> dict[str, Array]:
+    """Tensors of the ensemble that the step makes; none if it is skipped."""
+    kind = kinds[step.model]
+    if step.condition and not (step.condition in there and bool(there[step.condition].all())):
+        return {}
+    given = {own: there[tensor] for own, tensor in step.inputs if tensor in there}
+    lacking = [
+        tensor
+        for own, tensor in step.inputs
+        if own not in given and (own not in kind.optional or tensor == step.mapped)
+    ]
+    if makers.intersection(lacking):
+        return {}
+    rows_of = there[step.mapped] if step.mapped and step.mapped in there else None
+    if lacking and (rows_of is None or len(rows_of)):
+        raise Failed(f"{lacking} are missing")
+    wanted = [own for own, tensor in step.outputs if tensor in read]
+    names = dict(step.outputs)
+    if rows_of is None:
+        return {names[own]: array for own, array in answer(kinds, step.model, given, wanted).items()}
+    mapped = {own for own, tensor in step.inputs if tensor == step.mapped}
+    rows = [
+        answer(kinds, step.model, {own: array[row] if own in mapped else array for own, array in given.items()}, wanted)
+        for row in range(len(rows_of))
+    ]
+    if not rows:
+        return {names[own]: np.zeros((0, 0), "<i4") for own in wanted}
+    made = {}
+    for own in wanted:
+        parts = [row[own] for row in rows if own in row]
+        if parts and (len(parts) != len(rows) or len({part.shape for part in parts}) > 1):
+            raise Failed(f"{own} is not there for all rows")
+        if parts:
+            made[names[own]] = np.stack(parts)
+    return made
+
+
+# ------------------------------------------------------------------------------------------------ made at random
+
+
+def models(random: Random) -> dict[str, Kind]:
+    """Some models that compute."""
+    found: dict[str, Kind] = {}
+    for number in range(random.randint(2, 4)):
+        batches = random.random() < 0.6
+        count = random.randint(1, 3)
+        inputs = {f"x{index}": VECTOR for index in range(count)}
+        if not batches and random.random() < 0.3:
+            inputs["x0"] = MATRIX
+        optional = frozenset(name for name in inputs if name != "x0" and random.random() < 0.3)
+        what = [VECTOR, VECTOR, CONDITION] if batches else [VECTOR, MATRIX, MATRIX, CONDITION]
+        outputs = {f"y{index}": random.choice(what) for index in range(random.randint(1, 3))}
+        max_batch = random.choice([1, 3, 8]) if batches else 0
+        fragile = random.random() < 0.15
+        found[f"m{number}"] = Kind(f"m{number}", inputs, outputs, max_batch, optional, random.randint(0, 999), fragile)
+    return found
+
+
+def ensemble(random: Random, name: str, kinds: Mapping[str, Kind]) -> Kind | None:
+    """An ensemble of these; None if nothing of them fits together."""
+    made = {f"i{index}": random.choice([VECTOR, VECTOR, MATRIX]) for index in range(random.randint(1, 3))}
+    if random.random() < 0.3:
+        made["ic"] = CONDITION
+    inputs = dict(made)
+    steps: list[StepPolicy] = []
+    for _ in range(random.randint(1, 6)):
+        step = _random_step(random, random.choice(sorted(kinds)), kinds, made, len(steps))
+        if step is not None:
+            steps.append(step)
+    made = {tensor: kind for tensor, kind in made.items() if tensor not in inputs}
+    if not steps or not made:
+        return None
+    count = random.randint(1, len(made))
+    outputs = {tensor: made[tensor] for tensor in sorted(random.sample(sorted(made), count))}
+    optional = frozenset(tensor for tensor in inputs if tensor != "ic" and random.random() < 0.1)
+    return Kind(name, inputs, outputs, 0, optional - {"i0"}, steps=random.sample(steps, len(steps)))
+
+
+def _random_step(
+    random: Random, name: str, kinds: Mapping[str, Kind], made: dict[str, str], number: int
+) -> StepPolicy | None:
+    kind = kinds[name]
+    by_kind = {what: [tensor for tensor, found in made.items() if found == what] for what in DIMS}
+    reads: list[tuple[str, str]] = []
+    mapped = ""
+    for own, what in kind.inputs.items():
+        if own in kind.optional and random.random() < 0.5:
+            continue
+        if what == VECTOR and not mapped and by_kind[MATRIX] and random.random() < 0.5:
+            mapped = random.choice(by_kind[MATRIX])
+            reads.append((own, mapped))
+        elif by_kind[what]:
+            reads.append((own, random.choice(by_kind[what])))
+        else:
+            return None
+    condition = random.choice(by_kind[CONDITION]) if by_kind[CONDITION] and random.random() < 0.4 else ""
+    makes = {own: what for own, what in kind.outputs.items() if not mapped or what == VECTOR}
+    if not makes:
+        return None
+    for own in makes:
+        made[f"t{number}{own}"] = MATRIX if mapped else makes[own]
+    outputs = tuple(sorted((own, f"t{number}{own}") for own in makes))
+    return StepPolicy(name, 0, tuple(sorted(reads)), outputs, mapped, condition)
+
+
+def example(random: Random, what: str) -> Array:
+    if what == CONDITION:
+        return np.array([random.random() < 0.6])
+    shape = (random.randint(0, 4), 3) if what == MATRIX else (3,)
+    return np.array([random.randint(0, 99) for _ in range(int(np.prod(shape)))], "<i4").reshape(shape)

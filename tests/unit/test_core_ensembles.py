@@ -1,0 +1,333 @@
+"""Random ensembles, driven by fake workers that compute, against the same computed directly.
+
+A seed is a set of models, ensembles of them and of each other, requests, and an order in which things happen. Workers'
+memory is looked after: what is read must be there still, and what nobody will read any more must not.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.core import events
+from shmserve.core.effects import Send
+from shmserve.core.ensembles import Run
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy
+from shmserve.core.state import WORKERS_FROM
+from shmserve.messages import (
+    OWNER_SHIFT,
+    Cancel,
+    Fail,
+    FailHeld,
+    Failure,
+    Handle,
+    Infer,
+    Reply,
+    Return,
+    Row,
+    Tensor,
+    Wanted,
+    Work,
+)
+from tests.unit.core_fakes import FakeClient, FakeWorker, references
+from tests.unit.core_graphs import NUMPY, RANK, Array, Failed, Kind, answer, compute, ensemble, example, models
+from tests.unit.core_world import World
+
+MS = 10**6
+SEEDS = int(os.environ.get("SHMSERVE_ENSEMBLE_SEEDS", "50"))
+Place = tuple[int, int]
+
+
+class Computing(World):
+    """Workers that compute, and the memory that tensors are in."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(Limits(restarts=1000, backoff_ns=MS, backoff_max_ns=MS, execution_ns=0, load_ns=0))
+        self.random = random
+        self.kinds: dict[str, Kind] = {}
+        self.memory: dict[int, dict[int, bytes]] = {}
+        self.made_by: dict[Place, tuple[Run, str] | None] = {}
+        """Blocks of workers: of which step's tensor they are (a part)."""
+        self.inline = random.choice([0, 12, 1000])
+        """The largest tensors that stay in messages."""
+
+    def deploy_kind(self, kind: Kind) -> None:
+        self.kinds[kind.name] = kind
+        batching = self.random.choice([None, BatchPolicy(), BatchPolicy(), BatchPolicy(preserve_ordering=True)])
+        self.deploy(kind.policy(batching), self.random.randint(1, 2))
+
+    def _spawn(self, effect: Any) -> None:
+        super()._spawn(effect)
+        self.workers[effect.peer].compute = self.compute
+
+    def compute(self, worker: FakeWorker, work: Work) -> Row:
+        kind = self.kinds[worker.policy.name]
+        given = {tensor.name: self.read(tensor) for tensor in work.inputs}
+        if kind.max_batch:
+            assert all(array.shape[0] == 1 for array in given.values()), "each request of these tests is one row"
+            given = {name: array[0] for name, array in given.items()}
+        try:
+            made = compute(kind, given)
+        except Failed as error:
+            return Row(work.request, (), Failure("MODEL_FAILED", str(error)))
+        wanted = work.outputs if work.outputs is not None else [Wanted(name) for name in kind.outputs]
+        tensors = []
+        for output in wanted:
+            array = made[output.name]
+            tensors.append(self._place(worker, work, output, array[None] if kind.max_batch else array))
+        return Row(work.request, tuple(tensors))
+
+    def _place(self, worker: FakeWorker, work: Work, output: Wanted, array: Array) -> Tensor:
+        content = array.tobytes()
+        dtype = "BOOL" if array.dtype == bool else "INT32"
+        data: Any = content
+        if output.place is not None:
+            assert len(content) <= output.place.size
+            data = (Handle(output.place.segment, output.place.offset, len(content)),)
+        elif content and (not work.inline or (dtype != "BOOL" and len(content) > self.inline)):
+            data = (worker.allocate(work.audience, len(content)),)
+            request = self.core.state.requests[work.request]
+            run = request.run
+            step = run.graph.steps[request.step[0]] if run is not None else None
+            made_by = (run, dict(step.outputs)[output.name]) if run is not None and step is not None else None
+            self.made_by[data[0].segment, data[0].offset] = made_by
+        if isinstance(data, tuple):
+            self.memory.setdefault(data[0].segment, {})[data[0].offset] = content
+        return Tensor(output.name, dtype, array.shape, data)
+
+    def read(self, tensor: Tensor) -> Array:
+        data = tensor.data
+        if isinstance(data, tuple):
+            data = b"".join(self._bytes(handle) for handle in data)
+        assert isinstance(data, bytes)
+        return np.frombuffer(data, NUMPY[tensor.dtype]).reshape(tensor.shape)
+
+    def _bytes(self, handle: Handle) -> bytes:
+        blocks = self.memory[handle.segment]
+        start = max((offset for offset in blocks if offset <= handle.offset), default=-1)
+        found = blocks[start][handle.offset - start :][: handle.size]
+        assert len(found) == handle.size, "read where nothing is any more"
+        return found
+
+    def _send(self, effect: Send) -> None:
+        super()._send(effect)
+        if isinstance(effect.message, Return) and effect.peer >= WORKERS_FROM:
+            for handle in effect.message.handles:
+                del self.memory[handle.segment][handle.offset]
+
+    # ------------------------------------------------------------------------------------ what may still be there
+
+    def check_memory(self) -> None:
+        """No block of a living worker is kept that nobody will read."""
+        for segment, blocks in self.memory.items():
+            if segment >> OWNER_SHIFT in self.workers:
+                for offset in blocks:
+                    assert self._is_needed((segment, offset)), self.made_by[segment, offset]
+
+    def _is_needed(self, place: Place) -> bool:
+        made_by = self.made_by[place]
+        while made_by is not None:
+            run, name = made_by
+            if run.request.chain is run:
+                return run.failure is not None or self._is_read(run, name)
+            outer = run.request.run
+            if outer is None:
+                break
+            index, _ = run.request.step
+            made_by = outer, dict(outer.graph.steps[index].outputs)[name]
+        held = [handle for client in self.clients.values() for handle in client.holds]
+        for request in self.core.state.requests.values():  # and what waits for its turn
+            if isinstance(request.reply, Reply):
+                held += references(request.reply.outputs)
+        return any((handle.segment, handle.offset) == place for handle in held)
+
+    def _is_read(self, run: Run, name: str) -> bool:
+        out = {request.step[0] for request in run.out.values()}
+        over = {index for index, waits in run.pending.items() if not waits} - out
+        readers = [index for index in run.graph.readers.get(name, ()) if index in run.needed]
+        return name in run.wanted or run.graph.maker[name] in out or any(index not in over for index in readers)
+
+
+class Story:
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.world = Computing(random)
+        kinds = models(random)
+        self.ensembles: list[Kind] = []
+        for number in range(random.randint(1, 3)):
+            made = ensemble(random, f"e{number}", kinds)
+            if made is not None:
+                kinds[made.name] = made
+                self.ensembles.append(made)
+        for kind in kinds.values():
+            self.world.deploy_kind(kind)
+        self.clients = [self.world.connect(name, "lane") for name in "ab"]
+        self.numbers = 0
+        self.asked: dict[int, tuple[str, dict[str, Array], tuple[str, ...] | None]] = {}
+        self.places: dict[int, dict[str, Handle]] = {}
+        self.offsets = 0
+
+    def ask(self) -> None:
+        """A request to an ensemble, or to a model that is also a step's."""
+        random, world = self.random, self.world
+        client = random.choice(self.clients)
+        kind = random.choice([*self.ensembles, *self.ensembles, *world.kinds.values()])
+        given = {
+            name: example(random, what)
+            for name, what in kind.inputs.items()
+            if name not in kind.optional or random.random() < 0.5
+        }
+        wanted = None
+        if random.random() < 0.5:
+            wanted = tuple(random.sample(sorted(kind.outputs), random.randint(1, len(kind.outputs))))
+        self.numbers += 1
+        number = self.numbers
+        tensors = []
+        for name, array in given.items():
+            whole = array[None] if kind.max_batch else array
+            inline = kind.inputs[name] == "condition" or random.random() < 0.6
+            data: Any = whole.tobytes() if inline else (self._put(client, whole.tobytes()),)
+            tensors.append(Tensor(name, "BOOL" if array.dtype == bool else "INT32", whole.shape, data))
+        outputs = None
+        if wanted is not None:
+            outputs = tuple(Wanted(name, self._where(client, kind, name, number)) for name in wanted)
+        self.asked[number] = kind.name, given, wanted
+        client.sends(number)
+        world.turn([(client.peer, Infer(number, kind.name, 0, tuple(tensors), outputs))])
+
+    def _segment(self, client: FakeClient) -> int:
+        if not client.own:
+            self.world.turn([(client.peer, self.world.own_segment(client, 1 << 30))])
+        return min(client.own)
+
+    def _put(self, client: FakeClient, content: bytes) -> Handle:
+        self.offsets += 4096
+        handle = Handle(self._segment(client), self.offsets, len(content))
+        self.world.memory.setdefault(handle.segment, {})[handle.offset] = content
+        return handle
+
+    def _where(self, client: FakeClient, kind: Kind, name: str, number: int) -> Handle | None:
+        """Sometimes in its own memory; not what comes in parts, and no conditions."""
+        steps = [step for step in kind.steps for _, tensor in step.outputs if tensor == name]
+        nested = any(self.world.kinds[step.model].steps for step in steps)
+        if self.random.random() < 0.7 or nested or any(step.mapped for step in steps):
+            return None
+        if kind.outputs[name] == "condition":
+            return None
+        self.offsets += 4096
+        place = Handle(self._segment(client), self.offsets, 4096)
+        self.places.setdefault(number, {})[name] = place
+        return place
+
+    def go_on(self) -> bool:
+        """One worker finishes its batch. False: none has any."""
+        running = [worker for worker in self.world.workers.values() if worker.running is not None and not worker.dead]
+        if running:
+            worker = self.random.choice(running)
+            worker.finish(self.world.now)
+            self.world.settle()
+        return bool(running)
+
+    def give_back(self) -> None:
+        for client in self.clients:
+            held = list(client.holds)
+            for handle in held:
+                client.give_back(handle)
+            if held:
+                self.world.turn([(client.peer, Return(tuple(held)))])
+
+    def look(self, calm: bool) -> None:
+        """Each answer is the right one."""
+        for client in self.clients:
+            for number in client.order:
+                found, (name, given, wanted) = client.answers[number], self.asked[number]
+                try:
+                    expected = answer(self.world.kinds, name, given, wanted)
+                except Failed:
+                    assert isinstance(found, (Fail, FailHeld)), f"{name} answered {found}, and should have failed"
+                    continue
+                if not calm and isinstance(found, (Fail, FailHeld)):
+                    assert found.code in ("MODEL_FAILED", "CANCELLED"), found
+                    continue
+                assert isinstance(found, Reply), f"{name} failed: {found}"
+                self._compare(self.world.kinds[name], found, expected, self.places.get(number, {}))
+            client.order.clear()
+
+    def _compare(self, kind: Kind, found: Reply, expected: dict[str, Array], places: dict[str, Handle]) -> None:
+        assert {tensor.name for tensor in found.outputs} == set(expected)
+        for tensor in found.outputs:
+            array, right = self.world.read(tensor), expected[tensor.name]
+            assert array.ndim == RANK[kind.outputs[tensor.name]] + (kind.max_batch > 0)
+            assert array.reshape(right.shape).tolist() == right.tolist(), (kind.name, tensor.name)
+            if tensor.name in places and array.size:
+                assert [handle.segment for handle in references((tensor,))] == [places[tensor.name].segment]
+
+    def end(self, calm: bool) -> None:
+        while self.go_on():
+            pass
+        self.world.advance(self.world.now + 50 * MS)
+        while self.go_on():
+            self.world.advance(self.world.now + 50 * MS)
+        self.look(calm)
+        self.give_back()
+        state = self.world.core.state
+        assert not state.requests
+        assert not state.ledger.holds
+        assert all(not client.open and not client.held_inputs for client in self.clients)
+        for worker in self.world.workers.values():
+            assert not worker.out, f"never went back to {worker.name}: {worker.out}"
+        versions = [version for model in state.models.values() for version in model.generations()]
+        assert not any(version.users for version in versions)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_ensembles(seed: int) -> None:
+    story = Story(seed)
+    for _ in range(12):
+        for _ in range(story.random.randint(0, 3)):
+            story.ask()
+            story.world.check_memory()
+        for _ in range(story.random.randint(0, 6)):
+            story.go_on()
+            story.world.check_memory()
+        story.look(True)
+        if story.random.random() < 0.3:
+            story.give_back()
+    story.end(True)
+
+
+@pytest.mark.parametrize("seed", range(1_000_000, 1_000_000 + SEEDS))
+def test_random_ensembles_while_all_goes_wrong(seed: int) -> None:
+    """Workers die, requests are cancelled, clients go: who is still answered is answered rightly; nothing is left."""
+    story = Story(seed)
+    world, random = story.world, story.random
+    for _ in range(40):
+        what = random.random()
+        if what < 0.4:
+            story.ask()
+        elif what < 0.8:
+            story.go_on()
+        elif what < 0.88:
+            if world.workers:
+                world.crash(random.choice(list(world.workers.values())))
+            world.advance(world.now + random.choice([0, 2]) * MS)
+        elif what < 0.97:
+            client = random.choice(story.clients)
+            if client.open:
+                world.turn([(client.peer, Cancel(random.choice(sorted(client.open))))])
+        else:
+            client = random.choice(story.clients)
+            story.look(False)
+            story.clients.remove(client)
+            world.gone(client)
+            story.clients.append(world.connect("c", "lane"))
+        story.look(False)
+    story.end(False)
+    world.turn([(0, events.Drain(10 * MS))])
+    world.settle()
+    assert world.drained
