@@ -434,6 +434,10 @@ class Ensembles:
         for rows in run.rows.values():
             for tensors in rows:
                 self._drop(run, graph.handles_of(tensors))
+        for _, message in run.results:  # as one of its steps made way for another one
+            if isinstance(message, Reply):
+                self._drop(run, graph.handles_of(message.outputs))
+        run.results.clear()
         run.tensors.clear()
         run.rows.clear()
         request.chain = None
