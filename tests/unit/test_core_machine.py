@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from shmserve.core import events
 from shmserve.core.effects import Kill, Send
 from shmserve.core.limits import Limits
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
 from shmserve.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, Options, Reply, Return, Tensor, Unmap, Wanted
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_world import World
@@ -54,6 +54,16 @@ FIXED = TensorSpec("x", "FP32", (1,))
 VARIES = TensorSpec("x", "FP32", (-1,))
 RAGGED = TensorSpec("x", "FP32", (-1,), ragged=True)
 MAYBE = TensorSpec("z", "FP32", (-1,), optional=True)
+CHAIN = (
+    StepPolicy("plain", 0, (("x", "x"),), (("w", "w"), ("y", "t"))),
+    StepPolicy("ordered", 0, (("x", "x"),), (("y", "u"),)),
+    StepPolicy("single", 0, (("x", "t"),), (("y", "y"),)),
+    StepPolicy("ordered", 0, (("x", "u"),), (("w", "v"),)),
+)
+NESTED = (
+    StepPolicy("chain", 0, (("x", "x"),), (("w", "w"), ("y", "t"))),
+    StepPolicy("plain", 0, (("x", "t"),), (("y", "y"),)),
+)
 EXPIRES = QueuePolicy(TimeoutAction.REJECT, 9 * MS, True, 3)
 DELAYS = QueuePolicy(TimeoutAction.DELAY, 4 * MS, True)
 MODELS = (
@@ -65,7 +75,10 @@ MODELS = (
     (model("strict", 2, (FIXED,), BatchPolicy((), 0, True, 0, 0, EXPIRES)), 2, ""),
     (model("single", 3, (FIXED,), None), 1, "y"),
     (model("flat", 0, (VARIES,), BatchPolicy()), 1, "y"),
+    (ModelPolicy("chain", 1, 3, (FIXED,), (*Y, TensorSpec("v", "FP32", (-1,))), steps=CHAIN), 0, ""),
+    (ModelPolicy("nested", 1, 3, (FIXED,), Y, steps=NESTED), 0, ""),
 )
+MEMBERS = {"chain": {"plain", "ordered", "single"}, "nested": {"chain", "plain", "ordered", "single"}}
 
 NAMES = [policy.name for policy, _, _ in MODELS]
 AHEAD = ["plain", "pair", "timed", "ordered"]
@@ -132,7 +145,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def set_out(self, names: list[str], ahead: str) -> None:
         """Few models at a time, so that more happens to each, and one whose batches wait at the worker and grow."""
-        self.names = names = sorted({*names, ahead})
+        self.names = names = sorted({*names, ahead}.union(*(MEMBERS.get(name, ()) for name in names)))
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
         for policy, instances, large in MODELS:
             if policy.name in names:
