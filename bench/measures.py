@@ -15,6 +15,7 @@ from bench import models, processes
 from bench.child import Child, Team
 from bench.clock import in_turn
 from bench.setting import Served, Setting, serving
+from bench.simulated import simulator
 from bench.table import Row, micros
 from shmserve.repo import samples
 
@@ -251,4 +252,5 @@ ALL: dict[str, Measure] = {
     "loading": loading,
     "soak": soak,
     "hostile": hostile,
+    "simulator": simulator,
 }

@@ -1,0 +1,308 @@
+"""`python -m shmserve.sim`: what a model would do under a load, in a table or as JSON.
+
+The rule of the file: it only reads words and prints numbers; every number comes from a simulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, NoReturn
+
+from msgspec.structs import fields, replace
+
+from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
+from shmserve.errors import InvalidRequest, ServeError
+from shmserve.sim.faults import Faults
+from shmserve.sim.first_come import first_come
+from shmserve.sim.load import Bursts, Closed, Load, Poisson, Replay, read_recording
+from shmserve.sim.plan import MS, Plan, SimModel
+from shmserve.sim.repository import models, names
+from shmserve.sim.results import ModelResult, Result
+from shmserve.sim.run import simulate
+from shmserve.sim.service import FORMS, Service, parse
+
+NAME = "model"
+EPILOG = f"""\
+service times: {FORMS}.
+  Give several, MODEL=TIME, for an ensemble.
+  A table is a JSON object, rows -> times in ms: {{"1": [2.1, 2.3], "8": [4.0, 4.4]}}
+recordings: a JSON object a line, {{"at": seconds, "model": name, "rows": 1}}
+faults: {chr(10).join(wrap(", ".join(field.name for field in fields(Faults)), 88, subsequent_indent="  "))}
+  Shares are probabilities: --fault crash_share=0.01 --fault death_every_s=30
+
+examples:
+  python -m shmserve.sim --rate 1500 --service 2ms+1ms/row --instances 2
+  python -m shmserve.sim --repository models --model mlp --rate 2000 --service-ms 5 --deadline-ms 100
+  python -m shmserve.sim --sweep 400,800,1600 --service 2ms+1ms/row --deadline-ms 100 --seconds 4
+  python -m shmserve.sim --callers 32 --service lognormal:4ms,0.5 --fault death_every_s=2 --check 1
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m shmserve.sim",
+        description="Runs the scheduler of the server over simulated time: the same decisions as in a server, with\n"
+        "callers, workers and the clock simulated. No server, no model and no GPU is needed, and the\n"
+        "same words and seed give the same result.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = made.add_argument_group("the model: one of a repository, or a plain one that batches")
+    model.add_argument("--repository", action="append", type=Path, metavar="DIR", help="models with their config.pbtxt")
+    model.add_argument("--model", metavar="NAME", help="which one is asked (default: the only one)")
+    model.add_argument("--instances", type=_count, metavar="N", help="so many, whatever the configuration says")
+    model.add_argument("--max-batch", type=_count, metavar="N", help="of the plain model: rows in a batch (default: 8)")
+    model.add_argument("--delay-ms", type=_number, metavar="MS", help="of the plain model: queue delay (default: 0)")
+    model.add_argument(
+        "--service", action="append", metavar="[MODEL=]TIME", help="what a batch takes (default: 1ms)", default=[]
+    )
+    model.add_argument("--service-ms", type=_number, metavar="MS", help="the same, in ms, for every batch")
+
+    load = made.add_argument_group("the load")
+    load.add_argument("--rate", type=_positive, metavar="N", help="requests a second, at random times (default: 100)")
+    load.add_argument("--burst", type=_count, metavar="N", help="they come so many at once")
+    load.add_argument("--callers", type=_count, metavar="N", help="instead: so many that ask, wait, and ask again")
+    load.add_argument("--think-ms", type=_number, metavar="MS", help="what callers wait in between (default: 0)")
+    load.add_argument("--recording", type=Path, metavar="FILE", help="instead: arrivals that were recorded")
+    load.add_argument("--sweep", type=_rates, metavar="N,N,...", help="one row for each of these rates")
+    load.add_argument("--rows", type=_span, default=(1, 1), metavar="N[-M]", help="rows of a request (default: 1)")
+    load.add_argument("--sequence", type=_span, default=(1, 1), metavar="N[-M]", help="requests of a sequence")
+    load.add_argument("--gap-ms", type=_number, default=0.0, metavar="MS", help="between requests of a sequence")
+    load.add_argument("--clients", type=_count, default=8, metavar="N", help="connections that share it (default: 8)")
+    load.add_argument("--deadline-ms", type=_positive, metavar="MS", help="answers that come later are worth nothing")
+    load.add_argument("--seconds", type=_positive, metavar="N", help="how long requests are sent (default: 10)")
+    load.add_argument("--requests", type=_count, default=0, metavar="N", help="how many are sent at most")
+
+    how = made.add_argument_group("how")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
+    how.add_argument("--fault", action="append", type=_fault, default=[], metavar="NAME=N", help="what goes wrong")
+    how.add_argument("--link-us", type=_number, default=20.0, metavar="US", help="a message's way (default: 20)")
+    how.add_argument("--turn-us", type=_number, default=20.0, metavar="US", help="a turn of the broker (default: 20)")
+    how.add_argument("--check", type=_count, default=0, metavar="N", help="every invariant, after every n-th turn")
+    how.add_argument("--compare", action="store_true", help="also a plain first-come queue under the same load")
+    how.add_argument("--json", action="store_true", help="for programs")
+    return made
+
+
+# ------------------------------------------------------------------------------------ words
+
+
+def _wrong(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(text)
+
+
+def _number(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        _wrong(f"'{text}' is no number")
+    if not 0 <= found < 1e12:
+        _wrong(f"{text} is out of range")
+    return found
+
+
+def _positive(text: str) -> float:
+    return _number(text) or _wrong("it must be more than 0")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        _wrong(f"'{text}' is no whole number from 1 on")
+    return int(text)
+
+
+def _rates(text: str) -> list[float]:
+    return [_positive(word) for word in text.split(",")]
+
+
+def _span(text: str) -> tuple[int, int]:
+    low, dash, high = text.partition("-")
+    found = _count(low), _count(high if dash else low)
+    return found if found[0] <= found[1] else _wrong(f"'{text}': the second number is the smaller one")
+
+
+def _fault(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    known = [field.name for field in fields(Faults)]
+    if name not in known:
+        _wrong(f"'{name}' is no fault; there are {', '.join(known)}")
+    return name, _number(value)
+
+
+def _services(args: argparse.Namespace) -> dict[str, Service]:
+    found: dict[str, Service] = {}
+    if args.service_ms is not None:
+        found[""] = parse(f"{args.service_ms:.6f}ms")
+    for text in args.service:
+        name, equals, time = text.partition("=")
+        found[name if equals else ""] = parse(time if equals else text)
+    return found
+
+
+# ------------------------------------------------------------------------------------ the plan
+
+
+def _plain(args: argparse.Namespace, services: dict[str, Service]) -> SimModel:
+    name = args.model or NAME
+    batches = args.max_batch or 8
+    delay = round((args.delay_ms or 0) * MS)
+    batching = BatchPolicy(delay_ns=delay) if batches > 1 else None
+    tensors = (TensorSpec("x", "FP32", (16,)),), (TensorSpec("y", "FP32", (16,)),)
+    policy = ModelPolicy(name, 1, batches, *tensors, batching)
+    specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(args.instances or 1))
+    known = SimModel(policy, specs)
+    service = services.get(name) or services.get("")
+    return known if service is None else replace(known, service=service)
+
+
+def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimModel], list[str]]:
+    """All that are needed, and the names of those that are asked."""
+    services = _services(args)
+    if not args.repository:
+        made = _plain(args, services)
+        return [made], [made.policy.name]
+    if args.max_batch or args.delay_ms is not None:
+        raise InvalidRequest(
+            "--max-batch and --delay-ms are for the plain model; a repository's says it in config.pbtxt"
+        )
+    found = list(asked) or ([args.model] if args.model else names(args.repository))
+    if not asked and len(found) != 1:
+        raise InvalidRequest(f"--model says which one is asked; there are {', '.join(found) or 'none'}")
+    return models(args.repository, found, services, args.instances or 0), found
+
+
+def _plan(args: argparse.Namespace, rate: float) -> Plan:
+    recorded = read_recording(args.recording) if args.recording else {}
+    if args.recording and args.model:
+        recorded = {name: replay for name, replay in recorded.items() if name == args.model}
+    known, asked = _models(args, list(recorded))
+    unknown = recorded.keys() - {model.policy.name for model in known}
+    if unknown:
+        raise InvalidRequest(
+            f"the recording asks for '{sorted(unknown)[0]}': --repository and --model say what is served"
+        )
+    loads = [_load(args, name, recorded.get(name), rate) for name in (recorded or asked)]
+    seconds = args.seconds if args.seconds is not None else 0.0 if recorded or args.requests else 10.0
+    turn = round(args.turn_us * 1000)
+    faults = Faults(**{name: round(value) if name.endswith("_ns") else value for name, value in args.fault})
+    return Plan(
+        tuple(known), tuple(loads), seconds, args.requests, args.seed, faults,
+        link_ns=round(args.link_us * 1000), turn_ns=turn, message_ns=turn // 5, check_every=args.check,
+    )  # fmt: skip
+
+
+def _load(args: argparse.Namespace, name: str, replay: Replay | None, rate: float) -> Load:
+    arrivals: Poisson | Bursts | Closed | Replay = Poisson(rate)
+    if replay is not None:
+        arrivals = replay
+    elif args.callers:
+        arrivals = Closed(args.callers, round((args.think_ms or 0) * MS))
+    elif args.burst:
+        arrivals = Bursts(rate, args.burst)
+    timeout = round((args.deadline_ms or 0) * MS)
+    gap = round(args.gap_ms * MS)
+    return Load(name, arrivals, args.clients, args.rows, timeout, sequence=args.sequence, gap_ns=gap)
+
+
+def _first_come(plan: Plan, result: Result) -> ModelResult:
+    load = plan.loads[0]
+    known = next(model for model in plan.models if model.policy.name == load.model)
+    if len(plan.loads) > 1 or known.policy.steps is not None or known.policy.sequence is not None:
+        raise InvalidRequest("a first-come queue is compared with one model, that is neither ensemble nor of sequences")
+    batches = known.policy.max_batch if known.policy.batching is not None else 1
+    return first_come(load, known.service, batches, len(known.instances), result.seconds, plan.seed)
+
+
+# ------------------------------------------------------------------------------------ what came of it
+
+
+def _show(result: Result, beside: ModelResult | None) -> None:
+    for model in result.models.values():
+        print(f"{model.name}:")
+        for label, text in _lines(model):
+            print(f"  {label:<12}{text}")
+    if beside is not None:
+        print(f"{beside.name}, first come first served:")
+        for label, text in _lines(beside):
+            print(f"  {label:<12}{text}")
+    lost = "nothing lost" if not result.lost else f"{result.lost} LOST"
+    print(f"{lost}; {result.turns} turns of the broker; digest {result.digest}")
+    for line in result.log:
+        print(f"  at {line}")
+
+
+def _lines(model: ModelResult) -> list[tuple[str, str]]:
+    latency = model.latency
+    lines = []
+    if model.sent:
+        failed = "".join(f", {count} {code}" for code, count in sorted(model.failed.items()))
+        gone = f", {model.abandoned} whose client died" if model.abandoned else ""
+        lines.append(("requests", f"{model.sent} sent, {model.answered} answered{failed}{gone}"))
+        lines.append(("goodput", f"{model.goodput:.1f} answers in time a second"))
+    if model.parts:
+        lines.append(("parts", str(model.parts)))
+    if latency.count:
+        shares = "  ".join(f"{name} {latency.quantile(share) / MS:.3f}" for name, share in QUANTILES)
+        lines.append(("latency ms", f"mean {latency.mean / MS:.3f}  {shares}  max {latency.largest / MS:.3f}"))
+    if model.batches:
+        lines.append(("batches", f"{sum(model.batches.values())}, of {model.mean_batch:.2f} rows on average"))
+        lines.append(("instances", f"{model.instances}, busy {model.utilisation:.1%} of the time"))
+    if model.deaths:
+        lines.append(("deaths", f"{model.deaths} worker processes"))
+    return lines
+
+
+QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999))
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    rows: list[dict[str, Any]] = []
+    lost = 0
+    for rate in args.sweep:
+        plan = _plan(args, rate)
+        result = simulate(plan)
+        lost += result.lost
+        asked = result.models[plan.loads[0].model]
+        found = asked.as_json()
+        row: dict[str, Any] = {"rate": rate, "goodput": asked.goodput, "p99_ms": found["latency_ms"]["p99"]}
+        row |= {"mean_batch": found["mean_batch"], "utilisation": found["utilisation"]}
+        if args.compare:
+            row["first_come"] = round(_first_come(plan, result).goodput, 3)
+        rows.append(row)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 1 if lost else 0
+    print("".join(f"{title:>13}" for title in rows[0]))
+    for row in rows:
+        print("".join(f"{value:>13.2f}" for value in row.values()))
+    return 1 if lost else 0
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """0: all is well, 1: something was lost, or the core has contradicted itself, 2: it cannot be simulated."""
+    made = parser()
+    args = made.parse_args(words)
+    if sum(bool(given) for given in (args.rate, args.callers, args.recording, args.sweep)) > 1:
+        made.error("--rate, --callers, --recording and --sweep: only one of them")
+    try:
+        if args.sweep:
+            return _sweep(args)
+        plan = _plan(args, args.rate or 100.0)
+        result = simulate(plan)
+        beside = _first_come(plan, result) if args.compare else None
+    except ServeError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    if args.json:
+        found = result.as_json()
+        if beside is not None:
+            found["first_come"] = beside.as_json()
+        print(json.dumps(found, indent=2))
+    else:
+        _show(result, beside)
+    return 1 if result.lost else 0

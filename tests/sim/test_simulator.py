@@ -1,0 +1,296 @@
+"""The simulator against what is known without it: formulas of queueing theory, laws of counting, a plain queue."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.sim import (
+    Affine,
+    Bursts,
+    Closed,
+    Constant,
+    Faults,
+    Histogram,
+    Load,
+    Plan,
+    Poisson,
+    Regular,
+    Replay,
+    Result,
+    first_come,
+    simulate,
+)
+from tests.sim.plans import MS, pipeline, policy, served, some_plan, tensor
+
+ROOT = Path(__file__).parents[2]
+SEEDS = int(os.environ.get("SHMSERVE_SIM_SEEDS", "20"))
+
+
+def at_once(*parts: object, **given: object) -> Plan:
+    """A plan in which messages and turns take no time."""
+    made: Plan = Plan(*parts, **given)  # type: ignore[arg-type]
+    return replace(made, link_ns=0, turn_ns=0, message_ns=0)
+
+
+def accounted(result: Result) -> None:
+    assert result.lost == 0
+    for model in result.models.values():
+        assert model.sent == model.answered + sum(model.failed.values()) + model.abandoned, model.name
+
+
+# ------------------------------------------------------------------------------------ against theory
+
+
+@pytest.mark.parametrize("load", [0.3, 0.5])
+def test_one_server_with_constant_times_waits_as_long_as_the_formula_says(load: float) -> None:
+    """M/D/1: the mean wait is load * D / (2 * (1 - load))."""
+    single = served(policy(max_batch=1), 1, Constant(MS))
+    result = simulate(at_once((single,), (Load("m", Poisson(1000 * load)),), requests=15_000, seed=3))
+    model = result.models["m"]
+    assert model.answered == 15_000
+    wait = model.latency.mean - MS
+    assert wait == pytest.approx(load * MS / (2 * (1 - load)), rel=0.05)
+    assert model.utilisation == pytest.approx(load, rel=0.03)
+
+
+@pytest.mark.parametrize("load", [0.6, 0.8])
+def test_the_plain_queue_does_too(load: float) -> None:
+    plain = first_come(Load("m", Poisson(1000 * load)), Constant(MS), 1, 1, 150.0, 1)
+    assert plain.latency.mean - MS == pytest.approx(load * MS / (2 * (1 - load)), rel=0.05)
+
+
+@pytest.mark.parametrize(("instances", "batch"), [(1, 1), (3, 1), (1, 8)])
+def test_without_deadlines_it_is_a_plain_queue(instances: int, batch: int) -> None:
+    """To the nanosecond, where batches do not wait at workers: a batch is formed when an instance is idle."""
+    known = policy(max_batch=batch)
+    service = Affine(2 * MS, MS // 2)
+    load = Load("m", Poisson(300.0 * instances * (3 if batch > 1 else 1)), rows=(1, min(batch, 2)))
+    result = simulate(at_once((served(known, instances, service),), (load,), seconds=2.0, seed=7))
+    plain = first_come(load, service, batch, instances, 2.0, 7)
+    model = result.models["m"]
+    assert model.sent == plain.sent > 500
+    if instances == 1:
+        assert model.latency.counts == plain.latency.counts
+        assert model.batches == plain.batches
+        assert model.busy_ns == plain.busy_ns
+    else:  # with several, a batch may wait at the one that is not done first
+        assert model.latency.mean == pytest.approx(plain.latency.mean, rel=0.2)
+
+
+def test_callers_in_a_circle_obey_the_law_of_response_times() -> None:
+    """Callers = rate * (response time + think time)."""
+    single = served(policy(max_batch=1), 2, Constant(4 * MS))
+    result = simulate(at_once((single,), (Load("m", Closed(6, 5 * MS)),), seconds=5.0))
+    model = result.models["m"]
+    rate = model.answered / model.elapsed_s
+    assert rate * (model.latency.mean + 5 * MS) / 1e9 == pytest.approx(6, rel=0.01)
+    assert model.utilisation == pytest.approx(rate * 0.004 / 2, rel=0.01)
+
+
+def test_regular_arrivals_below_capacity_never_wait() -> None:
+    single = served(policy(max_batch=1), 1, Constant(MS))
+    result = simulate(at_once((single,), (Load("m", Regular(500)),), requests=500))
+    assert result.models["m"].latency.counts.keys() == {next(iter(result.models["m"].latency.counts))}
+    assert result.models["m"].latency.mean == MS
+    assert result.models["m"].utilisation == pytest.approx(0.5, rel=0.01)
+
+
+def test_messages_and_turns_take_their_time() -> None:
+    """There: a link, a turn, a link. Back: a link, a turn, a link."""
+    single = served(policy(max_batch=1), 1, Constant(MS))
+    plan = Plan((single,), (Load("m", Replay(((5, 1),))),), link_ns=1000, turn_ns=100, message_ns=10)
+    assert simulate(plan).models["m"].latency.mean == MS + 4 * 1000 + 2 * 110
+
+
+def test_twice_the_load_with_deadlines_keeps_the_goodput() -> None:
+    """Capacity is 800 a second: batches of 8 in 10 ms."""
+    service = Affine(2 * MS, MS)
+    load = Load("m", Poisson(1600), 8, timeout_ns=100 * MS)
+    model = simulate(Plan((served(policy(), 1, service),), (load,), seconds=3.0, seed=2)).models["m"]
+    plain = first_come(load, service, 8, 1, 3.0, 2)
+    assert model.goodput >= 0.9 * 800
+    assert plain.goodput <= 0.2 * 800
+
+
+# ------------------------------------------------------------------------------------ the same again
+
+
+def test_the_same_seed_gives_the_same_answers_and_another_one_does_not() -> None:
+    plan = some_plan(3)
+    first, again, other = simulate(plan), simulate(plan), simulate(replace(plan, seed=4))
+    assert first.as_json() == again.as_json()
+    assert first.digest != other.digest
+
+
+def test_it_does_not_depend_on_the_process() -> None:
+    program = (
+        "from tests.sim.plans import some_plan\nfrom shmserve.sim import simulate\n"
+        "print(*[simulate(some_plan(seed)).digest for seed in (5, 8, 11)])"
+    )
+    said = {
+        subprocess.run(
+            (sys.executable, "-c", program),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
+    assert len(said.pop().split()) == 3
+
+
+def test_checking_changes_nothing() -> None:
+    plan = some_plan(6)
+    assert simulate(replace(plan, check_every=0)).digest == simulate(plan).digest
+
+
+# ------------------------------------------------------------------------------------ nothing lost
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_whatever_goes_wrong_nothing_is_lost_and_nothing_answered_twice(seed: int) -> None:
+    """Twice is an assertion of the clients; `check` of the core runs after every turn."""
+    result = simulate(some_plan(seed, 0.3))
+    accounted(result)
+    wrong = {"INVALID_REQUEST", "INTERNAL", "UNSUPPORTED", "NOT_FOUND", "PROTOCOL"}
+    assert not wrong & {code for model in result.models.values() for code in model.failed}, result.log
+
+
+def test_with_deaths_alone_only_those_fail_that_ran_alone() -> None:
+    """Others in the batch are run again; and no request is to blame, so none fails twice."""
+    plan = Plan(
+        (served(policy(), 3),),
+        (Load("m", Poisson(1500), 4),),
+        seconds=1.0,
+        seed=1,
+        faults=Faults(crash_share=0.02),
+        check_every=1,
+    )
+    result = simulate(plan)
+    accounted(result)
+    model = result.models["m"]
+    assert model.deaths >= 5
+    assert model.failed.keys() <= {"MODEL_FAILED"}
+    assert model.failed.get("MODEL_FAILED", 0) <= model.deaths
+
+
+def test_requests_that_kill_are_found_and_the_others_succeed() -> None:
+    plan = Plan(
+        (served(policy(), 2),),
+        (Load("m", Poisson(900), 4),),
+        seconds=2.0,
+        seed=2,
+        faults=Faults(poison_share=0.005),
+        check_every=1,
+    )
+    model = simulate(plan).models["m"]
+    assert model.failed.keys() == {"POISONED"}
+    assert model.failed["POISONED"] >= 3
+    assert model.answered + model.failed["POISONED"] == model.sent
+    assert model.deaths >= model.failed["POISONED"]
+
+
+def test_one_that_hangs_is_killed_at_its_limit() -> None:
+    plan = Plan(
+        (served(policy(max_batch=1), 1, Constant(MS)),),
+        (Load("m", Regular(10)),),
+        requests=1,
+        faults=Faults(hang_share=1.0),
+    )
+    model = simulate(plan).models["m"]
+    assert model.failed == {"MODEL_FAILED": 1}
+    assert model.deaths == 1
+    assert model.busy_ns == pytest.approx(200 * MS, rel=0.01)
+
+
+def test_a_model_that_never_comes_is_told() -> None:
+    late = replace(served(policy()), load=Constant(3600 * 1000 * MS))
+    with pytest.raises(Unavailable, match="not ready after 600 s"):
+        simulate(Plan((late,), (Load("m", Poisson(1)),), seconds=1.0))
+
+
+# ------------------------------------------------------------------------------------ kinds of models
+
+
+def test_tensors_in_shared_memory_all_come_back() -> None:
+    """The end of every simulation asserts that the ledger is empty; slow clients hold some of it meanwhile."""
+    large = policy("m", 8, None, (tensor("x", (4000,)),), (tensor("y", (4000,)),))
+    faults = Faults(slow_share=0.5, hold_ns=100 * MS, client_every_s=0.3)
+    load = Load("m", Poisson(400), 4, (1, 3))
+    result = simulate(Plan((served(large, 2),), (load,), seconds=1.5, faults=faults, check_every=5))
+    accounted(result)
+    assert result.models["m"].abandoned
+
+
+def test_an_ensemble_runs_a_step_for_each_row_and_skips_what_was_not_asked() -> None:
+    result = simulate(Plan(pipeline(), (Load("both", Poisson(100)),), seconds=3.0, seed=1, check_every=1))
+    accounted(result)
+    both, cut, find = (result.models[name] for name in ("both", "cut", "find"))
+    assert both.answered == both.sent == sum(cut.batches.values())
+    rows = sum(rows * count for rows, count in find.batches.items())
+    assert rows == pytest.approx(both.sent * 0.8 * 2.5, rel=0.2)  # true 8 times in 10, 0 to 5 rows
+    assert find.mean_batch > 1.5  # rows of one tensor share batches
+
+
+def test_sequences_are_sent_one_by_one_from_start_to_end() -> None:
+    from shmserve.core.policy import SequencePolicy
+
+    known = policy("m", 4, sequence=SequencePolicy(True, 4, 1000 * MS))
+    load = Load("m", Poisson(50), 3, sequence=(3, 3), gap_ns=2 * MS)
+    result = simulate(Plan((served(known, 2),), (load,), requests=100, check_every=1))
+    accounted(result)
+    assert result.models["m"].sent == result.models["m"].answered == 300
+
+
+def test_a_decoupled_model_answers_as_often_as_it_likes() -> None:
+    known = policy("m", 4, decoupled=True)
+    model = replace(served(known), answers=(7, 7))
+    result = simulate(Plan((model,), (Load("m", Poisson(100), window=2),), requests=50, check_every=1))
+    accounted(result)
+    assert result.models["m"].parts == 350
+
+
+def test_bursts_come_at_once_and_share_batches() -> None:
+    result = simulate(Plan((served(policy()),), (Load("m", Bursts(100, 8)),), requests=400))
+    assert result.models["m"].mean_batch > 7
+
+
+# ------------------------------------------------------------------------------------ the rest
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan((served(policy()),), (Load("m", Poisson(1)),)),
+        Plan((served(policy()),), (Load("other", Poisson(1)),), seconds=1.0),
+    ],
+    ids=["no end", "no such model"],
+)
+def test_a_plan_that_makes_no_sense_is_refused(plan: Plan) -> None:
+    with pytest.raises(InvalidRequest):
+        simulate(plan)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 1.0]))
+def test_the_histogram_against_numpy(times: list[int], share: float) -> None:
+    histogram = Histogram()
+    for ns in times:
+        histogram.add(ns)
+    exact = int(np.quantile(np.array(times), share, method="inverted_cdf"))
+    assert exact <= histogram.quantile(share) <= exact + exact // 64 + 1
+    assert histogram.mean == pytest.approx(np.mean(times))
+    assert histogram.largest == max(times)

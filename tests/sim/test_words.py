@@ -1,0 +1,210 @@
+"""Service times, recordings and the command, as people write them; and docs/simulator.md, command by command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidRequest
+from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, Service, Table, read_recording
+from shmserve.sim.command import main, parser
+from shmserve.sim.service import mean_ns, parse, read_table
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "simulator.md").read_text()
+MS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "service"),
+    [
+        ("5ms", Constant(5 * MS)),
+        ("300us", Constant(300_000)),
+        ("1.5s", Constant(1500 * MS)),
+        ("1ms+0.2ms/row", Affine(MS, 200_000)),
+        ("lognormal:4ms", Lognormal(4 * MS, 0.5)),
+        ("lognormal:4ms,0.25", Lognormal(4 * MS, 0.25)),
+    ],
+)
+def test_service_times(text: str, service: Service) -> None:
+    assert parse(text) == service
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "ms", "5 hours", "1ms+2ms", "lognormal:1ms,x", "other:5ms", "table:/no/such"]
+)
+def test_service_times_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        parse(text)
+
+
+def test_a_table_lies_between_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text('{"8": [8, 10], "1": 2}')
+    table = read_table(path)
+    assert table == Table(((1, (2 * MS,)), (8, (8 * MS, 10 * MS))))
+    draw = Random(1)
+    assert table.ns(1, draw) == 2 * MS
+    assert {table.ns(8, draw) for _ in range(50)} == {8 * MS, 10 * MS}
+    assert all(2 * MS < table.ns(4, draw) < 10 * MS for _ in range(50))
+    assert table.ns(16, Random(0)) in (16 * MS, 20 * MS)
+    assert mean_ns(table, 8) == pytest.approx(9 * MS)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"0": 1}', '{"1": []}', '{"1": -1}', '{"a": 1}', '{"1": "x"}'])
+def test_tables_that_are_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest):
+        read_table(path)
+
+
+def test_means_are_those_of_what_is_drawn() -> None:
+    draw = Random(1)
+    for service in (Constant(MS), Affine(MS, MS), Lognormal(3 * MS, 0.6, 1000)):
+        drawn = sum(service.ns(4, draw) for _ in range(20_000)) / 20_000
+        assert mean_ns(service, 4) == pytest.approx(drawn, rel=0.02)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10), st.floats(10, 1e6))
+def test_arrivals_rise_and_keep_their_rate(seed: int, rate: float) -> None:
+    for arrivals in (Poisson(rate), Bursts(rate, 5)):
+        drawn = arrivals.arrivals(Random(seed))
+        times = [next(drawn)[0] for _ in range(4000)]
+        assert times == sorted(times)
+        assert 4000 / (times[-1] / 1e9) == pytest.approx(rate, rel=0.15)
+
+
+def test_a_recording_is_put_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    lines = [{"at": 0.5, "model": "a", "rows": 2}, {"at": 0.25, "model": "a"}, {"at": 1, "model": "b"}]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert read_recording(path) == {
+        "a": Replay(((250 * MS, 1), (500 * MS, 2))),
+        "b": Replay(((1000 * MS, 1),)),
+    }
+
+
+@pytest.mark.parametrize(
+    "line", ["x", "[]", '{"model": "a"}', '{"at": 1}', '{"at": -1, "model": "a"}', '{"at": 1e999}']
+)
+def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text(f'{{"at": 0, "model": "a"}}\n{line}\n')
+    with pytest.raises(InvalidRequest, match="line 2"):
+        read_recording(path)
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_json_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--rate", "300", "--seconds", "1", "--service-ms", "2", "--deadline-ms", "50", "--seed", "3", "--json")
+    first, again = run(capsys, *words), run(capsys, *words)
+    assert first == again
+    told = json.loads(first)
+    assert told["lost"] == 0
+    assert told["models"]["model"]["sent"] == told["models"]["model"]["answered"] > 250
+
+
+def test_the_configuration_of_a_repository_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--repository", str(ROOT / "repo" / "examples"), "--model", "mlp", "--callers", "64", "--seconds", "0.2")
+    told = json.loads(run(capsys, *words, "--json"))
+    assert max(map(int, told["models"]["mlp"]["batches"])) == 32  # its max_batch_size
+    several = json.loads(run(capsys, *words, "--instances", "3", "--json"))
+    assert several["models"]["mlp"]["instances"] == 3
+
+
+def test_an_ensemble_brings_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--repository", str(ROOT / "repo" / "examples"), "--model", "sentiment", "--requests", "40", "--json")
+    told = json.loads(run(capsys, *words, "--service", "sentiment_classifier=3ms", "--service", "1ms"))
+    assert told["models"]["sentiment"]["answered"] == 40
+    steps = set(told["models"]) - {"sentiment"}
+    assert len(steps) == 3
+    assert all(told["models"][name]["batches"] for name in steps)
+    assert told["models"]["sentiment"]["latency_ms"]["p50"] > 5
+
+
+def test_a_recording_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text("".join(f'{{"at": {index / 100}, "model": "m", "rows": 2}}\n' for index in range(50)))
+    told = json.loads(run(capsys, "--recording", str(path), "--model", "m", "--json"))
+    assert told["models"]["m"]["batches"] == {"2": 50}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--service", "nonsense"],
+        ["--repository", "no/such/place"],
+        ["--repository", "repo/examples"],
+        ["--repository", "repo/examples", "--model", "nobody"],
+        ["--repository", "repo/examples", "--model", "mlp", "--max-batch", "4"],
+        ["--callers", "4", "--compare"],
+        ["--recording", "no/such/file"],
+    ],
+)
+def test_what_cannot_be_simulated_is_told_in_a_line(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main([*words, "--seconds", "0.1"]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: ")
+    assert told.err.count("\n") == 1
+    assert not told.out
+
+
+@pytest.mark.parametrize("words", ["--rate 1 --callers 2", "--rows 3-1", "--fault x=1", "--rate 0", "--sweep 1,x"])
+def test_words_that_are_wrong_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ the page
+
+
+def commands() -> list[list[str]]:
+    text = "\n".join(re.findall(r"^```sh\n(.*?)^```$", PAGE + "\n", re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [words[3:] for words in lines if words[:3] == ["python", "-m", "shmserve.sim"]]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_of_the_page_do_what_they_say(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run(capsys, *words)
+
+
+def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/simulator.md", "exec"), {})
+    assert re.search(r"\d", capsys.readouterr().out)
+
+
+def test_every_flag_and_fault_is_on_the_page_or_in_the_help() -> None:
+    from msgspec.structs import fields
+
+    from shmserve.sim import Faults
+
+    told = parser().format_help()
+    for field in fields(Faults):
+        assert field.name in told
+        assert f"`{field.name}`" in PAGE
