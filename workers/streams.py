@@ -143,7 +143,11 @@ class Streams:
             stream.cancelled = True
             self._drop_kept(stream)
             task = stream.task
-            if task is not None and stream.loop is not None and all(one.cancelled for one in stream.together):
+            if (
+                task is not None
+                and stream.loop is not None
+                and all(one.cancelled or one.over for one in stream.together)
+            ):
                 stream.loop.call_soon_threadsafe(task.cancel)
 
     def stop(self, tell: bool) -> None:

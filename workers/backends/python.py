@@ -210,8 +210,13 @@ class Python(SeparateBackend):
         def started(task: asyncio.Task[None]) -> None:
             for stream in together:
                 stream.together, stream.loop, stream.task = together, loop.loop, task
+            task.add_done_callback(ended)
             if all(stream.cancelled for stream in together):
-                task.cancel()
+                loop.loop.call_soon(task.cancel)  # when it has begun, so that it ends what it was to answer
+
+        def ended(task: asyncio.Task[None]) -> None:
+            for stream in together:
+                stream.together, stream.task = (), None
 
         loop.start(coroutine, started)
 
