@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     how = made.add_argument_group("how")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: 0)")
     how.add_argument("--fault", action="append", type=_fault, default=[], metavar="NAME=N", help="what goes wrong")
+    how.add_argument("--reload-every", type=_number, default=0.0, metavar="S", help="mean time to the next reload")
     how.add_argument("--link-us", type=_number, default=20.0, metavar="US", help="a message's way (default: 20)")
     how.add_argument("--turn-us", type=_number, default=20.0, metavar="US", help="a turn of the broker (default: 20)")
     how.add_argument("--check", type=_count, default=0, metavar="N", help="every invariant, after every n-th turn")
@@ -193,6 +194,7 @@ def _plan(args: argparse.Namespace, rate: float) -> Plan:
     return Plan(
         tuple(known), tuple(loads), seconds, args.requests, args.seed, faults,
         link_ns=round(args.link_us * 1000), turn_ns=turn, message_ns=turn // 5, check_every=args.check,
+        reload_every_s=args.reload_every,
     )  # fmt: skip
 
 

@@ -47,6 +47,8 @@ class Plan(Struct, frozen=True):
     turn_ns: int = 20_000
     message_ns: int = 4_000
     check_every: int = 0
+    reload_every_s: float = 0.0
+    """Mean time until one of the models is loaded again, beside what is served; 0: never."""
     patience_s: float = 600.0
     """Simulated time after the last arrival; what has not been answered then is lost."""
 

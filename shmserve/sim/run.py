@@ -66,7 +66,8 @@ class Simulation:
         self._draws: dict[str, Random] = {}
         self._sources: list[Source] = []
         self._last_client = 0
-        self._settled = 0
+        self._settled = self._operations = 0
+        self._reloads = Random(f"{plan.seed} reloads")
         self._drained = False
         self._ended = START
         self.owed = 0
@@ -176,8 +177,10 @@ class Simulation:
             self.arrive((0, events.Composed(effect.source, effect.number)))
         elif isinstance(effect, Settled):
             self._settled += 1
-            if effect.code:
+            if effect.code and not self._sources:
                 raise Unavailable(f"the models of the plan cannot be served: {effect.text}")
+            if effect.code:
+                self.note(effect.text)
         elif isinstance(effect, Drained):
             self._drained = True
         elif isinstance(effect, Log) and effect.level in ("warning", "error", "critical"):
@@ -267,18 +270,32 @@ class Simulation:
     def deploy(self) -> None:
         """All models, and waits until they are READY."""
         names = list(dict.fromkeys(model.policy.name for model in self.plan.models))
-        for number, name in enumerate(names, 1):
-            targets = []
-            for version, model in enumerate(self.plan.models, 1):
-                policy = model.policy
-                if policy.name == name:
-                    known = policy if policy.steps is not None else None
-                    targets.append(events.Target(policy.version, version, model.instances, known))
-            self.arrive((0, events.Deploy(name, tuple(targets), number)))
+        for name in names:
+            self._deploy(name, False)
         limit = self.now + round(self.plan.patience_s * SECOND)
         self._run_until(lambda: self._settled == len(names), limit)
         if self._settled < len(names):
             raise Unavailable(f"the models of the plan are not ready after {self.plan.patience_s:g} s")
+
+    def _deploy(self, name: str, fresh: bool) -> None:
+        targets = []
+        for source, model in enumerate(self.plan.models, 1):
+            policy = model.policy
+            if policy.name == name:
+                known = policy if policy.steps is not None else None
+                targets.append(events.Target(policy.version, source, model.instances, known))
+        self._operations += 1
+        self.arrive((0, events.Deploy(name, tuple(targets), self._operations, fresh)))
+
+    def _plan_reload(self) -> None:
+        mean = self.plan.reload_every_s
+        if mean:
+            self.at(self.now + round(self._reloads.expovariate(1 / mean) * SECOND), self._reload, None)
+
+    def _reload(self, _: None) -> None:
+        if self.sending:
+            self._deploy(self._reloads.choice(self.plan.models).policy.name, True)
+            self._plan_reload()
 
     def run(self) -> None:
         """Sends all, has all answered, and lets the server stop: nothing may be left of any of it."""
@@ -287,6 +304,7 @@ class Simulation:
         self.began = self.now
         if plan.seconds:
             self._until = self.now + round(plan.seconds * SECOND)
+        self._plan_reload()
         self._make_sources()
         for source in list(self._sources):
             source.begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from shmserve.core.limits import Limits
 from shmserve.core.policy import (
     BatchPolicy,
     InstanceSpec,
@@ -153,4 +154,6 @@ def some_plan(seed: int, seconds: float = 0.5, check_every: int = 1) -> Plan:
     models = some_models(draw)
     loads = tuple(some_load(draw, models[-1]) for _ in range(draw.randint(1, 2)))
     costs = draw.choice(((0, 0, 0), (20_000, 20_000, 4_000), (500_000, 300_000, 10_000)))
-    return Plan(models, loads, seconds, 0, seed, some_faults(draw), Plan((), ()).limits, *costs, check_every)
+    reload = draw.choice((0.0, 0.0, 0.1))
+    faults = some_faults(draw)
+    return Plan(models, loads, seconds, 0, seed, faults, Limits(), *costs, check_every, reload)

@@ -216,6 +216,15 @@ def test_one_that_hangs_is_killed_at_its_limit() -> None:
     assert model.busy_ns == pytest.approx(200 * MS, rel=0.01)
 
 
+def test_a_reload_under_load_loses_nothing_and_refuses_nothing() -> None:
+    model = replace(served(policy(), 2), load=Constant(20 * MS))
+    plan = Plan((model,), (Load("m", Poisson(600), 4),), seconds=1.5, reload_every_s=0.2, check_every=1)
+    result = simulate(plan)
+    accounted(result)
+    assert result.models["m"].answered == result.models["m"].sent
+    assert len(result.models["m"].failed) == 0
+
+
 def test_a_model_that_never_comes_is_told() -> None:
     late = replace(served(policy()), load=Constant(3600 * 1000 * MS))
     with pytest.raises(Unavailable, match="not ready after 600 s"):
