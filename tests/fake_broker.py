@@ -448,6 +448,7 @@ class FakeBroker:
         known = {
             "live": {"live": True},
             "ready": {"ready": self.ready},
+            "loaded": {"loaded": True},
             "models": [{"name": "echo", "version": "1", "state": "READY", "reason": ""}],
         }
         said = self.answers.get(ask.what, known.get(ask.what))

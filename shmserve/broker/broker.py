@@ -84,6 +84,8 @@ class Broker:
         self._timer: Any = None
         self._timer_at = 0
         self._forgotten: list[int] = []
+        self._awaiting: list[tuple[int, Ask]] = []
+        """Who wants to know when all is loaded."""
         limits = core.state.limits
         room_for(limits.connections + limits.segments + OWN_DESCRIPTORS)
         self._outbox_bytes = limits.client_outbox_bytes
@@ -247,6 +249,10 @@ class Broker:
             self._segments.forget(segment)
         self._forgotten.clear()
         self._arm()
+        if self._awaiting and not self._control.is_loading():
+            awaiting, self._awaiting = self._awaiting, []
+            for peer, ask in awaiting:
+                self._answer(peer, ask)
         if self.turned is not None:
             self.turned()
 
@@ -327,6 +333,8 @@ class Broker:
             self.operations.cancelled(peer, ask.request)
         elif ask.what == "models" and self.operations.explicit:  # those that were never loaded are only on disk
             self.operations.names(lambda: self._answer(peer, ask))
+        elif ask.what == "loaded" and self._control.is_loading():
+            self._awaiting.append((peer, ask))
         elif not self.operations.asked(peer, ask):
             self._answer(peer, ask)
 

@@ -44,6 +44,7 @@ class Control:
         self._answers: dict[str, Callable[[Ask], Any]] = {
             "live": lambda ask: {"live": not self._core.state.draining},
             "ready": self._ready,
+            "loaded": lambda ask: {"loaded": True},
             "models": self._models,
             "metadata": self._metadata,
             "config": self._config,
@@ -75,6 +76,16 @@ class Control:
         # One that goes on as before, because what should replace it cannot be read, is served.
         refused = any(model.reason and model.default() is None for model in self._core.state.models.values())
         return not self._strict or (not refused and all(state is VersionState.READY for state in states))
+
+    def is_loading(self) -> bool:
+        """Something is loaded that was not served before: who asks whether all is loaded has to wait."""
+        models = self._core.state.models.values()
+        return any(
+            version.state is VersionState.LOADING
+            for model in models
+            if model.default() is None
+            for version in model.versions.values()
+        )
 
     def _versions(self) -> list[Version]:
         return [version for model in self._core.state.models.values() for version in model.versions.values()]

@@ -20,6 +20,7 @@ _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel
 QUESTIONS = {
     "live": _ANY,
     "ready": _ANY,
+    "loaded": _ANY,
     "metadata": _ANY,
     "models": _LOOK,
     "config": _LOOK,

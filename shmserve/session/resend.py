@@ -1,14 +1,63 @@
-"""A request made fit for a new connection. The rule of the file: bytes are the same, only the numbers of segments
+"""Requests made fit for a new connection. The rule of the file: bytes are the same, only the numbers of segments
 change; what lay in memory of the old server's workers is copied to the caller's own.
+
+A server that was started anew may still load its models: nothing is sent again before it says that it has loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from msgspec.structs import replace
 
+from shmserve.errors import InvalidRequest, ServeError
 from shmserve.messages import Handle, Infer, Tensor
 from shmserve.session.memory import Memory
-from shmserve.session.ticket import Kept
+from shmserve.session.outbox import Outbox
+from shmserve.session.ticket import Kept, Ticket
+
+LOADED = "loaded"
+
+
+class Resume(Ticket):
+    """The question whether the server has loaded. Whatever it answers, `go` is called: a server that does not know
+    the question refuses requests by itself if it must."""
+
+    __slots__ = ("_go",)
+
+    def __init__(self, go: Callable[[], None]) -> None:
+        self._go = go
+
+    def settle(self, answer: Any) -> None:
+        self._go()
+
+    def fail(self, error: ServeError) -> None:
+        if isinstance(error, InvalidRequest):  # else the connection has ended again, and so has everything
+            self._go()
+
+
+def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: Memory) -> list[int]:
+    """Makes all requests fit for the new connection. Gives their numbers, in order."""
+    again = []
+    for number in sorted(tickets):
+        ticket = tickets[number]
+        if isinstance(ticket.message, Infer):
+            ticket.message = renewed(ticket.message, ticket.kept, numbers, memory)
+            again.append(number)
+    return again
+
+
+def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: Outbox) -> list[Ticket]:
+    """Gives those that nobody waits for any more, and that the server has not seen."""
+    over = []
+    for ticket in [tickets[number] for number in numbers if number in tickets]:
+        if ticket.message is None:
+            over.append(ticket)
+        else:
+            outbox.framed |= ticket.kept is not None and bool(ticket.kept.frames)
+            outbox.say(ticket.message)
+    return over
 
 
 def renewed(message: Infer, kept: Kept | None, numbers: dict[int, int], memory: Memory) -> Infer:

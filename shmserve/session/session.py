@@ -58,7 +58,7 @@ from shmserve.session.options import check_name, check_size, options_of, timeout
 from shmserve.session.outbox import Outbox, Packet
 from shmserve.session.outputs import give_back, result_of
 from shmserve.session.questions import Questions
-from shmserve.session.resend import renewed
+from shmserve.session.resend import LOADED, Resume, renew, send_again
 from shmserve.session.results import Result
 from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import Abandoned, Kept, Ticket
@@ -408,18 +408,20 @@ class Session:
         numbers = self.memory.connected(message.owner)
         self.connected = True
         self.outbox.clear()
-        for number in sorted(self.tickets):
-            ticket = self.tickets[number]
+        for ticket in [self.tickets[number] for number in sorted(self.tickets)]:
             if ticket.message is None:
-                self._end(ticket, None)  # nobody wants it, and the server has not seen it
-                continue
-            if isinstance(ticket.message, Infer):
-                ticket.message = renewed(ticket.message, ticket.kept, numbers, self.memory)
-                self.outbox.framed |= ticket.kept is not None and bool(ticket.kept.frames)
-                self.outbox.say(ticket.message)
-            else:
+                self._forget(ticket)  # nobody wants it, and the server has not seen it
+            elif isinstance(ticket.message, Ask):
                 self.questions.put_again(ticket.message)
+        again = renew(self.tickets, numbers, self.memory)
+        if again:
+            self.ask(Resume(lambda: self._send_again(again)), LOADED, 0.0)
         return 0
+
+    def _send_again(self, numbers: list[int]) -> None:
+        self.urgent = True
+        for ticket in send_again(numbers, self.tickets, self.outbox):
+            self._forget(ticket)
 
     def _on_goodbye(self, message: Goodbye) -> int:
         if message.code == ConnectionLost.code:  # another server than before, behind the same ZeroMQ socket
@@ -436,8 +438,8 @@ class Session:
         for number in sorted(self.tickets):
             ticket = self.tickets[number]
             message = ticket.message
-            if message is None:
-                self._end(ticket, None)
+            if message is None or isinstance(ticket, Resume):
+                self._forget(ticket)
             elif isinstance(message, Ask):
                 lost = self.questions.lost(message, self.goodbye)
                 if lost is not None:
@@ -458,10 +460,9 @@ class Session:
             self._end(ticket, error)
         return count
 
-    def _end(self, ticket: Ticket, error: ServeError | None) -> None:
+    def _end(self, ticket: Ticket, error: ServeError) -> None:
         self._forget(ticket)
-        if error is not None:
-            ticket.fail(type(error)(str(error)))
+        ticket.fail(type(error)(str(error)))
 
     def _forget(self, ticket: Ticket) -> None:
         """It is over."""

@@ -48,6 +48,7 @@ LOOK = OBSERVE | OPERATE
 NEEDED = {
     "live": ANY,
     "ready": ANY,
+    "loaded": ANY,
     "metadata": ANY,
     "models": LOOK,
     "config": LOOK,

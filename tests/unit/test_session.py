@@ -288,6 +288,28 @@ def test_a_cancelled_request_is_forgotten_when_the_server_is_done() -> None:
 # ------------------------------------------------------------------------------------------------ connections
 
 
+def test_a_server_that_does_not_know_whether_it_has_loaded() -> None:
+    """And one that goes away again before it has said so; what was given up meanwhile is not sent."""
+    session = connected(owner=1)
+    kept, _ = ask(session, {"x": np.arange(3)})
+    gone, _ = ask(session, {"x": np.arange(3)})
+    for owner in (2, 3):
+        session.disconnected()
+        decode(session.hello(7, "test").data)
+        feed(session, Welcome(PROTOCOL, owner, "server"))
+        (loaded,) = said(session.take())
+        assert loaded.what == "loaded"
+    session.cancel(gone)
+    said(session.take())
+    feed(session, Fail(loaded.request, "INVALID_ARG", "unknown question 'loaded'"))
+    (infer,) = said(session.take())
+    assert infer.request == 1
+    feed(session, Reply(1, 1, ()))
+    assert (kept.told, gone.told) == (1, 0)
+    assert not session.tickets
+    session.close()
+
+
 def test_a_new_connection_repeats_what_is_unanswered() -> None:
     session = connected(owner=1)
     inputs = {"x": np.arange(10_000.0), "small": np.arange(3)}
@@ -305,12 +327,16 @@ def test_a_new_connection_repeats_what_is_unanswered() -> None:
     later, packets = ask(session, inputs)
     decode(session.hello(7, "test").data)
     feed(session, Welcome(PROTOCOL, 2, "server"))
+    mapped, models, loaded = said(session.take())
+    assert mapped.segment >> 32 == 2
+    assert (models.request, models.what) == (5, "models")
+    assert (loaded.request, loaded.what) == (7, "loaded")
+    feed(session, Answer(7, b'{"loaded": true}'))
+    assert session.urgent
     messages = said(session.take())
-    assert [type(message).__name__ for message in messages] == ["Map", "Infer", "Ask", "Infer"]
-    assert messages[0].segment >> 32 == 2
-    assert [message.request for message in messages[1:]] == [2, 5, 6]
-    for infer in (messages[1], messages[3]):
-        assert infer.inputs[0].data[0].segment == messages[0].segment
+    assert [message.request for message in messages] == [2, 6]
+    for infer in messages:
+        assert infer.inputs[0].data[0].segment == mapped.segment
     feed(session, Reply(2, 1, ()), Reply(6, 1, ()), Answer(5, b"[]"))
     assert (answered.told, open_one.told, step.told, gone.told, later.told, question.told) == (1, 1, 1, 0, 1, 1)
     assert session.memory._arena.used == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shmserve
 from shmserve import wire
 from shmserve.errors import InvalidRequest
-from shmserve.messages import PROTOCOL, ClientMessage, Infer, Reply, Tensor, Wanted, Welcome
+from shmserve.messages import PROTOCOL, Answer, ClientMessage, Infer, Reply, Tensor, Wanted, Welcome
 from shmserve.session import Session
 from shmserve.shm.strings import encode_bytes
 from tests.unit.test_session import Noted
@@ -71,6 +71,8 @@ def test_what_is_sent_again_asks_for_the_same() -> None:
     (first,) = sent(made)
     made.disconnected()
     welcome(made, 9)
+    (*_, loaded) = [message for packet in made.take() for message in decode(packet.data)]
+    made.receive(wire.encode([Answer(loaded.request, b'{"loaded": true}')]))
     (again,) = sent(made)
     assert first.outputs is not None
     assert again.outputs is not None

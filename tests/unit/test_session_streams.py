@@ -13,6 +13,7 @@ from shmserve import wire
 from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, ModelFailed
 from shmserve.messages import (
     PROTOCOL,
+    Answer,
     Cancel,
     ClientMessage,
     Fail,
@@ -167,6 +168,8 @@ def test_what_has_begun_is_not_sent_again() -> None:
     assert read(session, begun) == 1
     session.hello(1, "test")
     feed(session, Welcome(PROTOCOL, 8, "test"))
+    (loaded,) = sent(session)
+    feed(session, Answer(loaded.request, b'{"loaded": true}'))
     assert sent(session) == [second]
     feed(session, part(second.request, 5, last=True))
     assert (read(session, fresh), fresh.ended, fresh.error) == (5, True, None)
