@@ -62,13 +62,13 @@ _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 
 class Admission:
-    def __init__(self, state: State, ends: Ends, streams: Streams, intake: Intake, server: str) -> None:
+    def __init__(self, state: State, ends: Ends, streams: Streams, intake: Intake, crowd: Crowd, server: str) -> None:
         self._state = state
         self._streams = streams
         self._intake = intake
         self._ends = ends
         self._server = server
-        self._crowd = Crowd(state)
+        self._crowd = crowd
         self._client_requests = state.limits.client_requests
         self._busy = self._crowd.busy
         self._heavy = self._crowd.heavy

@@ -20,6 +20,8 @@ class Client(Struct, eq=False):
     outputs: str = ""
     name: str = ""
     requests: dict[int, Request] = {}
+    steps: int = 0
+    """Requests of steps of its ensembles."""
     segments: set[int] = set()
     mapped: set[int] = set()
     holds: set[tuple[int, int]] = set()

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from shmserve.core import events
 from shmserve.core.admission import Admission
+from shmserve.core.crowd import Crowd
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Effect
 from shmserve.core.ends import Ends
@@ -67,9 +68,10 @@ class Core:
         self._dispatcher = Dispatcher(self.state, self._ends)
         self._streams = self._dispatcher.streams = Streams(self.state, self._ends, self._dispatcher)
         self._sequencer = self._dispatcher.sequencer = Sequencer(self.state, self._ends, self._dispatcher)
-        intake = Intake(self.state, self._ends, self._dispatcher, self._sequencer)
+        crowd = Crowd(self.state)
+        intake = Intake(self.state, self._ends, self._dispatcher, self._sequencer, crowd)
         self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, intake)
-        self._admission = Admission(self.state, self._ends, self._streams, intake, server)
+        self._admission = Admission(self.state, self._ends, self._streams, intake, crowd, server)
         self._operations = Operations(self.state)
         self._members = Members(self.state, self._operations)
         self._lifecycle = Lifecycle(self.state, self._dispatcher, self._ends, self._streams, self._operations)

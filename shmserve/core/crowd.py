@@ -68,8 +68,10 @@ class Crowd:
 
     def check_queue(self, client: Client, version: Version, inline: int, now: int) -> None:
         """Raises if the client may not have one more request in flight, with so many bytes inside its message."""
-        limits, mine, queue = self._limits, len(client.requests), version.queue
         total = len(self._state.requests)
+        if total < self.busy:
+            return
+        limits, mine, queue = self._limits, len(client.requests) + client.steps, version.queue
         if total >= limits.requests and self._has_share(mine, limits.requests):
             raise Unavailable(
                 f"{total} requests are in flight, the limit (requests), {mine} of them of this client; "

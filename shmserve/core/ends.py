@@ -100,6 +100,7 @@ class Ends:
         state, run = request.state, request.run
         if run is not None:
             del run.out[request.number]
+            request.client.steps -= 1
             self._state.stirred[run] = None
         elif state is not _LINGERING:  # a lingering one has left already; its number may be in use again
             del request.client.requests[request.client_number]

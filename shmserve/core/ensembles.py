@@ -322,6 +322,7 @@ class Ensembles:
         client = parent.client
         if member.graph is None and all(instance.over for instance in member.instances):
             raise Unavailable(f"{member.label} has ended meanwhile{member.reason and f': {member.reason}'}")
+        self._intake.check_step(client, member, inline, now)
         level = 0 if member.plain else self._intake.level(client, member, step.version, options, rows, now)
         segments = tuple(graph.check_parts(inputs))
         inline += graph.HANDLE_BYTES * len(segments)
@@ -336,6 +337,7 @@ class Ensembles:
             special=True,
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
+        client.steps += 1
         self._intake.put(member, step.version, request, now)
 
     def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:

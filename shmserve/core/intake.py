@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shmserve.core.clients import Client
+from shmserve.core.crowd import Crowd
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.ends import Ends
 from shmserve.core.request import Request
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 class Intake:
     ensembles: Ensembles
 
-    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher, sequencer: Sequencer) -> None:
+    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher, sequencer: Sequencer, crowd: Crowd) -> None:
         self._state = state
         self._ends = ends
         self._dispatcher = dispatcher
         self.sequencer = sequencer
+        self._crowd = crowd
 
     def level(self, client: Client, version: Version, number: int, options: Options | None, rows: int, now: int) -> int:
         """The priority level, if the request may come in and there is room in its queue. `number`: the version as its
@@ -50,6 +52,10 @@ class Intake:
                 f"raise max_queue_size or add instances"
             )
         return number
+
+    def check_step(self, client: Client, version: Version, inline: int, now: int) -> None:
+        """Raises if there is no room for one more request of a step of the client's."""
+        self._crowd.check_queue(client, version, inline, now)
 
     def put(self, version: Version, number: int, request: Request, now: int) -> None:
         if version.cached and self._cached(version, request, now):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmserve.core import events
 from shmserve.core.access import EVERYTHING, INFER
 from shmserve.core.limits import BURST_S, NAMED, Limits, defaults, shown
-from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
 from shmserve.messages import Fail, Goodbye, Infer, Reclaim, Reply, Return, Tensor, Unmap, Welcome
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
@@ -314,3 +314,32 @@ def test_sizes_are_written_for_people() -> None:
     assert shown("queue_bytes", 1 << 30) == "1 GiB"
     assert shown("queue_bytes", 1000) == "1000"
     assert shown("requests", 1 << 10) == "1024"
+
+
+def test_rows_of_mapped_steps_count_for_their_client() -> None:
+    """One client's rows do not close the server to others: it is the one that is refused."""
+    world = World(Limits(requests=64))
+    tensors = (TensorSpec("x", "FP32", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 1)),)
+    world.deploy(ModelPolicy("m", 1, 1, *SPECS, BatchPolicy()))
+    steps = (StepPolicy("m", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
+    world.deploy(ModelPolicy("e", 1, 0, *tensors, steps=steps))
+    greedy, modest = world.connect("a"), world.connect("b")
+    for number in (1, 2, 3):
+        greedy.sends(number)
+        rows = Tensor("x", "FP32", (50, 1), bytes(200))
+        world.turn([(greedy.peer, Infer(number, "e", 0, (rows,)))])
+    fail = greedy.answers[2]
+    assert isinstance(fail, Fail)
+    assert fail.code == "UNAVAILABLE"
+    assert "in ensemble 'e', " in fail.text
+    assert "(requests)" in fail.text
+    modest.sends(1)
+    world.turn([(modest.peer, Infer(1, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))])
+    (worker,) = world.workers.values()
+    while worker.running is not None:
+        worker.finish(world.now)
+        world.settle()
+    assert isinstance(greedy.answers[1], Reply)
+    assert isinstance(modest.answers[1], Reply)
+    assert not world.core.state.requests
+    assert {client.steps for client in world.core.state.clients.values()} == {0}
