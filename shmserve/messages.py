@@ -288,8 +288,8 @@ class Load(Struct, array_like=True, tag=64, gc=False):
 class Work(Struct, array_like=True, gc=False):
     """One request of a batch. `request` is the broker's number. `rows` is its share of axis 0; 0: not batched.
 
-    `slot`: where in the batch its sequence stands; -1: anywhere. `inline` false: even small outputs are put into
-    shared memory."""
+    `slot`: where in the batch its sequence stands; -1: anywhere. `inline` false: small outputs are put into
+    shared memory, too, but for those of one byte."""
 
     request: Id
     rows: Id

@@ -2,7 +2,8 @@
 
 The rule: every output is written where it will be read, or copied there once. Small ones go into the message, large
 ones into the arena of the request's audience, and into the caller's own memory where it asked for that. Where a request
-asked for classes it gets these strings, and never the tensor. Those that are not `inline` get nothing in the message.
+asked for classes it gets these strings, and never the tensor. Those that are not `inline` get only single bytes in the
+message, as conditions are: the broker looks at them.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ class Results:
 
     def _most_inline(self) -> int:
         """The largest output that one request alone gets inside its message."""
-        return INLINE_BYTES if self._inlined else 0
+        return INLINE_BYTES if self._inlined else 1
 
     def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
         sizes = self._whole(index, shape)
@@ -366,7 +367,7 @@ class Results:
             if isinstance(place, Handle):
                 np.copyto(self._writable(spec, place, part.shape, size), source)
                 return Tensor(spec.name, spec.dtype, shape, (place,))
-            inline = self._inlined or not size or self._works[position].inline
+            inline = self._inlined or size <= 1 or self._works[position].inline
             if inline and size <= INLINE_BYTES and self._inline + size <= FIELD_BYTES:
                 if position == len(self._works) - 1:
                     self._inline += INLINE_BYTES if len(self._works) > 1 else size

@@ -315,8 +315,7 @@ class Ensembles:
             for own, tensor in given
         )
         outputs, final = self._wanted(run, index)
-        if final and parent.outside and not run.graph.decides(index):
-            outside = True
+        outside = outside or (final and parent.outside)
         rows, signature, inline, _ = checker.check(inputs, outputs)
         options = _passed_on(parent.options, member)
         client = parent.client

@@ -44,11 +44,6 @@ class Graph:
                 self.readers.setdefault(name, []).append(index)
         self._needed: dict[tuple[str, ...], frozenset[int]] = {}
 
-    def decides(self, index: int) -> bool:
-        """Whether it makes a condition: that must be seen here, and so not lie in shared memory."""
-        made = [name for _, name in self.steps[index].outputs]
-        return any(step.condition in made for step in self.steps if step.condition)
-
     def needed(self, wanted: tuple[str, ...]) -> frozenset[int]:
         """The steps without which these outputs of the ensemble cannot be made."""
         found = self._needed.get(wanted)

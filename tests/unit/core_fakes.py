@@ -92,6 +92,8 @@ class FakeWorker:
         """What the next batch makes of some outputs: a shape as [2,3], true, false, or none."""
         self.compute: Callable[[FakeWorker, Work], Row] | None = None
         """Makes the answer to a request, where that matters."""
+        self.watch: Callable[[FakeWorker, WaitingBatch], None] | None = None
+        """Is told of each batch that starts."""
 
     # ------------------------------------------------------------------------------------ what the broker says
 
@@ -176,6 +178,8 @@ class FakeWorker:
                 self.started.append([work.request for work in batch.works])
                 if self.policy.decoupled:
                     self._open(batch)
+                if self.watch is not None:
+                    self.watch(self, batch)
                 return batch
         return None
 
@@ -284,7 +288,7 @@ class FakeWorker:
             place = places.get(name)
             if place is not None:
                 data: Any = (Handle(place.segment, place.offset, size),)
-            elif size and (name in self.large or not work.inline):
+            elif (name in self.large and size) or (size > 1 and not work.inline):
                 data = (self.allocate(work.audience, size),)
             else:
                 data = bytes([said == "true"]) * size

@@ -1,6 +1,6 @@
 """Random graphs of steps, models that compute, and the same computed directly: the oracle of ensembles.
 
-Tensors are vectors (dims [-1]), matrices ([-1, -1]) and conditions (BOOL [1]), all of small whole numbers.
+Tensors are vectors (dims [-1]), matrices ([-1, -1]), conditions (BOOL [1]) and rows of these (BOOL [-1, 1]).
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import numpy as np
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
 
 Array = np.ndarray[Any, Any]
-VECTOR, MATRIX, CONDITION = "vector", "matrix", "condition"
-DIMS = {VECTOR: (-1,), MATRIX: (-1, -1), CONDITION: (1,)}
-RANK = {VECTOR: 1, MATRIX: 2, CONDITION: 1}
-DTYPES = {VECTOR: "INT32", MATRIX: "INT32", CONDITION: "BOOL"}
+VECTOR, MATRIX, CONDITION, CONDITIONS = "vector", "matrix", "condition", "conditions"
+DIMS = {VECTOR: (-1,), MATRIX: (-1, -1), CONDITION: (1,), CONDITIONS: (-1, 1)}
+RANK = {VECTOR: 1, MATRIX: 2, CONDITION: 1, CONDITIONS: 2}
+DTYPES = {VECTOR: "INT32", MATRIX: "INT32", CONDITION: "BOOL", CONDITIONS: "BOOL"}
+ROWS = {VECTOR: MATRIX, CONDITION: CONDITIONS}
+"""What a mapped step makes of its rows; and what its rows can be of."""
 NUMPY = {"INT32": np.dtype("<i4"), "BOOL": np.dtype("?")}
 PRIME = 1009
 
@@ -210,19 +212,22 @@ def _random_step(
     for own, what in kind.inputs.items():
         if own in kind.optional and random.random() < 0.5:
             continue
-        if what == VECTOR and not mapped and by_kind[MATRIX] and random.random() < 0.5:
-            mapped = random.choice(by_kind[MATRIX])
+        rows = by_kind[ROWS[what]] if what in ROWS else []
+        if rows and not mapped and random.random() < 0.5:
+            mapped = random.choice(rows)
             reads.append((own, mapped))
-        elif by_kind[what]:
+        elif by_kind[what] and by_kind[what] != [mapped]:
             reads.append((own, random.choice(by_kind[what])))
         else:
             return None
+    if [tensor for _, tensor in reads].count(mapped) > 1:
+        return None
     condition = random.choice(by_kind[CONDITION]) if by_kind[CONDITION] and random.random() < 0.4 else ""
-    makes = {own: what for own, what in kind.outputs.items() if not mapped or what == VECTOR}
+    makes = {own: what for own, what in kind.outputs.items() if not mapped or what in ROWS}
     if not makes:
         return None
     for own in makes:
-        made[f"t{number}{own}"] = MATRIX if mapped else makes[own]
+        made[f"t{number}{own}"] = ROWS[makes[own]] if mapped else makes[own]
     outputs = tuple(sorted((own, f"t{number}{own}") for own in makes))
     return StepPolicy(name, 0, tuple(sorted(reads)), outputs, mapped, condition)
 

@@ -89,7 +89,7 @@ class Computing(World):
         if output.place is not None:
             assert len(content) <= output.place.size
             data = (Handle(output.place.segment, output.place.offset, len(content)),)
-        elif content and (not work.inline or (dtype != "BOOL" and len(content) > self.inline)):
+        elif len(content) > (max(self.inline, 1) if work.inline else 1):
             data = (worker.allocate(work.audience, len(content)),)
             request = self.core.state.requests[work.request]
             run = request.run
