@@ -89,7 +89,7 @@ class Streams:
         """The model runs in the main thread now."""
         self.enter = self._turn.acquire
         self.withdrawn: set[int] = set()
-        """Requests of the batch that runs, without a stream of their own, that nobody waits for any more."""
+        """Requests without a stream, of the batch that runs or runs next, that nobody waits for any more."""
         self._forgotten: deque[Stream] = deque()
         self._poll = select.poll()
         self._bell = -1
@@ -134,7 +134,7 @@ class Streams:
             self._pour(stream)
 
     def cancel(self, requests: Iterable[int]) -> None:
-        """Nobody waits for these any more. They are running, or have just ended."""
+        """Nobody waits for these any more. They are running, are about to, or have just ended."""
         for request in requests:
             stream = self.open.get(request)
             if stream is None:
@@ -172,6 +172,7 @@ class Streams:
 
     def begin(self, work: Work) -> Stream:
         stream = self.open[work.request] = Stream(work)
+        stream.cancelled = work.request in self.withdrawn
         if self._bell < 0:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._poll.register(self._bell, select.POLLIN)

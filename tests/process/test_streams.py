@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -229,7 +230,7 @@ def test_the_death_of_a_worker_ends_its_streams(server: Server) -> None:
             assert next(stream)["y"] == 0
         os.kill(instance["pid"], signal.SIGKILL)
         for stream in streams:
-            with pytest.raises(shmserve.ModelFailed, match="the worker process of instance .mortal_0_0. ended"):
+            with pytest.raises(shmserve.ModelFailed, match="the worker process of instance 'mortal_0_0' ended"):
                 list(stream)
         client.wait_ready("mortal", timeout=20)
         assert [part["y"].item() for part in ask(client, "mortal", 3)] == [0, 1, 2]
@@ -265,3 +266,47 @@ def test_the_command_without_stream_says_what_is_missing(server: Server) -> None
     assert "part 1 after" in failed.stdout
     assert "ValueError: no more than one" in failed.stderr
     assert run_cli(server, "infer", "tokens", "--random", "--stream", "--repeat", "2").returncode == 2
+
+
+def some_streams(server: Server, number: int) -> dict[str, int]:
+    """What one of many clients does: reads to the end, leaves early, or has too little time."""
+    chance = random.Random(number)
+    url, memory = [(server.url, None), (server.zmq_url, "posix"), (server.zmq_url, "frames")][number % 3]
+    ended = {"read": 0, "left": 0, "late": 0}
+    with shmserve.Client(url, memory=memory) as client:
+        for _ in range(20):
+            count, size = chance.choice([0, 1, 10, 60]), chance.choice([1, LARGE])
+            leave = chance.choice([None, None, 3])
+            x = np.array([[count]], np.float32)
+            seen = 0
+            try:
+                for part in client.stream(
+                    chance.choice(["repeat", "tokens"]),
+                    {"x": x},
+                    window=chance.choice([1, 2, 16]),
+                    timeout=chance.choice([None, None, 0.01]),
+                    parameters={"size": size, "told": os.devnull},
+                ):
+                    assert part["y"].shape == (1, size)
+                    assert (part["y"] == seen).all()
+                    seen += 1
+                    if seen == leave:
+                        ended["left"] += 1
+                        break
+                else:
+                    assert seen == count
+                    ended["read"] += 1
+            except shmserve.DeadlineExceeded:
+                ended["late"] += 1
+    return ended
+
+
+def test_many_clients_that_do_as_they_like(server: Server) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        for ended in pool.map(lambda number: some_streams(server, number), range(6)):
+            assert sum(ended.values()) == 20
+            assert ended["read"]
+    with shmserve.Client(server.url) as client:
+        for model in ("repeat", "tokens"):
+            assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
+        assert "\nshmserve_held_bytes 0\n" in client.metrics()

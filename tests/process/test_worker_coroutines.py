@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.messages import Done, More, Ping, Pong, Row, Streamed, Withdraw, Withdrawn
+from shmserve.messages import Done, Execute, More, Ping, Pong, Row, Streamed, Withdraw, Withdrawn
 from tests.stream_models import (
     COROUTINE,
     GENERATOR,
@@ -130,6 +130,24 @@ def test_who_waits_for_room_is_cancelled(tmp_path: Path, source: str) -> None:
         if waiting:
             done(worker)
         quiet(worker)
+
+
+@pytest.mark.parametrize(
+    "source", [IN_EXECUTE, IN_THREADS, COROUTINE, GENERATOR], ids=["execute", "threads", "coroutine", "generator"]
+)
+def test_what_is_withdrawn_just_before_it_runs(tmp_path: Path, source: str) -> None:
+    """The broker takes it for running; it runs, and nobody waits for what it sends."""
+    with serving(tmp_path, source) as worker:
+        worker.send(Execute(1, 0, (asks(1, 1000, window=1),)), Withdraw((1,)))
+        found = [worker.next()[0] for _ in range(3)]
+        assert {type(message) for message in found} == {Withdrawn, Done, Streamed}
+        (row,) = [message.rows[0] for message in found if isinstance(message, Streamed)]
+        assert row.error is not None
+        assert (row.more, row.outputs, row.error.code) == (False, (), "CANCELLED")
+        worker.number = 1
+        worker.execute(asks(2, 0))
+        found = [worker.next()[0] for _ in range(2)]
+        assert {type(message) for message in found} == {Done, Streamed}
 
 
 def test_a_model_in_execute_is_told_that_it_is_cancelled(tmp_path: Path) -> None:
