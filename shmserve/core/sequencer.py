@@ -87,7 +87,7 @@ class Sequencer:
         if isinstance(key, int) and key < 0:
             raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' takes those above 0")
         sequence = self._find(model, number, key)
-        if sequence is not None and (sequence.user != client.user or sequence.own):
+        if sequence is not None and sequence.broken is None and (sequence.user != client.user or sequence.own):
             raise InvalidRequest(f"sequence {key} of model '{model}' is that of another user")
         if options.sequence_start:
             if self._state.draining:

@@ -164,7 +164,10 @@ class Places:
             sequence.instance = None
         sequence.move(SequenceState.ENDED)
         if self.latest[sequence.id] is sequence:
-            del self.latest[sequence.id]
+            if sequence.before is None:
+                del self.latest[sequence.id]
+            else:
+                self.latest[sequence.id] = sequence.before
             return
         for later in self.backlog:  # one at most: the next of its id
             if later.before is sequence:
