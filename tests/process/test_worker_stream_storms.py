@@ -116,4 +116,9 @@ def test_a_storm(tmp_path: Path, source: str, seed: int) -> None:
                 if storm.open:
                     storm.poke()
             storm.hear()
-        assert not (storm.to_start or storm.open or storm.batches), (storm.open, storm.room, storm.batches, worker.said())
+        assert not (storm.to_start or storm.open or storm.batches), (
+            storm.open,
+            storm.room,
+            storm.batches,
+            worker.said(),
+        )
