@@ -87,8 +87,8 @@ AHEAD = ["plain", "pair", "timed", "ordered"]
 class Slow(World):
     """All links are slow: nothing arrives unless it is delivered."""
 
-    def __init__(self) -> None:
-        super().__init__(LIMITS)
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__(limits)
         self.asked_in_order: dict[tuple[int, int], int] = {}
         self.last_in_order = -1
 

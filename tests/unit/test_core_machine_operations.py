@@ -15,11 +15,12 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 
 from shmserve.core import events
 from shmserve.core.effects import Kill, Settled
+from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.states import VersionState
 from shmserve.messages import LoadFailed
 from tests.unit.core_fakes import FakeWorker
-from tests.unit.test_core_machine import CoreMachine, Slow
+from tests.unit.test_core_machine import LIMITS, CoreMachine, Slow
 
 NAMES = ["plain", "pair", "timed", "ranked", "strict", "single", "flat"]
 """Not `ordered`: what a generation has when another takes over may be answered after what the other one got."""
@@ -27,8 +28,8 @@ AHEAD = ["plain", "pair", "timed"]
 
 
 class Operated(Slow):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__(limits)
         self.settled: dict[int, str] = {}
 
     def tell(self, effect: Any) -> None:
