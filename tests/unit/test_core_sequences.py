@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 from shmserve.core import events
 from shmserve.core.effects import Kill, Send
+from shmserve.core.instances import Instance
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
 from shmserve.core.request import Request
@@ -125,7 +126,8 @@ class Sequenced(World):
         self.slow_from.add(effect.peer)
 
     def tell(self, effect: Any) -> None:
-        assert not isinstance(effect, Kill), f"a worker that keeps to the protocol is killed: {effect.reason}"
+        if isinstance(effect, Kill):
+            assert effect.reason == "it is not wanted any more", effect.reason
         if isinstance(effect, Send) and isinstance(effect.message, (Reply, Fail, FailHeld)):
             message = effect.message
             assert isinstance(message, Reply) or message.code != "INTERNAL", message
@@ -156,6 +158,7 @@ class SequenceMachine(RuleBasedStateMachine):
         self.unsent: list[tuple[int, Any]] = []
         self.numbers = self.sources = 0
         self.instances = 1
+        self.parting: dict[Instance, set[Sequence]] = {}
 
     # ------------------------------------------------------------------------------------ tools
 
@@ -340,6 +343,14 @@ class SequenceMachine(RuleBasedStateMachine):
             for instance in version.instances:
                 if instance.usable and not instance.leaving:
                     assert len(places.at(instance)) == places.policy.slots, "a slot is free, and somebody waits"
+
+    @invariant()
+    def who_leaves_takes_no_more(self) -> None:
+        if hasattr(self, "world"):
+            for instance, version in self.world.core.state.parting.items():
+                assert version.places is not None
+                now = set(version.places.at(instance))
+                assert now <= self.parting.setdefault(instance, now), "it has taken another one"
 
     @invariant()
     def nobody_idles(self) -> None:
