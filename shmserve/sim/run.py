@@ -64,6 +64,7 @@ class Simulation:
         self._clients: dict[int, Client] = {}
         self._workers: dict[int, Worker] = {}
         self._draws: dict[str, Random] = {}
+        self._homes: dict[int | str, int] = {}
         self._sources: list[Source] = []
         self._last_client = 0
         self._settled = self._operations = 0
@@ -216,6 +217,11 @@ class Simulation:
         worker = self._workers.get(effect.peer)
         if worker is not None and not worker.dead:
             self.end_worker(worker, f"killed: {effect.reason}")
+
+    def lives_at(self, sequence: int | str, peer: int) -> None:
+        """No two sequences here share an id, so each has one worker for good."""
+        home = self._homes.setdefault(sequence, peer)
+        assert home == peer, f"sequence {sequence} moved from worker {home} to {peer}"
 
     def end_worker(self, worker: Worker, reason: str) -> None:
         """Its process has ended. What it had said before arrives before that does."""

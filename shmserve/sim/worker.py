@@ -69,6 +69,7 @@ class Worker:
         "_fate",
         "_last",
         "_outputs",
+        "_places",
         "_result",
         "_runs",
         "_several",
@@ -92,6 +93,8 @@ class Worker:
         self._outputs = Outputs(model.policy, (peer << OWNER_SHIFT) + 1, model.free, model.true_share)
         self._streams: dict[int, Stream] = {}
         self._runs: dict[int, int] = {}
+        self._places: dict[int | str, tuple[int, int]] = {}
+        """Of a sequence the slot, and its newest request."""
         self._several = model.policy.decoupled or model.runs > 1
         self._stopping = False
         self.peer = peer
@@ -180,6 +183,8 @@ class Worker:
         world, model, works = self._world, self.model, batch.works
         batch.rows = rows = sum([work.rows or 1 for work in works])
         assert rows <= max(model.policy.max_batch, 1), f"{rows} rows in a batch of '{model.policy.name}'"
+        if model.policy.sequence is not None:
+            self._verify_sequences(works)
         self.running = batch
         batch.began = world.now
         batches = self._result.batches
@@ -201,6 +206,26 @@ class Worker:
                     world.at(world.now + round(time * where), self._crash, batch)
                 return
         world.at(world.now + time, self._finish, batch)
+
+    def _verify_sequences(self, works: list[Work]) -> None:
+        """One request of each at most, in their order, at one worker from START on, and where direct in one place."""
+        here = set()
+        for work in works:
+            options = work.options
+            assert options is not None
+            place = self._places.get(options.sequence)
+            if place is None:
+                assert options.sequence_start or work.request in self._runs, f"{options} begins without START"
+            else:
+                assert place[0] == work.slot, f"{options} moved from slot {place[0]} to {work.slot}"
+                assert place[1] <= work.request, f"{options} comes after what was sent later"
+                assert not options.sequence_start or work.request == place[1], f"{options} has begun already"
+            self._places[options.sequence] = work.slot, work.request
+            here.add(options.sequence)
+            self._world.lives_at(options.sequence, self.peer)
+        assert len(here) == len(works), "two requests of one sequence in one batch"
+        slots = {work.slot for work in works}
+        assert slots == {-1} or len(slots) == len(works), "two sequences in one slot"
 
     def _crash(self, batch: Waiting) -> None:
         if not self.dead:
