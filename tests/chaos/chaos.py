@@ -1,4 +1,4 @@
-"""The chaos soak: eight clients of all kinds at work, while processes are killed and stopped, models come and go, and
+"""The chaos soak: ten clients of all kinds at work, while processes are killed and stopped, models come and go, and
 the broker itself is killed once.
 
 The rule of the file: what is done, and when, comes from the seed; the last 200 events are told with every failure.
@@ -22,11 +22,12 @@ from bench.child import Child, ChildFailed
 from bench.hostile import Picture
 from bench.soak import BATCH, SLOW, batch_of
 from shmserve.testing import Server
+from tests.chaos import scheduled
 
 DTYPES = ("FP32", "INT8", "BYTES", "FP64")
 AWAY = "identity_INT8"
 """The model that is unloaded and loaded again: only its requests may be told that it is not there."""
-MODELS = (*(f"identity_{dtype}" for dtype in DTYPES), "slow")
+MODELS = (*(f"identity_{dtype}" for dtype in DTYPES), "slow", *scheduled.MODELS)
 LARGEST = 1 << 20
 OUTPUT_BYTES = 6 << 20
 """Of one worker: little enough that answers which are held fill it now and then."""
@@ -36,16 +37,17 @@ GAP_S = 0.6
 GROWTH_BYTES = 24 << 20
 PATIENCE = 60.0
 """Seconds that clients give a server to come back, and that all get to end."""
-VICTIMS = (1, 3, 4)
-"""Who of the eight may be killed, one of each public kind. The others account for all their requests in the end."""
+VICTIMS = (1, 3, 4, 8)
+"""Who of the ten may be killed, one of each public kind. The others account for all their requests in the end."""
 END_S = 5.0
 """Without events at the end, so that what was begun can be answered."""
 
 ALLOWED = {
-    "MODEL_FAILED": r"worker process of instance .* ended while it .*SIGKILL",
-    "UNAVAILABLE": "no room for |it is loading$"
+    "MODEL_FAILED": r"worker process of instance .* ended (while it|after \d+ answers? to this request) .*SIGKILL",
+    "UNAVAILABLE": "no room for |it is loading$|worker process that kept its state ended"
     rf"|^{AWAY}: .*(unload|not at ready state|no available versions|not found)",
     "NOT_FOUND": rf"^{AWAY}: .*(not found|no available versions)",
+    **scheduled.ALLOWED,
 }
 ALLOWED_TO_OPERATORS = {
     "CONNECTION_LOST": "the connection ended before",
@@ -57,7 +59,7 @@ ALLOWED_TO_OPERATORS = {
 
 @dataclass
 class Member:
-    """One of the eight. It may be killed, and then another takes its place."""
+    """One of the ten. It may be killed, and then another takes its place."""
 
     target: str
     setup: dict[str, Any]
@@ -109,6 +111,7 @@ def write_repository(root: Path) -> None:
         models.write(root, name, made, {})
     slow = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}, max_batch=4, dynamic=True, instances=2)
     models.write(root, "slow", slow, {"model.py": SLOW})
+    scheduled.write(root)
     assert batch_of("identity_FP32") == BATCH
 
 
@@ -131,6 +134,10 @@ class Director:
             *(self._start(awaiting, url=link, **public) for link in (url, zmq)),
             self._start(raw, link="lane", path=url.removeprefix("unix://"), **bare),
             self._start(raw, link="zmq", path=zmq.removeprefix("ipc://"), **bare),
+            *(
+                self._start("tests.chaos.scheduled:scheduled", url=link, allowed=ALLOWED, reconnect_timeout=PATIENCE)
+                for link in (url, zmq)
+            ),
         ]
         self._operator = Child(
             "tests.chaos.clients:operator",
@@ -227,6 +234,8 @@ class Director:
 
     def _stop_client(self) -> None:
         member = self._random.choice(self._members)
+        if not member.told:  # connecting has a timeout, and one that stands still for so long fails
+            return
         self.found.note("stopped client", member.name)
         self._send(os.pidfd_open(member.child.pid), signal.SIGSTOP, member.name, 4.0)
 

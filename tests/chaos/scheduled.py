@@ -1,0 +1,252 @@
+"""Models that are not scheduled as one answer for one request, and who calls them under attack: an ensemble with a
+mapped step, sequences with a state, and models that answer many times.
+
+The rule of the file: each answer is computed here, too; a sequence that has lost a request is given up, as its model
+has lost what it knew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from bench.child import Answer, Handler
+from bench.soak_client import Allowed, Call, Tally
+from shmserve import errors
+
+MODELS = ("spread", "rows", "sums", "repeat")
+ROWS = 6
+WIDTH = 4000
+PARTS = 20
+WINDOW = 3
+PATIENCE = 30.0
+
+SPREAD = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("y", 2 * pb_utils.get_input_tensor_by_name(request, "x").as_numpy())
+            ])
+            for request in requests
+        ]
+"""
+SUMS = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        x, state = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("x", "state"))
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", state + x), pb_utils.Tensor("new", state + x)])
+"""
+REPEAT = """\
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    # Every other request is answered by a thread, the rest before the batch is done.
+    def initialize(self, args):
+        self.threads = []
+
+    def execute(self, requests):
+        for request in requests:
+            count, size = request.inputs()[0].as_numpy()[0].astype(int)
+            if count % 2:
+                self.threads.append(threading.Thread(target=self.answer, args=(request, count, size)))
+                self.threads[-1].start()
+            else:
+                self.answer(request, count, size)
+        self.threads = [thread for thread in self.threads if thread.is_alive()]
+
+    def answer(self, request, count, size):
+        sender = request.get_response_sender()
+        for index in range(count):
+            if sender.is_cancelled():
+                break
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, size), index, np.float32))]))
+        sender.send(flags=FINAL)
+
+    def finalize(self):
+        for thread in self.threads:
+            thread.join()
+"""
+
+CONFIGS = {
+    "spread": 'backend: "python" input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] '
+    'output [ { name: "y" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]',
+    "rows": 'platform: "ensemble" input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] '
+    'output [ { name: "z" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] ensemble_scheduling { step [ '
+    '{ model_name: "spread" model_version: -1 '
+    'input_map { key: "x" value: "x" } output_map { key: "y" value: "wide" } }, '
+    '{ model_name: "identity_FP32" model_version: -1 '
+    'input_map { key: "x" value: "wide" } output_map { key: "y" value: "z" } } ] } '
+    'parameters { key: "step[1].map" value { string_value: "wide" } }',
+    "sums": 'backend: "python" max_batch_size: 4 instance_group [ { count: 2 kind: KIND_CPU } ] '
+    'input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ] '
+    'output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ] '
+    "sequence_batching { direct { } max_sequence_idle_microseconds: 5000000 control_input [ "
+    '{ name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] }, '
+    '{ name: "READY" control [ { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } ] } ] '
+    'state [ { input_name: "state" output_name: "new" data_type: TYPE_FP32 dims: [ 3 ] } ] }',
+    "repeat": 'backend: "python" max_batch_size: 4 dynamic_batching { } '
+    'input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] '
+    'output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ] model_transaction_policy { decoupled: true }',
+}  # fmt: skip
+
+_START = "must specify the START flag"
+ALLOWED = {
+    # One that lost its worker, or the server, is gone: who goes on with it is told so.
+    "INVALID_ARG": rf"^sums: .*{_START}",
+    "CONNECTION_LOST": "^(repeat|sums): the connection ended (while the model answered|in the middle)",
+}
+
+
+def write(root: Path) -> None:
+    for name, text in CONFIGS.items():
+        (root / name / "1").mkdir(parents=True)
+        (root / name / "config.pbtxt").write_text(f'name: "{name}" {text}')
+    for name, text in (("spread", SPREAD), ("sums", SUMS), ("repeat", REPEAT)):
+        (root / name / "1" / "model.py").write_text(text)
+
+
+class Rows:
+    """Calls of the ensemble: each row is a request of its own to identity_FP32, which all others call, too."""
+
+    def __init__(self, client: Any, seed: int) -> None:
+        self._client = client
+        self._random = random.Random(seed)
+
+    def one(self, tally: Tally) -> None:
+        roll = self._random
+        shape = (roll.randrange(ROWS), roll.randrange(1, WIDTH))
+        x = np.full(shape, roll.randrange(1000), np.float32) + np.arange(shape[0], dtype=np.float32)[:, None]
+        call = Call(
+            "rows",
+            x,
+            2 * x if shape[0] else np.empty((0, 0), np.float32),
+            roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None,
+        )
+        tally.sent += 1
+        try:
+            future = self._client.submit("rows", {"x": x}, timeout=call.timeout)
+            if roll.random() < 0.1:
+                call.cancelled = True
+                future.cancel()
+            result = future.result(PATIENCE)
+        except (errors.ServeError, CancelledError) as error:
+            tally.failed(call, error)
+        except TimeoutError:
+            tally.lost += 1
+        else:
+            tally.right("rows", result["z"], call.expected)
+
+
+class Sums:
+    """A sequence after the other, each from its START to its END."""
+
+    def __init__(self, client: Any, seed: int) -> None:
+        self._client = client
+        self._random = random.Random(seed)
+
+    def one(self, tally: Tally) -> None:
+        roll = self._random
+        key, length = roll.randrange(1, 1 << 48), roll.randrange(1, 12)
+        total = np.zeros((1, 3), np.float32)
+        for index in range(length):
+            x = np.array([[roll.randrange(100) for _ in range(3)]], np.float32)
+            total = total + x
+            call = Call("sums", x, total, None)
+            tally.sent += 1
+            begin, end = index == 0, index == length - 1
+            try:
+                future = self._client.submit("sums", {"x": x}, sequence=key, sequence_start=begin, sequence_end=end)
+                result = future.result(PATIENCE)
+            except errors.ServeError as error:
+                tally.failed(call, error)
+                return
+            except TimeoutError:
+                tally.lost += 1
+                return
+            tally.right("sums", result["y"], call.expected)
+
+
+class Repeat:
+    """Streams, of which some are left before their end."""
+
+    def __init__(self, client: Any, seed: int) -> None:
+        self._client = client
+        self._random = random.Random(seed)
+
+    def one(self, tally: Tally) -> None:
+        roll = self._random
+        count, size = roll.randrange(PARTS), roll.choice([1, 1, 30, 5000])
+        leave = roll.randrange(count) if count and roll.random() < 0.2 else -1
+        call = Call("repeat", None, None, roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None)
+        tally.sent += 1
+        came = 0
+        x = np.array([[count, size]], np.float32)
+        try:
+            for part in self._client.stream("repeat", {"x": x}, window=WINDOW, timeout=call.timeout):
+                if not np.array_equal(part["y"], np.full((1, size), came, np.float32)):
+                    tally.fault(f"repeat: answer {came} of {count} is another one: {part['y'].shape}")
+                if came == leave:
+                    tally.counts["left"] += 1
+                    return
+                came += 1
+        except errors.ServeError as error:
+            tally.failed(call, error)
+            return
+        if came != count:
+            tally.fault(f"repeat: {came} answers of {count}, and no error")
+        tally.counts["right"] += 1
+
+
+def scheduled(url: str, seed: int, allowed: Allowed, reconnect_timeout: float) -> Handler:
+    from shmserve import Client
+
+    client = Client(url, reconnect_timeout=reconnect_timeout)
+    callers = [kind(client, seed * 10 + number) for number, kind in enumerate((Rows, Sums, Sums, Repeat, Repeat))]
+
+    def work(one: Callable[[Tally], None], end: float) -> Tally:
+        tally = Tally(allowed)
+        while monotonic() < end:
+            one(tally)
+        return tally
+
+    def handle(seconds: float) -> Answer:
+        end = monotonic() + seconds
+        with ThreadPoolExecutor(len(callers)) as pool:
+            answers = [tally.answer() for tally in pool.map(lambda caller: work(caller.one, end), callers)]
+        client.close()
+        return _together(answers)
+
+    return handle
+
+
+def _together(answers: list[Answer]) -> Answer:
+    total: dict[str, Any] = {"sent": 0, "lost": 0, "wrong": 0, "examples": []}
+    counts: dict[str, int] = {}
+    for answer in answers:
+        for key in total:
+            total[key] += answer[key]
+        for key, count in answer["counts"].items():
+            counts[key] = counts.get(key, 0) + count
+    return {**total, "counts": counts}
