@@ -67,12 +67,25 @@ class Asked(Struct):
 class Client:
     """One connection."""
 
-    __slots__ = ("_hold_ns", "_next", "_world", "dead", "held_inputs", "holds", "open", "peer", "segment", "source")
+    __slots__ = (
+        "_add_to_digest",
+        "_hold_ns",
+        "_next",
+        "_world",
+        "dead",
+        "held_inputs",
+        "holds",
+        "open",
+        "peer",
+        "segment",
+        "source",
+    )
 
     def __init__(self, world: Simulation, peer: int, source: Source, hold_ns: int) -> None:
         self._world = world
         self._hold_ns = hold_ns
         self._next = 0
+        self._add_to_digest = world.digest.add
         self.peer = peer
         self.source = source
         self.segment = (peer << OWNER_SHIFT) + 1
@@ -119,7 +132,7 @@ class Client:
         asked = self.open.pop(number, None)
         if asked is None:
             raise AssertionError(f"client {self.peer} has got an answer to {number}: never asked, or answered before")
-        self._world.digest.add(self.peer, number, at, code)
+        self._add_to_digest(self.peer, number, at, code)
         for tensor in outputs:
             if type(tensor.data) is tuple:
                 self._keep(tensor.data, at)
@@ -175,6 +188,9 @@ class Source:
         self._options = Options(priority=load.priority) if load.priority else None
         self._window = load.window if model.policy.decoupled else 0
         self._special = bool(self._sequences or self._window or world.fate.of_requests)
+        self._way_ns = 0 if self._special else world.plan.link_ns
+        """Arrivals need one event less if they are planned for when they are at the broker."""
+        self._closed = isinstance(load.arrivals, Closed)
         self._timeout_us = load.timeout_ns // 1000
         self._chains = 0
         self._first_chain = (number + 1) << 32
@@ -200,15 +216,24 @@ class Source:
             self.world.exhausted(self)
         else:
             at, rows = found
-            self.world.at(self.world.began + at, self._arrive, rows)
+            self.world.at(self.world.began + at + self._way_ns, self._arrive, rows)
 
     def _arrive(self, rows: int) -> None:
-        if self._call(rows):
+        """It is sent now or, where nothing hangs on that moment, has arrived now."""
+        if not self._way_ns:
+            if self._call(rows):
+                self._next_arrival()
+            return
+        world = self.world
+        sent = world.now - self._way_ns
+        if world.may_send(sent):
+            world.arrive(self._ask(rows, None, False, sent))
             self._next_arrival()
 
     def _call(self, rows: int) -> bool:
         """False: no more are to be sent."""
-        if not self.world.may_send():
+        now = self.world.now
+        if not self.world.may_send(now):
             return False
         chain = None
         if self._sequences:
@@ -216,10 +241,10 @@ class Source:
             low, high = self.load.sequence
             length = self._draws.randint(max(low, 1), max(high, low, 1))
             chain = Chain(self._first_chain + self._chains, length)
-        self._ask(rows, chain, chain is not None)
+        self.world.send(now, *self._ask(rows, chain, chain is not None, now))
         return True
 
-    def _ask(self, rows: int, chain: Chain | None, first: bool) -> None:
+    def _ask(self, rows: int, chain: Chain | None, first: bool, now: int) -> tuple[int, Infer]:
         world, load = self.world, self.load
         if not rows:
             low, high = load.rows
@@ -228,7 +253,6 @@ class Source:
         clients = self.clients
         client = clients[self._turn % len(clients)] if chain is None else clients[chain.number % len(clients)]
         number = client.next_number()
-        now = world.now
         asked = Asked(self, now, now + load.timeout_ns if load.timeout_ns else 0, chain)
         options = self._options
         if self._special:
@@ -237,7 +261,7 @@ class Source:
         self.result.sent += 1
         world.owed += 1
         inputs = self._inputs.make(rows if self._batches else 0, client.segment, self._draws)
-        world.send(now, client.peer, Infer(number, load.model, 0, inputs, None, self._timeout_us, options))
+        return client.peer, Infer(number, load.model, 0, inputs, None, self._timeout_us, options)
 
     def _rarely(self, client: Client, number: int, asked: Asked, first: bool) -> Options:
         """Options of a request that is more than an input and an output."""
@@ -267,7 +291,9 @@ class Source:
             result.latency.add(at - asked.sent)
             if not asked.until or at <= asked.until:
                 result.in_time += 1
-        self._go_on(asked, at, not code)
+                result.good += at <= world.ends
+        if self._closed or asked.chain is not None:
+            self._go_on(asked, at, not code)
 
     def _go_on(self, asked: Asked, at: int, well: bool) -> None:
         """With the sequence, or the caller's next request."""
@@ -281,7 +307,8 @@ class Source:
     def _continue(self, chain: Chain) -> None:
         self.world.owed -= 1
         if chain.left:
-            self._ask(0, chain, False)
+            now = self.world.now
+            self.world.send(now, *self._ask(0, chain, False, now))
 
     def replace(self, dead: Client) -> None:
         """The client has died: another one takes over. Sequences that it had go with it."""

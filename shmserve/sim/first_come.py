@@ -49,7 +49,9 @@ def first_come(
                 latency = now + took - arrived
                 result.answered += 1
                 result.latency.add(latency)
-                result.in_time += not load.timeout_ns or latency <= load.timeout_ns
+                if not load.timeout_ns or latency <= load.timeout_ns:
+                    result.in_time += 1
+                    result.good += now + took <= seconds * SECOND
 
     for at, given in load.arrivals.arrivals(Random(f"{source} arrivals")):
         if at > seconds * SECOND:

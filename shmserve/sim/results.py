@@ -67,6 +67,8 @@ class ModelResult(Struct):
     answered: int = 0
     in_time: int = 0
     """Answered before the deadline; those without one count too."""
+    good: int = 0
+    """Of those in time, the ones that came while requests were still being sent."""
     failed: dict[str, int] = {}
     """Answered with an error, by its code."""
     abandoned: int = 0
@@ -86,8 +88,8 @@ class ModelResult(Struct):
 
     @property
     def goodput(self) -> float:
-        """Answers in time, a second."""
-        return self.in_time / self.seconds if self.seconds else 0.0
+        """Answers in time, a second, while requests are being sent."""
+        return self.good / self.seconds if self.seconds else 0.0
 
     @property
     def utilisation(self) -> float:

@@ -46,14 +46,17 @@ class Simulation:
         self.digest = Digest()
         self.now = START
         self.began = START
-        self._until = 0
-        """When sending ends."""
+        self.ends = FOREVER
+        """When sending does."""
+        self._last = FOREVER
+        """When the last that was sent has arrived."""
         self._sent = 0
         self._exhausted = False
         self._turns = 0
         self._heap: list[tuple[int, int, Callable[[Any], object], Any]] = []
         self._number = 0
         self._inbox: list[tuple[int, Any]] = []
+        self._take_turn: Callable[[Any], object] = self._turn
         self._due = False
         """A turn is planned for what is in the inbox."""
         self._free = START
@@ -70,7 +73,6 @@ class Simulation:
         self._settled = self._operations = 0
         self._reloads = Random(f"{plan.seed} reloads")
         self._drained = False
-        self._ended = START
         self.owed = 0
         """Requests without an answer, and those of sequences that are still to come."""
         self.last_answer = START
@@ -114,7 +116,8 @@ class Simulation:
         if not self._due:
             self._due = True
             now, free = self.now, self._free
-            self.at(now if now > free else free, self._turn, None)
+            self._number += 1  # whatever else comes at that very moment is in the turn
+            heapq.heappush(self._heap, (now if now > free else free, FOREVER + self._number, self._take_turn, None))
 
     def _turn(self, _: None) -> None:
         self._due = False
@@ -261,14 +264,16 @@ class Simulation:
 
     @property
     def sending(self) -> bool:
-        return bool(self._sources) and not self._exhausted and (not self._until or self.now <= self._until)
+        return bool(self._sources) and not self._exhausted and self.now <= self._last
 
-    def may_send(self) -> bool:
+    def may_send(self, at: int) -> bool:
         """One more request; False: the time, or the number of requests, is up."""
-        if self._exhausted or (self._until and self.now > self._until):
+        if self._exhausted or at > self.ends:
             return False
         self._sent += 1
-        self._exhausted = self._sent == self.plan.requests
+        if self._sent == self.plan.requests:
+            self._exhausted = True
+            self.ends = at
         return True
 
     # ------------------------------------------------------------------------------------ the whole
@@ -309,14 +314,16 @@ class Simulation:
         patience = round(plan.patience_s * SECOND)
         self.began = self.now
         if plan.seconds:
-            self._until = self.now + round(plan.seconds * SECOND)
+            self.ends = self.now + round(plan.seconds * SECOND)
+            self._last = self.ends + plan.link_ns
         self._plan_reload()
         self._make_sources()
         for source in list(self._sources):
             source.begin()
-        while self.sending and self._heap and (not self._until or self._heap[0][0] <= self._until):
+        while self.sending and self._heap and self._heap[0][0] <= self._last:
             self._run_some()
-        self._ended = self._until or self.now
+        self._exhausted = True
+        self.ends = self.now if self.ends == FOREVER else self.ends
         self._run_until(lambda: not self.owed, self.now + patience)
         if self.owed:
             return
@@ -325,7 +332,7 @@ class Simulation:
 
     def _run_some(self) -> None:
         """Events by the hundred: whether it is over need not be asked before each."""
-        heap, pop, until = self._heap, heapq.heappop, self._until or FOREVER
+        heap, pop, until = self._heap, heapq.heappop, self._last
         for _ in range(100):
             if not heap or heap[0][0] > until or self._exhausted:
                 return
@@ -367,7 +374,7 @@ class Simulation:
         assert not state.ledger.segments, "segments are left"
 
     def result(self) -> Result:
-        seconds = (self._ended - self.began) / SECOND
+        seconds = (self.ends - self.began) / SECOND
         elapsed = (self.last_answer - self.began) / SECOND
         for result in self._results.values():
             result.seconds = seconds
