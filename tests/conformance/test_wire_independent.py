@@ -402,7 +402,7 @@ def test_hello_comes_first(place: Path) -> None:
         answers = [speaker.read()]
         if answers[0][0] == PONG:
             answers.append(speaker.read())
-        assert answers[-1][:2] == [GOODBYE, "PROTOCOL"]
+        assert answers[-1][:2] == [GOODBYE, "CONNECTION_LOST"]
         assert "Hello" in answers[-1][2]
 
 
