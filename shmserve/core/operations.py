@@ -249,6 +249,8 @@ class Operations:
             operation.starting.pop(instance, None)
         elif version in operation.loading or version in model.coming.values():
             operation.loading.pop(version, None)
+        elif version in operation.starting.values():  # it goes, and its new instances with it
+            operation.starting = {new: other for new, other in operation.starting.items() if other is not version}
         else:
             return
         operation.failures.append(f"version {version.number}: {reason}")
@@ -282,8 +284,7 @@ class Operations:
         for number, version in model.coming.items():
             old = model.versions[number]
             model.versions[number] = version
-            model.leaving.append(old)
-            self.retire(old)
+            self._abandon(model, old)
         model.coming.clear()
         for version, instance in operation.surplus:
             self.stop(version, instance)
