@@ -25,7 +25,7 @@ SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
 class Crowded(World):
     """With one model that runs one request at a time, and everything that was said to clients."""
 
-    def __init__(self, large: str = "", /, **limits: int) -> None:
+    def __init__(self, large: str = "", /, **limits: Any) -> None:
         super().__init__(Limits(**limits))
         self.said: list[tuple[int, Any]] = []
         self.numbers = 0
