@@ -153,6 +153,27 @@ def large_identity(setting: Setting) -> list[Row]:
     ]
 
 
+def ensemble(setting: Setting) -> list[Row]:
+    """Three identities of 16 MiB in a row as an ensemble: against one of them, three calls, and tensors of other sizes."""
+    from bench.ensemble import READ, SIZES, run_ensemble
+
+    found = run_ensemble(setting)
+    small, middle, large = SIZES
+    over = {size: found.ensemble[size] / found.one[size] for size in SIZES}
+    times = f"ensemble {micros(found.ensemble[middle])}, one step {micros(found.one[middle])}"
+    calls = found.ensemble[middle] / found.calls[middle]
+    shares = ", ".join(f"{size // MIB} MiB {over[size]:.2f}" for size in SIZES)
+    looks = f"64 MiB {micros(found.readers[READ[1]])}, 4 KiB {micros(found.readers[READ[0]])}"
+    readers = found.readers[READ[1]] / found.readers[READ[0]]
+    beside = f"three calls {micros(found.calls[middle])}, {times}"
+    return [
+        Row("ensemble of 3 identities, 16 MiB, over one", over[middle], "x", at_most=1.5, beside=times),
+        Row("ensemble of 3 identities, over three calls", calls, "x", at_most=1.0, beside=beside),
+        Row("ensemble over one, 64 MiB against 1 MiB", over[large] / over[small], "x", at_most=1.2, beside=shares),
+        Row("3 steps that read 64 MiB, over 4 KiB", readers, "x", at_most=1.3, beside=looks),
+    ]
+
+
 def memory(setting: Setting) -> list[Row]:
     """Private memory of the broker with 10 models and 64 clients, shared segments not counted."""
     repository = setting.repository("memory")
@@ -247,6 +268,7 @@ ALL: dict[str, Measure] = {
     "lone": lone,
     "large-input": large_input,
     "large-identity": large_identity,
+    "ensemble": ensemble,
     "memory": memory,
     "startup": startup,
     "loading": loading,
