@@ -154,7 +154,7 @@ def large_identity(setting: Setting) -> list[Row]:
 
 
 def ensemble(setting: Setting) -> list[Row]:
-    """Three identities of 16 MiB in a row as an ensemble: against one of them, three calls, and tensors of other sizes."""
+    """Three identities of 16 MiB in a row, as an ensemble: against one of them, three calls, and other sizes."""
     from bench.ensemble import READ, SIZES, run_ensemble
 
     found = run_ensemble(setting)
