@@ -284,6 +284,8 @@ class Source:
         result, world = self.result, self.world
         world.owed -= 1
         world.last_answer = at
+        if asked.until and at - asked.until > result.overdue_ns:
+            result.overdue_ns = at - asked.until
         if code:
             result.failed[code] = result.failed.get(code, 0) + 1
         else:

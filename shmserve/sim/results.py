@@ -69,6 +69,8 @@ class ModelResult(Struct):
     """Answered before the deadline; those without one count too."""
     good: int = 0
     """Of those in time, the ones that came while requests were still being sent."""
+    overdue_ns: int = 0
+    """The most that an answer, of whatever kind, came after the deadline."""
     failed: dict[str, int] = {}
     """Answered with an error, by its code."""
     abandoned: int = 0
@@ -110,6 +112,7 @@ class ModelResult(Struct):
             "failed": dict(sorted(self.failed.items())),
             "abandoned": self.abandoned,
             "parts": self.parts,
+            "overdue_ms": self.overdue_ns / 1e6,
             "goodput": round(self.goodput, 3),
             "latency_ms": {
                 "mean": round(latency.mean / 1e6, 4),

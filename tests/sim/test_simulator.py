@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from shmserve.sim import (
     first_come,
     simulate,
 )
+from shmserve.sim.tensors import Inputs
 from tests.sim.plans import MS, pipeline, policy, served, some_plan, tensor
 
 ROOT = Path(__file__).parents[2]
@@ -231,6 +233,22 @@ def test_a_model_that_never_comes_is_told() -> None:
         simulate(Plan((late,), (Load("m", Poisson(1)),), seconds=1.0))
 
 
+@pytest.mark.parametrize("seed", range(0, SEEDS, 2))
+def test_nobody_waits_past_a_deadline(seed: int) -> None:
+    plan = some_plan(seed, 0.3, 0)
+    loads = tuple(replace(load, timeout_ns=(3 + seed % 20) * MS) for load in plan.loads)
+    result = simulate(replace(plan, loads=loads, link_ns=0, turn_ns=0, message_ns=0))
+    accounted(result)
+    assert all(model.overdue_ns == 0 for model in result.models.values())
+
+
+def test_expiry_is_told_within_5_ms_also_at_twice_the_load() -> None:
+    load = Load("m", Poisson(3200), 8, timeout_ns=50 * MS)
+    model = simulate(Plan((served(policy(), 2),), (load,), seconds=1.0)).models["m"]
+    assert model.failed["DEADLINE_EXCEEDED"] > 1000
+    assert 0 < model.overdue_ns < 5 * MS
+
+
 # ------------------------------------------------------------------------------------ kinds of models
 
 
@@ -275,6 +293,14 @@ def test_a_decoupled_model_answers_as_often_as_it_likes() -> None:
 def test_bursts_come_at_once_and_share_batches() -> None:
     result = simulate(Plan((served(policy()),), (Load("m", Bursts(100, 8)),), requests=400))
     assert result.models["m"].mean_batch > 7
+
+
+@pytest.mark.parametrize("distinct", [0, 1, 5])
+def test_inputs_differ_for_a_cache_as_often_as_they_should(distinct: int) -> None:
+    inputs = Inputs(replace(policy(), cached=True), distinct)
+    draw = Random(1)
+    contents = {inputs.make(1, 0, draw)[0].data for _ in range(200)}
+    assert len(contents) == (distinct or 200)
 
 
 # ------------------------------------------------------------------------------------ the rest
