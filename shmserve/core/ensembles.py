@@ -136,7 +136,11 @@ class Ensembles:
         """The version that all steps of this name and number are run by, also when another has taken over."""
         member = held.get((name, number))
         if member is None:
-            member = held[name, number] = self._state.look_up(name, number)
+            member = self._state.look_up(name, number)
+            if member.decoupled:  # since this very turn: otherwise the ensemble would not be served
+                text = "may answer a request many times; ensembles cannot follow that"
+                raise Unavailable(f"model '{name}' of a step {text}")
+            held[name, number] = member
             member.users += 1
             for step in member.graph.steps if member.graph is not None else ():
                 self._hold(held, step.model, step.version)

@@ -270,7 +270,7 @@ class Operations:
             for version, instance in operation.added:
                 self.stop(version, instance)
             text = f"failed to load '{model.name}': {'; '.join(dict.fromkeys(operation.failures))}"
-            if operation.beside:
+            if operation.beside and model.default() is not None:
                 text += "; what was served before goes on"
                 self._state.log("error", text, model=model.name)
         else:
