@@ -92,6 +92,8 @@ class Session:
         self._decode = wire.Codec(BrokerMessage).decode
         self._number = 0
         self._held: dict[int, Kept] = {}
+        self._behind: list[int] = []
+        """Requests that go when the server has loaded."""
         self.questions = Questions(self.tickets, self.outbox)
         self._operations = self.questions.to_send
         self._nudge = on_full
@@ -125,19 +127,10 @@ class Session:
         tensors, kept, size = self._tensors(inputs)
         self._number = number = self._number + 1
         if (
-            outputs is None
-            and version is None
-            and priority is None
-            and sequence is None
-            and parameters is None
-            and request_id is None
-            and not sequence_start
-            and not sequence_end
-            and not window
-            and len(tensors) < 16
-            and type(model) is str
-            and len(model) <= NAME_LENGTH
-        ):
+            outputs is None and version is None and priority is None and sequence is None and parameters is None
+            and request_id is None and not sequence_start and not sequence_end and not window and len(tensors) < 16
+            and type(model) is str and len(model) <= NAME_LENGTH
+        ):  # fmt: skip
             message = Infer(number, model, 0, tensors)
         else:
             if outputs is not None and kept is None:
@@ -165,6 +158,9 @@ class Session:
         if kept is not None and kept.frames:
             outbox.framed = True
         self.tickets[number] = ticket
+        if self._behind and message.options is not None and message.options.sequence:
+            self._behind.append(number)  # it must not overtake those before it
+            return
         outbox.messages.append(message)
         outbox.size += size + 64
 
@@ -403,7 +399,7 @@ class Session:
     def _on_welcome(self, message: Welcome) -> int:
         if message.protocol != PROTOCOL:
             raise ProtocolError(f"the server speaks protocol {message.protocol}, this client {PROTOCOL}")
-        self.server = message.server
+        first, self.server = not self.server, message.server
         self.limits = message.limits
         numbers = self.memory.connected(message.owner)
         self.connected = True
@@ -413,13 +409,16 @@ class Session:
                 self._forget(ticket)  # nobody wants it, and the server has not seen it
             elif isinstance(ticket.message, Ask):
                 self.questions.put_again(ticket.message)
-        again = renew(self.tickets, numbers, self.memory)
-        if again:
-            self.ask(Resume(lambda: self._send_again(again)), LOADED, 0.0)
+        self._behind = renew(self.tickets, numbers, self.memory)
+        if self._behind and not first:
+            self.ask(Resume(self._send_again), LOADED, 0.0)
+        elif self._behind:
+            self._send_again()
         return 0
 
-    def _send_again(self, numbers: list[int]) -> None:
+    def _send_again(self) -> None:
         self.urgent = True
+        numbers, self._behind = self._behind, []
         for ticket in send_again(numbers, self.tickets, self.outbox):
             self._forget(ticket)
 
