@@ -63,6 +63,17 @@ def check_graph(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[Gra
     return sorted(found.problems, key=lambda problem: problem.step if problem.step >= 0 else len(found.steps))
 
 
+def not_followed(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[GraphProblem]:
+    """Steps that make sense, and that ensembles cannot have here."""
+    found = []
+    for index, step in enumerate(steps_of(ensemble)):
+        if is_decoupled(step.model_name, models):
+            text = f'model "{shown(step.model_name)}" may answer a request many times; ensembles cannot follow that'
+            path = f"ensemble_scheduling.step[{index}].model_name"
+            found.append(GraphProblem(index, step.model_name, path, text))
+    return found
+
+
 def is_decoupled(name: str, models: Mapping[str, Member]) -> bool:
     """Whether a model may answer a request more than once: an ensemble does so as soon as one of its steps does."""
     seen = {name}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.repo.ensembles import GraphProblem, Member, check_graph, is_decoupled, way_to
+from shmserve.repo.ensembles import GraphProblem, Member, check_graph, is_decoupled, not_followed, way_to
 from shmserve.repo.load import parse
 from shmserve.repo.schema import ModelConfig, ModelEnsembling, ModelEnsemblingStep
 
@@ -249,5 +249,10 @@ def test_two_models_that_answer_as_often_as_they_like() -> None:
         )
     ]
     assert [is_decoupled(name, models) for name in models] == [True, True, True, False, False]
+    text = 'model "{}" may answer a request many times; ensembles cannot follow that'
+    assert not_followed(parse(JOIN), models) == [
+        GraphProblem(index, name, f"{STEP}[{index}].model_name", text.format(name))
+        for index, name in enumerate(["left", "right"])
+    ]
     models["left"] = member(f'name: "left" {one}')
     assert check_graph(parse(JOIN), models) == []
