@@ -202,6 +202,7 @@ class Connection:
         """Makes a link, while others wait. Where it cannot, everything unanswered fails."""
         end = monotonic() + self._reconnect_timeout
         limit = end if until is None else min(end, until)
+        tired = False
         failure: ServeError = ConnectionLost("connecting was interrupted")
         found: tuple[Link, Incoming] | None = None
         self._leading = True
@@ -210,11 +211,12 @@ class Connection:
             found = self._dial(limit)
         except ServeError as error:
             failure = error
+            tired = limit < end and self._was_connected and isinstance(error, ConnectionLost)
         finally:
             self.lock.acquire()
             self._leading = False
             self._dialed = None
-            if found is None and (limit == end or monotonic() < limit):
+            if found is None and (self.closed or not tired):  # else only who led waits no longer
                 self.session.fail_all(Cancelled(CLOSED) if self.closed else failure)
         if found is None:
             return

@@ -182,6 +182,21 @@ def test_a_step_of_a_sequence_is_not_sent_again(client: Any, broker: FakeBroker)
     assert client.infer("echo", {"x": 1}, sequence=5, sequence_start=True)["x"] == 1
 
 
+@ways("lane", "ipc")
+def test_who_has_no_time_to_wait_for_the_server_speaks_for_himself(
+    client: Any, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait on, for as long as the server has time to come back."""
+    patient = client.submit("hold", {"x": np.arange(3)})
+    broker.parked.get(timeout=20)
+    broker.stop()
+    with pytest.raises((shmserve.DeadlineExceeded, shmserve.ConnectionLost)):
+        client.infer("echo", {"x": 1}, timeout=0.3)
+    monkeypatch.setitem(MODELS, "hold", echo)
+    broker.start()
+    np.testing.assert_array_equal(patient.result()["x"], np.arange(3))
+
+
 def test_no_server(broker: FakeBroker, connect: Callable[..., Any], link: str) -> None:
     broker.stop()
     with connect(reconnect_timeout=0.3) as client:
