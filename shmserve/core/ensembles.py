@@ -130,20 +130,22 @@ class Ensembles:
     def _take_members(self, run: Run) -> None:
         for index in run.needed:
             step = run.graph.steps[index]
-            run.members[index] = self._hold(run.held, step.model, step.version)
+            run.members[index] = self._hold(run.held, step.model, step.version, run.request.options)
 
-    def _hold(self, held: dict[tuple[str, int], Version], name: str, number: int) -> Version:
+    def _hold(self, held: dict[tuple[str, int], Version], name: str, number: int, options: Options | None) -> Version:
         """The version that all steps of this name and number are run by, also when another has taken over."""
         member = held.get((name, number))
         if member is None:
-            member = self._state.look_up(name, number)
+            if options is not None and options.sequence:  # which goes on where it began
+                member = self._intake.sequencer.version_of(name, number, options)
+            member = member or self._state.look_up(name, number)
             if member.decoupled:  # since this very turn: otherwise the ensemble would not be served
                 text = "may answer a request many times; ensembles cannot follow that"
                 raise Unavailable(f"model '{name}' of a step {text}")
             held[name, number] = member
             member.users += 1
             for step in member.graph.steps if member.graph is not None else ():
-                self._hold(held, step.model, step.version)
+                self._hold(held, step.model, step.version, options)
         return member
 
     def _appear(self, run: Run, name: str, tensor: Tensor | None, made: bool) -> None:

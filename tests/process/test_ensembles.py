@@ -22,7 +22,7 @@ from shmserve import TopK
 from shmserve.clients import cli
 from shmserve.testing import Server
 from tests.client_faces import FACES
-from tests.process.living import PATIENCE_S, pids, states, until
+from tests.process.living import PATIENCE_S, index, pids, states, until
 from tests.unit.test_metrics import Seen
 
 pytestmark = pytest.mark.process
@@ -367,6 +367,18 @@ def test_explicit_mode(tmp_path: Path) -> None:
         assert states(client, "chain") == states(client, "all") == {"1": "UNAVAILABLE"}
         with pytest.raises(shmserve.NotFound, match="'chain' depends on 'pass1' which has no loaded version"):
             client.infer("all", {"x": x})
+        client.load("pass1")
+        assert (client.infer("all", {"x": x})["u"] == x + 1).all()
+        file = tmp_path / "pass1" / "config.pbtxt"
+        text = file.read_text()
+        file.write_text(text.replace("TYPE_FP32", "TYPE_INT32"))
+        client.load("pass1")
+        entry = index(client, "chain")["chain/1"]
+        path = 'ensemble_scheduling.step[1].input_map["x"]: input "x" of model "pass1" is TYPE_INT32'
+        assert entry["state"] == "UNAVAILABLE"
+        assert path in entry["reason"]
+        assert states(client, "all") == {"1": "UNAVAILABLE"}
+        file.write_text(text)
         client.load("pass1")
         assert (client.infer("all", {"x": x})["u"] == x + 1).all()
         client.unload("all", unload_dependents=True)
