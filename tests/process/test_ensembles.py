@@ -22,7 +22,8 @@ from shmserve import TopK
 from shmserve.clients import cli
 from shmserve.testing import Server
 from tests.client_faces import FACES
-from tests.process.living import PATIENCE_S, index, pids, states, until
+from tests.process import living
+from tests.process.living import PATIENCE_S, pids, states, until
 from tests.unit.test_metrics import Seen
 
 pytestmark = pytest.mark.process
@@ -373,7 +374,7 @@ def test_explicit_mode(tmp_path: Path) -> None:
         text = file.read_text()
         file.write_text(text.replace("TYPE_FP32", "TYPE_INT32"))
         client.load("pass1")
-        entry = index(client, "chain")["chain/1"]
+        entry = living.index(client)["chain/1"]
         path = 'ensemble_scheduling.step[1].input_map["x"]: input "x" of model "pass1" is TYPE_INT32'
         assert entry["state"] == "UNAVAILABLE"
         assert path in entry["reason"]
