@@ -211,7 +211,8 @@ class Connection:
             found = self._dial(limit)
         except ServeError as error:
             failure = error
-            tired = limit < end and self._was_connected and isinstance(error, ConnectionLost)
+            early = limit < end and isinstance(error, ConnectionLost)
+            tired = early and (self._was_connected or monotonic() >= limit)
         finally:
             self.lock.acquire()
             self._leading = False
