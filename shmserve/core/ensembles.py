@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shmserve.core import graph
 from shmserve.core.ends import Ends
@@ -323,12 +324,15 @@ class Ensembles:
         outputs, final = self._wanted(run, index)
         outside = outside or (final and parent.outside)
         rows, signature, inline, _ = checker.check(inputs, outputs)
-        options = _passed_on(parent.options, member)
+        options = _passed_on(parent.options)
         client = parent.client
         if member.graph is None and all(instance.over for instance in member.instances):
             raise Unavailable(f"{member.label} has ended meanwhile{member.reason and f': {member.reason}'}")
         self._intake.check_step(client, member, inline, now)
-        level = 0 if member.plain else self._intake.level(client, member, step.version, options, rows, now)
+        level = 0
+        if not member.plain:
+            heard = _without_sequence(options) if member.places is None and member.graph is None else options
+            level = self._intake.level(client, member, step.version, heard, rows, now)
         segments = tuple(graph.check_parts(inputs))
         inline += graph.HANDLE_BYTES * len(segments)
         segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
@@ -454,13 +458,11 @@ class Ensembles:
                 member.users -= 1
 
 
-def _passed_on(options: Options | None, member: Version) -> Options | None:
-    """What a step is told of the caller's options: all but what only concerns the ensemble's own answer, and
-    sequences where its model has none."""
-    if options is None or not (options.window or options.sequence):
-        return options
-    found = Options(options.id, options.priority, options.queue_timeout_us, parameters=options.parameters)
-    if member.places is not None or member.graph is not None:
-        found.sequence, found.sequence_start = options.sequence, options.sequence_start
-        found.sequence_end = options.sequence_end
-    return found
+def _passed_on(options: Options | None) -> Options | None:
+    """What a step is told of the caller's options: all but what only concerns the ensemble's own answer."""
+    return options if options is None or not options.window else replace(options, window=0)
+
+
+def _without_sequence(options: Options | None) -> Options | None:
+    """For a model that takes none: it may still look at the id, as it may for any request of an ensemble."""
+    return options if options is None or not options.sequence else replace(options, sequence=0)
