@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import fields, replace
 
+from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.sim.faults import Faults
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--rows", type=_span, default=(1, 1), metavar="N[-M]", help="rows of a request (default: 1)")
     load.add_argument("--sequence", type=_span, default=(1, 1), metavar="N[-M]", help="requests of a sequence")
     load.add_argument("--gap-ms", type=_number, default=0.0, metavar="MS", help="between requests of a sequence")
+    load.add_argument("--distinct", type=_count, default=0, metavar="N", help="different inputs, for a cache")
     load.add_argument("--clients", type=_count, default=8, metavar="N", help="connections that share it (default: 8)")
     load.add_argument("--deadline-ms", type=_positive, metavar="MS", help="answers that come later are worth nothing")
     load.add_argument("--seconds", type=_positive, metavar="N", help="how long requests are sent (default: 10)")
@@ -84,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--reload-every", type=_number, default=0.0, metavar="S", help="mean time to the next reload")
     how.add_argument("--link-us", type=_number, default=20.0, metavar="US", help="a message's way (default: 20)")
     how.add_argument("--turn-us", type=_number, default=20.0, metavar="US", help="a turn of the broker (default: 20)")
+    how.add_argument("--cache-mib", type=_number, default=0.0, metavar="N", help="response cache (default: none)")
+    how.add_argument("--rate-limit", action="store_true", help="instances need their resources (rate_limiter)")
     how.add_argument("--check", type=_count, default=0, metavar="N", help="every invariant, after every n-th turn")
     how.add_argument("--compare", action="store_true", help="also a plain first-come queue under the same load")
     how.add_argument("--json", action="store_true", help="for programs")
@@ -190,9 +194,10 @@ def _plan(args: argparse.Namespace, rate: float) -> Plan:
     loads = [_load(args, name, recorded.get(name), rate) for name in (recorded or asked)]
     seconds = args.seconds if args.seconds is not None else 0.0 if recorded or args.requests else 10.0
     turn = round(args.turn_us * 1000)
+    limits = Limits(rate_limit=args.rate_limit, cache_bytes=round(args.cache_mib * (1 << 20)))
     faults = Faults(**{name: round(value) if name.endswith("_ns") else value for name, value in args.fault})
     return Plan(
-        tuple(known), tuple(loads), seconds, args.requests, args.seed, faults,
+        tuple(known), tuple(loads), seconds, args.requests, args.seed, faults, limits,
         link_ns=round(args.link_us * 1000), turn_ns=turn, message_ns=turn // 5, check_every=args.check,
         reload_every_s=args.reload_every,
     )  # fmt: skip
@@ -208,7 +213,9 @@ def _load(args: argparse.Namespace, name: str, replay: Replay | None, rate: floa
         arrivals = Bursts(rate, args.burst)
     timeout = round((args.deadline_ms or 0) * MS)
     gap = round(args.gap_ms * MS)
-    return Load(name, arrivals, args.clients, args.rows, timeout, sequence=args.sequence, gap_ns=gap)
+    return Load(
+        name, arrivals, args.clients, args.rows, timeout, sequence=args.sequence, gap_ns=gap, distinct=args.distinct
+    )
 
 
 def _first_come(plan: Plan, result: Result) -> ModelResult:
@@ -234,6 +241,8 @@ def _show(result: Result, beside: ModelResult | None) -> None:
             print(f"  {label:<12}{text}")
     lost = "nothing lost" if not result.lost else f"{result.lost} LOST"
     print(f"{lost}; {result.turns} turns of the broker; digest {result.digest}")
+    if result.cache_hits:
+        print(f"response cache: {result.cache_hits} hits, {result.cache_misses} misses")
     for line in result.log:
         print(f"  at {line}")
 

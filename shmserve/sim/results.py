@@ -142,6 +142,8 @@ class Result(Struct):
     digest: str
     log: list[str]
     """What an operator would have read, of warnings and errors, the first few."""
+    cache_hits: int = 0
+    cache_misses: int = 0
 
     @property
     def sent(self) -> int:
@@ -153,6 +155,7 @@ class Result(Struct):
             "turns": self.turns,
             "lost": self.lost,
             "digest": self.digest,
+            "cache": {"hits": self.cache_hits, "misses": self.cache_misses},
             "models": {name: model.as_json() for name, model in self.models.items()},
         }
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from random import Random
 
+from msgspec.structs import replace
+
 from shmserve.core.limits import Limits
 from shmserve.core.policy import (
     BatchPolicy,
     InstanceSpec,
     ModelPolicy,
     QueuePolicy,
+    Resource,
     SequencePolicy,
     StepPolicy,
     TensorSpec,
@@ -37,11 +40,12 @@ def policy(
     sequence: SequencePolicy | None = None,
     steps: tuple[StepPolicy, ...] | None = None,
     decoupled: bool = False,
+    cached: bool = False,
 ) -> ModelPolicy:
     if batching is None and max_batch > 1 and sequence is None and steps is None:
         batching = BatchPolicy()
     return ModelPolicy(
-        name, 1, max_batch, inputs, outputs, batching, LIMIT_NS, retry, sequence, steps, decoupled=decoupled
+        name, 1, max_batch, inputs, outputs, batching, LIMIT_NS, retry, sequence, steps, decoupled, cached
     )
 
 
@@ -50,7 +54,7 @@ def served(known: ModelPolicy, instances: int = 1, service: Service | None = Non
     return SimModel(known, specs, service or Affine(2 * MS, MS))
 
 
-def pipeline() -> tuple[SimModel, ...]:
+def pipeline(cached: bool = False) -> tuple[SimModel, ...]:
     """cut -> find (for each cut, if asked) -> out: an ensemble with a condition and a step that is mapped over rows."""
     cut = policy("cut", 0, outputs=(tensor("rows", (-1, 4)), tensor("go", (1,), "BOOL")))
     find = policy("find", 4)
@@ -58,7 +62,7 @@ def pipeline() -> tuple[SimModel, ...]:
         StepPolicy("cut", 0, (("x", "in"),), (("go", "go"), ("rows", "rows"))),
         StepPolicy("find", 0, (("x", "rows"),), (("y", "out"),), mapped="rows", condition="go"),
     )
-    both = policy("both", 0, None, (tensor("in"),), (tensor("out", (-1, 4)),), steps=steps)
+    both = policy("both", 0, None, (tensor("in"),), (tensor("out", (-1, 4)),), steps=steps, cached=cached)
     cutter = served(cut)
     return (
         SimModel(cutter.policy, cutter.instances, Constant(MS), free=(0, 5), true_share=0.8),
@@ -124,19 +128,40 @@ def some_load(draw: Random, model: SimModel) -> Load:
         sequence=(1, draw.randint(1, 6)),
         gap_ns=draw.choice((0, MS, 15 * MS)),
         window=draw.choice((1, 3, 100)),
+        distinct=draw.choice((0, 5, 50)),
     )
 
 
+def limited(draw: Random) -> tuple[SimModel, ...]:
+    """Two models whose instances cannot all run at once."""
+    made = []
+    for name in ("other", "m"):
+        model = served(policy(name, batching=some_batching(draw)), 2, some_service(draw))
+        resources = (Resource("memory", draw.randint(1, 2)), Resource("bus", 1, True))
+        specs = tuple(replace(spec, resources=resources, turn=draw.randint(1, 3)) for spec in model.instances)
+        made.append(SimModel(model.policy, specs, model.service))
+    return tuple(made)
+
+
+KINDS = (
+    *("batches", "batches", "large", "single", "direct", "oldest", "iterative", "streams"),
+    *("steps", "cached", "limited"),
+)
+
+
 def some_models(draw: Random) -> tuple[SimModel, ...]:
-    kind = draw.choice(("batches", "batches", "large", "single", "direct", "oldest", "iterative", "streams", "steps"))
+    kind = draw.choice(KINDS)
     if kind == "steps":
-        return pipeline()
+        return pipeline(draw.random() < 0.3)
+    if kind == "limited":
+        return limited(draw)
     batching, retry = some_batching(draw), draw.random() < 0.7
     wide = (tensor("x", (2000,)),), (tensor("y", (2000,)), tensor("z", (2,)))
     slots, idle, delay = draw.randint(1, 4), draw.choice((30 * MS, 1000 * MS)), draw.choice((0, 2 * MS))
     known = {
         "batches": policy("m", 8, batching, retry=retry),
         "large": policy("m", 8, batching, *wide, retry=retry),
+        "cached": policy("m", 8, batching, (tensor("x"),), draw.choice((wide[1], (tensor("y"),))), cached=True),
         "single": policy("m", draw.choice((0, 1)), retry=retry),
         "direct": policy("m", slots, sequence=SequencePolicy(True, slots, idle, delay, draw.choice((0.0, 0.5, 1.0)))),
         "oldest": policy("m", 4, sequence=SequencePolicy(False, 3, idle, batching=BatchPolicy(delay_ns=delay))),
@@ -156,4 +181,8 @@ def some_plan(seed: int, seconds: float = 0.5, check_every: int = 1) -> Plan:
     costs = draw.choice(((0, 0, 0), (20_000, 20_000, 4_000), (500_000, 300_000, 10_000)))
     reload = draw.choice((0.0, 0.0, 0.1))
     faults = some_faults(draw)
-    return Plan(models, loads, seconds, 0, seed, faults, Limits(), *costs, check_every, reload)
+    limits = Limits(rate_limit=draw.random() < 0.5, cache_bytes=draw.choice((0, 50_000, 1 << 24)))
+    if models[0].policy.name == "other":
+        limits = replace(limits, rate_limit=True)
+        loads += (some_load(draw, models[0]),)
+    return Plan(models, loads, seconds, 0, seed, faults, limits, *costs, check_every, reload)

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from shmserve.core.limits import Limits
+from shmserve.core.policy import Resource, SequencePolicy
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.sim import (
     Affine,
@@ -273,8 +275,6 @@ def test_an_ensemble_runs_a_step_for_each_row_and_skips_what_was_not_asked() -> 
 
 
 def test_sequences_are_sent_one_by_one_from_start_to_end() -> None:
-    from shmserve.core.policy import SequencePolicy
-
     known = policy("m", 4, sequence=SequencePolicy(True, 4, 1000 * MS))
     load = Load("m", Poisson(50), 3, sequence=(3, 3), gap_ns=2 * MS)
     result = simulate(Plan((served(known, 2),), (load,), requests=100, check_every=1))
@@ -293,6 +293,30 @@ def test_a_decoupled_model_answers_as_often_as_it_likes() -> None:
 def test_bursts_come_at_once_and_share_batches() -> None:
     result = simulate(Plan((served(policy()),), (Load("m", Bursts(100, 8)),), requests=400))
     assert result.models["m"].mean_batch > 7
+
+
+def test_a_cache_answers_what_was_asked_before() -> None:
+    cached = served(policy("m", cached=True), 1, Constant(MS))
+    load = Load("m", Regular(100), distinct=10)
+    result = simulate(Plan((cached,), (load,), requests=200, limits=Limits(cache_bytes=1 << 20), check_every=1))
+    accounted(result)
+    assert (result.cache_hits, result.cache_misses) == (190, 10)
+    assert sum(result.models["m"].batches.values()) == 10
+
+
+def test_instances_that_share_a_resource_take_turns() -> None:
+    """One place for two models: together they are as busy as one instance can be."""
+    models = []
+    for name in ("a", "b"):
+        known = served(policy(name, 1), 1, Constant(4 * MS))
+        models.append(replace(known, instances=(replace(known.instances[0], resources=(Resource("gpu", 1),)),)))
+    loads = tuple(Load(name, Closed(4)) for name in ("a", "b"))
+    plan = Plan(tuple(models), loads, seconds=1.0, limits=Limits(rate_limit=True), check_every=1)
+    a, b = simulate(plan).models.values()
+    assert a.answered == pytest.approx(b.answered, rel=0.05)
+    assert 0.95 < a.utilisation + b.utilisation <= 1.01
+    free = simulate(replace(plan, limits=Limits())).models["a"]
+    assert free.answered > 1.9 * a.answered
 
 
 @pytest.mark.parametrize("distinct", [0, 1, 5])
