@@ -304,9 +304,13 @@ class Core:
             assert sequence.key == key
             assert sequence.broken is None, sequence.story()
             assert sequence in cast(Places, sequence.version.places).all(), sequence.story()
+        for instance, version in self.state.parting.items():
+            assert instance.leaving, instance.story()
+            assert instance in version.instances, instance.story()
         versions = [version for model in self.state.models.values() for version in model.generations()]
         for places in [version.places for version in versions if version.places is not None]:
             assert not places.stirred
+            assert places.bytes == sum(request.inline for sequence in places.all() for request in sequence.requests)
             for sequence in places.all():
                 assert not (sequence.over and sequence.idle), sequence.story()
                 assert (sequence.state is SequenceState.BOUND) == (sequence.instance is not None), sequence.story()

@@ -71,27 +71,28 @@ class Crowd:
         total = len(self._state.requests)
         if total < self.busy:
             return
-        limits, mine, queue = self._limits, len(client.requests) + client.steps, version.queue
+        limits, mine = self._limits, len(client.requests) + client.steps
+        waits, waiting = version.waits, version.waiting_bytes
         if total >= limits.requests and self._has_share(mine, limits.requests):
             raise Unavailable(
                 f"{total} requests are in flight, the limit (requests), {mine} of them of this client; "
                 f"{_retry('answers have come')}"
             )
-        if queue.count >= limits.model_queue and self._has_share(mine, limits.model_queue):
+        if waits >= limits.model_queue and self._has_share(mine, limits.model_queue):
             raise Unavailable(
-                f"{queue.count} requests wait for model '{version.model}', the limit (model_queue); "
+                f"{waits} requests wait for model '{version.model}', the limit (model_queue); "
                 f"{_retry('answers have come')}, or add instances"
             )
-        if queue.bytes + inline > limits.model_queue_bytes:
+        if waiting + inline > limits.model_queue_bytes:
             if self._has_share(mine, limits.model_queue_bytes // FIELD_BYTES):
                 raise Unavailable(
-                    f"{queue.bytes} bytes wait for model '{version.model}', the limit is {limits.model_queue_bytes} "
+                    f"{waiting} bytes wait for model '{version.model}', the limit is {limits.model_queue_bytes} "
                     f"(model_queue_bytes); {_retry('answers have come')}, or put tensors into shared memory"
                 )
         if self._counted_at != now:  # once in a turn; within it, what came is added
             self._counted_at = now
             models = self._state.models.values()
-            self._queued = sum(version.queue.bytes for model in models for version in model.generations())
+            self._queued = sum(version.waiting_bytes for model in models for version in model.generations())
         self._queued += inline
         if self._queued > limits.queue_bytes and self._has_share(mine, limits.queue_bytes // FIELD_BYTES):
             raise Unavailable(

@@ -127,7 +127,7 @@ class Sequencer:
             self._state.set_timer(now + sequence.places.policy.idle_ns, Timer.IDLE, sequence)
         request.sequence = sequence
         sequence.requests.append(request)
-        sequence.places.waits += 1
+        sequence.places.waiting(request)
         sequence.over = options.sequence_end
         sequence.active = now
         self._state.dirty[version] = None
@@ -196,8 +196,9 @@ class Sequencer:
             self._remember(sequence, code, text)
         self._forget(sequence)
         while sequence.requests:
-            places.waits -= 1
-            self._ends.end_early(sequence.requests.popleft(), code, text, now)
+            request = sequence.requests.popleft()
+            places.gone(request)
+            self._ends.end_early(request, code, text, now)
         if sequence.running is None:  # else once its worker is done with that one, which is answered
             self._tell_worker(sequence)
             self._end(places, sequence)
@@ -239,7 +240,7 @@ class Sequencer:
             request = sequence.running = sequence.requests.popleft()
             request.slot = sequence.slot if places.policy.direct and version.batches else -1
             requests.append(request)
-        places.waits -= len(requests)
+            places.gone(request)
         batch = Batch([], plan.rows, plan.reason, signature, now)
         self._dispatcher.start(version, instance, batch, requests, now)
 
@@ -274,7 +275,7 @@ class Sequencer:
             sequence = request.sequence
             assert sequence is not None
             sequence.requests.appendleft(request)
-            sequence.places.waits += 1
+            sequence.places.waiting(request)
             sequence.left(request)
         self._state.dirty[version] = None
 

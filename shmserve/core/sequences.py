@@ -70,7 +70,7 @@ class Sequence(Struct, eq=False):
     def drop(self, request: Request) -> None:
         """It waits no more, and the sequence has a hole where it was."""
         self.requests.remove(request)
-        self.places.waits -= 1
+        self.places.gone(request)
         self.stirred()
         self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was given up, and so is all of it")
 
@@ -101,8 +101,8 @@ class Places:
         """By id, the newest one that has not ended."""
         self.stirred: dict[Sequence, None] = {}
         """Those for which something has changed since they were last looked at."""
-        self.waits = 0
-        """Requests that no worker has."""
+        self.waits = self.bytes = 0
+        """Requests that no worker has, and what is inside their messages."""
 
     @property
     def count(self) -> int:
@@ -114,6 +114,14 @@ class Places:
 
     def at(self, instance: Instance) -> list[Sequence]:
         return [sequence for sequence in self.bound.get(instance, ()) if sequence is not None]
+
+    def waiting(self, request: Request) -> None:
+        self.waits += 1
+        self.bytes += request.inline
+
+    def gone(self, request: Request) -> None:
+        self.waits -= 1
+        self.bytes -= request.inline
 
     # ------------------------------------------------------------------------------------ coming and going
 

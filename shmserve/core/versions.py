@@ -167,6 +167,11 @@ class Version:
             return self.places.waits
         return self.queue.count + len(self.suspects)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Inside the messages of what waits."""
+        return self.queue.bytes if self.places is None else self.places.bytes
+
     def drop(self, request: Request) -> None:
         """It waits no more."""
         if request.sequence is not None:

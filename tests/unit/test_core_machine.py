@@ -376,7 +376,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert not client.open, f"never answered: {client.open}"
             assert not client.held_inputs, f"never released: {client.held_inputs}"
             if client.holds:
-                held = tuple(client.holds)
+                held = tuple(client.holds.elements())
                 client.holds.clear()
                 self.send([(client.peer, Return(held))], False)
         self._let_all_go_on()
