@@ -130,7 +130,7 @@ def test_twice_the_load_with_deadlines_keeps_the_goodput() -> None:
 
 
 def test_the_same_seed_gives_the_same_answers_and_another_one_does_not() -> None:
-    plan = some_plan(3)
+    plan = some_plan(3, 0.1)
     first, again, other = simulate(plan), simulate(plan), simulate(replace(plan, seed=4))
     assert first.as_json() == again.as_json()
     assert first.digest != other.digest
@@ -139,7 +139,7 @@ def test_the_same_seed_gives_the_same_answers_and_another_one_does_not() -> None
 def test_it_does_not_depend_on_the_process() -> None:
     program = (
         "from tests.sim.plans import some_plan\nfrom shmserve.sim import simulate\n"
-        "print(*[simulate(some_plan(seed)).digest for seed in (5, 8, 11)])"
+        "print(*[simulate(some_plan(seed, 0.1)).digest for seed in (5, 8, 11)])"
     )
     said = {
         subprocess.run(
@@ -157,7 +157,7 @@ def test_it_does_not_depend_on_the_process() -> None:
 
 
 def test_checking_changes_nothing() -> None:
-    plan = some_plan(6)
+    plan = some_plan(6, 0.2)
     assert simulate(replace(plan, check_every=0)).digest == simulate(plan).digest
 
 
@@ -167,7 +167,7 @@ def test_checking_changes_nothing() -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whatever_goes_wrong_nothing_is_lost_and_nothing_answered_twice(seed: int) -> None:
     """Twice is an assertion of the clients; `check` of the core runs after every turn."""
-    result = simulate(some_plan(seed, 0.3))
+    result = simulate(some_plan(seed, 0.25))
     accounted(result)
     wrong = {"INVALID_REQUEST", "INTERNAL", "UNSUPPORTED", "NOT_FOUND", "PROTOCOL"}
     assert not wrong & {code for model in result.models.values() for code in model.failed}, result.log
