@@ -53,7 +53,7 @@ class Cache:
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
         parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()
         typed = tuple((name, type(value), value) for name, value in parameters)  # 1, 1.0 and True are not the same
-        return (request.version, request.audience, inputs, wanted, typed)
+        return (request.version, request.audience, inputs, wanted, typed, request.outside)
 
     def find(self, key: Key) -> Entry | None:
         entry = self._entries.get(key)

@@ -185,7 +185,7 @@ class Ensembles:
                 self._fail(run, error)
         if run.failure is not None and not run.over:
             self._answer_failure(run, now)
-        elif not run.out and not run.over:
+        elif not run.out and not run.results and not run.over:  # what was kept has come back at once
             self._answer(run, now)
         if run.over and not run.out:
             self._close(run)

@@ -78,7 +78,7 @@ _ALL = (
     Served(_model("flat", 0, VARIES, None), 1, "w"),
     Served(_model("kept", 4, FIXED, BATCH, cached=True), 2, "w"),
     Served(_model("det", 0, VARIES, BATCH, outputs=BOXES), 1),
-    Served(_model("rec", 4, PAIR, BATCH), 2),
+    Served(_model("rec", 4, PAIR, BATCH, cached=True), 2),
     Served(_model("flag", 0, VARIES, BATCH, outputs=FLAG), 1),
     Served(_model("direct", 4, FIXED, None, sequence=DIRECT), 2, "w"),
     Served(_model("oldest", 4, FIXED, None, sequence=OLDEST), 1),

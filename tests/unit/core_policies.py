@@ -45,8 +45,9 @@ def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> Mod
     most = int(options.get("max_batch", 8))
     retry, decoupled = "no_retry" not in flags, "decoupled" in flags
     return ModelPolicy(
-        name, version, most, inputs, outputs, batching, limit, retry, sequence=sequence, decoupled=decoupled
-    )
+        name, version, most, inputs, outputs, batching, limit, retry, sequence=sequence, decoupled=decoupled,
+        cached="cached" in flags,
+    )  # fmt: skip
 
 
 def _sequence(flags: tuple[str, ...], options: dict[str, str]) -> SequencePolicy:
