@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.messages import Done, More, Ping, Pong, Row, Started, Streamed, Withdraw, Withdrawn
-from tests.stream_models import COROUTINE, GENERATOR, IN_EXECUTE, IN_THREADS, asks, quiet, serving
+from tests.stream_models import COROUTINE, GENERATOR, IN_EXECUTE, IN_THREADS, asks, serving
 from tests.worker_harness import WorkerProcess
 
 pytestmark = pytest.mark.process
@@ -116,9 +116,5 @@ def test_a_storm(tmp_path: Path, source: str, seed: int) -> None:
                 if storm.open:
                     storm.poke()
             storm.hear()
-        assert not (storm.to_start or storm.open or storm.batches), (
-            storm.open,
-            storm.room,
-            storm.batches,
-            worker.said(),
-        )
+        left = (storm.to_start, storm.open, storm.batches)
+        assert not any(left), (*left, storm.room, worker.said())

@@ -96,9 +96,10 @@ def test_a_level_does_not_remember_clients_for_ever() -> None:
     last = SimpleNamespace(number=0)
     level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))  # type: ignore[arg-type]
     for number in range(1, 2000):
-        level.add(
-            SimpleNamespace(inline=0, deadline=0, client=SimpleNamespace(number=number), cost=1, tag=0, delayed=False)
-        )  # type: ignore[arg-type]
+        one: Any = SimpleNamespace(
+            inline=0, deadline=0, client=SimpleNamespace(number=number), cost=1, tag=0, delayed=False
+        )
+        level.add(one)
         level.take(1)
     assert len(level.tags) < 200
 

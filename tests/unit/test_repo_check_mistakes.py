@@ -253,9 +253,7 @@ MISTAKES = {
     ),
     "ensemble in itself": Mistake(
         in_ensemble('"good"', '"e6"', "e6"),
-        (
-            f'error: e6/config.pbtxt:8: {STEP}.model_name: model "e6" needs this ensemble itself: e6 -> e6',
-        ),
+        (f'error: e6/config.pbtxt:8: {STEP}.model_name: model "e6" needs this ensemble itself: e6 -> e6',),
     ),
 }
 
