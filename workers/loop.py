@@ -208,8 +208,8 @@ class Loop:
         self._stopping = True
 
     def _more(self, order: More) -> None:
-        if self._streams is not None:
-            self._streams.more(order.request, order.count)
+        if self._streams is not None and not self._streams.more(order.request, order.count):
+            self._waiting.more(order.request, order.count)
 
     def _end_sequences(self, order: EndSequences) -> None:
         self._runner.forget(order.sequences)

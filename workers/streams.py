@@ -127,11 +127,14 @@ class Streams:
             self._ring()
         self._news.notify_all()
 
-    def more(self, request: int, count: int) -> None:
+    def more(self, request: int, count: int) -> bool:
+        """False: the model does not answer this request, or not yet."""
         stream = self.open.get(request)
-        if stream is not None:
-            stream.room += count
-            self._pour(stream)
+        if stream is None:
+            return False
+        stream.room += count
+        self._pour(stream)
+        return True
 
     def cancel(self, requests: Iterable[int]) -> None:
         """Nobody waits for these any more. They are running, are about to, or have just ended."""

@@ -7,6 +7,7 @@ is one. So batches start in the order of their numbers, and each is an unbroken 
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shmserve.errors import ProtocolError
 from shmserve.messages import Execute, Work
@@ -76,6 +77,14 @@ class Waiting:
                 batch.works = [work for work in batch.works if work.request not in here]
                 found |= here
         return tuple(dict.fromkeys(request for request in requests if request in found))
+
+    def more(self, request: int, count: int) -> None:
+        """The caller of this request, if it waits here, has room for so many more answers."""
+        for batch in self._batches:
+            for index, work in enumerate(batch.works):
+                options = work.options
+                if work.request == request and options is not None:
+                    batch.works[index] = replace(work, options=replace(options, window=options.window + count))
 
     def start(self, *, last: bool = False) -> Batch | None:
         """The batch to run now, or None. `last`: nothing more will come, so an unfinished batch runs as it is."""

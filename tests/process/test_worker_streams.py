@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.messages import Done, More, Row, Stop, Streamed, Withdraw, Withdrawn
+from shmserve.messages import Done, Execute, More, Row, Stop, Streamed, Withdraw, Withdrawn
 from shmserve.repo.schema import ModelParameter
 from tests.stream_models import (
     COROUTINE,
@@ -220,6 +220,14 @@ def test_no_more_answers_than_there_is_room_for(tmp_path: Path, source: str) -> 
             done(worker)
         worker.send(More(1, 5), More(99, 1))  # too late, and of nobody
         quiet(worker)
+
+
+def test_room_that_is_given_before_the_model_has_the_request(tmp_path: Path) -> None:
+    with serving(tmp_path, IN_EXECUTE) as worker:
+        worker.send(Execute(1, 0, (asks(1, 5, window=2),), more=True), More(1, 2))
+        worker.send(Execute(2, 1, (asks(2, 1),)), More(1, 1))
+        values(worker, 1, 5)
+        last(worker, 1)
 
 
 def test_a_thread_that_sends_for_many_need_not_wait(tmp_path: Path) -> None:
