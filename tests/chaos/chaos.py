@@ -39,6 +39,8 @@ PATIENCE = 60.0
 """Seconds that clients give a server to come back, and that all get to end."""
 VICTIMS = (1, 3, 4, 8)
 """Who of the ten may be killed, one of each public kind. The others account for all their requests in the end."""
+CONNECT_S = 3.0
+"""After so long, who is at work has connected."""
 END_S = 5.0
 """Without events at the end, so that what was begun can be answered."""
 
@@ -66,6 +68,8 @@ class Member:
     child: Child
     told: bool = False
     """It has been set up and is at work."""
+    since: float = 0.0
+    """When it was told."""
 
     @property
     def name(self) -> str:
@@ -163,7 +167,7 @@ class Director:
         resident = 0
         acts, weights = zip(*self._acts(), strict=True)
         while self._pause() and monotonic() < last:
-            if kill_at and monotonic() > kill_at:
+            if kill_at and monotonic() > kill_at and self._all_connected():
                 kill_at = 0.0
                 self._kill_broker()
             elif not kill_at and not resident and monotonic() > look_at:
@@ -208,7 +212,7 @@ class Director:
     def _tell(self, member: Member) -> None:
         try:
             member.child.tell(seconds=max(0.1, self._end - monotonic()))
-            member.told = True
+            member.told, member.since = True, monotonic()
         except ChildFailed as error:
             self.found.fault(f"{member.name}: {error}")
 
@@ -264,6 +268,10 @@ class Director:
         self.found.note("killed client", member.name)
         self._end_of(member.child)
         self._members[place] = self._start(member.target, **member.setup)
+
+    def _all_connected(self) -> bool:
+        """As far as can be said: to a server that was never there, nobody connects again."""
+        return all(member.told and monotonic() - member.since > CONNECT_S for member in self._members)
 
     def _kill_broker(self) -> None:
         self.found.note("killed broker", f"process {self._server.pid}")
