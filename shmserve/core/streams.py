@@ -20,6 +20,10 @@ from shmserve.messages import More, Part, Row, Streamed
 _SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
 
 
+MOST = 2**63 - 1
+"""The largest number that a message can carry."""
+
+
 class Streams:
     def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher) -> None:
         self._state = state
@@ -100,4 +104,5 @@ class Streams:
             return
         if instance is not None and request.state in (_SENT, _OPEN):
             self._state.send(instance.peer, More(request.number, count))
-        request.options = replace(options, window=options.window + count)  # what is on its way stays as it is
+        window = min(options.window + count, MOST)
+        request.options = replace(options, window=window)  # what is on its way stays as it is

@@ -1,0 +1,58 @@
+"""Streams in the core, beyond what the scenario files say: what callers may say of their room."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve import wire
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.messages import Execute, Infer, More, Options, Part, Tensor, WorkerOrder
+from tests.unit.core_world import World
+
+MS = 10**6
+X = (TensorSpec("x", "FP32", (1,)),)
+Y = (TensorSpec("y", "FP32", (1,)),)
+STREAM = ModelPolicy("stream", 1, 4, X, Y, BatchPolicy(delay_ns=5 * MS), decoupled=True)
+NUMBERS = st.integers(0, 100) | st.integers(2**62, 2**63 - 1)
+
+
+def ask(number: int, window: int) -> Infer:
+    return Infer(number, "stream", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, 0, Options(window=window))
+
+
+@settings(max_examples=50, deadline=None)
+@given(window=NUMBERS.filter(bool), before=st.lists(NUMBERS, max_size=3), after=st.lists(NUMBERS, max_size=3))
+def test_whatever_room_callers_claim_the_worker_can_read(window: int, before: list[int], after: list[int]) -> None:
+    world = World(Limits(restarts=1))
+    world.deploy(STREAM)
+    client, worker = world.connect("a"), world.worker("stream_0")
+    client.sends(1, window)
+    world.slow_to.add(worker.peer)
+    world.turn([(client.peer, ask(1, window)), *((client.peer, More(1, count)) for count in before)])
+    world.advance(world.now + 5 * MS)
+    world.turn([(client.peer, More(1, count)) for count in after])
+    codec = wire.Codec(WorkerOrder)
+    read = [order for packet in wire.pack(worker.inbox) for order in codec.decode(packet)]
+    (execute,) = [order for order in read if isinstance(order, Execute)]
+    options = execute.works[0].options
+    assert options is not None
+    assert options.window == min(window + sum(before), 2**63 - 1)
+    assert [order.count for order in read if isinstance(order, More)] == after
+
+
+def test_who_says_more_of_what_is_over_or_not_its_own_is_not_heard() -> None:
+    world = World()
+    world.deploy(STREAM)
+    client, other, worker = world.connect("a"), world.connect("b"), world.worker("stream_0")
+    client.sends(1, 1)
+    world.turn([(client.peer, ask(1, 1)), (other.peer, More(1, 5))])
+    world.advance(world.now + 5 * MS)
+    (request,) = worker.streams
+    assert worker.room[request] == 1
+    worker.part(request, last=True)
+    world.turn(world.heard(worker))
+    assert isinstance(client.answers[1], Part)
+    world.turn([(client.peer, More(1, 5)), (client.peer, More(7, 5))])
+    assert not world.core.state.requests
