@@ -154,7 +154,9 @@ class Lifecycle:
     def _is_missed(self, version: Version) -> bool:
         """Something waits, and no other instance will come to run it."""
         return version.waits > 0 and not any(
-            other.peer or other.state is _I.BACKOFF for other in version.instances if not other.spec.passive
+            other.peer or other.state is _I.BACKOFF
+            for other in version.instances
+            if not (other.spec.passive or other.over)
         )
 
     def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> bool:
