@@ -149,6 +149,20 @@ class Ensembles:
                 self._hold(held, step.model, step.version, options)
         return member
 
+    def _follow(self, run: Run, index: int) -> None:
+        """Of a sequence that goes on: its START may have come in this very turn, by way of another generation than the
+        one that this run has held since it began."""
+        step, options = run.graph.steps[index], run.request.options
+        if options is None or not options.sequence or run.members[index].places is None:
+            return
+        member = self._intake.sequencer.version_of(step.model, step.version, options)
+        if member is not None and member is not run.members[index]:
+            run.members[index] = member
+            key = (step.model, -1 - id(member))  # beside those that were named
+            if key not in run.held:
+                run.held[key] = member
+                member.users += 1
+
     def _appear(self, run: Run, name: str, tensor: Tensor | None, made: bool) -> None:
         """The tensor is there; or, None, will never be."""
         readers = [index for index in run.graph.readers.get(name, ()) if index in run.needed]
@@ -260,6 +274,7 @@ class Ensembles:
     # ------------------------------------------------------------------------------------ a step
 
     def _start(self, run: Run, index: int, now: int) -> None:
+        self._follow(run, index)
         step, member = run.graph.steps[index], run.members[index]
         policy = member.policy
         assert policy is not None

@@ -92,7 +92,7 @@ class Sequencer:
         if options.sequence_start:
             if self._state.draining:
                 raise Unavailable(STOPPING)
-        elif sequence is None or sequence.over or sequence.broken is not None:
+        elif sequence is None or sequence.over or sequence.broken is not None or sequence.version is not version:
             self._refuse(client, (model, number, key), sequence)
 
     def _refuse(self, client: Client, key: Key, sequence: Sequence | None) -> None:

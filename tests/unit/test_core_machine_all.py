@@ -322,3 +322,18 @@ def test_each_model_of_the_machine_answers_as_it_should(name: str, limited: bool
     (answer,) = client.answers.values()
     assert answer.outputs or name in STREAMS, answer
     machine.teardown()
+
+
+def test_a_sequence_that_goes_on_in_the_turn_in_which_its_model_is_replaced() -> None:
+    """By way of an ensemble, whose requests choose a generation before any step of them has begun."""
+    state = EverythingMachine()
+    state.begin(limited=False, names=["e_nest", "det", "e_seq"])
+    state.load(counts=[3, 3, 3, 3], which=0, which_model=0)
+    state.happen(flag=True, number=1, together=False, what="deploy", which=5)
+    state.busy(which=15)
+    state.happen(flag=False, number=0, together=True, what="deploy", which=5)
+    state.sequence(count=3, end=True, number=1, start=True, timeout_ms=2, together=True, which=7, which_model=1)
+    state.cancel(pick=20, together=False, which=2)
+    state.busy(which=19)
+    state.sequence(count=3, end=True, number=1, start=True, timeout_ms=0, together=True, which=1, which_model=1)
+    state.teardown()
