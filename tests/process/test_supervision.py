@@ -144,3 +144,43 @@ def test_one_that_never_finishes_loading(tmp_path: Path) -> None:
         with pytest.raises((Unavailable, shmserve.NotFound), match="it did not load within 2 s"):
             client.infer("stuck", {"x": np.ones((1, 1), np.float32)})
         assert ask(client, "good", [4]) == [8.0]
+
+
+GATE = """
+import pathlib
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        folder = pathlib.Path(args["model_repository"])
+        if (folder / "loaded").exists():
+            (folder / "gate").read_text()  # until somebody writes
+        (folder / "loaded").touch()
+
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)]))
+        return answers
+"""
+
+
+def test_readiness_follows_the_worker(tmp_path: Path) -> None:
+    """Not ready from the moment in which the only worker of a model has gone until the next one has loaded."""
+    write(tmp_path, "gated", model=GATE)
+    os.mkfifo(tmp_path / "gated" / "gate")
+    with Server(tmp_path) as server, server.client() as client:
+        assert client.ready("gated")
+        ((instance,),) = (entry["instances"] for entry in client.models())
+        os.kill(instance["pid"], signal.SIGKILL)
+        while client.ready("gated"):  # each question is a way to the server and back
+            pass
+        waiting = client.submit("gated", {"x": np.full((1, 1), 4, np.float32)})
+        client.flush()
+        assert not client.ready("gated")
+        (tmp_path / "gated" / "gate").write_text("")
+        assert waiting.result(60)["y"] == 8
+        assert client.ready("gated")
