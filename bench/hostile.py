@@ -111,6 +111,8 @@ def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, 
                 answers = team.ask(count=count // len(links), seconds=seconds)
                 beside = honest.children[0].answer()
             now, worse = compare(server, before)
+            if worse:
+                worse += [line for line in server.log().splitlines() if " ERROR " in line][:5]
             after = honest.ask(seconds=0.5)[0]
     for link, answer in zip(links, answers, strict=True):
         found.sent += answer["sent"]

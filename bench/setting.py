@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ class Served:
     """A running server, as its clients see it."""
 
     runtime_dir: Path
+    log: Callable[[], str] = str
+    """What the server has said so far."""
 
     @property
     def lane(self) -> str:
@@ -44,7 +46,7 @@ def serving(repository: Path, *options: str) -> Iterator[Served]:
     from shmserve.testing import Server
 
     with Server(repository, *options) as server:
-        yield Served(Path(server.runtime_dir))
+        yield Served(Path(server.runtime_dir), lambda: server.log)
 
 
 @dataclass
