@@ -81,6 +81,7 @@ class Broker:
         self._dirty: dict[Link | Outbox, None] = {}
         self._inbox: list[Event] = []
         self._turn_is_due = False
+        self._carrying_out = False
         self._timer: Any = None
         self._timer_at = 0
         self._forgotten: list[int] = []
@@ -180,7 +181,7 @@ class Broker:
         if descriptors:
             close_all(descriptors)
         if not self._turn_is_due:
-            if len(inbox) == 1 and len(self.core.state.requests) <= 1:
+            if len(inbox) == 1 and len(self.core.state.requests) <= 1 and not self._carrying_out:
                 self._turn()  # nothing else is under way that could come in the same turn: save the trip round the loop
                 return
             self._turn_is_due = True
@@ -241,10 +242,15 @@ class Broker:
         self._carry_out(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
 
     def _carry_out(self, wanted: list[Effect]) -> None:
+        """All of it before the next turn: what a later turn says must not overtake what this one has said."""
         actions = self._actions
-        for effect in wanted:
-            actions[type(effect)](effect)
-        self._flush()
+        self._carrying_out = True  # the ZeroMQ door looks for messages whenever something is sent
+        try:
+            for effect in wanted:
+                actions[type(effect)](effect)
+            self._flush()
+        finally:
+            self._carrying_out = False
         for segment in self._forgotten:
             self._segments.forget(segment)
         self._forgotten.clear()

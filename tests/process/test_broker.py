@@ -45,6 +45,20 @@ def test_starts_answers_and_stops(repository: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_orders_reach_a_worker_in_the_order_of_their_turns(repository: Path, tmp_path: Path) -> None:
+    """The answer to a question is sent in the midst of a turn, which looks whether ZeroMQ has brought something; what
+    has come then must wait until the rest of the turn has been sent."""
+    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as lane, Zmq(server.zmq) as other:
+        lane.hello("memfd")
+        other.hello("frames")
+        for number in range(1, 1500, 2):
+            other.send(infer(number))
+            lane.send(Ask(number, "live"), infer(number + 1))
+            assert lane.receive_kind(Reply).request == number + 1
+            assert other.receive_kind(Reply).request == number
+        assert "ERROR" not in server.log
+
+
 def test_sigint_stops_with_code_0(repository: Path, tmp_path: Path) -> None:
     with Launched(repository, tmp_path / "run") as server:
         server.signal(signal.SIGINT)
