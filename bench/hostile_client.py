@@ -6,6 +6,7 @@ what no client may learn: paths, names of segments, addresses of memory.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -80,6 +81,10 @@ class Attack:
             descriptors = self._descriptors()
             try:
                 link.send_bytes(packet, descriptors)
+            except OSError as error:
+                if error.errno != errno.EMSGSIZE:
+                    raise
+                self.counts["refused by the kernel"] += 1
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
