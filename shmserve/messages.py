@@ -332,7 +332,11 @@ class Stop(Struct, array_like=True, tag=67, gc=False):
     """Finish what you have, finalize the model, exit with 0."""
 
 
-WorkerOrder = Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More
+WorkerOrder = (
+    Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More
+    | Reply | Part | Fail | FailHeld | Released | Answer
+)  # fmt: skip
+"""The last six answer the worker's own calls, and say what they say to a client."""
 
 # ------------------------------------------------------------------------------------------- worker -> broker
 
@@ -404,4 +408,26 @@ class Withdrawn(Struct, array_like=True, tag=101, gc=False):
     requests: tuple[Id, ...]
 
 
-WorkerReport = Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong
+class Call(Struct, array_like=True, tag=103, gc=False):
+    """A model asks another one, as a client would with Infer: `call` is the worker's own number, and the answer carries
+    it. Handles may lie in the worker's own segments, in what an earlier answer gave it, or in the inputs of `parent`.
+
+    `parent` is the broker's number of the request that the model runs meanwhile, 0 for none (a warm-up, a thread of its
+    own): whoever is waited for by it is known from that. `held`: the model's instance waits for the answer."""
+
+    call: Id
+    parent: Id
+    model: Name
+    version: Id
+    inputs: Tensors
+    outputs: WantedOutputs | None = None
+    timeout_us: Id = 0
+    options: Options | None = None
+    held: bool = True
+
+
+WorkerReport = (
+    Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong
+    | Call | Cancel | More | Ask
+)  # fmt: skip
+"""The last four are what a worker says as a client of the broker; numbers in them are its calls'."""
