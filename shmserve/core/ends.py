@@ -15,7 +15,7 @@ from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState
 from shmserve.core.statistics import Failure
 from shmserve.core.versions import Version
-from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Withdraw
+from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Value, Withdraw
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
@@ -42,9 +42,23 @@ class Ends:
             if request.version.state is VersionState.READY:
                 self._state.cache.add(request.cache_key, message.outputs, message.parameters, client.number)
         self.tell(request, message)
-        if request.run is None and client.outputs == "frames" and isinstance(message, Reply) and not client.gone:
-            self.take_back(client, message.outputs)  # copied out as it is sent: nothing is held
+        if isinstance(message, Reply):
+            self.copied_out(request, message.outputs)
         self.finish(request, message.code if isinstance(message, Fail) else "")
+
+    def part(
+        self, request: Request, outputs: tuple[Tensor, ...], parameters: dict[str, Value] | None, last: bool
+    ) -> None:
+        """One of its answers. After the last one it is to be finished."""
+        request.parts += 1
+        self.tell(request, Part(request.client_number, request.version.number, outputs, parameters, last))
+        self.copied_out(request, outputs)
+
+    def copied_out(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
+        """In frames a client is sent copies of what it is told: it holds nothing."""
+        client = request.client
+        if request.run is None and client.outputs == "frames" and not client.gone:
+            self.take_back(client, outputs)
 
     def finish(self, request: Request, code: str) -> None:
         """It has had its (last) answer."""
@@ -62,6 +76,11 @@ class Ends:
                 message = Part(message.request, message.version, message.outputs, message.parameters, True)
             self._state.send(request.client.number, message)
 
+    def tell_failed(self, request: Request, code: str, text: str) -> None:
+        """Now, though a worker may still read its inputs."""
+        held = request.on_loan and request.run is None
+        self.tell(request, (FailHeld if held else Fail)(request.client_number, code, text))
+
     def _trace(self, request: Request, code: str) -> None:
         """Of a request that is answered now, if it is traced."""
         state = self._state
@@ -72,9 +91,13 @@ class Ends:
 
     def take_back(self, client: Client, outputs: Iterable[Tensor]) -> None:
         """Gives what the client was given, or was to be given, back to the worker."""
-        for handle in handles_of(outputs):
-            if handle.segment >> OWNER_SHIFT != client.number:
-                self._state.ledger.take_back(client, handle)
+        for handle in _of_others(client, handles_of(outputs)):
+            self._state.ledger.take_back(client, handle)
+
+    def drop(self, client: Client, handles: Iterable[Handle]) -> None:
+        """What a run was given for this client, and nobody will read any more."""
+        for handle in _of_others(client, handles):
+            self._state.ledger.unpin(handle)
 
     def answer_in_order(self, version: Version) -> None:
         """Whoever is first may be answered; one that has been answered early makes way."""
@@ -87,13 +110,16 @@ class Ends:
 
     def drop_done(self, request: Request) -> None:
         """Its turn had not come, and nobody wants the answer any more."""
-        if request.run is not None and isinstance(request.reply, Reply):
-            for handle in handles_of(request.reply.outputs):
-                if handle.segment >> OWNER_SHIFT != request.client.number:
-                    self._state.ledger.unpin(handle)
-        elif isinstance(request.reply, Reply) and not request.client.gone:
-            self.take_back(request.client, request.reply.outputs)
+        self._drop_reply(request)
         self.end(request)
+
+    def _drop_reply(self, request: Request) -> None:
+        if not isinstance(request.reply, Reply):
+            return
+        if request.run is not None:
+            self.drop(request.client, handles_of(request.reply.outputs))
+        elif not request.client.gone:
+            self.take_back(request.client, request.reply.outputs)
 
     def end(self, request: Request) -> None:
         """Over: nothing of it stays here."""
@@ -137,8 +163,7 @@ class Ends:
         version = request.version
         version.statistics.failed_as(code, now - request.arrived)
         self.tell(request, Fail(request.client_number, code, text))
-        self._trace(request, code)
-        self.end(request)
+        self.finish(request, code)
         if version.order is not None:
             self.answer_in_order(version)
 
@@ -152,16 +177,15 @@ class Ends:
             return
         if request.state is _DONE:  # and has been counted
             self.tell(request, Fail(request.client_number, code, text))
-            self._trace(request, code)
-            self.drop_done(request)
+            self._drop_reply(request)
+            self.finish(request, code)
             return
         if request.chain is not None:
             request.chain.fail(code, text)
             self._state.stirred[request.chain] = None
             return
         version.statistics.failed_as(code, now - request.arrived)
-        held = request.on_loan and request.run is None
-        self.tell(request, (FailHeld if held else Fail)(request.client_number, code, text))
+        self.tell_failed(request, code, text)
         self._trace(request, code)
         self.linger(request)
 
@@ -196,9 +220,14 @@ class Ends:
     def pass_on(self, request: Request, handles: Iterable[Handle]) -> None:
         """What the answer to an ensemble's request refers to is held by whoever gets it: its caller, or another run."""
         client = request.client
-        made = [handle for handle in handles if handle.segment >> OWNER_SHIFT != client.number]
+        made = _of_others(client, handles)
         if request.run is not None:
             for handle in made:
                 self._state.ledger.keep(handle)
         elif not client.gone:
             self.give(client, made)
+
+
+def _of_others(client: Client, handles: Iterable[Handle]) -> list[Handle]:
+    """Its own memory is no matter of the ledger's."""
+    return [handle for handle in handles if handle.segment >> OWNER_SHIFT != client.number]

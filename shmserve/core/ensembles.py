@@ -24,16 +24,13 @@ from shmserve.core.states import RequestState
 from shmserve.core.statistics import Failure
 from shmserve.core.versions import Version
 from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
-from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Options, Reply, Tensor, Wanted
+from shmserve.messages import Fail, Handle, Options, Reply, Tensor, Wanted
 
 INTERNAL = "internal"
 """The audience of what only workers read."""
 _CHAINED, _QUEUED, _SENT, _DONE = RequestState.CHAINED, RequestState.QUEUED, RequestState.SENT, RequestState.DONE
 
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
-
-Step = tuple[int, int]
-"""Index of the step, and the row of what it is mapped over (0 if it is not)."""
 
 
 class Kept(Struct, eq=False):
@@ -266,10 +263,7 @@ class Ensembles:
             self._drop(run, kept.tensor.data)
 
     def _drop(self, run: Run, handles: tuple[Handle, ...] | list[Handle]) -> None:
-        own = run.request.client.number
-        for handle in handles:
-            if handle.segment >> OWNER_SHIFT != own:
-                self._state.ledger.unpin(handle)
+        self._ends.drop(run.request.client, handles)
 
     # ------------------------------------------------------------------------------------ a step
 
@@ -429,8 +423,7 @@ class Ensembles:
         if not run.out:
             self._ends.deliver(request, Fail(request.client_number, code, text))
             return
-        held = request.on_loan and request.run is None
-        self._ends.tell(request, (FailHeld if held else Fail)(request.client_number, code, text))
+        self._ends.tell_failed(request, code, text)
         request.move(RequestState.LINGERING)
         request.client.requests.pop(request.client_number, None)
 

@@ -15,7 +15,7 @@ from shmserve.core.request import Request
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.versions import Version
-from shmserve.messages import More, Part, Row, Streamed
+from shmserve.messages import More, Row, Streamed
 
 _SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
 
@@ -51,7 +51,7 @@ class Streams:
             self._dispatcher.send_back(instance, row)
         if row.more:
             if taken:
-                self._tell(version, request, row, False)
+                self._ends.part(request, row.outputs, row.parameters, False)
             return
         self._leave(instance, batch, request)
         if request.state is _LINGERING:
@@ -66,14 +66,8 @@ class Streams:
             version.statistics.answered_early(request.arrived, request.cost, now)
             if batch is not None and request.batch is batch:
                 batch.early.append(request.arrived)
-            self._tell(version, request, row, True)
+            self._ends.part(request, row.outputs, row.parameters, True)
             self._ends.finish(request, "")
-
-    def _tell(self, version: Version, request: Request, row: Row, last: bool) -> None:
-        request.parts += 1
-        self._ends.tell(request, Part(request.client_number, version.number, row.outputs, row.parameters, last))
-        if request.client.outputs == "frames":
-            self._ends.take_back(request.client, row.outputs)  # copied out as it is sent: nothing is held
 
     def _leave(self, instance: Instance, batch: Batch | None, request: Request) -> None:
         if instance.streams.pop(request.number, None) is None and batch is not None:
