@@ -4,6 +4,8 @@ A handle in a segment of a worker (or of the broker's own arena) is held by clie
 it as an input. When nobody holds or pins it any more it goes back to the owner. Handles into a client's own segments
 need no entry: the client knows from the answer that its request is done with them.
 
+A slice of a block may be given on by who holds it: that is one more hold of the whole block, returned as the slice.
+
 A segment whose owner has died stays as an orphan while somebody holds a part of it: its pages live as long as they
 are mapped, and it can still be passed on.
 """
@@ -15,7 +17,7 @@ from bisect import bisect_left, bisect_right, insort
 from msgspec import Struct
 
 from shmserve.core.clients import Client
-from shmserve.core.effects import Effect, Forget, Send
+from shmserve.core.effects import Effect, Forget, Free, Send
 from shmserve.errors import InvalidRequest
 from shmserve.messages import OWNER_SHIFT, Handle, Map, Return, Unmap
 
@@ -43,6 +45,8 @@ class Hold(Struct, eq=False, gc=False):
     handle: Handle
     clients: dict[int, int]
     pins: int = 0
+    slices: dict[tuple[int, Handle], int] = {}
+    """Of these counts, those that were given, and are to be returned, as a part of the block."""
 
 
 class Ledger:
@@ -119,25 +123,31 @@ class Ledger:
                     f"handle of {size} bytes at offset {offset} is outside its segment, which has {segment.size} bytes"
                 )
             return None
-        place = self._held(client, number, offset, size)
+        place = self.held(client, handle)
         if segment is None or place is None:
             raise InvalidRequest(
                 f"handle ({number}, {offset}, {size}) is neither in a segment of this client nor one that it holds"
             )
         return place
 
-    def _held(self, client: Client, number: int, offset: int, size: int) -> Place | None:
+    def held(self, client: Client, handle: Handle) -> Place | None:
         """The hold of the client that contains these bytes: nearly always the very one, else a slice of one."""
-        if (number, offset) in client.holds and size <= self.holds[number, offset].handle.size:
-            return number, offset
+        place: Place | None = (handle.segment, handle.offset)
+        if place in client.holds and handle.size <= self.holds[place].handle.size:
+            return place
+        place = self.block_of(handle)
+        return place if place in client.holds else None
+
+    def block_of(self, handle: Handle) -> Place | None:
+        """Where the block begins, held or pinned by whomever, that has all these bytes."""
+        number, offset = handle.segment, handle.offset
         segment = self.segments.get(number)
         before = bisect_right(segment.blocks, offset) if segment is not None else 0
-        if segment is not None and before:
-            place = number, segment.blocks[before - 1]
-            held = self.holds[place].handle
-            if place in client.holds and offset + size <= held.offset + held.size:
-                return place
-        return None
+        if segment is None or not before:
+            return None
+        place = number, segment.blocks[before - 1]
+        block = self.holds[place].handle
+        return place if offset + handle.size <= block.offset + block.size else None
 
     def is_new(self, handle: Handle, audience: str) -> bool:
         """Can this be a block that its owner gives away now: in a segment for that audience, held by nobody yet?"""
@@ -149,26 +159,30 @@ class Ledger:
             and (handle.segment, handle.offset) not in self.holds
         )
 
+    def may_pass_on(self, client: Client, handle: Handle, audience: str) -> bool:
+        """Can the client give away what it holds itself, or a part of it, to that audience?"""
+        place = self.held(client, handle) if handle.size else None
+        return place is not None and self.segments[handle.segment].audience == audience
+
     def give(self, client: Client, handle: Handle) -> None:
         """The client now holds the handle (once more)."""
-        place = (handle.segment, handle.offset)
-        hold = self._hold(handle)
+        place, hold = self._hold(handle)
         hold.clients[client.number] = hold.clients.get(client.number, 0) + 1
+        if hold.handle.size != handle.size:
+            part = client.number, handle
+            hold.slices[part] = hold.slices.get(part, 0) + 1
         client.holds.add(place)
-        client.held_bytes += handle.size
-        self.held_bytes += handle.size
+        client.held_bytes += hold.handle.size
+        self.held_bytes += hold.handle.size
 
     def take_back(self, client: Client, handle: Handle) -> None:
         """The client returns a handle. It must be one that it holds, just as it was given."""
         place = (handle.segment, handle.offset)
         hold = self.holds.get(place)
-        if hold is None or client.number not in hold.clients or hold.handle.size != handle.size:
-            raise InvalidRequest(
-                f"handle ({handle.segment}, {handle.offset}, {handle.size}) was returned by one that does not hold it; "
-                f"a handle is returned once, as it was given"
-            )
-        client.held_bytes -= handle.size
-        self.held_bytes -= handle.size
+        if hold is None or client.number not in hold.clients or hold.handle.size != handle.size or hold.slices:
+            place, hold = self._given(client, handle)
+        client.held_bytes -= hold.handle.size
+        self.held_bytes -= hold.handle.size
         left = hold.clients[client.number] - 1
         if left:
             hold.clients[client.number] = left
@@ -176,6 +190,25 @@ class Ledger:
         del hold.clients[client.number]
         client.holds.discard(place)
         self._release(place, hold)
+
+    def _given(self, client: Client, handle: Handle) -> tuple[Place, Hold]:
+        """What a returned handle is a hold of, where slices have been given. Raises if the client was not given it."""
+        place = self.block_of(handle)
+        if place is not None and client.number in self.holds[place].clients:
+            hold, part = self.holds[place], (client.number, handle)
+            if hold.handle == handle:
+                sliced = sum(count for (number, _), count in hold.slices.items() if number == client.number)
+                if hold.clients[client.number] > sliced:
+                    return place, hold
+            elif part in hold.slices:
+                hold.slices[part] -= 1
+                if not hold.slices[part]:
+                    del hold.slices[part]
+                return place, hold
+        raise InvalidRequest(
+            f"handle ({handle.segment}, {handle.offset}, {handle.size}) was returned by one that does not hold it; "
+            f"a handle is returned once, as it was given"
+        )
 
     def pin(self, place: Place) -> Handle:
         """A request uses the block as an input. Gives the handle to unpin later."""
@@ -185,18 +218,25 @@ class Ledger:
 
     def keep(self, handle: Handle) -> None:
         """A block that is given to no client (yet) stays; `unpin` lets it go."""
-        self._hold(handle).pins += 1
+        self._hold(handle)[1].pins += 1
 
-    def _hold(self, handle: Handle) -> Hold:
+    def _hold(self, handle: Handle) -> tuple[Place, Hold]:
+        """That of the block which it is, or is a part of; else of a new block."""
         place = (handle.segment, handle.offset)
         hold = self.holds.get(place)
         if hold is None:
+            around = self.block_of(handle) if handle.size else None
+            if around is not None:
+                return around, self.holds[around]
             hold = self.holds[place] = Hold(handle, {})
             insort(self.segments[handle.segment].blocks, handle.offset)
-        return hold
+        return place, hold
 
     def unpin(self, handle: Handle) -> None:
-        place = (handle.segment, handle.offset)
+        place: Place | None = (handle.segment, handle.offset)
+        if place not in self.holds:
+            place = self.block_of(handle)
+        assert place is not None, f"{handle} was not kept"
         hold = self.holds[place]
         hold.pins -= 1
         self._release(place, hold)
@@ -221,6 +261,9 @@ class Ledger:
         if not self._returns:
             return
         for owner, handles in self._returns.items():
+            if not owner:
+                self.effects.append(Free(tuple(handles)))
+                continue
             for start in range(0, len(handles), 4096):
                 self.effects.append(Send(owner, Return(tuple(handles[start : start + 4096]))))
         self._returns.clear()
@@ -233,6 +276,8 @@ class Ledger:
         for place in list(client.holds):
             hold = self.holds[place]
             del hold.clients[client.number]
+            for part in [part for part in hold.slices if part[0] == client.number]:
+                del hold.slices[part]
             self._release(place, hold)
         client.holds.clear()
         self.held_bytes -= client.held_bytes
@@ -259,6 +304,7 @@ class Ledger:
             counted.setdefault(place[0], []).append(place[1])
             for number, count in hold.clients.items():
                 assert count > 0
+                assert count >= sum(given for (one, _), given in hold.slices.items() if one == number)
                 assert place in clients[number].holds, f"client {number} does not know of its hold {place}"
         for number, segment in self.segments.items():
             assert segment.blocks == sorted(counted.get(number, [])), f"segment {number} miscounts its holds"
