@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.complete import complete, is_ensemble, needs_completion
-from shmserve.repo.ensembles import Member, check_graph, not_followed
+from shmserve.repo.ensembles import Member, check_graph
 from shmserve.repo.files import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
 from shmserve.repo.origins import surprises
 from shmserve.repo.problems import Problem, Report
@@ -233,7 +233,7 @@ class _Check:
         for model in self._models:
             if not model.ensemble or model.config is None:
                 continue
-            for problem in (*check_graph(model.config, members), *not_followed(model.config, members)):
+            for problem in check_graph(model.config, members):
                 model.add_seen(Seen(ERROR, "", problem.text, path=problem.path))
         models = sorted(self._models, key=lambda model: (model.found.name, str(model.root)))
         return Checked(tuple(model.done() for model in models), tuple(self._findings))

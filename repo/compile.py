@@ -55,6 +55,7 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
         steps=compile_steps(config),
+        ahead=config.ensemble_scheduling.max_inflight_requests if config.ensemble_scheduling is not None else 0,
     )
 
 

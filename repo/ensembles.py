@@ -63,35 +63,31 @@ def check_graph(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[Gra
     return sorted(found.problems, key=lambda problem: problem.step if problem.step >= 0 else len(found.steps))
 
 
-def not_followed(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[GraphProblem]:
-    """Steps that make sense, and that ensembles cannot have here."""
-    found = []
-    for index, step in enumerate(steps_of(ensemble)):
-        if is_decoupled(step.model_name, models):
-            text = f'model "{shown(step.model_name)}" may answer a request many times; ensembles cannot follow that'
-            path = f"ensemble_scheduling.step[{index}].model_name"
-            found.append(GraphProblem(index, step.model_name, path, text))
-    return found
-
-
 def is_decoupled(name: str, models: Mapping[str, Member]) -> bool:
     """Whether a model may answer a request more than once: an ensemble does so as soon as one of its steps does."""
+    return bool(decoupled_in(name, models))
+
+
+def decoupled_in(name: str, models: Mapping[str, Member]) -> set[str]:
+    """Of a model, or of the steps of an ensemble, and of theirs: those that are decoupled themselves."""
     seen = {name}
     waiting = [name]
+    found = set()
     while waiting:
-        member = models.get(waiting.pop())
+        here = waiting.pop()
+        member = models.get(here)
         if member is None or member.config is None:
             continue
         if not is_ensemble(member.config):
             policy = member.config.model_transaction_policy
             if policy is not None and policy.decoupled:
-                return True
+                found.add(here)
             continue
         for step in steps_of(member.config):
             if step.model_name not in seen:
                 seen.add(step.model_name)
                 waiting.append(step.model_name)
-    return False
+    return found
 
 
 def way_to(goal: str, start: str, models: Mapping[str, Member]) -> list[str]:
@@ -238,7 +234,7 @@ class _Graph:
                 self._problem(_OF_ENSEMBLE, f"output[{index}].{field}", text)
 
     def check_flow(self) -> None:
-        """No step waits for itself, and none gets its inputs from two models that answer as often as they like."""
+        """No step waits for itself, and what is done anew with each answer of a model is so for one model only."""
         needs = {
             index: {
                 self.made[name].step
@@ -261,27 +257,58 @@ class _Graph:
         self._check_decoupled(order)
 
     def _check_decoupled(self, order: Iterable[int]) -> None:
+        """`source`: of each tensor the decoupled step that it comes from; `before`: of each such step, those before."""
         source: dict[str, int] = {}
+        before: dict[int, tuple[int, ...]] = {}
         for index in order:
             step = self.steps[index]
+            condition = added(self.ensemble, index, IF)
             sources: dict[int, str] = {}
             for _, name in sorted(step.input_map.items()):
                 if name in source:
                     sources.setdefault(source[name], name)
+            if condition in source:
+                sources.setdefault(source[condition], condition)
             if len(sources) > 1:
-                told = ", ".join(
-                    f'"{shown(name)}" from step {number}, model "{shown(self.steps[number].model_name)}"'
-                    for number, name in sources.items()
-                )
-                text = f"step {index} receives inputs originated from different decoupled models: {told}"
-                self._problem(index, "input_map", text)
-            if is_decoupled(step.model_name, self.models):
-                own: int | None = index
-            else:
-                own = next(iter(sources), None)
+                text = f"step {index} receives inputs originated from different decoupled models"
+                self._problem(index, "input_map", f"{text}: {self._told_of(sources)}")
+            own = next(iter(sources), None)
+            decoupled = decoupled_in(step.model_name, self.models)
+            if decoupled:
+                before[index] = (*before[own], own) if own is not None else ()
+                self._check_source(index, before[index], decoupled)
+                own = index
             if own is not None:
                 for name in step.output_map.values():
                     source.setdefault(name, own)
+        outputs: dict[int, str] = {}
+        for tensor in self.ensemble.output:
+            if tensor.name in source:
+                outputs.setdefault(source[tensor.name], tensor.name)
+        last = max(outputs, key=lambda index: len(before[index]), default=0)
+        if any(index != last and index not in before[last] for index in outputs):
+            text = f"the outputs originate from different decoupled models: {self._told_of(outputs)}"
+            self._problem(_OF_ENSEMBLE, "output", text)
+
+    def _told_of(self, sources: Mapping[int, str]) -> str:
+        return ", ".join(
+            f'"{shown(name)}" from step {number}, model "{shown(self.steps[number].model_name)}"'
+            for number, name in sources.items()
+        )
+
+    def _check_source(self, index: int, before: Iterable[int], decoupled: set[str]) -> None:
+        """A step that answers many times, behind others that do so."""
+        name = self.steps[index].model_name
+        if added(self.ensemble, index, MAP):
+            path = f'parameters["step[{index}].{MAP}"]'
+            text = f'model "{shown(name)}" may answer a request many times: its answers to rows cannot be put together'
+            self.problems.append(GraphProblem(index, name, path, text))
+        for other in before:
+            both = sorted(decoupled & decoupled_in(self.steps[other].model_name, self.models))
+            if both:
+                text = f"step {index} needs what step {other} still makes"
+                text = f'model "{shown(both[0])}" would wait for itself: {text}'
+                self._problem(index, "model_name", text)
 
 
 def _meant_model(step: ModelEnsemblingStep, names: Sequence[str]) -> str:

@@ -172,12 +172,8 @@ _rows("ModelSequenceBatching.StrategyOldest", _Y, "as dynamic batching", *_OLDES
 _rows("ModelSequenceBatching.StrategyOldest", _N, "requests of a sequence are in order anyway", "preserve_ordering")
 
 _rows("ModelEnsembling", _Y, "each is run when its inputs are there", "step")
-_rows(
-    "ModelEnsembling",
-    _N,
-    "it limits steps that answer many times, which ensembles cannot have",
-    "max_inflight_requests",
-)
+_AHEAD = "answers of a step that answers many times which are under way to the caller; at most 16 if it is 0"
+_rows("ModelEnsembling", _Y, _AHEAD, "max_inflight_requests")
 _rows("ModelEnsembling.Step", _Y, "-1 or 0: the latest version", "model_version")
 _rows("ModelEnsembling.Step", _Y, "who makes which tensor of what", "model_name", "input_map", "output_map")
 _rows("ModelEnsembling.Step", _N, "a model's name is its own in all repositories", "model_namespace")

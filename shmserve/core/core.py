@@ -32,6 +32,7 @@ from shmserve.core.sequencer import Sequencer
 from shmserve.core.sequences import Places, Sequence
 from shmserve.core.state import WORKERS_FROM, State, Subject, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
+from shmserve.core.steps import Steps
 from shmserve.core.streams import Streams
 from shmserve.core.versions import Model, Version
 from shmserve.messages import (
@@ -70,7 +71,8 @@ class Core:
         self._sequencer = self._dispatcher.sequencer = Sequencer(self.state, self._ends, self._dispatcher)
         crowd = Crowd(self.state)
         intake = Intake(self.state, self._ends, self._dispatcher, self._sequencer, crowd)
-        self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, intake)
+        steps = Steps(self.state, intake)
+        self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, self._streams, steps)
         self._admission = Admission(self.state, self._ends, self._streams, intake, crowd, server)
         self._operations = Operations(self.state)
         self._members = Members(self.state, self._operations)
@@ -291,13 +293,14 @@ class Core:
         assert run is not None, story
         assert run.request is request, story
         assert run.over == (request.state is RequestState.LINGERING), story
-        assert run.out, f"nothing is under way for it: {story}"
+        assert run.out or run.waits_for_room, f"nothing is under way for it: {story}"
         assert not run.results, story
         assert not run.ready or run.over, story
         for number, step in run.out.items():
             assert self.state.requests[number] is step, story
-        for name, kept in run.tensors.items():
-            assert kept.readers > 0, f"'{name}' is kept for nobody: {story}"
+        for iteration in run.iterations():
+            for name, kept in iteration.tensors.items():
+                assert kept.readers > 0, f"'{name}' is kept for nobody: {story}"
 
     def _check_sequences(self) -> None:
         for key, sequence in self.state.sequences.items():

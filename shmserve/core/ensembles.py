@@ -1,98 +1,43 @@
 """Ensembles run: each step starts when its inputs are there, and the tensors stay where they were made.
 
-A Run is one request to an ensemble. Its steps are requests like any other, in the queues of their models, except that
-they are answered to the run. The rule of the file: an answer to a step is only noted when it comes (`Run.results`);
-what follows from it is done by `advance`, after all events of the turn, and so never in the midst of a batch.
+A Run (`core.runs`) is one request to an ensemble. Its steps are requests like any other, in the queues of their models,
+except that they are answered to the run. The rule of the file: an answer to a step is only noted when it comes
+(`Run.results`); what follows from it is done by `advance`, after all events of the turn, and so never in the midst of a
+batch.
 
 A tensor that a step made is kept until the last step that reads it has left its worker, or for the caller's answer.
+Of what a step answers that answers many times so much is under way at most (`Steps`): the caller's pace is its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from msgspec import Struct
-from msgspec.structs import replace
+from collections import deque
+from collections.abc import Iterable
 
 from shmserve.core import graph
 from shmserve.core.ends import Ends
-from shmserve.core.graph import Graph
-from shmserve.core.intake import Intake
 from shmserve.core.request import Request
+from shmserve.core.runs import Iteration, Kept, Run, Spot
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.statistics import Failure
-from shmserve.core.versions import Version
-from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
-from shmserve.messages import Fail, Handle, Options, Reply, Tensor, Wanted
+from shmserve.core.steps import Steps
+from shmserve.core.streams import Streams
+from shmserve.errors import Internal, InvalidRequest, ServeError
+from shmserve.messages import Fail, Handle, Part, Reply, Tensor, Wanted
 
-INTERNAL = "internal"
-"""The audience of what only workers read."""
-_CHAINED, _QUEUED, _SENT, _DONE = RequestState.CHAINED, RequestState.QUEUED, RequestState.SENT, RequestState.DONE
+_NONE: frozenset[int] = frozenset()
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 
-class Kept(Struct, eq=False):
-    """A tensor of the ensemble that exists. `readers`: steps that have not read it yet, and the caller."""
-
-    tensor: Tensor
-    readers: int
-    made: bool
-    """By a step, and so held here; otherwise it is the caller's."""
-
-
-class Run(Struct, eq=False):
-    """`out` are the requests of steps that have not ended. `over`: the caller has been answered."""
-
-    request: Request
-    graph: Graph
-    needed: frozenset[int]
-    wanted: dict[str, Wanted | None]
-    held: dict[tuple[str, int], Version]
-    """The models of all its steps, and of the steps of these. A run inside of another has what that one has."""
-    members: dict[int, Version] = {}
-    tensors: dict[str, Kept] = {}
-    skipped: set[str] = set()
-    """Tensors that will not be made, as a condition said no."""
-    absent: set[str] = set()
-    """Tensors that a model was to make, and did not."""
-    pending: dict[int, int] = {}
-    """For each step that has not started the tensors that it waits for."""
-    ready: list[int] = []
-    out: dict[int, Request] = {}
-    left: dict[int, int] = {}
-    """For each step that has started the rows whose answers have not come."""
-    rows: dict[int, list[tuple[Tensor, ...]]] = {}
-    """Answers of the rows of mapped steps."""
-    results: list[tuple[Request, Reply | Fail]] = []
-    failure: tuple[str, str] | None = None
-    over: bool = False
-    times: list[int] = []
-    """What the batches of its steps took: input, infer, output ns."""
-
-    def told(self, request: Request, message: Reply | Fail) -> None:
-        self.results.append((request, message))
-        spent: Sequence[int] = ()
-        if request.chain is not None:
-            spent = request.chain.times
-        elif request.batch is not None and request.batch.times:
-            taken, ready, computed, placed = request.batch.times
-            spent = (ready - taken, computed - ready, placed - computed)
-        for index, ns in enumerate(spent):
-            self.times[index] += ns
-
-    def fail(self, code: str, text: str) -> None:
-        """The first failure is the one that is told."""
-        if self.failure is None:
-            self.failure = code, text
-
-
 class Ensembles:
-    def __init__(self, state: State, ends: Ends, intake: Intake) -> None:
+    def __init__(self, state: State, ends: Ends, streams: Streams, steps: Steps) -> None:
         self._state = state
         self._ends = ends
-        self._intake = intake
+        self._streams = streams
+        self._steps = steps
 
     # ------------------------------------------------------------------------------------ beginning
 
@@ -105,75 +50,37 @@ class Ensembles:
         if request.outputs is not None:
             wanted = {output.name: output for output in request.outputs}
         held = request.run.held if request.run is not None else {}
-        run = Run(request, found, found.needed(tuple(wanted)), wanted, held, times=[0, 0, 0])
+        needed = found.needed(tuple(wanted))
+        run = Run(request, found, needed, wanted, held, found.levels(needed, _NONE), times=[0, 0, 0])
         request.move(_CHAINED)
         request.chain = run
         version.users += 1
         self._state.stirred[run] = None
         try:
-            self._take_members(run)
+            self._steps.take_members(run)
         except ServeError as error:
             run.fail(error.code, error.message)
             return
-        given = {tensor.name: tensor for tensor in request.inputs}
-        for index in run.needed:
-            waits = found.waits[index]
-            # An input that the caller may leave out, and has left out, is nothing to wait for.
-            run.pending[index] = sum(name in found.maker or name in given for name in waits)
-            if not run.pending[index]:
-                run.ready.append(index)
-        for name, tensor in given.items():
-            self._appear(run, name, tensor, False)
+        run.open = [deque() for _ in run.levels.steps]
+        given: list[tuple[str, Tensor | None]] = [(tensor.name, tensor) for tensor in request.inputs]
+        self._begin_iteration(run, 0, given, False)
 
-    def _take_members(self, run: Run) -> None:
-        for index in run.needed:
-            step = run.graph.steps[index]
-            run.members[index] = self._hold(run.held, step.model, step.version, run.request.options)
+    def _begin_iteration(
+        self, run: Run, level: int, found: Iterable[tuple[str, Tensor | None]], made: bool, skipped: bool = False
+    ) -> None:
+        """With its first tensors. None: this one will never be, as it was skipped, or as its model did not make it."""
+        iteration = run.begin(level)
+        for name, tensor in found:
+            self._appear(run, iteration, name, tensor, made, skipped)
+        run.wait(iteration)
 
-    def _hold(self, held: dict[tuple[str, int], Version], name: str, number: int, options: Options | None) -> Version:
-        """The version that all steps of this name and number are run by, also when another has taken over."""
-        member = held.get((name, number))
-        if member is None:
-            if options is not None and options.sequence:  # which goes on where it began
-                member = self._intake.sequencer.version_of(name, number, options)
-            member = member or self._state.look_up(name, number)
-            if member.decoupled:  # since this very turn: otherwise the ensemble would not be served
-                text = "may answer a request many times; ensembles cannot follow that"
-                raise Unavailable(f"model '{name}' of a step {text}")
-            held[name, number] = member
-            member.users += 1
-            for step in member.graph.steps if member.graph is not None else ():
-                self._hold(held, step.model, step.version, options)
-        return member
-
-    def _follow(self, run: Run, index: int) -> None:
-        """Of a sequence that goes on: its START may have come in this very turn, by way of another generation than the
-        one that this run has held since it began."""
-        step, options = run.graph.steps[index], run.request.options
-        if options is None or not options.sequence or run.members[index].places is None:
-            return
-        member = self._intake.sequencer.version_of(step.model, step.version, options)
-        if member is not None and member is not run.members[index]:
-            run.members[index] = member
-            key = (step.model, -1 - id(member))  # beside those that were named
-            if key not in run.held:
-                run.held[key] = member
-                member.users += 1
-
-    def _appear(self, run: Run, name: str, tensor: Tensor | None, made: bool) -> None:
-        """The tensor is there; or, None, will never be."""
-        readers = [index for index in run.graph.readers.get(name, ()) if index in run.needed]
-        if tensor is not None:
-            count = len(readers) + (made and name in run.wanted)
-            kept = Kept(tensor, count, made)
-            if count:
-                run.tensors[name] = kept
-            elif made:
-                self._let_go(run, kept)
-        for index in readers:
-            run.pending[index] -= 1
-            if not run.pending[index]:
-                run.ready.append(index)
+    def _appear(
+        self, run: Run, iteration: Iteration, name: str, tensor: Tensor | None, made: bool, skipped: bool
+    ) -> None:
+        if tensor is None:
+            (iteration.skipped if skipped else iteration.absent).add(name)
+        elif not run.keep(iteration, name, tensor, made) and made:
+            self._let_go(run, Kept(tensor, 0, made))
 
     # ------------------------------------------------------------------------------------ going on
 
@@ -189,15 +96,16 @@ class Ensembles:
                 self._drop(run, graph.handles_of(message.outputs))
             else:
                 self._answered(run, request, message)
-        while run.ready and run.failure is None:
+        while run.failure is None and not run.over:
             try:
-                self._start(run, run.ready.pop(0), now)
+                if run.ready:
+                    self._start(run, *run.ready.pop(0), now)
+                elif not self._move_on(run, now):
+                    break
             except ServeError as error:
                 self._fail(run, error)
         if run.failure is not None and not run.over:
             self._answer_failure(run, now)
-        elif not run.out and not run.results and not run.over:  # what was kept has come back at once
-            self._answer(run, now)
         if run.over and not run.out:
             self._close(run)
 
@@ -205,19 +113,24 @@ class Ensembles:
         run.fail(error.code, f"in ensemble '{run.request.version.model}', {error.message}")
 
     def _failed(self, run: Run, request: Request, message: Fail) -> None:
-        index, row = request.step
+        assert request.spot is not None
+        index, row, _ = request.spot
         where = f"row {row} of step {index}: " if run.graph.steps[index].mapped else ""
         run.fail(message.code, f"in ensemble '{run.request.version.model}', {where}{message.text}")
 
-    def _answered(self, run: Run, request: Request, message: Reply) -> None:
-        index, row = request.step
-        run.left[index] -= 1
-        rows = run.rows.get(index)
+    def _answered(self, run: Run, request: Request, message: Reply | Part) -> None:
+        assert request.spot is not None
+        index, row, iteration = request.spot
+        if run.is_source(iteration, index):
+            self._answered_again(run, iteration, index, message)
+            return
+        iteration.due[index] -= 1
+        rows = iteration.rows.get(index)
         if rows is not None:
             rows[row] = message.outputs
-            if run.left[index]:
+            if iteration.due[index]:
                 return
-            del run.rows[index]
+            del iteration.rows[index]
         try:
             outputs = self._gathered(run, index, rows) if rows is not None else message.outputs
         except ServeError as error:
@@ -225,7 +138,17 @@ class Ensembles:
             for tensors in rows or ():
                 self._drop(run, graph.handles_of(tensors))
             return
-        self._finish_step(run, index, {tensor.name: tensor for tensor in outputs})
+        self._finish_step(run, iteration, index, outputs)
+
+    def _answered_again(self, run: Run, iteration: Iteration, index: int, message: Reply | Part) -> None:
+        """A source: with each answer all that reads it begins once more. The last one may have nothing in it."""
+        last = not isinstance(message, Part) or message.last
+        if message.outputs or not (last and isinstance(message, Part)):
+            outputs = self._outputs_of(run, index, message.outputs)
+            self._begin_iteration(run, iteration.level + 1, outputs, True, run.members[index].graph is not None)
+        if last:
+            del run.sources[iteration.level]
+            self._have_read(run, iteration, index)
 
     def _gathered(self, run: Run, index: int, rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
         """The answers of all rows of a mapped step, put together."""
@@ -240,22 +163,34 @@ class Ensembles:
                 raise InvalidRequest(f"'{name}' of step {index} came for {len(found)} of {len(rows)} rows only")
         return [graph.together(found, policy.max_batch > 0) for found in tensors.values()]
 
-    def _finish_step(self, run: Run, index: int, outputs: dict[str, Tensor]) -> None:
-        """It has left its worker: what it read may go, what it made is there."""
+    def _outputs_of(self, run: Run, index: int, outputs: Iterable[Tensor]) -> list[tuple[str, Tensor | None]]:
+        """What a step has made, under the ensemble's names."""
+        made = {tensor.name: tensor for tensor in outputs}
+        found: list[tuple[str, Tensor | None]] = []
         for own, name in run.graph.steps[index].outputs:
-            made = outputs.get(own)
-            if made is None:  # an ensemble may have had its reasons
-                (run.skipped if run.members[index].graph is not None else run.absent).add(name)
-            self._appear(run, name, made and Tensor(name, made.dtype, made.shape, made.data), True)
-        self._have_read(run, index)
+            tensor = made.get(own)
+            found.append((name, tensor and Tensor(name, tensor.dtype, tensor.shape, tensor.data)))
+        return found
 
-    def _have_read(self, run: Run, index: int) -> None:
+    def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
+        """It has left its worker: what it read may go, what it made is there."""
+        skipped = run.members[index].graph is not None  # an ensemble may have had its reasons
+        for name, tensor in self._outputs_of(run, index, outputs):
+            self._appear(run, iteration, name, tensor, True, skipped)
+            run.settle(iteration, name)
+        self._have_read(run, iteration, index)
+
+    def _have_read(self, run: Run, iteration: Iteration, index: int) -> None:
+        """The step is over."""
+        iteration.left -= 1
         for name in run.graph.waits[index]:
-            kept = run.tensors.get(name)
+            if run.home(iteration, name) is not iteration:
+                continue
+            kept = iteration.tensors.get(name)
             if kept is not None:
                 kept.readers -= 1
                 if not kept.readers:
-                    del run.tensors[name]
+                    del iteration.tensors[name]
                     self._let_go(run, kept)
 
     def _let_go(self, run: Run, kept: Kept) -> None:
@@ -267,148 +202,150 @@ class Ensembles:
 
     # ------------------------------------------------------------------------------------ a step
 
-    def _start(self, run: Run, index: int, now: int) -> None:
-        self._follow(run, index)
+    def _start(self, run: Run, iteration: Iteration, index: int, now: int) -> None:
+        if run.is_source(iteration, index) and run.open[iteration.level][0] is not iteration:
+            iteration.held_back = True
+            return
+        self._steps.follow(run, index)
         step, member = run.graph.steps[index], run.members[index]
         policy = member.policy
         assert policy is not None
-        if step.condition and not self._holds(run, step.condition):
-            self._skip(run, index)
+        if step.condition and not self._holds(run, iteration, step.condition):
+            self._skip(run, iteration, index)
             return
         required = {spec.name for spec in policy.inputs if not spec.optional}
         inputs = []
         for own, name in step.inputs:
-            kept = run.tensors.get(name)
+            home = run.home(iteration, name)
+            kept = home.tensors.get(name)
             if kept is not None:
                 inputs.append((own, name, kept.tensor))
             elif own in required or name == step.mapped:
-                if name in run.absent:
+                if name in home.absent:
                     raise Internal(_DEADLOCK)
-                if name in run.skipped:
-                    self._skip(run, index)
+                if name in home.skipped:
+                    self._skip(run, iteration, index)
                     return
         if not step.mapped:
-            run.left[index] = 1
-            self._ask(run, index, 0, [(own, tensor) for own, _, tensor in inputs], False, now)
+            iteration.due[index] = 1
+            self._steps.ask(run, Spot(index, 0, iteration), [(own, tensor) for own, _, tensor in inputs], False, now)
             return
-        over = run.tensors.get(step.mapped)
+        over = run.find(iteration, step.mapped)
         if over is None:
             raise InvalidRequest(f"step {index} is mapped over '{step.mapped}', which is not there")
-        rows = graph.rows_of(over.tensor) if over.tensor.shape[:1] != (0,) else []
+        rows = graph.rows_of(over.tensor)
         if not rows:
             specs = {spec.name: spec for spec in policy.outputs}
-            self._finish_step(run, index, {own: graph.empty(own, specs[own]) for own, _ in step.outputs})
+            self._finish_step(run, iteration, index, [graph.empty(own, specs[own]) for own, _ in step.outputs])
             return
-        run.left[index] = len(rows)
-        run.rows[index] = [() for _ in rows]
+        iteration.due[index] = len(rows)
+        iteration.rows[index] = [() for _ in rows]
         for number, row in enumerate(rows):
             mine = [(own, row if name == step.mapped else tensor) for own, name, tensor in inputs]
             try:
-                self._ask(run, index, number, mine, len(rows) > 1, now)
+                self._steps.ask(run, Spot(index, number, iteration), mine, len(rows) > 1, now)
             except ServeError as error:
                 raise type(error)(f"row {number} of step {index}: {error.message}") from error
 
-    def _holds(self, run: Run, name: str) -> bool:
-        kept = run.tensors.get(name)
+    def _holds(self, run: Run, iteration: Iteration, name: str) -> bool:
+        kept = run.find(iteration, name)
         return kept is not None and graph.is_true(kept.tensor)
 
-    def _skip(self, run: Run, index: int) -> None:
-        for _, name in run.graph.steps[index].outputs:
-            run.skipped.add(name)
-            self._appear(run, name, None, True)
-        self._have_read(run, index)
-
-    def _ask(self, run: Run, index: int, row: int, given: list[tuple[str, Tensor]], outside: bool, now: int) -> None:
-        """One request to the model of a step."""
-        state, parent, member = self._state, run.request, run.members[index]
-        step, policy, checker = run.graph.steps[index], member.policy, member.checker
-        assert policy is not None
-        assert checker is not None
-        batches = policy.max_batch > 0
-        dims = {spec.name: spec.dims for spec in policy.inputs}
-        inputs = tuple(
-            Tensor(own, tensor.dtype, graph.fit(tensor.shape, dims.get(own, tensor.shape), batches), tensor.data)
-            for own, tensor in given
-        )
-        outputs, final = self._wanted(run, index)
-        outside = outside or (final and parent.outside)
-        rows, signature, inline, _ = checker.check(inputs, outputs)
-        options = _passed_on(parent.options)
-        client = parent.client
-        if member.graph is None and all(instance.over for instance in member.instances):
-            raise Unavailable(f"{member.label} has ended meanwhile{member.reason and f': {member.reason}'}")
-        self._intake.check_step(client, member, inline, now)
-        level = 0
-        if not member.plain:
-            heard = _without_sequence(options) if member.places is None and member.graph is None else options
-            level = self._intake.level(client, member, step.version, heard, rows, now)
-        segments = tuple(graph.check_parts(inputs))
-        inline += graph.HANDLE_BYTES * len(segments)
-        segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
-        if segments:
-            state.ledger.use(segments)
-        number = state.next_number()
-        request = Request(
-            number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
-            signature, segments, (), (), now, level, deadline=parent.deadline,
-            audience=parent.audience if final else INTERNAL, run=run, step=(index, row), outside=outside,
-            special=True,
-        )  # fmt: skip
-        state.requests[number] = run.out[number] = request
-        client.steps += 1
-        self._intake.put(member, step.version, request, now)
-
-    def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
-        """What is asked of the model of a step; and whether some of it is for the caller."""
-        step = run.graph.steps[index]
-        found, final = [], False
-        for own, name in step.outputs:
-            wanted = run.wanted.get(name)
-            final = final or name in run.wanted
-            if wanted is None or (wanted.place is None and not wanted.classes):
-                if name in run.wanted or any(reader in run.needed for reader in run.graph.readers.get(name, ())):
-                    found.append(Wanted(own))
-                continue
-            if wanted.classes and name in run.graph.readers:
-                raise Unsupported(f"output '{name}' is read by other steps, and cannot come as classes")
-            if wanted.place is not None and step.mapped:
-                raise Unsupported(
-                    f"output '{name}' comes in parts of a mapped step, and cannot be placed by the caller"
-                )
-            found.append(Wanted(own, wanted.place, wanted.classes))
-        return tuple(found), final
+    def _skip(self, run: Run, iteration: Iteration, index: int) -> None:
+        nothing: list[tuple[str, Tensor | None]] = [(name, None) for _, name in run.graph.steps[index].outputs]
+        if run.is_source(iteration, index):  # what does not need it goes on, once
+            self._begin_iteration(run, iteration.level + 1, nothing, True, True)
+        else:
+            for name, _ in nothing:
+                iteration.skipped.add(name)
+                run.settle(iteration, name)
+        self._have_read(run, iteration, index)
 
     # ------------------------------------------------------------------------------------ the end
 
-    def _answer(self, run: Run, now: int) -> None:
-        """All steps are done."""
-        request, policy = run.request, run.request.version.policy
+    def _move_on(self, run: Run, now: int) -> bool:
+        """The first iteration of a level may be over. True: it was, and others may go on."""
+        for level in range(len(run.open) - 1, -1, -1):
+            if not run.open[level]:
+                continue
+            first = run.open[level][0]
+            if not run.is_done(first):
+                return False
+            if level == len(run.open) - 1:
+                if not run.levels.sources:
+                    self._answer(run, first, now)
+                    return False
+                if not run.room:
+                    return False
+                self._answer_part(run, first, now)
+                if run.over:
+                    return False
+            elif not level:
+                self._ends.part(run.request, (), None, True)
+                self._finish(run, now)
+                return False
+            run.open[level].popleft()
+            self._close_iteration(run, first)
+            self._give_way(run, level)
+            return True
+        return False
+
+    def _give_way(self, run: Run, level: int) -> None:
+        """An iteration is over: its source may make one more, and the next one may start a source of its own."""
+        request = run.sources.get(level - 1)
+        if request is not None:
+            self._streams.more(request, 1)
+        if run.open[level] and run.open[level][0].held_back:
+            run.ready.append((run.open[level][0], run.levels.sources[level]))
+
+    def _outputs(self, run: Run, iteration: Iteration) -> tuple[Tensor, ...]:
+        """An answer to the caller."""
+        policy = run.request.version.policy
         assert policy is not None
         dims = {spec.name: spec.dims for spec in policy.outputs}
         outputs = []
         for name, wanted in run.wanted.items():
-            kept = run.tensors.get(name)
+            home = run.home(iteration, name)
+            kept = home.tensors.get(name)
             if kept is not None:
                 shape = kept.tensor.shape
                 if wanted is None or not wanted.classes:
                     shape = graph.fit(shape, dims[name], policy.max_batch > 0)
                 outputs.append(Tensor(name, kept.tensor.dtype, shape, kept.tensor.data))
-            elif name not in run.skipped:
-                self._fail(run, Internal(_DEADLOCK))
-                self._answer_failure(run, now)
-                return
-        try:
-            graph.check_parts(outputs)
-        except ServeError as error:
-            self._fail(run, error)
-            self._answer_failure(run, now)
-            return
-        statistics = request.version.statistics
-        statistics.answered([request.arrived], request.cost, request.arrived, now)
-        statistics.ensemble_done(run.times, now)
+            elif name not in home.skipped:
+                raise Internal(_DEADLOCK)
+        graph.check_parts(outputs)
+        return tuple(outputs)
+
+    def _answer(self, run: Run, iteration: Iteration, now: int) -> None:
+        """The only one: all steps are done."""
+        request = run.request
+        outputs = self._outputs(run, iteration)
+        self._count(run, now)
         self._ends.pass_on(request, graph.handles_of(outputs))
         run.over = True
-        self._ends.deliver(request, Reply(request.client_number, request.version.number, tuple(outputs)))
+        self._ends.deliver(request, Reply(request.client_number, request.version.number, outputs))
+
+    def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
+        """One of many. The last one says so, if that is known already, and if there is something in it."""
+        outputs = self._outputs(run, iteration)
+        last = bool(outputs) and run.is_last
+        run.room -= 1
+        self._ends.pass_on(run.request, graph.handles_of(outputs))
+        self._ends.part(run.request, outputs, None, last)
+        if last:
+            self._finish(run, now)
+
+    def _finish(self, run: Run, now: int) -> None:
+        """It has had its last part."""
+        self._count(run, now)
+        run.over = True
+        self._ends.finish(run.request, "")
+
+    def _count(self, run: Run, now: int) -> None:
+        request, statistics = run.request, run.request.version.statistics
+        statistics.answered([request.arrived], request.cost, request.arrived, now)
+        statistics.ensemble_done(run.times, now)
 
     def _answer_failure(self, run: Run, now: int) -> None:
         """Steps under way are dropped, or left alone where a worker has them; the caller is told now."""
@@ -424,7 +361,7 @@ class Ensembles:
             self._ends.deliver(request, Fail(request.client_number, code, text))
             return
         self._ends.tell_failed(request, code, text)
-        request.move(RequestState.LINGERING)
+        request.move(_LINGERING)
         request.client.requests.pop(request.client_number, None)
 
     def _give_up(self, step: Request) -> None:
@@ -434,7 +371,7 @@ class Ensembles:
             self._ends.end(step)
             if step.version.order is not None:
                 self._ends.answer_in_order(step.version)
-        elif step.state is _SENT:
+        elif step.state in (_SENT, _OPEN):
             self._ends.linger(step)
         elif step.state is _DONE:
             self._ends.drop_done(step)
@@ -443,34 +380,29 @@ class Ensembles:
             step.chain.fail("CANCELLED", "its ensemble has failed")
             self._state.stirred[step.chain] = None
 
+    def _close_iteration(self, run: Run, iteration: Iteration) -> None:
+        for kept in iteration.tensors.values():
+            self._let_go(run, kept)
+        for rows in iteration.rows.values():
+            for tensors in rows:
+                self._drop(run, graph.handles_of(tensors))
+
     def _close(self, run: Run) -> None:
         """No worker has anything of it any more."""
         request = run.request
-        if request.state is RequestState.LINGERING:
+        if request.state is _LINGERING:
             self._ends.released(request)
-        for kept in run.tensors.values():
-            self._let_go(run, kept)
-        for rows in run.rows.values():
-            for tensors in rows:
-                self._drop(run, graph.handles_of(tensors))
+        for iteration in run.iterations():
+            self._close_iteration(run, iteration)
         for _, message in run.results:  # as one of its steps made way for another one
-            if isinstance(message, Reply):
+            if not isinstance(message, Fail):
                 self._drop(run, graph.handles_of(message.outputs))
         run.results.clear()
-        run.tensors.clear()
-        run.rows.clear()
+        run.open.clear()
+        run.ready.clear()
+        run.sources.clear()
         request.chain = None
         request.version.users -= 1
         if request.run is None:
             for member in run.held.values():
                 member.users -= 1
-
-
-def _passed_on(options: Options | None) -> Options | None:
-    """What a step is told of the caller's options: all but what only concerns the ensemble's own answer."""
-    return options if options is None or not options.window else replace(options, window=0)
-
-
-def _without_sequence(options: Options | None) -> Options | None:
-    """For a model that takes none: it may still look at the id, as it may for any request of an ensemble."""
-    return options if options is None or not options.sequence else replace(options, sequence=0)

@@ -12,7 +12,7 @@ from struct import unpack_from
 
 from shmserve.core.policy import ModelPolicy, StepPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.errors import InvalidRequest, Unavailable, Unsupported
 from shmserve.messages import INLINE_BYTES, Handle, Tensor
 
 ROWS = 4096
@@ -29,7 +29,7 @@ _LENGTH = 4
 class Graph:
     """Who makes and who reads which tensor. Whether it makes sense was seen to when the ensemble was loaded."""
 
-    __slots__ = ("_needed", "maker", "outputs", "readers", "steps", "waits")
+    __slots__ = ("_levels", "_needed", "maker", "outputs", "readers", "steps", "waits")
 
     def __init__(self, policy: ModelPolicy) -> None:
         assert policy.steps is not None
@@ -43,6 +43,7 @@ class Graph:
             for name in names:
                 self.readers.setdefault(name, []).append(index)
         self._needed: dict[tuple[str, ...], frozenset[int]] = {}
+        self._levels: dict[tuple[frozenset[int], frozenset[int]], Levels] = {}
 
     def needed(self, wanted: tuple[str, ...]) -> frozenset[int]:
         """The steps without which these outputs of the ensemble cannot be made."""
@@ -59,6 +60,68 @@ class Graph:
             if len(self._needed) < 64:  # callers that ask for ever other outputs just look again
                 self._needed[wanted] = found
         return found
+
+    def levels(self, needed: frozenset[int], many: frozenset[int]) -> Levels:
+        """Of these steps, some of whose models answer many times."""
+        found = self._levels.get((needed, many))
+        if found is None:
+            found = Levels(self, needed, many)
+            if len(self._levels) < 64:
+                self._levels[needed, many] = found
+        return found
+
+
+class Levels:
+    """What is done how often: a step whose model answers many times (`many`) is the source of the next level, and each
+    of its answers is one iteration of all steps there. A tensor is of the level in which it comes to be."""
+
+    __slots__ = ("_below", "_readers", "sources", "steps", "tensors")
+
+    def __init__(self, graph: Graph, needed: frozenset[int], many: frozenset[int]) -> None:
+        found: dict[int, int] = {}
+        self.tensors: dict[str, int] = {}
+        """Those of level 0 that no step makes are left out."""
+        waiting = sorted(needed)
+        while waiting:
+            later = []
+            for index in waiting:
+                makers = [graph.maker[name] for name in graph.waits[index] if name in graph.maker]
+                if any(maker not in found for maker in makers):
+                    later.append(index)
+                    continue
+                found[index] = max((found[maker] + (maker in many) for maker in makers), default=0)
+                for _, name in graph.steps[index].outputs:
+                    self.tensors[name] = found[index] + (index in many)
+            assert len(later) < len(waiting), "steps that wait for each other"
+            waiting = later
+        count = 1 + max([0, *self.tensors.values()])
+        self.steps = tuple(tuple(index for index in sorted(needed) if found[index] == level) for level in range(count))
+        self.sources: tuple[int, ...] = ()
+        """The step of each level, but the last, that answers many times."""
+        for level in range(count):
+            sources = [index for index in self.steps[level] if index in many]
+            if len(sources) > 1:
+                names = " and ".join(f"'{graph.steps[index].model}'" for index in sources)
+                raise Unavailable(f"{names} answer a request many times, and what is asked for is made of both")
+            self.sources += tuple(sources)
+        self._readers = [
+            {
+                name: tuple(index for index in readers if found.get(index) == level)
+                for name, readers in graph.readers.items()
+            }
+            for level in range(count)
+        ]
+        self._below = {
+            name
+            for name, readers in graph.readers.items()
+            if any(found.get(index, 0) > self.tensors.get(name, 0) for index in readers)
+        }
+
+    def readers(self, name: str, level: int) -> tuple[int, ...]:
+        return self._readers[level].get(name, ())
+
+    def read_below(self, name: str) -> bool:
+        return name in self._below
 
 
 def _waits(step: StepPolicy) -> tuple[str, ...]:
@@ -102,6 +165,8 @@ def is_true(tensor: Tensor) -> bool:
 
 def rows_of(tensor: Tensor) -> list[Tensor]:
     """Along axis 0, each with a leading 1."""
+    if tensor.shape[:1] == (0,):
+        return []
     if not tensor.shape:
         raise InvalidRequest(f"'{tensor.name}' is mapped, but has no dimension to be mapped over")
     count, rest = tensor.shape[0], tensor.shape[1:]

@@ -58,7 +58,7 @@ class Intake:
         self._crowd.check_queue(client, version, inline, now)
 
     def put(self, version: Version, number: int, request: Request, now: int) -> None:
-        if version.cached and self._cached(version, request, now):
+        if version.cached and not version.decoupled and self._cached(version, request, now):
             return
         if version.graph is not None:
             self.ensembles.begin(request, now)

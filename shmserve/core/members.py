@@ -56,17 +56,23 @@ class Members:
                 elif version.state is not _V.LOADING:
                     self._lost(version, f"model '{step.model}' of a step is being loaded", now)
                 return
-            if member.decoupled:
-                text = f"model '{step.model}' of a step may answer a request many times; ensembles cannot follow that"
-                self._lost(version, text, now)
-                return
             found.append(member)
         members = tuple(found)
+        self._set_decoupled(version, members)
         if members != version.members:
             version.members = members
             self._state.cache.purge(version)
             version.asked = self._state.next_number()
             self._state.effects.append(Compose(version.source, version.asked))
+
+    def _set_decoupled(self, version: Version, members: tuple[Version, ...]) -> None:
+        """It answers many times if one of its steps does."""
+        assert version.policy is not None
+        decoupled = version.policy.decoupled or any(member.decoupled for member in members)
+        if decoupled != version.decoupled:
+            version.decoupled = decoupled
+            self._state.cache.purge(version)
+            self._state.regard = True
 
     def _member(self, name: str, number: int) -> tuple[Version | None, str]:
         """The version that a step would be run by; or None, and why there is none ("": it may yet come)."""

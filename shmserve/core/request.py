@@ -11,8 +11,8 @@ from shmserve.messages import OWNER_SHIFT, Fail, Handle, Options, Reply, Tensor,
 
 if TYPE_CHECKING:
     from shmserve.core.clients import Client
-    from shmserve.core.ensembles import Run
     from shmserve.core.instances import Batch, Instance
+    from shmserve.core.runs import Run, Spot
     from shmserve.core.sequences import Sequence
     from shmserve.core.versions import Version
 
@@ -54,8 +54,8 @@ class Request(Struct, eq=False, gc=False):
     """Who may be given what it is answered with."""
     run: Run | None = None
     """It is a step of an ensemble, and answered to that."""
-    step: tuple[int, int] = (0, 0)
-    """Which one there, and the row of what that is mapped over."""
+    spot: Spot | None = None
+    """Which one there."""
     outside: bool = False
     """All its outputs are to be in shared memory."""
     cache_key: tuple[Any, ...] | None = None

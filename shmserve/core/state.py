@@ -22,7 +22,7 @@ from shmserve.core.versions import Model, Version
 from shmserve.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
-    from shmserve.core.ensembles import Run
+    from shmserve.core.runs import Run
 
 WORKERS_FROM = 1 << 30
 """Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""

@@ -93,6 +93,10 @@ class Streams:
 
     def more(self, request: Request, count: int) -> None:
         """Its caller can take so many more. Noted in the request, too: should its worker die, another may have it."""
+        if request.chain is not None:
+            request.chain.room += count
+            self._state.stirred[request.chain] = None
+            return
         options, instance = request.options, request.instance
         if not request.version.decoupled or options is None:
             return

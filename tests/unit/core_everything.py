@@ -91,11 +91,13 @@ _ALL = (
     Served(_ensemble("e_map", 0, VARIES, "det(x:x)->(y:b)", "rec(x:b)->(y:z)/map:b", outputs=ROWS)),
     Served(_ensemble("e_if", 0, VARIES, "flag(x:x)->(y:f)", "flat(x:x)->(y:z)/if:f", "flat(x:x)->(w:v)", outputs=TWO)),
     Served(_ensemble("e_seq", 4, FIXED, "direct(x:x)->(y:z)")),
+    Served(_ensemble("e_stream", 4, FIXED, "stream(x:x)->(y:t)", "plain(x:x)->(y:v)", "pair(x:t)->(y:z)", outputs=TWO)),
+    Served(_ensemble("e_deep", 4, FIXED, "e_stream(x:x)->(z:t)", "stream(x:t)->(y:u)", "ordered(x:u)->(w:z)", ahead=2)),
     Served(_ensemble("e_turn", 4, FIXED, "turn(x:x)->(y:z)", "plain(x:z)->(y:v)", outputs=TWO)),
 )  # fmt: skip
 MODELS = {served.policy.name: served for served in _ALL}
 SEQUENCES = [name for name, served in MODELS.items() if served.policy.sequence is not None] + ["e_seq"]
-STREAMS = ["saying", "stream", "turn"]
+STREAMS = ["saying", "stream", "turn", "e_stream", "e_deep"]
 RESOURCES = {
     "plain": (Resource("cpu", 1, True),),
     "pair": (Resource("cpu", 2, True),),

@@ -36,7 +36,8 @@ class Operating(World):
         steps = tuple(step_of(word) for word in words if "->" in word)
         flags = ("single", *(word for word in words if "->" not in word))
         self.model = name
-        self.deploy(replace(policy_of(name, flags, {"max_batch": "0"} | options), steps=steps), 0)
+        policy = policy_of(name, flags, {"max_batch": "0"} | options)
+        self.deploy(replace(policy, steps=steps, ahead=int(options.get("ahead", 0))), 0)
 
     def do_misfit(self, name: str, problem: str = "") -> None:
         """From now on the steps of this ensemble do not fit together; without a reason, they do."""

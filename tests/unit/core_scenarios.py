@@ -143,7 +143,8 @@ class Scenario(Operating, Streaming):
         run = request.run
         if run is None:
             return f"{request.client.name}{request.client_number}"
-        index, row = request.step
+        assert request.spot is not None
+        index, row, _ = request.spot
         return f"{self._name(run.request)}.{index}" + (f"[{row}]" if run.graph.steps[index].mapped else "")
 
     def _segment(self, number: int) -> str:

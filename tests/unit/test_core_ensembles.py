@@ -15,9 +15,9 @@ import pytest
 
 from shmserve.core import events
 from shmserve.core.effects import Send
-from shmserve.core.ensembles import Run
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy
+from shmserve.core.runs import Run
 from shmserve.core.state import WORKERS_FROM
 from shmserve.messages import (
     OWNER_SHIFT,
@@ -93,7 +93,7 @@ class Computing(World):
             data = (worker.allocate(work.audience, len(content)),)
             request = self.core.state.requests[work.request]
             run = request.run
-            step = run.graph.steps[request.step[0]] if run is not None else None
+            step = run.graph.steps[request.spot.step] if run is not None and request.spot is not None else None
             made_by = (run, dict(step.outputs)[output.name]) if run is not None and step is not None else None
             self.made_by[data[0].segment, data[0].offset] = made_by
         if isinstance(data, tuple):
@@ -138,8 +138,8 @@ class Computing(World):
             outer = run.request.run
             if outer is None:
                 break
-            index, _ = run.request.step
-            made_by = outer, dict(outer.graph.steps[index].outputs)[name]
+            assert run.request.spot is not None
+            made_by = outer, dict(outer.graph.steps[run.request.spot.step].outputs)[name]
         held = [handle for client in self.clients.values() for handle in client.holds]
         for request in self.core.state.requests.values():  # and what waits for its turn
             if isinstance(request.reply, Reply):
@@ -147,8 +147,11 @@ class Computing(World):
         return any((handle.segment, handle.offset) == place for handle in held)
 
     def _is_read(self, run: Run, name: str) -> bool:
-        out = {request.step[0] for request in run.out.values()}
-        over = {index for index, waits in run.pending.items() if not waits} - out
+        if run.levels.sources:  # made once, or with each answer: the end shows that nothing is forgotten
+            return True
+        (iteration,) = run.iterations()
+        out = {request.spot.step for request in run.out.values() if request.spot is not None}
+        over = {index for index, waits in iteration.pending.items() if not waits} - out
         readers = [index for index in run.graph.readers.get(name, ()) if index in run.needed]
         return name in run.wanted or run.graph.maker[name] in out or any(index not in over for index in readers)
 

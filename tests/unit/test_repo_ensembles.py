@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.repo.ensembles import GraphProblem, Member, check_graph, is_decoupled, not_followed, way_to
+from shmserve.repo.ensembles import GraphProblem, Member, check_graph, is_decoupled, way_to
 from shmserve.repo.load import parse
 from shmserve.repo.schema import ModelConfig, ModelEnsembling, ModelEnsemblingStep
 
@@ -249,10 +249,70 @@ def test_two_models_that_answer_as_often_as_they_like() -> None:
         )
     ]
     assert [is_decoupled(name, models) for name in models] == [True, True, True, False, False]
-    text = 'model "{}" may answer a request many times; ensembles cannot follow that'
-    assert not_followed(parse(JOIN), models) == [
-        GraphProblem(index, name, f"{STEP}[{index}].model_name", text.format(name))
-        for index, name in enumerate(["left", "right"])
-    ]
     models["left"] = member(f'name: "left" {one}')
     assert check_graph(parse(JOIN), models) == []
+
+
+ONE = 'input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }'
+
+
+def _flow(*steps: str, outputs: str, more: str = "") -> str:
+    """Steps as "model a->b"; all tensors are alike."""
+    told = []
+    for step in steps:
+        model, _, flow = step.partition(" ")
+        reads, _, makes = flow.partition("->")
+        maps = f'input_map {{ key: "x" value: "{reads}" }} output_map {{ key: "y" value: "{makes}" }}'
+        told.append(f'{{ model_name: "{model}" {maps} }}')
+    tensor = "data_type: TYPE_FP32 dims: [ 1 ]"
+    given = " ".join(f'output {{ name: "{name}" {tensor} }}' for name in outputs.split())
+    return (
+        f'name: "e" platform: "ensemble" input {{ name: "a" {tensor} }} {given} '
+        f"ensemble_scheduling {{ step [ {', '.join(told)} ] }} {more}"
+    )
+
+
+INNER = _flow("left a->b", outputs="b").replace('"a"', '"x"').replace('"b"', '"y"').replace('"e"', '"inner"')
+MANY = {
+    "left": member(f'name: "left" {ONE} {STREAM}'),
+    "right": member(f'name: "right" {ONE} {STREAM}'),
+    "pass": member(f'name: "pass" {ONE}'),
+    "inner": member(INNER),
+}
+BOTH = '"b" from step 0, model "left", "d" from step 1, model "right"'
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (_flow("left a->b", "right b->c", "pass c->d", outputs="b d"), None),
+        (_flow("left a->b", "pass a->c", outputs="b c"), None),
+        (_flow("inner a->b", "right b->c", outputs="c"), None),
+        (
+            _flow("left a->b", "right a->c", "pass c->d", outputs="b d"),
+            (-1, "", "output", f"the outputs originate from different decoupled models: {BOTH}"),
+        ),
+        (
+            _flow("left a->b", "pass b->c", "left c->d", outputs="d"),
+            (2, "left", f"{STEP}[2].model_name", "step 2 needs what step 0 still makes"),
+        ),
+        (
+            _flow("left a->b", "right b->c", "inner c->d", outputs="d"),
+            (2, "inner", f"{STEP}[2].model_name", "step 2 needs what step 0 still makes"),
+        ),
+    ],
+)
+def test_models_that_answer_many_times(config: str, problem: tuple[int, str, str, str] | None) -> None:
+    found = check_graph(parse(config), MANY)
+    if problem is None:
+        assert found == []
+    else:
+        assert [(told.step, told.model, told.path) for told in found] == [problem[:3]]
+        assert problem[3] in found[0].text
+
+
+def test_rows_have_one_answer_each() -> None:
+    mapped = 'parameters { key: "step[0].map" value { string_value: "a" } }'
+    found = check_graph(parse(_flow("left a->b", outputs="b", more=mapped)), MANY)
+    text = 'model "left" may answer a request many times: its answers to rows cannot be put together'
+    assert GraphProblem(0, "left", 'parameters["step[0].map"]', text) in found

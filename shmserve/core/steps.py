@@ -1,0 +1,158 @@
+"""Requests of steps: which model they are for, what is asked of it, and how they come into its queue.
+
+The rule of the file: a request of an ensemble is run by the versions that it found when it began, to its end.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from shmserve.core import graph
+from shmserve.core.intake import Intake
+from shmserve.core.request import Request
+from shmserve.core.runs import Held, Run, Spot
+from shmserve.core.state import State
+from shmserve.core.versions import Version
+from shmserve.errors import Unavailable, Unsupported
+from shmserve.messages import Options, Tensor, Wanted
+
+INTERNAL = "internal"
+"""The audience of what only workers read."""
+WINDOW = 16
+"""So many answers of a step that answers many times may be under way to the caller."""
+
+
+class Steps:
+    def __init__(self, state: State, intake: Intake) -> None:
+        self._state = state
+        self._intake = intake
+
+    def take_members(self, run: Run) -> None:
+        request = run.request
+        for index in run.needed:
+            step = run.graph.steps[index]
+            run.members[index] = self._hold(run.held, step.model, step.version, request.options)
+        many = frozenset(index for index, member in run.members.items() if member.decoupled)
+        if not many:
+            return
+        names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
+        if request.options is None or not request.options.window:  # it does so since this very turn
+            raise Unavailable(f"{names} of a step may answer a request many times from now on; call it with stream()")
+        if any(run.graph.steps[index].mapped for index in many):
+            raise Unavailable(f"{names} may answer a request many times from now on; a step that does cannot be mapped")
+        run.levels = run.graph.levels(run.needed, many)
+        run.room = request.options.window
+
+    def _hold(self, held: Held, name: str, number: int, options: Options | None) -> Version:
+        """The version that all steps of this name and number are run by, also when another has taken over."""
+        member = held.get((name, number))
+        if member is None:
+            if options is not None and options.sequence:  # which goes on where it began
+                member = self._intake.sequencer.version_of(name, number, options)
+            member = member or self._state.look_up(name, number)
+            held[name, number] = member
+            member.users += 1
+            for step in member.graph.steps if member.graph is not None else ():
+                self._hold(held, step.model, step.version, options)
+        return member
+
+    def follow(self, run: Run, index: int) -> None:
+        """Of a sequence that goes on: its START may have come in this very turn, by way of another generation than the
+        one that this run has held since it began."""
+        step, options = run.graph.steps[index], run.request.options
+        if options is None or not options.sequence or run.members[index].places is None:
+            return
+        member = self._intake.sequencer.version_of(step.model, step.version, options)
+        if member is not None and member is not run.members[index]:
+            if member.decoupled and not run.members[index].decoupled:
+                text = f"'{member.model}' of a step may answer a request many times, unlike what has replaced it"
+                raise Unavailable(f"{text}; the ensemble cannot follow that")
+            run.members[index] = member
+            if member not in run.held:  # beside those that were named
+                run.held[member] = member
+                member.users += 1
+
+    def ask(self, run: Run, spot: Spot, given: list[tuple[str, Tensor]], outside: bool, now: int) -> None:
+        """One request to the model of a step."""
+        index, _, iteration = spot
+        state, parent, member = self._state, run.request, run.members[index]
+        step, policy, checker = run.graph.steps[index], member.policy, member.checker
+        assert policy is not None
+        assert checker is not None
+        batches = policy.max_batch > 0
+        dims = {spec.name: spec.dims for spec in policy.inputs}
+        inputs = tuple(
+            Tensor(own, tensor.dtype, graph.fit(tensor.shape, dims.get(own, tensor.shape), batches), tensor.data)
+            for own, tensor in given
+        )
+        outputs, final = self._wanted(run, index)
+        outside = outside or (final and parent.outside)
+        rows, signature, inline, _ = checker.check(inputs, outputs)
+        source = run.is_source(iteration, index)
+        options = _passed_on(parent.options, self._window(run) if source else 0)
+        client = parent.client
+        if member.graph is None and all(instance.over for instance in member.instances):
+            raise Unavailable(f"{member.label} has ended meanwhile{member.reason and f': {member.reason}'}")
+        self._intake.check_step(client, member, inline, now)
+        level = 0
+        if not member.plain:
+            heard = _without_sequence(options) if member.places is None and member.graph is None else options
+            level = self._intake.level(client, member, step.version, heard, rows, now)
+        segments = tuple(graph.check_parts(inputs))
+        inline += graph.HANDLE_BYTES * len(segments)
+        segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
+        if segments:
+            state.ledger.use(segments)
+        number = state.next_number()
+        request = Request(
+            number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
+            signature, segments, (), (), now, level, deadline=parent.deadline,
+            audience=parent.audience if final else INTERNAL, run=run, spot=spot, outside=outside,
+            special=True,
+        )  # fmt: skip
+        state.requests[number] = run.out[number] = request
+        if source:
+            run.sources[iteration.level] = request
+        client.steps += 1
+        self._intake.put(member, step.version, request, now)
+
+    def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
+        """What is asked of the model of a step; and whether some of it is for the caller."""
+        step = run.graph.steps[index]
+        found, final = [], False
+        for own, name in step.outputs:
+            wanted = run.wanted.get(name)
+            final = final or name in run.wanted
+            if wanted is None or (wanted.place is None and not wanted.classes):
+                if name in run.wanted or any(reader in run.needed for reader in run.graph.readers.get(name, ())):
+                    found.append(Wanted(own))
+                continue
+            if wanted.classes and name in run.graph.readers:
+                raise Unsupported(f"output '{name}' is read by other steps, and cannot come as classes")
+            if wanted.place is not None and step.mapped:
+                raise Unsupported(
+                    f"output '{name}' comes in parts of a mapped step, and cannot be placed by the caller"
+                )
+            if wanted.place is not None and run.levels.tensors[name]:
+                raise Unsupported(f"output '{name}' may come many times, and cannot be placed by the caller")
+            found.append(Wanted(own, wanted.place, wanted.classes))
+        return tuple(found), final
+
+    def _window(self, run: Run) -> int:
+        """How far a source may be ahead."""
+        options, policy = run.request.options, run.request.version.policy
+        assert options is not None
+        assert policy is not None
+        return min(options.window, policy.ahead or WINDOW)
+
+
+def _passed_on(options: Options | None, window: int) -> Options | None:
+    """What a step is told of the caller's options: all but what only concerns the ensemble's own answers."""
+    if options is None or options.window == window:
+        return options
+    return replace(options, window=window)
+
+
+def _without_sequence(options: Options | None) -> Options | None:
+    """For a model that takes none: it may still look at the id, as it may for any request of an ensemble."""
+    return options if options is None or not options.sequence else replace(options, sequence=0)
