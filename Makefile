@@ -10,6 +10,8 @@ ALL_SAMPLES := build/all
 # Their wheels hold networks. What the packages themselves need to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
 VAD := silero-vad==6.2.3
+# For the CPU: without the gigabytes that a GPU needs. Where pip finds no such build: make test TORCH=torch
+TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
@@ -149,4 +151,5 @@ $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
 $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml
 	@echo 'installing the tools for tests and checks (about a minute) ...'
 	@$(PIP) --editable '.[cpu,dev]'
+	@$(PIP) '$(TORCH)' || echo 'PyTorch could not be had; its tests will be skipped'
 	@touch $@

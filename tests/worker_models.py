@@ -5,6 +5,10 @@ The rule: what a model computes is so simple that numpy says what is right.
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +66,8 @@ class Kind(NamedTuple):
     failing: Callable[[Path], ModelConfig]
     fail: Callable[[Tensor], tuple[list[Tensor], Options | None]]
     dtypes: tuple[tuple[str, ...], ...]
+    library: str = ""
+    """Without this package its tests are skipped."""
 
 
 def _tensors(prefix: str, dtypes: Sequence[str], dims: Sequence[int]) -> dict[str, tuple[str, Sequence[int]]]:
@@ -203,8 +209,114 @@ def _onnx_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
     return [Tensor(x.name, x.dtype, x.shape, values.tobytes())], None
 
 
+# ---------------------------------------------------------------------------------------------- openvino
+
+
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+"""Else importing the engine tells its makers so, over the network."""
+
+
+def openvino_save(folder: Path, parameters: Sequence[Any], results: Sequence[Any]) -> Path:
+    import openvino
+
+    path = version_folder(folder) / "model.xml"
+    openvino.save_model(openvino.Model(list(results), list(parameters), "model"), path, compress_to_fp16=False)
+    return path
+
+
+def openvino_input(name: str, dtype: str, dims: Sequence[int]) -> Any:
+    from openvino import Type, opset13
+
+    names = {"BOOL": "boolean", "FP16": "f16", "FP32": "f32", "FP64": "f64", "BF16": "bf16"}
+    kind = getattr(Type, names.get(dtype, dtype.lower().replace("uint", "u").replace("int", "i")))
+    found = opset13.parameter(list(dims), kind)
+    found.output(0).set_names({name})
+    return found
+
+
+def openvino_result(name: str, node: Any) -> Any:
+    from openvino import opset13
+
+    found = opset13.result(node)
+    found.output(0).set_names({name})
+    return found
+
+
+def openvino_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
+    from openvino import opset13
+
+    full = [-1, *dims] if max_batch else list(dims)
+    inputs = [openvino_input(f"x{dtype}", dtype, full) for dtype in dtypes]
+    results = [
+        openvino_result(f"y{dtype}", opset13.reshape(node, opset13.shape_of(node), False))
+        for dtype, node in zip(dtypes, inputs, strict=True)
+    ]
+    openvino_save(folder, inputs, results)
+    return _echo_config("openvino", dtypes, dims, max_batch)
+
+
+def openvino_failing(folder: Path) -> ModelConfig:
+    """y = x, by way of a shape with as many rows as the largest value, which fails where that does not divide."""
+    import numpy as np
+    from openvino import opset13
+
+    x = openvino_input("x", "FP32", [-1, -1])
+    most = opset13.convert(opset13.reduce_max(x, np.array([0, 1]), True), "i64")
+    shape = opset13.concat([opset13.reshape(most, np.array([1]), False), np.array([-1])], 0)
+    there_and_back = opset13.reshape(opset13.reshape(x, shape, False), opset13.shape_of(x), False)
+    openvino_save(folder, [x], [openvino_result("y", there_and_back)])
+    return config("openvino", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8)
+
+
+# ---------------------------------------------------------------------------------------------- pytorch
+
+
+def torch_script(folder: Path, source: str) -> Path:
+    """Saves the class Model that a text defines, as TorchScript."""
+    import torch
+
+    path = version_folder(folder) / "model.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler of TorchScript says that it is an old one
+        torch.jit.script(torch_class(folder, source)().eval()).save(str(path))
+    return path
+
+
+def torch_class(folder: Path, source: str) -> Any:
+    """A class of a text, which has to be in a file, as the compilers of models read it."""
+    script = folder / "torch_model.py"
+    script.write_text(f"from typing import *\n\nimport torch\nfrom torch import Tensor\n\n\n{source}")
+    spec = importlib.util.spec_from_file_location(f"torch_model_{next(_NUMBERS)}", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Model
+
+
+_NUMBERS = itertools.count()
+
+
+def torch_forward(folder: Path, arguments: str, *lines: str) -> Path:
+    body = "".join(f"        {line}\n" for line in lines)
+    return torch_script(folder, f"class Model(torch.nn.Module):\n    def forward(self, {arguments}):\n{body}")
+
+
+def torch_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
+    arguments = [f"x{dtype}: {'List[str]' if dtype == 'BYTES' else 'Tensor'}" for dtype in dtypes]
+    torch_forward(folder, ", ".join(arguments), f"return {', '.join(f'x{dtype}' for dtype in dtypes)},")
+    return _echo_config("pytorch", dtypes, dims, max_batch)
+
+
+def torch_failing(folder: Path) -> ModelConfig:
+    torch_forward(folder, "x", "if bool((x == 77).any()):", "    raise ValueError('told to')", "return x")
+    return config("pytorch", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8)
+
+
 KINDS = (
     Kind("identity", identity_echo, identity_failing, _identity_fail, (DTYPES,)),
     Kind("python", python_echo, python_failing, _python_fail, (DTYPES,)),
     Kind("onnxruntime", onnx_echo, onnx_failing, _onnx_fail, ((*NUMERIC, "BYTES"), ("BF16", "FP32"))),
+    Kind("openvino", openvino_echo, openvino_failing, _onnx_fail, ((*NUMERIC, "BF16"),), "openvino"),
+    Kind("pytorch", torch_echo, torch_failing, _onnx_fail, (DTYPES,), "torch"),
 )

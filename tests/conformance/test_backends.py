@@ -5,6 +5,7 @@ Each backend has a model whose outputs are its inputs, for all data types at onc
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import stat
@@ -67,6 +68,11 @@ class Echo:
                 self.worker.send(Return(tensor.data))  # type: ignore[arg-type]
 
 
+def needs(kind: Kind) -> None:
+    if kind.library and importlib.util.find_spec(kind.library) is None:
+        pytest.skip(f"{kind.library} is not installed")
+
+
 def arrays_of(dtypes: tuple[str, ...], shape: tuple[int, ...], seed: int = 0) -> dict[str, Array]:
     random = np.random.default_rng(seed)
     found = {}
@@ -85,6 +91,7 @@ def arrays_of(dtypes: tuple[str, ...], shape: tuple[int, ...], seed: int = 0) ->
 @pytest.fixture(scope="module", params=ECHOES)
 def batched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Echo]:
     kind, dtypes = request.param
+    needs(kind)
     folder = tmp_path_factory.mktemp("model")
     with WorkerProcess(kind.echo(folder, dtypes, (-1,), 16), folder) as worker:
         worker.loaded()
@@ -97,6 +104,7 @@ def batched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Echo]:
     """Without a batch dimension."""
     kind, dtypes = request.param
+    needs(kind)
     folder = tmp_path_factory.mktemp("model")
     with WorkerProcess(kind.echo(folder, dtypes, (-1, 2), 0), folder) as worker:
         worker.loaded()
@@ -108,6 +116,7 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
 def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[WorkerProcess, Kind]]:
     kind = request.param
+    needs(kind)
     with WorkerProcess(kind.failing(tmp_path), tmp_path) as worker:
         worker.loaded()
         yield worker, kind

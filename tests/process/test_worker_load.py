@@ -37,7 +37,7 @@ def relu(folder: Path, dims: tuple[int, ...] = (-1, 3)) -> None:
 @pytest.mark.process
 def test_an_unknown_backend(tmp_path: Path) -> None:
     fails(
-        config("nothing", X, Y), tmp_path, "UNSUPPORTED", "unknown backend 'nothing'", "identity, onnxruntime, python"
+        config("nothing", X, Y), tmp_path, "UNSUPPORTED", "unknown backend 'nothing'", "identity, onnxruntime, openvino, python, pytorch"
     )
 
 
@@ -200,5 +200,5 @@ def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.find("other") is Other
     with pytest.raises(InvalidRequest, match="'wrong' is not a StackedBackend"):
         backends.find("wrong")
-    with pytest.raises(Unsupported, match="known are: identity, onnxruntime, other, python, wrong"):
+    with pytest.raises(Unsupported, match="known are: identity, onnxruntime, openvino, other, python, pytorch, .*wrong"):
         backends.find("another")

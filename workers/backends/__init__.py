@@ -40,7 +40,9 @@ class Known(NamedTuple):
 BACKENDS = {
     "identity": Known("shmserve.workers.backends.identity:Identity", ""),
     "onnxruntime": Known("shmserve.workers.backends.onnx:Onnx", "cpu"),
+    "openvino": Known("shmserve.workers.backends.openvino:OpenVino", "openvino"),
     "python": Known("shmserve.workers.backends.python:Python", ""),
+    "pytorch": Known("shmserve.workers.backends.pytorch:Torch", "torch"),
 }
 
 

@@ -1,0 +1,328 @@
+"""OpenVINO: `model.xml` with its weights in `model.bin`, and the other formats that the engine reads.
+
+The rule: the engine reads inputs where they are, and writes outputs whose shape is known to where they will be read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
+from shmserve.repo.complete import TensorFacts, complete_from_model
+from shmserve.workers.backends import Context, StackedBackend
+from shmserve.workers.backends.facts import match, unknown
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.device import device_of
+from shmserve.workers.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shmserve.repo.schema import ModelConfig
+    from shmserve.workers.gather import Group
+    from shmserve.workers.scatter import Results
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def _engine() -> Any:
+    """The engine, which tells its makers over the network that it was imported, where it finds what does that."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    import openvino
+
+    return openvino
+
+
+ov = _engine()
+DTYPES = {
+    "boolean": "BOOL",
+    "u8": "UINT8",
+    "u16": "UINT16",
+    "u32": "UINT32",
+    "u64": "UINT64",
+    "i8": "INT8",
+    "i16": "INT16",
+    "i32": "INT32",
+    "i64": "INT64",
+    "f16": "FP16",
+    "f32": "FP32",
+    "f64": "FP64",
+    "bf16": "BF16",
+}
+_HINTS = ("LATENCY", "THROUGHPUT", "CUMULATIVE_THROUGHPUT", "UNDEFINED")
+
+
+class OpenVino(StackedBackend):
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._model: Any = None
+        self._request: Any = None
+        self._core: Any = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        if config.input and config.output:
+            return config
+        model = self._read(config, Parameters(config))
+        default = self.context.setting("openvino", "default-max-batch-size", "4")
+        if not (default.isascii() and default.isdecimal()):
+            raise InvalidRequest(f"default-max-batch-size must be a whole number from 0 on, not '{default}'")
+        return complete_from_model(
+            config,
+            unknown(_facts(model.inputs, False), model_inputs_of(config), inputs_of(config)),
+            unknown(_facts(model.outputs, False), model_outputs_of(config), outputs_of(config)),
+            default_max_batch=int(default),
+        )
+
+    def load(self, config: ModelConfig) -> None:
+        parameters = Parameters(config)
+        self._inputs = model_inputs_of(config)
+        self._outputs = model_outputs_of(config)
+        model = self._read(config, parameters)
+        _match_inputs(config.name, self._inputs, model.inputs)
+        if parameters.flag("RESHAPE_IO_LAYERS", False):
+            _reshape(config.name, model, {spec.name: [-1] * spec.batched + [*spec.shape] for spec in self._inputs})
+        self._batch = _batch(config, model, self._inputs, parameters)
+        self._pads = parameters.flag("ENABLE_BATCH_PADDING", False)
+        match(config.name, "input", self._inputs, _facts(model.inputs), self._batch)
+        match(config.name, "output", self._outputs, _facts(model.outputs), self._batch)
+        device = _device(config, self.context.instance, parameters, self._core.available_devices)
+        compiled = self._core.compile_model(model, device, self._options(parameters))
+        self._given = _places(self._inputs, model.inputs)
+        self._made = _places(self._outputs, model.outputs)
+        self._request = compiled.create_infer_request()
+        self._model = None
+
+    def close(self) -> None:
+        self._request = self._model = self._core = None
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, inputs: Group, outputs: Results) -> None:
+        request = self._request
+        rows = self._rows(inputs.rows)
+        kept: list[Any] = []  # what the engine is given by address has to stay until the run is over
+        for index, (place, element) in enumerate(self._given):
+            array = inputs.array(index)
+            assert array is not None
+            if rows != inputs.rows:
+                array = _padded(array, rows)
+            kept.append(array)
+            request.set_input_tensor(place, ov.Tensor(_writable(array), array.shape, element))
+        placed: dict[int, Array] = {}
+        for index, spec in enumerate(self._outputs):
+            if not spec.fixed:
+                continue
+            shape = (rows, *spec.shape) if spec.batched else spec.shape
+            # The engine goes on writing to where it has last been told to: it is told every time.
+            if outputs.needed(index) and rows == inputs.rows:
+                target = outputs.place(index, shape)
+            else:
+                target = np.empty(shape, spec.numpy)
+            placed[index] = target
+            place, element = self._made[index]
+            request.set_output_tensor(place, ov.Tensor(_raw(target), shape, element))
+        inputs.computing()
+        request.infer()
+        for index, spec in enumerate(self._outputs):
+            self._take(index, spec, placed.get(index), inputs.rows, rows, outputs)
+
+    def _take(self, index: int, spec: Spec, placed: Array | None, rows: int, ran: int, outputs: Results) -> None:
+        tensor = self._request.get_output_tensor(self._made[index][0])
+        if not outputs.needed(index):
+            return
+        if placed is None:
+            made = tensor.data.view(spec.numpy) if spec.dtype == "BF16" else tensor.data
+            outputs.put(index, made[:rows] if spec.batched and ran != rows else made)
+            return
+        shape = tuple(tensor.shape)
+        if shape != placed.shape:
+            raise ModelFailed(
+                f"output '{spec.name}' has the wrong shape: expected {list(placed.shape)}, found {list(shape)}"
+            )
+        if ran != rows:
+            outputs.put(index, placed[:rows])
+
+    def _rows(self, rows: int) -> int:
+        """How many rows are run for so many."""
+        if self._batch < 0 or rows in (0, self._batch):
+            return rows
+        if not self._pads:
+            raise ModelFailed(
+                f"the model runs batches of {self._batch} rows, and this one has {rows}: set parameter "
+                "ENABLE_BATCH_PADDING to YES, or leave SKIP_OV_DYNAMIC_BATCHSIZE out"
+            )
+        return self._batch
+
+    # ------------------------------------------------------------------------------------ loading
+
+    def _read(self, config: ModelConfig, parameters: Parameters) -> Any:
+        if self._model is None:
+            path = self._file(config)
+            self._core = ov.Core()
+            extension = parameters.text("CPU_EXTENSION_PATH")
+            if extension:
+                self._core.add_extension(extension)
+            self._model = self._core.read_model(os.fspath(path))
+        return self._model
+
+    def _file(self, config: ModelConfig) -> Path:
+        name = config.default_model_filename or "model.xml"
+        path = self.context.version_folder / name
+        if not path.exists():
+            raise NotFound(f"version {self.context.version} of model '{config.name}' has no file '{name}'")
+        return path
+
+    def _options(self, parameters: Parameters) -> dict[str, str]:
+        threads = parameters.whole("INFERENCE_NUM_THREADS", 0) or self.context.threads or len(os.sched_getaffinity(0))
+        found = {"INFERENCE_NUM_THREADS": str(threads)}
+        if not parameters.text("TARGET_DEVICE", "CPU").startswith("CPU"):
+            found = {}
+        else:
+            # Threads of several instances that are each pinned would be pinned to the same cores.
+            found["ENABLE_CPU_PINNING"] = "NO"
+            # What a model answers must not depend on whether this processor has the narrower type.
+            found["INFERENCE_PRECISION_HINT"] = "bf16" if parameters.flag("HINT_BF16", False) else "f32"
+        compiling = parameters.whole("COMPILATION_NUM_THREADS", 0)
+        if compiling:
+            found["COMPILATION_NUM_THREADS"] = str(compiling)
+        hint = parameters.text("PERFORMANCE_HINT").upper()
+        if hint and hint not in _HINTS:
+            raise parameters.wrong("PERFORMANCE_HINT", f"one of {', '.join(_HINTS)}")
+        if hint:
+            found["PERFORMANCE_HINT"] = hint
+        streams = parameters.text("NUM_STREAMS").upper()
+        if streams not in ("", "AUTO", "NUMA"):
+            parameters.whole("NUM_STREAMS", 0)
+        if streams or not hint:
+            found["NUM_STREAMS"] = streams or "1"  # an instance runs one batch at a time
+        return found
+
+
+def _names(port: Any) -> list[str]:
+    """What a tensor goes by: it may have several names, or none but its node's."""
+    return sorted(port.get_names()) or [port.get_node().get_friendly_name()]
+
+
+def _places(specs: Sequence[Spec], ports: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Where the model has the tensors of the configuration, and their types."""
+    places = {name: place for place, port in enumerate(ports) for name in _names(port)}
+    return [(places[spec.name], ports[places[spec.name]].element_type) for spec in specs]
+
+
+def _match_inputs(model: str, specs: Sequence[Spec], ports: Sequence[Any]) -> None:
+    """All inputs of the model are given, and none can be left out."""
+    failed = f"unable to load model '{model}'"
+    given = {spec.name for spec in specs}
+    missing = [_names(port)[0] for port in ports if not given & set(_names(port))]
+    names = {name for port in ports for name in _names(port)}
+    for spec in specs:
+        if spec.name not in names:
+            raise InvalidRequest(
+                f"{failed}: unexpected inference input '{spec.name}', allowed inputs are: {', '.join(sorted(names))}"
+            )
+        if spec.optional:
+            raise InvalidRequest(f"{failed}: input '{spec.name}' is optional, and a model of OpenVINO needs all inputs")
+    if missing:
+        raise InvalidRequest(
+            f"{failed}, configuration expects {len(specs)} inputs, model provides {len(ports)}: it also has "
+            f"{', '.join(missing)}"
+        )
+
+
+def _batch(config: ModelConfig, model: Any, specs: Sequence[Spec], parameters: Parameters) -> int:
+    """The only number of rows that the model can run at once; -1: any. A fixed one is made any where that works."""
+    if config.max_batch_size == 0:
+        return -1
+    dims = {
+        spec.name: list(_shape(port))
+        for port in model.inputs
+        for spec in specs
+        if spec.batched and spec.name in _names(port)
+    }
+    fixed = {shape[0] for shape in dims.values() if shape} - {-1}
+    if not fixed:
+        return -1
+    pads = parameters.flag("ENABLE_BATCH_PADDING", False)
+    if not parameters.flag("SKIP_OV_DYNAMIC_BATCHSIZE", False):
+        try:
+            _reshape(config.name, model, {name: [-1, *shape[1:]] for name, shape in dims.items()})
+            return -1
+        except InvalidRequest as error:
+            if not pads:
+                raise InvalidRequest(f"{error}. Set parameter SKIP_OV_DYNAMIC_BATCHSIZE to YES") from error
+    if len(fixed) > 1 or config.max_batch_size > max(fixed) or (config.max_batch_size != max(fixed) and not pads):
+        raise InvalidRequest(
+            f"unable to load model '{config.name}': max_batch_size is {config.max_batch_size}, and the first dimension "
+            f"of its inputs is {', '.join(map(str, sorted(fixed)))} in the model, which must be the same"
+            f"{'' if pads else ', or, with parameter ENABLE_BATCH_PADDING: YES, larger'}"
+        )
+    return int(max(fixed))
+
+
+def _reshape(model: str, found: Any, shapes: dict[str, list[int]]) -> None:
+    try:
+        found.reshape({name: ov.PartialShape([ov.Dimension(dim) for dim in shape]) for name, shape in shapes.items()})
+    except RuntimeError as error:
+        raise InvalidRequest(f"unable to load model '{model}': it cannot have inputs of {shapes}: {error}") from error
+
+
+def _device(config: ModelConfig, instance: str, parameters: Parameters, there: list[str]) -> str:
+    target = parameters.text("TARGET_DEVICE")
+    kind, number = device_of(config, instance)
+    device = target or (f"GPU.{number}" if kind == "GPU" else "CPU")
+    plain = device.partition(".")[0]
+    if plain.isalnum() and plain not in ("AUTO", "MULTI", "HETERO", "BATCH"):
+        if not any(plain == name.partition(".")[0] for name in there):
+            raise Unsupported(
+                f"instance '{instance}' is to run on device {device}, which OpenVINO does not find; it finds: "
+                f"{', '.join(there)}. See TARGET_DEVICE"
+            )
+    return device
+
+
+def _shape(port: Any) -> tuple[int, ...]:
+    shape = port.get_partial_shape()
+    if shape.rank.is_dynamic:
+        raise Unsupported(f"tensor '{_names(port)[0]}' of the model has no fixed number of dims, not supported")
+    return tuple(dim.get_length() if dim.is_static else -1 for dim in shape)
+
+
+def _facts(ports: Sequence[Any], all_names: bool = True) -> list[TensorFacts]:
+    found = []
+    for port in ports:
+        kind = port.element_type.get_type_name()
+        dtype = DTYPES.get(kind)
+        if dtype is None:
+            raise Unsupported(f"tensor '{_names(port)[0]}' of the model is of type {kind}, not supported")
+        names = _names(port)
+        found += [TensorFacts(name, dtype, _shape(port)) for name in (names if all_names else names[:1])]
+    return found
+
+
+def _padded(array: Array, rows: int) -> Array:
+    found = np.zeros((rows, *array.shape[1:]), array.dtype)
+    found[: len(array)] = array
+    return found
+
+
+def _writable(array: Array) -> Array:
+    """The engine does not write to inputs, and takes only arrays that it could write to."""
+    if array.flags.writeable and array.flags.c_contiguous:
+        return _raw(array)
+    array = np.ascontiguousarray(array)
+    if not array.nbytes:
+        return _raw(array)
+    address = array.__array_interface__["data"][0]
+    memory = (ctypes.c_ubyte * array.nbytes).from_address(address)
+    return np.ndarray((array.nbytes,), np.uint8, memoryview(memory))
+
+
+def _raw(array: Array) -> Array:
+    """Bytes: numpy's own types are not all known to the engine, which is told the type."""
+    return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(array.shape, np.uint8)

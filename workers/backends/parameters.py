@@ -1,0 +1,49 @@
+"""Parameters of a configuration, read as what they stand for.
+
+The rule: a value that cannot be meant is an error that names the parameter, what it is and what it could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shmserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from shmserve.repo.schema import ModelConfig
+
+_YES = frozenset({"true", "yes", "1", "on"})
+_NO = frozenset({"false", "no", "0", "off"})
+
+
+class Parameters:
+    """The parameters of one model, for a backend."""
+
+    def __init__(self, config: ModelConfig, defaults: Mapping[str, str] | None = None) -> None:
+        """`defaults`: values for those that the model does not give."""
+        self._model = config.name
+        self._values = {**(defaults or {}), **{key: value.string_value for key, value in config.parameters.items()}}
+
+    def text(self, key: str, default: str = "") -> str:
+        return self._values.get(key, "") or default
+
+    def flag(self, key: str, default: bool) -> bool:
+        text = self.text(key).lower()
+        if not text:
+            return default
+        if text in _YES or text in _NO:
+            return text in _YES
+        raise self.wrong(key, "true or false")
+
+    def whole(self, key: str, default: int) -> int:
+        """A whole number from 0 on."""
+        text = self.text(key)
+        if not text:
+            return default
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
+            raise self.wrong(key, "a whole number from 0 on")
+        return int(text)
+
+    def wrong(self, key: str, expected: str) -> InvalidRequest:
+        return InvalidRequest(f"parameter {key} of model '{self._model}' must be {expected}, not '{self.text(key)}'")
