@@ -22,3 +22,5 @@ class Exit(IntEnum):
     """Everything was answered, but the model raised while it was finalized."""
     INTERNAL = 69
     """A fault in the worker itself; stderr has the trace."""
+    DEVICE_LOST = 70
+    """The GPU failed in a way after which no process that used it then can use it; stderr says how."""

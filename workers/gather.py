@@ -88,6 +88,13 @@ class Group:
         _copy(pieces, gathered)
         return gathered
 
+    def pieces(self, index: int) -> list[Array] | None:
+        """What an input consists of, in order, each one contiguous and where its caller has it. None where that is in
+        the messages, so that there is nothing to be had by taking it from there."""
+        if index >= len(self._shapes) or self._pieces is None or not self._gather.specs[index].item:
+            return None
+        return self._pieces[index]
+
     def copy(self, index: int, target: Array) -> None:
         """Copies an input of all requests into an array of its shape, once, from where the callers have it."""
         if index >= len(self._shapes) or self._blobs is not None or not self._gather.specs[index].item:

@@ -39,15 +39,21 @@ _READ_WRITE = constants.PROT_READ | constants.PROT_WRITE
 class Pages:
     """`size` bytes mapped at `address` until the last reference goes. Whoever makes a view of them refers to this."""
 
-    __slots__ = ("address", "size", "writable")
+    __slots__ = ("address", "before_unmap", "size", "writable")
 
     def __init__(self, address: int, size: int, writable: bool) -> None:
         self.address = address
         self.size = size
         self.writable = writable
+        self.before_unmap: Callable[[Pages], object] | None = None
+        """For whoever has told a device of them."""
 
     def __del__(self, munmap: Callable[[int, int], int] = _munmap) -> None:
-        munmap(self.address, self.size)
+        try:
+            if self.before_unmap is not None:
+                self.before_unmap(self)
+        finally:
+            munmap(self.address, self.size)
 
     def warm(self) -> None:
         """Touches every page once for writing. Only for the maker, before anyone else has the pages."""

@@ -42,6 +42,7 @@ BACKENDS = {
     "onnxruntime": Known("shmserve.workers.backends.onnx:Onnx", "cpu"),
     "openvino": Known("shmserve.workers.backends.openvino:OpenVino", "openvino"),
     "python": Known("shmserve.workers.backends.python:Python", ""),
+    "tensorrt": Known("shmserve.workers.backends.tensorrt:TensorRT", "gpu"),
     "pytorch": Known("shmserve.workers.backends.pytorch:Torch", "torch"),
 }
 

@@ -1,0 +1,343 @@
+"""The CUDA runtime without a device: its memory is host memory, its streams are lists of what is to be done.
+
+The rule: nothing that is asynchronous happens before somebody waits for it. A result that was read too early, or a
+source that was reused too early, is therefore wrong here every time, and not only sometimes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 0, 1, 2, 3
+streamNonBlocking = 1
+streamCaptureModeThreadLocal = 1
+eventBlockingSync, eventDisableTiming = 1, 2
+hostAllocPortable = 1
+cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor = 75, 76
+cudaDevAttrHostRegisterReadOnlySupported = 113
+cudaIpcMemLazyEnablePeerAccess = 1
+_NAMES = {2: "cudaErrorMemoryAllocation: out of memory", 700: "cudaErrorIllegalAddress"}
+_UNKNOWN = "cudaErrorInvalidValue"
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(_NAMES.get(status, _UNKNOWN))
+
+
+class _Memory:
+    """An allocation. Its pages are a file's, so that another process can have them too."""
+
+    def __init__(self, size: int, descriptor: int = -1) -> None:
+        if descriptor < 0:
+            descriptor = os.memfd_create("standin")
+            os.ftruncate(descriptor, max(size, 1))
+        self.descriptor = descriptor
+        self.size = size
+        self._pages = mmap.mmap(descriptor, max(size, 1))
+        self._view = (ctypes.c_char * max(size, 1)).from_buffer(self._pages)
+        self.address = ctypes.addressof(self._view)
+
+    def fill(self) -> None:
+        ctypes.memset(self.address, 0xCB, self.size)
+
+    def close(self) -> None:
+        del self._view
+        self._pages.close()
+        os.close(self.descriptor)
+
+
+class _Stream:
+    def __init__(self, flags: int, priority: int) -> None:
+        self.flags = flags
+        self.priority = priority
+        self.waiting: deque[Callable[[], object]] = deque()
+        self.done = 0
+        self.captured: list[Callable[[], object]] | None = None
+
+    def add(self, what: Callable[[], object]) -> None:
+        if self.captured is not None:
+            self.captured.append(what)
+        else:
+            self.waiting.append(what)
+
+    @property
+    def asked(self) -> int:
+        return self.done + len(self.waiting)
+
+    def run(self, until: int) -> None:
+        while self.done < until:
+            what = self.waiting.popleft()
+            self.done += 1
+            what()
+
+
+class State:
+    """What a test looks at and turns."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.total = int(os.environ.get("STANDIN_DEVICE_BYTES", str(1 << 30)))
+        self.capability = (9, 0)
+        self.read_only_registration = 1
+        self.device: dict[int, _Memory] = {}
+        self.opened: dict[int, _Memory] = {}
+        self.pinned: dict[int, _Memory] = {}
+        self.registered: dict[int, int] = {}
+        self.streams: dict[int, _Stream] = {0: _Stream(0, 0)}
+        self.events: dict[int, tuple[int, tuple[_Stream, int] | None]] = {}
+        self.graphs: dict[int, list[Callable[[], object]]] = {}
+        self.instances: dict[int, list[Callable[[], object]]] = {}
+        self.failures: dict[str, int] = {}
+        """Name of a function -> the status with which its next call fails."""
+        self.number = 100
+
+    def call(self, name: str, *arguments: Any) -> None:
+        self.calls.append((name, *arguments))
+        status = self.failures.pop(name, 0)
+        if status:
+            raise CUDARuntimeError(status)
+
+    def next(self) -> int:
+        self.number += 1
+        return self.number
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] == name]
+
+    def left(self) -> dict[str, int]:
+        """What was made and not given back."""
+        found = {
+            "device": len(self.device),
+            "opened": len(self.opened),
+            "pinned": len(self.pinned),
+            "registered": len(self.registered),
+            "streams": len(self.streams) - 1,
+            "events": len(self.events),
+            "graphs": len(self.graphs) + len(self.instances),
+        }
+        return {name: count for name, count in found.items() if count}
+
+    def within(self, address: int, size: int) -> None:
+        for memory in (*self.device.values(), *self.opened.values()):
+            if memory.address <= address and address + size <= memory.address + memory.size:
+                return
+        raise CUDARuntimeError(700)
+
+    def stream(self, handle: int) -> _Stream:
+        found = self.streams.get(handle)
+        if found is None:
+            raise CUDARuntimeError(400)
+        return found
+
+
+state = State()
+
+
+def reset() -> State:
+    global state
+    state = State()
+    return state
+
+
+def getDeviceCount() -> int:
+    return 1
+
+
+def setDevice(device: int) -> None:
+    state.call("setDevice", device)
+    if device != 0:
+        raise CUDARuntimeError(101)
+
+
+def deviceGetAttribute(attribute: int, device: int) -> int:
+    if attribute == cudaDevAttrHostRegisterReadOnlySupported:
+        return state.read_only_registration
+    return state.capability[attribute - cudaDevAttrComputeCapabilityMajor]
+
+
+def memGetInfo() -> tuple[int, int]:
+    return state.total - sum(memory.size for memory in state.device.values()), state.total
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def malloc(size: int) -> int:
+    state.call("malloc", size)
+    if size > memGetInfo()[0]:
+        raise CUDARuntimeError(2)
+    made = _Memory(size)
+    made.fill()
+    state.device[made.address] = made
+    return made.address
+
+
+def free(address: int) -> None:
+    state.call("free", address)
+    state.device.pop(address).close()
+
+
+def hostAlloc(size: int, flags: int) -> int:
+    state.call("hostAlloc", size, flags)
+    made = _Memory(size)
+    state.pinned[made.address] = made
+    return made.address
+
+
+def freeHost(address: int) -> None:
+    state.call("freeHost", address)
+    state.pinned.pop(address).close()
+
+
+def hostRegister(address: int, size: int, flags: int) -> None:
+    state.call("hostRegister", address, size, flags)
+    if any(address < start + length and start < address + size for start, length in state.registered.items()):
+        raise CUDARuntimeError(712)
+    state.registered[address] = size
+
+
+def hostUnregister(address: int) -> None:
+    state.call("hostUnregister", address)
+    if state.registered.pop(address, None) is None:
+        raise CUDARuntimeError(713)
+
+
+def ipcGetMemHandle(address: int) -> bytes:
+    state.call("ipcGetMemHandle", address)
+    memory = state.device[address]
+    return struct.pack("<QQQ", os.getpid(), memory.descriptor, memory.size).ljust(64, b"\0")
+
+
+def ipcOpenMemHandle(handle: bytes, flags: int = cudaIpcMemLazyEnablePeerAccess) -> int:
+    state.call("ipcOpenMemHandle", handle, flags)
+    pid, descriptor, size = struct.unpack_from("<QQQ", handle)
+    try:
+        made = _Memory(size, os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise CUDARuntimeError(201) from error
+    state.opened[made.address] = made
+    return made.address
+
+
+def ipcCloseMemHandle(address: int) -> None:
+    state.call("ipcCloseMemHandle", address)
+    state.opened.pop(address).close()
+
+
+def memcpyAsync(target: int, source: int, size: int, kind: int, stream: int) -> None:
+    state.call("memcpyAsync", target, source, size, kind, stream)
+    if kind in (memcpyHostToDevice, memcpyDeviceToDevice):
+        state.within(target, size)
+    if kind in (memcpyDeviceToHost, memcpyDeviceToDevice):
+        state.within(source, size)
+    state.stream(stream).add(lambda: ctypes.memmove(target, source, size))
+
+
+# ---------------------------------------------------------------------------------------------- streams and events
+
+
+def streamCreateWithPriority(flags: int, priority: int) -> int:
+    state.call("streamCreateWithPriority", flags, priority)
+    handle = state.next()
+    state.streams[handle] = _Stream(flags, priority)
+    return handle
+
+
+def streamDestroy(stream: int) -> None:
+    state.call("streamDestroy", stream)
+    del state.streams[stream]
+
+
+def streamSynchronize(stream: int) -> None:
+    state.call("streamSynchronize", stream)
+    found = state.stream(stream)
+    found.run(found.asked)
+
+
+def deviceSynchronize() -> None:
+    state.call("deviceSynchronize")
+    for stream in state.streams.values():
+        stream.run(stream.asked)
+
+
+def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
+    state.call("streamWaitEvent", stream, event)
+    mark = state.events[event][1]
+    if mark is not None:
+        state.stream(stream).add(lambda: mark[0].run(mark[1]))
+
+
+def eventCreateWithFlags(flags: int) -> int:
+    state.call("eventCreateWithFlags", flags)
+    handle = state.next()
+    state.events[handle] = flags, None
+    return handle
+
+
+def eventRecord(event: int, stream: int) -> None:
+    state.call("eventRecord", event, stream)
+    found = state.stream(stream)
+    state.events[event] = state.events[event][0], (found, found.asked)
+
+
+def eventSynchronize(event: int) -> None:
+    state.call("eventSynchronize", event)
+    mark = state.events[event][1]
+    if mark is not None:
+        mark[0].run(mark[1])
+
+
+def eventDestroy(event: int) -> None:
+    state.call("eventDestroy", event)
+    del state.events[event]
+
+
+# ---------------------------------------------------------------------------------------------- graphs
+
+
+def streamBeginCapture(stream: int, mode: int = 2) -> None:
+    state.call("streamBeginCapture", stream, mode)
+    state.stream(stream).captured = []
+
+
+def streamEndCapture(stream: int) -> int:
+    state.call("streamEndCapture", stream)
+    found = state.stream(stream)
+    captured, found.captured = found.captured, None
+    if captured is None:
+        raise CUDARuntimeError(901)
+    handle = state.next()
+    state.graphs[handle] = captured
+    return handle
+
+
+def graphInstantiate(graph: int) -> int:
+    state.call("graphInstantiate", graph)
+    handle = state.next()
+    state.instances[handle] = state.graphs[graph]
+    return handle
+
+
+def graphLaunch(instance: int, stream: int) -> None:
+    state.call("graphLaunch", instance, stream)
+    found = state.stream(stream)
+    for what in state.instances[instance]:
+        found.add(what)
+
+
+def graphDestroy(graph: int) -> None:
+    state.call("graphDestroy", graph)
+    del state.graphs[graph]
+
+
+def graphExecDestroy(instance: int) -> None:
+    state.call("graphExecDestroy", instance)
+    del state.instances[instance]
