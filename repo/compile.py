@@ -33,7 +33,7 @@ from shmserve.repo.schema import (
     ModelSequenceBatchingStrategyOldest,
 )
 from shmserve.repo.steps import compile_steps
-from shmserve.repo.validate import EXECUTION_LIMIT, RETRY
+from shmserve.repo.validate import ENVIRONMENT, EXECUTION_LIMIT, MEMORY_LIMIT, MODEL_DIRECTORY, RETRY
 
 _US = 1000
 _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
@@ -67,6 +67,17 @@ def _parameter(config: ModelConfig, key: str) -> str:
 def _limit(config: ModelConfig) -> int | None:
     text = _parameter(config, EXECUTION_LIMIT)
     return round(float(text) * 1e9) if text else None
+
+
+def memory_limit(config: ModelConfig) -> int | None:
+    """Bytes that each instance may have; 0: as many as it likes; None: the model does not say."""
+    text = _parameter(config, MEMORY_LIMIT)
+    return int(text) << 20 if text else None
+
+
+def environment(config: ModelConfig, folder: str) -> str:
+    """Where the interpreter of its workers is; "": they have the server's. `folder` is the model's directory."""
+    return _parameter(config, ENVIRONMENT).replace(MODEL_DIRECTORY, folder, 1)
 
 
 class Cores(Struct, frozen=True):

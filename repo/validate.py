@@ -30,7 +30,15 @@ EXECUTION_LIMIT = "execution_limit_secs"
 """A model's parameter: a batch that runs for longer hangs; 0: no limit."""
 RETRY = "retry_alone"
 """A model's parameter: false, if a request that lost its worker must not be run a second time."""
+MEMORY_LIMIT = "memory_limit_mb"
+"""A model's parameter: an instance whose process has more memory of its own is ended; 0: no limit."""
+ENVIRONMENT = "EXECUTION_ENV_PATH"
+"""A model's parameter: the interpreter that its workers run with, as a directory or an archive of one."""
+MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
+"""In front of a path: the directory of the model."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
+_MEGABYTES = re.compile(r"[0-9]{1,9}", re.ASCII)
+_PLACE = re.compile(r"(/|\$\$TRITON_MODEL_DIRECTORY/)[^\0]+")
 _LARGEST = 2**63 - 1
 
 ProblemFunction = Callable[[str, str], None]
@@ -69,6 +77,13 @@ def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
         problem(f'parameters["{EXECUTION_LIMIT}"]', text)
     if retry is not None and retry.string_value.lower() not in ("true", "false"):
         problem(f'parameters["{RETRY}"]', f'found "{shown(retry.string_value)}", expected "true" or "false"')
+    memory, place = config.parameters.get(MEMORY_LIMIT), config.parameters.get(ENVIRONMENT)
+    if memory is not None and not _MEGABYTES.fullmatch(memory.string_value):
+        text = f'found "{shown(memory.string_value)}", expected MiB, such as "2048", or "0" for no limit'
+        problem(f'parameters["{MEMORY_LIMIT}"]', text)
+    if place is not None and not _PLACE.fullmatch(place.string_value):
+        text = f"expected an absolute path, or one that begins with {MODEL_DIRECTORY}/"
+        problem(f'parameters["{ENVIRONMENT}"]', f'found "{shown(place.string_value)}", {text}')
 
 
 def _engine(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:

@@ -1,4 +1,4 @@
-"""The worker's process: `python -m shmserve.workers.main --link FD [--cpus 0,1] [--threads 2] [--name x]`.
+"""The worker's process: `python -m shmserve.workers.main --link FD [--cpus 0,1] [--threads 2] [--name x] ...`.
 
 The rule: the process belongs to the broker. It ends when the broker says so or has gone, and for no other reason than
 a fault, and its exit code says which.
@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmserve.allocator import keep_freed_memory
 from shmserve.errors import ConnectionLost, ProtocolError
@@ -37,18 +37,24 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 def main(argv: list[str] | None = None) -> Exit:
+    words = sys.argv[1:] if argv is None else argv
     found = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
     found.add_argument("--link", type=int, required=True, help="descriptor of the link to the broker")
     found.add_argument("--cpus", default="", help="the cores this worker may use, like 0,1")
     found.add_argument("--threads", type=int, default=0, help="how many threads an engine may use; 0: as it likes")
     found.add_argument("--name", default="", help="the instance's name, for the process table")
-    arguments = found.parse_args(argv)
+    found.add_argument("--group", default="", help="the file to write ourselves into, to be in our control group")
+    found.add_argument("--environment", default="", help="where the interpreter is that the model brings, if it does")
+    found.add_argument("--unpacked", default="", help="where archives of interpreters are unpacked to")
+    arguments = found.parse_args(words)
     parent = os.getppid()
     _prepare(arguments.name)
     keep_freed_memory()
     if os.getppid() != parent:
         return Exit.LINK_LOST  # the broker died before its death could be ours
     try:
+        if arguments.group:
+            _join(arguments.group)
         # Before anything heavy is imported: libraries size their thread pools by it.
         if arguments.cpus:
             os.sched_setaffinity(0, {int(cpu) for cpu in arguments.cpus.split(",")})
@@ -60,6 +66,8 @@ def main(argv: list[str] | None = None) -> Exit:
         return Exit.USAGE
     link = Link(sock)
     try:
+        if arguments.environment:
+            return _enter(link, arguments, words)
         return _serve(link)
     except ConnectionLost as error:
         say(str(error))
@@ -72,6 +80,41 @@ def main(argv: list[str] | None = None) -> Exit:
         return Exit.INTERNAL
     finally:
         link.close()
+
+
+def run(argv: list[str] | None = None) -> NoReturn:
+    """As the whole of a process."""
+    code = main(argv)
+    # Not by way of the interpreter's end: threads that a model left running, and libraries that dislike being torn
+    # down, must not keep or spoil the exit code.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
+
+
+def _join(processes: str) -> None:
+    descriptor = os.open(processes, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, b"0")
+    finally:
+        os.close(descriptor)
+
+
+def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
+    """Another interpreter takes our place; here it goes on only where that cannot be."""
+    from shmserve.workers.environment import enter
+
+    at = words.index("--environment")
+    try:
+        enter(arguments.environment, arguments.unpacked, words[:at] + words[at + 2 :])
+    except Exception as error:
+        from shmserve.workers.outbox import Outbox
+
+        orders, descriptors = _first_order(link)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return _failed(orders[0], error, Outbox(link))
 
 
 def _prepare(name: str) -> None:
@@ -103,16 +146,33 @@ def _leave_it_to_the_broker(number: int, frame: Any) -> None:
     """A terminal's Ctrl-C and a service manager's stop reach the whole group; the broker stops its workers in order."""
 
 
-def _serve(link: Link) -> Exit:
+def _first_order(link: Link) -> tuple[list[Any], list[int]]:
+    """The Load and what came with it, and the descriptors, of which the first is the configuration's."""
     orders, descriptors = link.receive()
     order = orders[0] if orders else None
     if not isinstance(order, Load) or not descriptors:
         for descriptor in descriptors:
             os.close(descriptor)
         raise ProtocolError(f"the first order must be Load, with the configuration; it was {type(order).__name__}")
+    return orders, descriptors
+
+
+def _failed(order: Load, error: Exception, outbox: Outbox) -> Exit:
+    from shmserve.workers.model import why
+
+    say_trace(f"model '{order.model}' version {order.version} failed to load", error)
+    failure = why(error, order.model_dir)
+    outbox.add(LoadFailed(failure.code, failure.text))
+    outbox.flush()
+    return Exit.LOAD_FAILED
+
+
+def _serve(link: Link) -> Exit:
+    orders, descriptors = _first_order(link)
+    order: Load = orders[0]
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.loop import Loop
-    from shmserve.workers.model import load, why
+    from shmserve.workers.model import load
     from shmserve.workers.outbox import Outbox
 
     outbox = Outbox(link)
@@ -121,11 +181,7 @@ def _serve(link: Link) -> Exit:
     try:
         model = load(order, config, outbox, mapped)
     except Exception as error:
-        say_trace(f"model '{order.model}' version {order.version} failed to load", error)
-        failure = why(error, order.model_dir)
-        outbox.add(LoadFailed(failure.code, failure.text))
-        outbox.flush()
-        return Exit.LOAD_FAILED
+        return _failed(order, error, outbox)
     stopped = False
     try:
         _report(model, outbox)
@@ -172,10 +228,4 @@ def _read(descriptor: int) -> bytes:
 
 
 if __name__ == "__main__":
-    code = main()
-    # Not by way of the interpreter's end: threads that a model left running, and libraries that dislike being torn
-    # down, must not keep or spoil the exit code.
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+    run()

@@ -20,6 +20,7 @@ import msgspec
 from shmserve import wire
 from shmserve.broker.access import Access, Principal
 from shmserve.broker.catalog import Catalog, read_descriptor
+from shmserve.broker.cgroups import groups
 from shmserve.broker.control import Control
 from shmserve.broker.lane import OWN_DESCRIPTORS, LaneDoor, open_to_group, room_for
 from shmserve.broker.link import Link, close_all
@@ -75,7 +76,7 @@ class Broker:
             0, memfd.create, limit_bytes=arena_bytes, announce=self._own_segment, knob="broker-arena-bytes"
         )
         control.metrics = Metrics(core.state, self._arena, arena_bytes, self.process_of, control.server_ready).text
-        self._workers = Workers(loop, self._deliver, self._worker_exited, say)
+        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups)
         self._peers = count(1)
         self._links: dict[int, Link | Outbox] = {}
         self._dirty: dict[Link | Outbox, None] = {}
@@ -308,7 +309,7 @@ class Broker:
     def _spawn(self, effect: effects.Spawn) -> None:
         load, descriptor = self._catalog.load_order(effect)
         try:
-            worker = self._workers.spawn(effect)
+            worker = self._workers.spawn(effect, self._catalog.terms(effect))
             self._links[effect.peer] = worker.link
             worker.link.send_now([load], [descriptor])
         except OSError as error:
@@ -363,6 +364,7 @@ class Broker:
     def close(self) -> None:
         """Everything that is open. The workers have gone."""
         self.operations.close()
+        self._workers.close()
         self._keepalive.cancel()
         if self._timer is not None:
             self._timer.cancel()

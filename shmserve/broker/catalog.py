@@ -19,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.broker.overrides import Given
+from shmserve.broker.terms import NOTHING, Terms, terms_of
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.limiter import lacking
@@ -78,10 +79,13 @@ class Catalog:
         config_name: str = "",
         verified: bool = False,
         resources: Sequence[tuple[str, int, int]] | None = None,
+        terms: Terms = NOTHING,
     ) -> None:
         """`settings` go to the workers; `cores` are divided among them. `verified`: workers see to it that the files
-        do not change while they load them. `resources`: what the rate limiter was given; None: there is none."""
+        do not change while they load them. `resources`: what the rate limiter was given; None: there is none. `terms`:
+        of the processes of models that say nothing else."""
         self._cores = cores
+        self._terms = terms
         self._resources = resources
         self._repositories = repositories
         self._settings = settings
@@ -264,6 +268,10 @@ class Catalog:
             settings = settings | {SNAPSHOT: source.digest}
         load = Load(spawn.peer, spawn.model, spawn.version, spawn.instance.name, str(source.folder), settings)
         return load, config_descriptor(source.config)
+
+    def terms(self, spawn: Spawn) -> Terms:
+        source = self._sources[spawn.source]
+        return terms_of(source.config, source.folder, self._terms)
 
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
         """Takes what a worker has completed the configuration to. Also what its owner may not have expected."""

@@ -120,6 +120,8 @@ FLAGS = (
          least=1 << 20),
     Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may have for its outputs", 4 << 30, "N",
          least=1 << 20),
+    Flag("instance-memory-limit", "bytes", MEMORY, "an instance whose process has more memory of its own is ended; a "
+         "model's parameter memory_limit_mb is stronger; 0: no limit", 0, "N", shown="no limit"),
     Flag("override-bytes", "bytes", MEMORY, "the most bytes of files that one load call may bring", 1 << 30, "N"),
     Flag("socket-group", "group", ACCESS, "members of this group may connect to the lane, infer and observe", None,
          "NAME", shown="nobody but the server's own user"),
@@ -144,6 +146,8 @@ FLAGS = (
          shown="/run/shmserve if writable, $XDG_RUNTIME_DIR/shmserve, or a directory in the temporary one"),
     Flag("config", "path", SERVICE, "a TOML file with flags as keys; the command line and the environment are stronger",
          None, "FILE"),
+    Flag("environment-dir", "path", SERVICE, "where archives of EXECUTION_ENV_PATH are unpacked to, each once", None,
+         "DIR", shown="environments in $CACHE_DIRECTORY, else in shmserve in the user's directory for caches"),
     Flag("hints", "boolean", SERVICE, "when ready, show what to try next", False, private=True),
     Flag("ready-fd", "whole", SERVICE, "a descriptor that READY is written to", -1, "FD", private=True),
 )  # fmt: skip

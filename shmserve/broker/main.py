@@ -115,6 +115,7 @@ class Server:
             settings.model_config_name,
             verified=self._mode == "poll",
             resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
+            terms=setting.terms(settings),
         )
         self._control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
         self._broker = Broker(

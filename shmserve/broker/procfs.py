@@ -42,6 +42,21 @@ def usage(pid: int) -> Usage:
     return Usage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)
 
 
+def own_bytes(pid: int) -> int:
+    """What a process has in memory for itself: without files, and without memory that was made to be shared."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        fields = os.read(descriptor, 256).split()
+    except ProcessLookupError:
+        return 0
+    finally:
+        os.close(descriptor)
+    return max(0, int(fields[1]) - int(fields[2])) * PAGE
+
+
 def descriptors() -> int:
     """How many this process has open."""
     return len(os.listdir("/proc/self/fd")) - 1  # without the one of the listing

@@ -31,6 +31,7 @@ from shmserve.broker.flags import (
     unknown,
     written,
 )
+from shmserve.broker.terms import Terms
 from shmserve.core.limits import Limits
 from shmserve.paths import server_runtime_dir
 
@@ -154,6 +155,21 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     if settings.disable_auto_complete_config:
         found["disable-auto-complete-config"] = "true"
     return found
+
+
+def terms(settings: argparse.Namespace) -> Terms:
+    """Of worker processes, where models say nothing else."""
+    place = settings.environment_dir or _caches(settings.runtime_dir) / "environments"
+    return Terms(settings.instance_memory_limit, unpacked=str(place.absolute()))
+
+
+def _caches(other: Path) -> Path:
+    """The first directory that a service manager gives for caches, else the user's, else the other one."""
+    given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
+    if given:
+        return Path(given)
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return user / "shmserve" if user.is_absolute() else other
 
 
 def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:

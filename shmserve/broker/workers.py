@@ -16,9 +16,13 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve import wire
+from shmserve.broker.cgroups import Groups
 from shmserve.broker.link import Link
 from shmserve.broker.logs import printable
+from shmserve.broker.memory import Memory
+from shmserve.broker.terms import NOTHING, Terms
 from shmserve.core.effects import Spawn
+from shmserve.core.policy import InstanceSpec
 from shmserve.messages import WorkerReport
 from shmserve.paths import python
 
@@ -58,12 +62,15 @@ class Workers:
         deliver: Callable[[int, list[Any], list[int]], None],
         exited: Callable[[int, str, str, str], None],
         say: Callable[[str, str, dict[str, Any]], None],
+        groups: Callable[[], Groups] | None = None,
     ) -> None:
+        """`groups` divides our control group, so that the kernel keeps workers to their limits of memory."""
         self._loop = loop
         self._deliver = deliver
         self._exited = exited
         self._say = say
         self._workers: dict[int, Worker] = {}
+        self._memory = Memory(loop, self.kill, make=groups)
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -71,17 +78,14 @@ class Workers:
     def get(self, peer: int) -> Worker | None:
         return self._workers.get(peer)
 
-    def spawn(self, effect: Spawn) -> Worker:
+    def spawn(self, effect: Spawn, terms: Terms = NOTHING) -> Worker:
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [*python(), "-m", "shmserve.workers.main", "--link", str(theirs.fileno()), "--name", spec.name]
-        if spec.cpus:
-            command += ["--cpus", ",".join(map(str, spec.cpus))]
-        if spec.threads:
-            command += ["--threads", str(spec.threads)]
+        group = self._memory.group(peer, terms.memory)
+        place = str(group.processes) if group is not None else ""
         try:
             process = subprocess.Popen(
-                command,
+                [*python(), "-m", "shmserve.workers.main", *arguments_of(spec, terms, theirs.fileno(), place)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -91,6 +95,7 @@ class Workers:
             )
         except OSError:
             ours.close()
+            self._memory.ended(peer)
             raise
         finally:
             theirs.close()
@@ -99,6 +104,7 @@ class Workers:
         about = {"model": effect.model, "version": effect.version, "instance": spec.name}
         worker = Worker(peer, spec.name, about, process, link, pidfd, deque(maxlen=STDERR_LINES))
         self._workers[peer] = worker
+        self._memory.started(peer, process.pid, terms.memory)
         self._loop.add_reader(pidfd, self._ended, worker)
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -146,8 +152,26 @@ class Workers:
         self._loop.remove_reader(worker.pidfd)
         os.close(worker.pidfd)
         del self._workers[worker.peer]
-        reason = _reason(code, worker.killed)
+        reason = _reason(code, self._memory.ended(worker.peer) or worker.killed)
         self._exited(worker.peer, reason, worker.loading_error, "\n".join(worker.stderr))
+
+    def close(self) -> None:
+        """All of them have gone."""
+        self._memory.close()
+
+
+def arguments_of(spec: InstanceSpec, terms: Terms, link: int, group: str) -> list[str]:
+    """The command line of a worker. `group`: the file that it writes itself into, to be in its control group."""
+    found = ["--link", str(link), "--name", spec.name]
+    if spec.cpus:
+        found += ["--cpus", ",".join(map(str, spec.cpus))]
+    if spec.threads:
+        found += ["--threads", str(spec.threads)]
+    if group:
+        found += ["--group", group]
+    if terms.environment:
+        found += ["--environment", terms.environment, "--unpacked", terms.unpacked]
+    return found
 
 
 def worker_environment() -> dict[str, str]:

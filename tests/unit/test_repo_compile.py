@@ -14,7 +14,7 @@ from shmserve.core.policy import (
     TimeoutAction,
 )
 from shmserve.messages import NAME_LENGTH
-from shmserve.repo.compile import compile_instances, compile_policy
+from shmserve.repo.compile import compile_instances, compile_policy, environment, memory_limit
 from shmserve.repo.complete import complete
 from shmserve.repo.load import load, parse
 from shmserve.repo.schema import ModelConfig
@@ -77,6 +77,15 @@ def test_what_the_server_reads_of_the_parameters() -> None:
     parameters { key: "retry_alone" value { string_value: "False" } }"""
     policy = compile_policy(loaded(SMALL + text), 1)
     assert (policy.execution_limit_ns, policy.retry) == (2_500_000_000, False)
+
+
+def test_what_a_process_is_given_by_the_parameters() -> None:
+    assert (memory_limit(loaded(SMALL)), environment(loaded(SMALL), "/m")) == (None, "")
+    text = """parameters { key: "memory_limit_mb" value { string_value: "%s" } }
+    parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env.tar.gz" } }"""
+    config = loaded(SMALL + text % "512")
+    assert (memory_limit(config), environment(config, "/m")) == (512 << 20, "/m/env.tar.gz")
+    assert memory_limit(loaded(SMALL + text % "0")) == 0
 
 
 def test_ragged() -> None:

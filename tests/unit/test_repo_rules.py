@@ -369,6 +369,10 @@ def test_gpus_that_do_not_exist() -> None:
         ("execution_limit_secs", "", 'found "", expected seconds'),
         ("execution_limit_secs", "9999999", 'found "9999999", expected seconds'),
         ("retry_alone", "no", 'found "no", expected "true" or "false"'),
+        ("memory_limit_mb", "2 GiB", 'found "2 GiB", expected MiB, such as "2048", or "0" for no limit'),
+        ("memory_limit_mb", "", 'found "", expected MiB'),
+        ("EXECUTION_ENV_PATH", "env.tar.gz", 'found "env.tar.gz", expected an absolute path, or one that begins with'),
+        ("EXECUTION_ENV_PATH", "", 'found "", expected an absolute path'),
     ],
 )
 def test_parameters_that_the_server_reads(key: str, value: str, wanted: str) -> None:

@@ -1,0 +1,221 @@
+"""Archives of interpreters: what is in them comes out, and nothing comes out beside them.
+
+The rule of the file: each archive is made here, member by member, as somebody with bad intentions would.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.workers import unpack
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+    found = tarfile.TarInfo(name)
+    found.type, found.linkname, found.mode = kind, link, mode
+    return found
+
+
+def archive(path: Path, *members: tarfile.TarInfo | tuple[tarfile.TarInfo, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as file:
+        for entry in members:
+            info, data = entry if isinstance(entry, tuple) else (entry, b"")
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
+def tree(root: Path) -> dict[str, str]:
+    """Path -> content of a file, or where a link leads."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.is_symlink():
+            found[name] = f"-> {os.readlink(path)}"
+        elif path.is_file():
+            found[name] = path.read_text()
+    return found
+
+
+def python_of(root: Path) -> str:
+    return str(root / "bin/python")
+
+
+def test_what_is_in_it_comes_out(tmp_path: Path) -> None:
+    made = archive(
+        tmp_path / "env.tar.gz",
+        member("./", tarfile.DIRTYPE),
+        (member("./bin/python", mode=0o6755), b"program"),
+        (member("lib/a.py"), b"text"),
+        member("lib64", tarfile.SYMTYPE, "lib"),
+        member("lib/b.py", tarfile.LNKTYPE, "lib/a.py"),
+        member("lib/deep/c.py", tarfile.SYMTYPE, "../a.py"),
+    )
+    root = unpack.unpacked(made, tmp_path / "cache", python_of)
+    assert tree(root) == {
+        "bin/python": "program",
+        "lib/a.py": "text",
+        "lib/b.py": "text",
+        "lib/deep/c.py": "-> ../a.py",
+        "lib64": "-> lib",
+    }
+    assert stat.S_IMODE((root / "bin/python").stat().st_mode) & 0o7111 == 0o111 & ~current_umask()
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) & 0o077 == 0
+    close_locks(tmp_path / "cache")
+
+
+def current_umask() -> int:
+    found = os.umask(0o022)
+    os.umask(found)
+    return found
+
+
+def close_locks(cache: Path) -> None:
+    """Locks stay open for the life of a worker; tests are no workers."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if target.startswith(str(cache)):
+            os.close(int(name))
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        ([member("../outside")], "'../outside' lies outside of it"),
+        ([member("bin/../../outside")], "'../outside' lies outside of it"),
+        ([member("/tmp/outside")], "'/tmp/outside' lies outside of it"),
+        ([member("a", tarfile.SYMTYPE, "/etc")], "'a' is a link to what lies outside"),
+        ([member("a/b", tarfile.SYMTYPE, "../../etc")], "'a/b' is a link to what lies outside"),
+        ([member("a", tarfile.LNKTYPE, "/etc/passwd")], "'a' is a link to no file before it"),
+        ([member("a", tarfile.LNKTYPE, "../outside")], "'a' is a link to no file before it"),
+        ([member("a", tarfile.SYMTYPE, "b"), member("a/x")], "'a' is a link or a file, and has members"),
+        (
+            [member("b", tarfile.DIRTYPE), member("a", tarfile.SYMTYPE, "b"), member("a/x/y")],
+            "'a' is a link or a file, and has members",
+        ),
+        ([member("a", tarfile.SYMTYPE, "."), member("a/../../outside")], "'../outside' lies outside of it"),
+        ([member("a", tarfile.SYMTYPE, "b"), member("c", tarfile.LNKTYPE, "a")], "'c' is a link to no file before"),
+        ([member("a", tarfile.FIFOTYPE)], "'a' is neither a file nor a directory nor a link"),
+        ([member("a", tarfile.CHRTYPE)], "'a' is neither a file nor a directory nor a link"),
+        ([member("a", tarfile.BLKTYPE)], "'a' is neither a file nor a directory nor a link"),
+    ],
+)
+def test_what_would_come_out_beside_it_is_refused(tmp_path: Path, members: list[tarfile.TarInfo], why: str) -> None:
+    made = archive(tmp_path / "env.tar.gz", *members)
+    with pytest.raises(InvalidRequest, match="the archive of EXECUTION_ENV_PATH is refused") as found:
+        unpack.unpacked(made, tmp_path / "cache", python_of)
+    assert why in str(found.value)
+    assert not (tmp_path / "outside").exists()
+    assert tree(tmp_path / "cache") == {path: "" for path in tree(tmp_path / "cache") if path.endswith(".lock")}
+    close_locks(tmp_path / "cache")
+
+
+def test_a_file_is_never_written_twice(tmp_path: Path) -> None:
+    """Nor through a link that was put in its place."""
+    (tmp_path / "root").mkdir()
+    made = archive(tmp_path / "env.tar.gz", member("a", tarfile.SYMTYPE, "b"), (member("a"), b"x"))
+    with pytest.raises(Unavailable, match="cannot be unpacked: File exists"):
+        unpack.extract(made, tmp_path / "root")
+    assert tree(tmp_path / "root") == {"a": "-> b"}
+
+
+@pytest.mark.parametrize("limit", ["MEMBERS", "BYTES"])
+def test_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(unpack, limit, 2)
+    (tmp_path / "root").mkdir()
+    made = archive(tmp_path / "env.tar.gz", *((member(str(number)), b"x") for number in range(3)))
+    with pytest.raises(InvalidRequest, match=r"EXECUTION_ENV_PATH ha.* more than|holds more than"):
+        unpack.extract(made, tmp_path / "root")
+
+
+@pytest.mark.parametrize("data", [b"", b"no archive", b"\x1f\x8b" + bytes(50)])
+def test_no_archive(tmp_path: Path, data: bytes) -> None:
+    made = tmp_path / "env.tar.gz"
+    made.write_bytes(data)
+    (tmp_path / "root").mkdir()
+    with pytest.raises(ServeError, match="archive of EXECUTION_ENV_PATH cannot be"):
+        unpack.extract(made, tmp_path / "root")
+
+
+def test_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    made = archive(tmp_path / "env.tar.gz", (member("a"), b"one"))
+    first = unpack.unpacked(made, cache, python_of)
+    (first / "a").write_text("used")
+    assert unpack.unpacked(made, cache, python_of) == first
+    assert (first / "a").read_text() == "used"
+
+    archive(tmp_path / "other", (member("a"), b"two")).rename(made)
+    second = unpack.unpacked(made, cache, python_of)
+    assert (second / "a").read_text() == "two"
+    assert first.exists(), "somebody has it"
+    close_locks(cache)
+
+    archive(tmp_path / "other", (member("a"), b"three")).rename(made)
+    unpack.unpacked(made, cache, python_of)
+    assert not first.exists()
+    assert not second.exists()
+    close_locks(cache)
+
+
+def test_what_was_begun_and_not_ended_is_begun_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    made = archive(tmp_path / "env.tar.gz", (member("a"), b"all of it"))
+    root = unpack.unpacked(made, cache, python_of)
+    close_locks(cache)
+    (root.parent / unpack.READY).unlink()
+    (root / "a").write_text("half")
+    assert (unpack.unpacked(made, cache, python_of) / "a").read_text() == "all of it"
+    close_locks(cache)
+
+
+def test_it_stays_locked_for_the_process_that_goes_on(tmp_path: Path) -> None:
+    root = unpack.unpacked(archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache", python_of)
+
+    def is_free() -> bool:
+        with root.parent.with_suffix(unpack.LOCK).open("r+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    assert not is_free()
+    close_locks(tmp_path / "cache")
+    assert is_free()
+
+
+def test_where_others_may_write_nothing_is_unpacked(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(Unavailable, match="where others may write") as found:
+        unpack.unpacked(archive(tmp_path / "env.tar.gz", member("a")), cache, python_of)
+    assert str(tmp_path) not in str(found.value)
+
+
+RELOCATE = b"#!/bin/sh\necho moved > $(dirname $0)/../moved\n"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_conda_pack_brings_is_run_once(tmp_path: Path, code: int) -> None:
+    program = RELOCATE + f"exit {code}\n".encode()
+    made = archive(tmp_path / "env.tar.gz", (member(unpack.RELOCATE, mode=0o755), program))
+    if code:
+        with pytest.raises(InvalidRequest, match="its bin/conda-unpack ended with 3"):
+            unpack.unpacked(made, tmp_path / "cache", lambda root: "/bin/sh")
+    else:
+        root = unpack.unpacked(made, tmp_path / "cache", lambda root: "/bin/sh")
+        assert (root / "moved").read_text() == "moved\n"
+    close_locks(tmp_path / "cache")

@@ -1,0 +1,91 @@
+"""What a model's own interpreter runs: `python -I bootstrap.py COUNT ours... --link FD ...`. Finds our packages, looks
+whether it can run a worker, and is one from then on.
+
+The rule: the standard library only, and nothing that an old interpreter could not read. What is wrong is told to the
+broker as a LoadFailed, which is written here by hand, as what writes it otherwise may be what is missing.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+LEAST = (3, 10)
+LOAD_FAILED = 66
+TAG = 97
+
+
+class Finder:
+    """Finds these packages, and nothing else, each in its directory."""
+
+    def __init__(self, places: dict[str, str]) -> None:
+        self._places = places
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        place = self._places.get(name)
+        return None if place is None or path is not None else PathFinder.find_spec(name, [place])
+
+
+def main(words: list[str]) -> NoReturn:
+    count = int(words[0])
+    sources, suffix = words[1:3]
+    needed = [word.split("=", 2) for word in words[3 : count + 1]]
+    arguments = words[count + 1 :]
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < LEAST:
+        fail(arguments, f"it has Python {version}, and 3.10 or later is needed")
+    sys.meta_path.insert(0, Finder({"shmserve": sources}))
+    if EXTENSION_SUFFIXES[0] == suffix:  # what is compiled for the server's interpreter fits to this one
+        sys.meta_path.append(Finder({name: place for name, _, place in needed}))
+    wrong = list(filter(None, (lack(name, least) for name, least, _ in needed)))
+    if wrong:
+        fail(arguments, f"it has Python {version} and lacks {', '.join(wrong)}: install that in it")
+    from shmserve.workers.main import run
+
+    run(arguments)
+
+
+def lack(name: str, least: str) -> str:
+    """What is to be installed; "" if it is there. Nothing is imported: cores and threads are chosen before that."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    if find_spec(name) is None:
+        return f"{name}>={least}"
+    try:
+        found = version(name)
+    except PackageNotFoundError:  # the server's, or one that was put there by hand
+        return ""
+    return "" if numbers(found) >= numbers(least) else f"{name}>={least} (it has {found})"
+
+
+def numbers(text: str) -> list[int]:
+    """As far as they go: "2.1rc1" is 2."""
+    found = []
+    for part in text.split("."):
+        if not part.isdigit():
+            break
+        found.append(int(part))
+    return found
+
+
+def fail(arguments: list[str], text: str) -> NoReturn:
+    """Tells the broker, and the operators, and ends."""
+    text = f"EXECUTION_ENV_PATH: {text}"
+    sys.stderr.write(f"error: {text}\n")
+    with socket.socket(fileno=int(arguments[arguments.index("--link") + 1])) as link:
+        link.recv(1)  # the order: a link that is closed over something unread loses what was said on it
+        link.send(b"\x91\x93" + bytes([TAG]) + packed("UNAVAILABLE") + packed(text))
+    sys.exit(LOAD_FAILED)
+
+
+def packed(text: str) -> bytes:
+    """As MessagePack has a text."""
+    data = text.encode()[:4000]
+    return b"\xda" + len(data).to_bytes(2, "big") + data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
