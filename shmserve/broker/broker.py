@@ -327,6 +327,7 @@ class Broker:
         self._links.pop(peer, None)
         self._put(0, events.Exited(peer, reason, loading_error, detail))
         self._loop.call_soon(self.operations.tidy)  # behind the turn
+        self.operations.gone(peer)  # its model may have asked for something
 
     def _close(self, effect: effects.Close) -> None:
         link = self._links.get(effect.peer)

@@ -126,6 +126,11 @@ class Admission:
             return
         client.gone = True
         self._crowd.leave(client)
+        self.give_up_all(client, now)
+        self._state.ledger.client_died(client)
+
+    def give_up_all(self, client: Client, now: int) -> None:
+        """Nobody waits any more for what it has asked."""
         for request in list(client.requests.values()):
             if request.state is RequestState.QUEUED or request.chain is not None:
                 self._ends.fail_early(request, "CANCELLED", "its client has gone", now)
@@ -133,7 +138,6 @@ class Admission:
                 self._ends.linger(request)
             elif request.state is RequestState.DONE:  # else it has just had its turn, as others made way
                 self._ends.drop_done(request)
-        self._state.ledger.client_died(client)
 
     def bye(self, peer: int, message: Bye, now: int) -> None:
         self._state.effects.append(Close(peer))
@@ -208,11 +212,11 @@ class Admission:
         except ServeError as error:
             if blocks:
                 self._state.effects.append(Free(blocks))
-            self._count_refused(message.model, error)
+            self.count_refused(message.model, error)
             number = 0 if message.request in client.requests else message.request
             self._state.send(peer, Fail(number, error.code, error.message))
 
-    def _count_refused(self, model: str, error: ServeError) -> None:
+    def count_refused(self, model: str, error: ServeError) -> None:
         refused, why = self._state.refused, limit_in(error.message) or error.code
         refused[why] = refused.get(why, 0) + 1
         version = self._state.ready.get(model)

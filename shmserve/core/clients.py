@@ -1,10 +1,17 @@
-"""What the core knows of a client."""
+"""What the core knows of a client, and of a worker that is one as its model calls others."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from shmserve.core.request import Request
+from shmserve.messages import OWNER_SHIFT, Handle
+
+if TYPE_CHECKING:
+    from shmserve.core.instances import Instance
+    from shmserve.core.versions import Version
 
 
 class Client(Struct, eq=False):
@@ -35,3 +42,22 @@ class Client(Struct, eq=False):
     denied: bool = False
     fined_until: int = 0
     """Where its mistakes stand against client_errors: each moves it on by its share of a second."""
+
+    def has_placed(self, handle: Handle) -> bool:
+        """Of what it is answered with: is this in memory of its own, where it wanted it? Then it is no hold."""
+        return handle.segment >> OWNER_SHIFT == self.number
+
+
+class Caller(Client, eq=False, kw_only=True):
+    """A worker that calls other models. It can have nothing placed, so it holds all that it is answered with, also
+    what its own process has made for it."""
+
+    instance: Instance
+    version: Version
+    waits_for: int = 0
+    """Calls that the instance waits for, and does nothing meanwhile."""
+    since: int = 0
+    """When it began to."""
+
+    def has_placed(self, handle: Handle) -> bool:
+        return False

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from shmserve.core import events
 from shmserve.core.admission import Admission
+from shmserve.core.calls import Calls
 from shmserve.core.crowd import Crowd
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Effect
@@ -38,6 +39,7 @@ from shmserve.core.versions import Model, Version
 from shmserve.messages import (
     Ask,
     Bye,
+    Call,
     Cancel,
     Done,
     Hello,
@@ -76,8 +78,13 @@ class Core:
         self._admission = Admission(self.state, self._ends, self._streams, intake, crowd, server)
         self._operations = Operations(self.state)
         self._members = Members(self.state, self._operations)
-        self._lifecycle = Lifecycle(self.state, self._dispatcher, self._ends, self._streams, self._operations)
-        admission, operations, lifecycle = self._admission, self._operations, self._lifecycle
+        self._calls = self._ends.calls = Calls(
+            self.state, self._ends, self._dispatcher, self._streams, intake, self._admission, self._operations, crowd
+        )
+        self._lifecycle = Lifecycle(
+            self.state, self._dispatcher, self._ends, self._streams, self._operations, self._calls
+        )
+        admission, operations, lifecycle, calls = self._admission, self._operations, self._lifecycle, self._calls
         self._of_clients: dict[type, Handler] = {
             Infer: admission.infer,
             events.Framed: admission.framed,
@@ -112,7 +119,11 @@ class Core:
             Withdrawn: self._withdrawn,
             Map: lifecycle.map,
             Unmap: lifecycle.unmap,
-            Return: lifecycle.give_back,
+            Return: calls.give_back,
+            Call: calls.call,
+            Cancel: calls.cancel,
+            More: calls.more,
+            Ask: calls.ask,
             LoadFailed: lifecycle.load_failed,
             events.Compiled: lifecycle.compiled,
             events.Garbled: lifecycle.garbled,
@@ -151,6 +162,23 @@ class Core:
 
     def _settle(self, now: int) -> None:
         state = self.state
+        self._go_on(now)
+        if state.fewer:
+            state.fewer = False
+            if state.waiting:
+                self._calls.regard(now)
+                self._go_on(now)
+        if state.leaving or state.parting:
+            self._operations.settle_leaving()
+        if state.regard:
+            self._members.regard(now)
+        state.ledger.flush()
+        if state.draining:
+            self._lifecycle.settle_drain()
+
+    def _go_on(self, now: int) -> None:
+        """What follows from the events of the turn, until nothing more does."""
+        state = self.state
         while state.dirty or state.stirred:
             while state.stirred:
                 run = next(iter(state.stirred))
@@ -163,13 +191,6 @@ class Core:
                     version = state.limiter.first(state.dirty)
                     del state.dirty[version]
                 self._dispatcher.dispatch(version, now)
-        if state.leaving or state.parting:
-            self._operations.settle_leaving()
-        if state.regard:
-            self._members.regard(now)
-        state.ledger.flush()
-        if state.draining:
-            self._lifecycle.settle_drain()
 
     def _timer(self, kind: Timer, subject: Subject, now: int) -> None:
         if kind is Timer.DRAIN:
@@ -236,7 +257,14 @@ class Core:
     def check(self) -> None:
         """Everything that must be true between turns. For tests and simulations: it looks at every request."""
         state = self.state
-        state.ledger.check(state.clients)
+        instances = state.instances.items()
+        callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}
+        state.ledger.check(state.clients | callers)
+        for peer, caller in callers.items():
+            held = [request for request in caller.requests.values() if request.held]
+            assert caller.number == peer == caller.instance.peer
+            assert caller.waits_for == len(held), caller.instance.story()
+            assert (caller.instance in state.waiting) == bool(held), caller.instance.story()
         assert not state.dirty
         queued: dict[object, int] = {}
         for number, request in state.requests.items():
@@ -271,7 +299,7 @@ class Core:
         state.cache.check()
         if state.limiter is not None:
             state.limiter.check()
-        for client in state.clients.values():
+        for client in (*state.clients.values(), *callers.values()):
             assert not client.gone
             assert all(state.requests.get(request.number) is request for request in client.requests.values())
         for model in state.models.values():

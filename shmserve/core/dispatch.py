@@ -22,6 +22,7 @@ from shmserve.messages import (
     Row,
     Rows,
     Started,
+    Withdraw,
     Withdrawn,
     Work,
 )
@@ -51,6 +52,8 @@ class Dispatcher:
             return
         queue = version.queue
         version.wake = 0
+        if self._state.waiting:
+            self._call_back(version)
         if version.suspects:
             self._try_suspect(version, now)
         if self._state.limiter is not None:
@@ -74,6 +77,14 @@ class Dispatcher:
             if self._start_batch(version, instance, now):
                 self._state.dirty[version] = None
                 return
+
+    def _call_back(self, version: Version) -> None:
+        """What was sent ahead to an instance that waits for other models can run elsewhere meanwhile."""
+        for instance in version.instances:
+            batch = instance.waiting
+            if batch is not None and instance.waits and not batch.recalled:
+                batch.recalled = True
+                self._state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests())))
 
     def may_start(self, version: Version, instance: Instance) -> bool:
         """Unless it must wait for resources that others have."""
@@ -109,12 +120,13 @@ class Dispatcher:
             self._state.set_timer(now + version.limit_ns, Timer.HANG, instance)
 
     def look_at(self, version: Version, instance: Instance, now: int) -> None:
-        """The timer has come: has it run the same batch all the time?"""
+        """The timer has come: has it run the same batch all the time? For other models it may wait as long as it likes;
+        it is looked at again when they have answered."""
         instance.watched = False
         running = instance.running
-        if running is None or instance.state is InstanceState.KILLED:
+        if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
             return
-        left = running.began + version.limit_ns - now
+        left = running.began + running.waited + version.limit_ns - now
         if left > 0:
             instance.watched = True
             self._state.set_timer(now + left, Timer.HANG, instance)
@@ -315,17 +327,23 @@ class Dispatcher:
         self._state.dirty[version] = None
 
     def withdrawn(self, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
-        """These requests never ran. They had been answered before: nothing else withdraws."""
+        """These requests never ran. They had been answered before, or were called back."""
         for number in message.requests:
             request = self._state.requests.get(number)
             batch = instance.waiting
-            if request is None or batch is None or request.batch is not batch or request.state is not _LINGERING:
+            known = request is not None and batch is not None and request.batch is batch
+            if request is None or batch is None or not (known and (batch.recalled or request.state is _LINGERING)):
                 self.confused(version, instance, f"Withdrawn request {number}")
                 return
             batch.rows -= request.cost
             batch.left -= 1
             request.batch = None
-            self._ends.released(request)
+            if request.state is _LINGERING:
+                self._ends.released(request)
+            else:
+                request.move(_QUEUED)
+                request.instance = None
+                version.queue.put_back(request)
             if not batch.left:
                 batch.end()
                 instance.waiting = None
@@ -391,7 +409,7 @@ class Dispatcher:
     def take(self, instance: Instance, request: Request, row: Row) -> bool:
         """What the row refers to is held by whoever has asked. False, and nothing done: some of it is not the
         worker's to give."""
-        client, ledger = request.client, self._state.ledger
+        client, ledger, caller = request.client, self._state.ledger, instance.caller
         handles: list[Handle] = []
         for tensor in row.outputs:
             data = tensor.data
@@ -401,11 +419,13 @@ class Dispatcher:
                 return False
             for handle in data:
                 owner = handle.segment >> OWNER_SHIFT
-                if owner == instance.peer:
+                if caller is not None and ledger.may_pass_on(caller, handle, request.audience):
+                    handles.append(handle)
+                elif owner == instance.peer:
                     if handle in handles or not ledger.is_new(handle, request.audience):
                         return False
                     handles.append(handle)
-                elif owner != client.number:
+                elif not client.has_placed(handle):
                     return False
         if request.run is not None:
             for handle in handles:
@@ -419,7 +439,8 @@ class Dispatcher:
         for tensor in row.outputs:
             if isinstance(tensor.data, tuple):
                 for handle in tensor.data:
-                    if handle.segment >> OWNER_SHIFT == instance.peer:
+                    own = handle.segment >> OWNER_SHIFT == instance.peer
+                    if own and self._state.ledger.block_of(handle) is None:  # else it is held, also by itself
                         self._state.ledger.send_back(handle)
 
     def confused(self, version: Version, instance: Instance, what: str) -> None:

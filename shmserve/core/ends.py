@@ -6,6 +6,7 @@ The rule of the file: whoever has asked (a client, or the run of an ensemble) is
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from shmserve.core.clients import Client
 from shmserve.core.effects import Free
@@ -15,12 +16,17 @@ from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState
 from shmserve.core.statistics import Failure
 from shmserve.core.versions import Version
-from shmserve.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Value, Withdraw
+from shmserve.messages import Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Value, Withdraw
+
+if TYPE_CHECKING:
+    from shmserve.core.calls import Calls
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 
 class Ends:
+    calls: Calls
+
     def __init__(self, state: State) -> None:
         self._state = state
 
@@ -129,7 +135,7 @@ class Ends:
             request.client.steps -= 1
             self._state.stirred[run] = None
         elif state is not _LINGERING:  # a lingering one has left already; its number may be in use again
-            del request.client.requests[request.client_number]
+            self.leaves(request)
         request.move(_ENDED)
         del self._state.requests[request.number]
         if request.sequence is not None:
@@ -139,6 +145,12 @@ class Ends:
             self._state.traces.open.pop(request.number, None)
         if state is not _DONE:
             self._let_go(request)
+
+    def leaves(self, request: Request) -> None:
+        """Its client waits for it no more."""
+        request.client.requests.pop(request.client_number, None)
+        if request.held:
+            self.calls.over(request)
 
     def _let_go(self, request: Request) -> None:
         """The memory that it used."""
@@ -198,7 +210,7 @@ class Ends:
             request.sequence.stirred()
             self._state.dirty[request.version] = None
         if request.run is None:
-            request.client.requests.pop(request.client_number, None)
+            self.leaves(request)
         instance = request.instance
         if instance is not None:  # which takes it out if it waits, and tells the model if that can still stop
             self._state.send(instance.peer, Withdraw((request.number,)))
@@ -230,4 +242,4 @@ class Ends:
 
 def _of_others(client: Client, handles: Iterable[Handle]) -> list[Handle]:
     """Its own memory is no matter of the ledger's."""
-    return [handle for handle in handles if handle.segment >> OWNER_SHIFT != client.number]
+    return [handle for handle in handles if not client.has_placed(handle)]

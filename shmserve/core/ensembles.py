@@ -362,7 +362,7 @@ class Ensembles:
             return
         self._ends.tell_failed(request, code, text)
         request.move(_LINGERING)
-        request.client.requests.pop(request.client_number, None)
+        self._ends.leaves(request)
 
     def _give_up(self, step: Request) -> None:
         if step.state is _QUEUED:

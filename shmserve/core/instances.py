@@ -6,6 +6,8 @@ has started. Extensions that came too late are the waiting batch there, all toge
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct
 
 from shmserve.core.batcher import Reason
@@ -20,6 +22,9 @@ from shmserve.core.states import (
     RequestState,
     legal,
 )
+
+if TYPE_CHECKING:
+    from shmserve.core.clients import Caller
 
 _AT_WORK = (RequestState.SENT, RequestState.LINGERING)
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
@@ -37,6 +42,10 @@ class Batch(Struct, eq=False):
     state: BatchState = BatchState.OPEN
     left: int = 0
     """Requests that the worker has not reported on yet."""
+    waited: int = 0
+    """ns for which its instance waited for other models meanwhile."""
+    recalled: bool = False
+    """Its requests were asked back, as the instance waits for another model."""
     early: list[int] = []
     """When those arrived that were answered by Rows, before Done has told when the batch was taken up."""
     number: int = 0
@@ -126,6 +135,8 @@ class Instance(Struct, eq=False):
     """It takes nothing new, and stops when the sequences and streams that it has are over."""
     closing: bool = False
     """It leaves, and needs nothing more for that: it is given nothing to run."""
+    caller: Caller | None = None
+    """Its process as a client, once it has called other models."""
 
     def move(self, finish: InstanceState) -> None:
         self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())
@@ -137,6 +148,11 @@ class Instance(Struct, eq=False):
     def usable(self) -> bool:
         """May it be given something to run? One that leaves may, for the sequences that it has."""
         return self.state is InstanceState.READY and not self.spec.passive and not self.closing
+
+    @property
+    def waits(self) -> bool:
+        """Does nothing before another model has answered it?"""
+        return self.caller is not None and self.caller.waits_for > 0
 
     @property
     def idle(self) -> bool:

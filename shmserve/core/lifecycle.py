@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.core.calls import Calls
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Drained
 from shmserve.core.ends import Ends
@@ -16,20 +17,21 @@ from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.core.streams import Streams
 from shmserve.core.versions import Version
 from shmserve.errors import ServeError
-from shmserve.messages import LoadFailed, Map, Return, Stop, Unmap
+from shmserve.messages import LoadFailed, Map, Stop, Unmap
 
 _I, _V = InstanceState, VersionState
 
 
 class Lifecycle:
     def __init__(
-        self, state: State, dispatcher: Dispatcher, ends: Ends, streams: Streams, operations: Operations
+        self, state: State, dispatcher: Dispatcher, ends: Ends, streams: Streams, operations: Operations, calls: Calls
     ) -> None:
         self._state = state
         self._dispatcher = dispatcher
         self._ends = ends
         self._streams = streams
         self._operations = operations
+        self._calls = calls
 
     # ------------------------------------------------------------------------------------ loading
 
@@ -120,6 +122,8 @@ class Lifecycle:
         self._state.parting.pop(instance, None)
         if instance in version.idle:
             version.idle.remove(instance)
+        self._calls.gone(instance, now)
+        self._state.fewer = True
         named = self._lose_batches(version, instance, event.reason, now)
         self._state.ledger.worker_died(event.peer)
         self._what_now(version, instance, event, named, now)
@@ -267,9 +271,6 @@ class Lifecycle:
     def _kill(self, peer: int, reason: str) -> None:
         version, instance = self._state.instances[peer]
         self._dispatcher.kill(version, instance, reason)
-
-    def give_back(self, peer: int, message: Return, now: int) -> None:
-        """Workers hold nothing of others beyond their batches; nothing to do."""
 
     # ------------------------------------------------------------------------------------ the end
 

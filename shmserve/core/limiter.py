@@ -28,6 +28,7 @@ class Limiter:
         self._used: dict[Place, int] = {}
         self._running: dict[Instance, tuple[Resource, ...]] = {}
         self._executions: dict[Instance, int] = {}
+        self._lenders: dict[Instance, None] = {}
         self.waiting: dict[Version, None] = {}
         """Versions that have something to run, and an instance for it, but not what that needs."""
 
@@ -62,11 +63,22 @@ class Limiter:
 
     def release(self, instance: Instance) -> list[Version]:
         """It runs nothing any more. Gives those that may go on."""
+        self._lenders.pop(instance, None)
         for resource in self._running.pop(instance, ()):
             self._used[_place(instance.spec, resource)] -= resource.count
         found = list(self.waiting)
         self.waiting.clear()
         return found
+
+    def take_again(self, instance: Instance) -> None:
+        """It has lent what it had, and goes on: now, though others may have it. Until they are done that is too much
+        in use, and nobody else begins."""
+        resources = instance.spec.resources
+        for resource in resources:
+            place = _place(instance.spec, resource)
+            self._used[place] = self._used.get(place, 0) + resource.count
+        self._running[instance] = resources
+        self._lenders[instance] = None
 
     def rank(self, instance: Instance) -> int:
         return (self._executions.get(instance, 0) + 1) * instance.spec.turn
@@ -77,14 +89,16 @@ class Limiter:
 
     def check(self) -> None:
         used: dict[Place, int] = {}
+        again: dict[Place, int] = {}
         for instance, resources in self._running.items():
             assert instance.running is not None, instance.story()
             for resource in resources:
                 place = _place(instance.spec, resource)
                 used[place] = used.get(place, 0) + resource.count
+                again[place] = again.get(place, 0) + resource.count * (instance in self._lenders)
         assert used == {place: count for place, count in self._used.items() if count}
         for place, count in used.items():
-            assert count <= self.total(place), f"{count} of {place} in use"
+            assert count - again[place] <= self.total(place), f"{count} of {place} in use"
 
 
 def _place(spec: InstanceSpec, resource: Resource) -> Place:

@@ -65,6 +65,8 @@ class Request(Struct, eq=False, gc=False):
     """Where in the batch it must stand; -1: anywhere."""
     chain: Run | None = None
     """It is to an ensemble: how far that is."""
+    held: bool = False
+    """Its client is an instance that does nothing else before it is answered."""
 
     @property
     def on_loan(self) -> bool:

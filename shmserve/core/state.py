@@ -83,6 +83,10 @@ class State:
         """Versions that take no new requests, and go when they have finished."""
         self.parting: dict[Instance, Version] = {}
         """Instances of versions that go on without them, which stay for the sequences that they have."""
+        self.waiting: dict[Instance, None] = {}
+        """Those that wait for other models, which they have called."""
+        self.fewer = False
+        """An instance has gone, or is about to: somebody who waits may wait for nobody."""
         self.traces = Traces()
         self.refused: dict[str, int] = {}
         """Requests that were not admitted, by limit, or by code where it was none."""

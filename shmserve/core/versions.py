@@ -220,7 +220,7 @@ class Version:
     def busy(self) -> list[Instance]:
         """Those that have something to do; the one that will probably be done first is first."""
         trial = self.trial
-        busy = [i for i in self.instances if not i.idle and i.usable and i is not trial]
+        busy = [i for i in self.instances if not i.idle and i.usable and i is not trial and not i.waits]
         if len(busy) > 1:
             busy.sort(key=_began)
         return busy

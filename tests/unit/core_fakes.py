@@ -92,6 +92,10 @@ class FakeWorker:
         """What the next batch makes of some outputs: a shape as [2,3], true, false, or none."""
         self.compute: Callable[[FakeWorker, Work], Row] | None = None
         """Makes the answer to a request, where that matters."""
+        self.passes: dict[str, Handle] = {}
+        """Outputs of the next answer that are what another model has made."""
+        self.caller: FakeClient | None = None
+        """As its model calls others: it is a client, too."""
         self.watch: Callable[[FakeWorker, WaitingBatch], None] | None = None
         """Is told of each batch that starts."""
 
@@ -115,7 +119,12 @@ class FakeWorker:
         elif isinstance(message, Unmap):
             assert message.segment in self.mapped
             assert message.segment not in self.needed(), f"{self.name} still needs segment {message.segment}"
+            holds = self.caller.holds if self.caller is not None else ()
+            assert not [handle for handle in holds if handle.segment == message.segment]
             self.mapped.discard(message.segment)
+        elif isinstance(message, (Reply, Part, Fail, FailHeld, Released, Answer)):
+            assert self.caller is not None, f"{self.name} was answered, and has not asked: {message}"
+            self.caller.receive(message)
         elif isinstance(message, Return):
             for handle in message.handles:
                 assert self.out[handle] == 1, f"{self.name} got back {handle}, which is not out"
@@ -286,8 +295,11 @@ class FakeWorker:
                 shape = tuple(int(dim) for dim in said.strip("[]").split(","))
             size = prod(shape) * (1 if dtypes[name] == "BOOL" else 4) or 4 * (not said)
             place = places.get(name)
-            if place is not None:
-                data: Any = (Handle(place.segment, place.offset, size),)
+            if name in self.passes:
+                data: Any = (self.passes.pop(name),)
+                shape = (data[0].size // 4,)
+            elif place is not None:
+                data = (Handle(place.segment, place.offset, size),)
             elif (name in self.large and size) or (size > 1 and not work.inline):
                 data = (self.allocate(work.audience, size),)
             else:

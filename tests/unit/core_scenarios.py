@@ -50,6 +50,7 @@ from shmserve.messages import (
     Withdraw,
     Withdrawn,
 )
+from tests.unit.core_calling import Calling, caller_of
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_operating import Operating
 from tests.unit.core_policies import nanoseconds, policy_of
@@ -71,7 +72,7 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-class Scenario(Operating, Streaming):
+class Scenario(Operating, Streaming, Calling):
     """A world that understands commands and tells in lines what comes out."""
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -142,7 +143,8 @@ class Scenario(Operating, Streaming):
         """Steps are named after their ensemble's request: a1.0, and a row of a mapped step a1.0[3]."""
         run = request.run
         if run is None:
-            return f"{request.client.name}{request.client_number}"
+            worker = self.workers.get(request.client.number)
+            return f"{worker.name + '#' if worker else request.client.name}{request.client_number}"
         assert request.spot is not None
         index, row, _ = request.spot
         return f"{self._name(run.request)}.{index}" + (f"[{row}]" if run.graph.steps[index].mapped else "")
@@ -176,9 +178,10 @@ class Scenario(Operating, Streaming):
             self.line(f"more {name} {self._label(message.request)} {message.count}")
         elif isinstance(message, EndSequences):
             self.line(f"end sequence {', '.join(map(str, message.sequences))} at {name}")
-        else:
-            assert isinstance(message, Stop)
+        elif isinstance(message, Stop):
             self.line(f"stop {name}")
+        else:
+            self._tell_to_client(caller_of(self.workers[peer]), message)
 
     def _tell_to_client(self, client: FakeClient, message: Any) -> None:
         name = client.name

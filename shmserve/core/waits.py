@@ -1,0 +1,115 @@
+"""Instances that wait for other models: is there a circle in which each waits for the next?
+
+An instance goes on if all that it waits for is answered. A request is answered if whoever has it goes on or, where
+nobody has it yet, one of those that may run it. What is left when no more can be said to go on waits for ever.
+
+The rule of the file: whenever nobody waits for ever, one more call can only change that for the one who makes it. So
+that one is refused, and nobody else is looked at unless instances go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shmserve.core.instances import Instance
+from shmserve.core.request import Request
+from shmserve.core.state import State
+from shmserve.core.states import BatchState, RequestState
+from shmserve.core.versions import Version
+
+_ANSWERED = (RequestState.LINGERING, RequestState.ENDED, RequestState.DONE)
+
+Stuck = dict[Instance, None]
+
+
+class Waits:
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def closes_circle(self, request: Request) -> str:
+        """For a new call, which its instance waits for. Not empty: it would wait for ever, and why."""
+        version, waiting = request.version, self._state.waiting
+        usual = version.graph is None and version.order is None and version.places is None
+        if usual and any(instance.usable and instance not in waiting for instance in version.instances):
+            return ""
+        return dict(self.for_ever()).get(request, "")
+
+    def for_ever(self) -> Iterator[tuple[Request, str]]:
+        """Calls that will never be answered, each with what to say of it."""
+        stuck = dict(self._state.waiting)
+        found = True
+        while found:
+            found = False
+            for instance in list(stuck):
+                if all(self._blocked_by(request, stuck) is None for request in _held(instance)):
+                    del stuck[instance]
+                    found = True
+        for instance in stuck:
+            for request in _held(instance):
+                if self._blocked_by(request, stuck) is not None:
+                    yield request, self._story(instance, request, stuck)
+
+    def _blocked_by(self, request: Request, stuck: Stuck) -> Instance | None:
+        """One of those that are stuck, without which this request is not answered."""
+        order = request.version.order
+        if order is not None:
+            for before in order:
+                if before is request:
+                    break
+                blocker = self._runs_at(before, stuck)
+                if blocker is not None:
+                    return blocker
+        return self._runs_at(request, stuck)
+
+    def _runs_at(self, request: Request, stuck: Stuck) -> Instance | None:
+        if request.state in _ANSWERED:
+            return None
+        if request.chain is not None:
+            for step in request.chain.out.values():
+                blocker = self._blocked_by(step, stuck)
+                if blocker is not None:
+                    return blocker
+            return self._served_by(request.version, stuck)
+        instance, batch = request.instance, request.batch
+        if instance is None or (batch is not None and batch.state is BatchState.OPEN):  # it can still go elsewhere
+            instance = request.sequence.instance if request.sequence is not None else None
+        if instance is not None:
+            return instance if instance in stuck else None
+        return self._served_by(request.version, stuck)
+
+    def _served_by(self, version: Version, stuck: Stuck) -> Instance | None:
+        """None: somebody will run what waits there, or tell it that nobody will."""
+        if version.graph is not None:
+            blockers = [self._served_by(member, stuck) for member in version.members]
+            return next((blocker for blocker in blockers if blocker is not None), None)
+        able = [instance for instance in version.instances if not instance.over and not instance.spec.passive]
+        return able[0] if able and all(instance in stuck for instance in able) else None
+
+    def _story(self, instance: Instance, request: Request, stuck: Stuck) -> str:
+        names: list[str] = [self._model(instance)]
+        seen = {instance}
+        call: Request = request
+        while True:
+            names.append(call.version.model)
+            blocker = self._blocked_by(call, stuck)
+            assert blocker is not None
+            if self._model(blocker) != names[-1]:  # a step of an ensemble, or before it in the order of answers
+                names.append(self._model(blocker))
+            if blocker in seen:
+                break
+            seen.add(blocker)
+            call = next(held for held in _held(blocker) if self._blocked_by(held, stuck) is not None)
+        return (
+            f"model '{names[0]}' would wait for ever for '{names[1]}': {' -> '.join(names)}, and every instance there "
+            f"waits for the next one; raise instance_group.count of one of them, or let a decoupled model call from a "
+            f"thread of its own, which holds no instance"
+        )
+
+    def _model(self, instance: Instance) -> str:
+        return self._state.instances[instance.peer][0].model
+
+
+def _held(instance: Instance) -> list[Request]:
+    """The calls that it waits for."""
+    caller = instance.caller
+    return [request for request in caller.requests.values() if request.held] if caller is not None else []
