@@ -141,7 +141,8 @@ class FakeWorker:
             assert isinstance(message, (Ping, Load)), message
 
     def needed(self) -> set[int]:
-        batches = self.waiting + ([self.running] if self.running else [])
+        running = [self.running] if self.running and not self.policy.decoupled else []  # else the last answer counts
+        batches = self.waiting + running
         works = [work for batch in batches for work in batch.works] + list(self.streams.values())
         found = {handle.segment for work in works for handle in references(work.inputs)}
         return found | {w.place.segment for work in works for w in work.outputs or () if w.place is not None}

@@ -1,11 +1,13 @@
 """Random graphs of steps, models that compute, and the same computed directly: the oracle of ensembles.
 
+A model may answer a request any number of times (`many`), and with each answer what comes after it is computed anew.
+
 Tensors are vectors (dims [-1]), matrices ([-1, -1]), conditions (BOOL [1]) and rows of these (BOOL [-1, 1]).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -40,6 +42,7 @@ class Kind:
     optional: frozenset[str] = frozenset()
     salt: int = 0
     fragile: bool = False
+    many: bool = False
     steps: list[StepPolicy] = field(default_factory=list)
 
     def policy(self, batching: BatchPolicy | None) -> ModelPolicy:
@@ -47,7 +50,15 @@ class Kind:
         outputs = tuple(_spec(name, kind, False) for name, kind in self.outputs.items())
         steps = tuple(self.steps) or None
         return ModelPolicy(
-            self.name, 1, self.max_batch, inputs, outputs, None if steps else batching, None, steps=steps
+            self.name,
+            1,
+            self.max_batch,
+            inputs,
+            outputs,
+            None if steps else batching,
+            None,
+            steps=steps,
+            decoupled=self.many,
         )
 
 
@@ -58,13 +69,16 @@ def _spec(name: str, kind: str, optional: bool) -> TensorSpec:
 # ------------------------------------------------------------------------------------------------ computed directly
 
 
-def compute(kind: Kind, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """What a model makes of a request, without the batch dimension."""
+def compute(kind: Kind, inputs: Mapping[str, Array]) -> list[dict[str, Array]]:
+    """What a model makes of a request, without the batch dimension: each of its answers."""
     total = kind.salt + sum((index + 1) * int(inputs[name].sum()) for index, name in enumerate(sorted(inputs)))
     if kind.fragile and total % 5 == 0:
         raise Failed(f"{kind.name} cannot")
     first = inputs[min(name for name in kind.inputs if name not in kind.optional)]
-    width = first.shape[-1]
+    return [_made(kind, first.shape[-1], total + 13 * number) for number in range(total % 5 if kind.many else 1)]
+
+
+def _made(kind: Kind, width: int, total: int) -> dict[str, Array]:
     made = {}
     for index, (name, what) in enumerate(kind.outputs.items()):
         base = (np.arange(width) * (index + 2) + total) % PRIME
@@ -78,29 +92,69 @@ def compute(kind: Kind, inputs: Mapping[str, Array]) -> dict[str, Array]:
     return made
 
 
-def answer(
+def is_many(kinds: Mapping[str, Kind], name: str) -> bool:
+    return kinds[name].many or any(is_many(kinds, step.model) for step in kinds[name].steps)
+
+
+def answers(
     kinds: Mapping[str, Kind], name: str, inputs: Mapping[str, Array], wanted: Sequence[str] | None = None
-) -> dict[str, Array]:
-    """What the model, or the ensemble, answers; Failed if it cannot. What was skipped is left out."""
+) -> Iterator[dict[str, Array]]:
+    """What the model, or the ensemble, answers; Failed if it cannot go on. What was skipped is left out."""
     kind = kinds[name]
     if not kind.steps:
-        made = compute(kind, inputs)
-        return {name: made[name] for name in wanted if name in made} if wanted is not None else made
+        for made in compute(kind, inputs):
+            yield {name: made[name] for name in wanted if name in made} if wanted is not None else made
+        return
     outputs = tuple(kind.outputs) if wanted is None else tuple(wanted)
-    needed = _needed(kind, outputs)
-    there: dict[str, Array] = dict(inputs)
-    makers = {tensor for step in kind.steps for _, tensor in step.outputs}
-    done: set[int] = set()
-    over = set(inputs) | {name for name in kind.inputs if name not in inputs}
-    while len(done) < len(needed):
-        for index in sorted(needed - done):
-            step = kind.steps[index]
-            reads = {tensor for _, tensor in step.inputs} | ({step.condition} if step.condition else set())
-            if reads <= over:
-                there |= _step(kinds, step, there, _read_by(kind, needed, outputs), makers)
-                over |= {tensor for _, tensor in step.outputs}
-                done.add(index)
-    return {name: there[name] for name in outputs if name in there}
+    yield from _Answers(kinds, kind, outputs).level(0, dict(inputs), set(kind.inputs))
+
+
+class _Answers:
+    """Of one ensemble. Steps are of levels: those above wait for as many steps that answer many times."""
+
+    def __init__(self, kinds: Mapping[str, Kind], kind: Kind, outputs: Sequence[str]) -> None:
+        self.kinds, self.kind, self.outputs = kinds, kind, outputs
+        self.maker = {tensor: index for index, step in enumerate(kind.steps) for _, tensor in step.outputs}
+        self.needed = _needed(kind, outputs)
+        self.read = _read_by(kind, self.needed, outputs)
+        self.many = {index for index in self.needed if is_many(kinds, kind.steps[index].model)}
+        self.levels = {index: self._level(index) for index in self.needed}
+        sources = [self.levels[index] for index in self.many]
+        if len(set(sources)) < len(sources) or any(kind.steps[index].mapped for index in self.many):
+            raise Failed("not what can be followed")
+
+    def _level(self, index: int) -> int:
+        makers = [self.maker[name] for name in _reads(self.kind.steps[index]) if name in self.maker]
+        return max((self._level(maker) + (maker in self.many) for maker in makers), default=0)
+
+    def level(self, level: int, there: dict[str, Array], over: set[str]) -> Iterator[dict[str, Array]]:
+        todo = {index for index in self.needed - self.many if self.levels[index] == level}
+        while todo:
+            for index in sorted(todo):
+                step = self.kind.steps[index]
+                if _reads(step) <= over:
+                    there |= _step(self.kinds, step, there, self.read, set(self.maker))
+                    over |= {tensor for _, tensor in step.outputs}
+                    todo.remove(index)
+        source = next((index for index in self.many if self.levels[index] == level), None)
+        if source is None:
+            yield {name: there[name] for name in self.outputs if name in there}
+            return
+        step = self.kind.steps[source]
+        names = dict(step.outputs)
+        over = over | set(names.values())
+        given = _given(self.kinds, step, there, set(self.maker))
+        if given is None:
+            yield from self.level(level + 1, dict(there), set(over))
+            return
+        wanted = [own for own, tensor in step.outputs if tensor in self.read]
+        for made in answers(self.kinds, step.model, given, wanted):
+            found = {names[own]: array for own, array in made.items()}
+            yield from self.level(level + 1, there | found, set(over))
+
+
+def _reads(step: StepPolicy) -> set[str]:
+    return {tensor for _, tensor in step.inputs} | ({step.condition} if step.condition else set())
 
 
 def _needed(kind: Kind, outputs: Sequence[str]) -> set[int]:
@@ -122,13 +176,13 @@ def _read_by(kind: Kind, needed: set[int], outputs: Sequence[str]) -> set[str]:
     return read | {kind.steps[index].condition for index in needed} | set(outputs)
 
 
-def _step(
-    kinds: Mapping[str, Kind], step: StepPolicy, there: Mapping[str, Array], read: set[str], makers: set[str]
-) -> dict[str, Array]:
-    """Tensors of the ensemble that the step makes; none if it is skipped."""
+def _given(
+    kinds: Mapping[str, Kind], step: StepPolicy, there: Mapping[str, Array], makers: set[str]
+) -> dict[str, Array] | None:
+    """The inputs of the step's model; None if it is skipped."""
     kind = kinds[step.model]
     if step.condition and not (step.condition in there and bool(there[step.condition].all())):
-        return {}
+        return None
     given = {own: there[tensor] for own, tensor in step.inputs if tensor in there}
     lacking = [
         tensor
@@ -136,36 +190,47 @@ def _step(
         if own not in given and (own not in kind.optional or tensor == step.mapped)
     ]
     if makers.intersection(lacking):
-        return {}
-    rows_of = there[step.mapped] if step.mapped and step.mapped in there else None
-    if lacking and (rows_of is None or len(rows_of)):
+        return None
+    if lacking and (step.mapped not in there or len(there[step.mapped])):
         raise Failed(f"{lacking} are missing")
+    return given
+
+
+def _step(
+    kinds: Mapping[str, Kind], step: StepPolicy, there: Mapping[str, Array], read: set[str], makers: set[str]
+) -> dict[str, Array]:
+    """Tensors of the ensemble that the step makes; none if it is skipped."""
+    given = _given(kinds, step, there, makers)
+    if given is None:
+        return {}
     wanted = [own for own, tensor in step.outputs if tensor in read]
     names = dict(step.outputs)
-    if rows_of is None:
-        return {names[own]: array for own, array in answer(kinds, step.model, given, wanted).items()}
+    if not step.mapped:
+        (made,) = answers(kinds, step.model, given, wanted)
+        return {names[own]: array for own, array in made.items()}
+    rows_of = there[step.mapped]
     mapped = {own for own, tensor in step.inputs if tensor == step.mapped}
     rows = [
-        answer(kinds, step.model, {own: array[row] if own in mapped else array for own, array in given.items()}, wanted)
+        next(answers(kinds, step.model, {own: a[row] if own in mapped else a for own, a in given.items()}, wanted))
         for row in range(len(rows_of))
     ]
     if not rows:
         return {names[own]: np.zeros((0, 0), "<i4") for own in wanted}
-    made = {}
+    put = {}
     for own in wanted:
         parts = [row[own] for row in rows if own in row]
         if parts and (len(parts) != len(rows) or len({part.shape for part in parts}) > 1):
             raise Failed(f"{own} is not there for all rows")
         if parts:
-            made[names[own]] = np.stack(parts)
-    return made
+            put[names[own]] = np.stack(parts)
+    return put
 
 
 # ------------------------------------------------------------------------------------------------ made at random
 
 
-def models(random: Random) -> dict[str, Kind]:
-    """Some models that compute."""
+def models(random: Random, many: bool) -> dict[str, Kind]:
+    """Some models that compute; `many`: the first answers many times."""
     found: dict[str, Kind] = {}
     for number in range(random.randint(2, 4)):
         batches = random.random() < 0.6
@@ -179,6 +244,7 @@ def models(random: Random) -> dict[str, Kind]:
         max_batch = random.choice([1, 3, 8]) if batches else 0
         fragile = random.random() < 0.15
         found[f"m{number}"] = Kind(f"m{number}", inputs, outputs, max_batch, optional, random.randint(0, 999), fragile)
+    found["m0"].many = many
     return found
 
 
@@ -190,7 +256,10 @@ def ensemble(random: Random, name: str, kinds: Mapping[str, Kind]) -> Kind | Non
     inputs = dict(made)
     steps: list[StepPolicy] = []
     for _ in range(random.randint(1, 6)):
-        step = _random_step(random, random.choice(sorted(kinds)), kinds, made, len(steps))
+        model = random.choice(sorted(kinds))
+        if is_many(kinds, model) and any(is_many(kinds, step.model) for step in steps) and random.random() < 0.9:
+            continue  # two of them seldom make sense
+        step = _random_step(random, model, kinds, made, len(steps))
         if step is not None:
             steps.append(step)
     made = {tensor: kind for tensor, kind in made.items() if tensor not in inputs}

@@ -27,6 +27,9 @@ from shmserve.messages import (
     Failure,
     Handle,
     Infer,
+    More,
+    Options,
+    Part,
     Reply,
     Return,
     Row,
@@ -35,7 +38,19 @@ from shmserve.messages import (
     Work,
 )
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
-from tests.unit.core_graphs import NUMPY, RANK, Array, Failed, Kind, answer, compute, ensemble, example, models
+from tests.unit.core_graphs import (
+    NUMPY,
+    RANK,
+    Array,
+    Failed,
+    Kind,
+    answers,
+    compute,
+    ensemble,
+    example,
+    is_many,
+    models,
+)
 from tests.unit.core_world import World
 
 MS = 10**6
@@ -53,6 +68,8 @@ class Computing(World):
         self.memory: dict[int, dict[int, bytes]] = {}
         self.made_by: dict[Place, tuple[Run, str] | None] = {}
         """Blocks of workers: of which step's tensor they are (a part)."""
+        self.given: dict[tuple[int, int], int] = {}
+        """How many answers a worker has given to a request."""
         self.inline = random.choice([0, 12, 1000])
         """The largest tensors that stay in messages."""
 
@@ -65,14 +82,19 @@ class Computing(World):
         super()._spawn(effect)
         self.workers[effect.peer].compute = self.compute
 
-    def compute(self, worker: FakeWorker, work: Work) -> Row:
+    def made(self, worker: FakeWorker, work: Work) -> list[dict[str, Array]]:
+        """All answers of the worker's model; Failed if it has none."""
         kind = self.kinds[worker.policy.name]
         given = {tensor.name: self.read(tensor) for tensor in work.inputs}
         if kind.max_batch:
             assert all(array.shape[0] == 1 for array in given.values()), "each request of these tests is one row"
             given = {name: array[0] for name, array in given.items()}
+        return compute(kind, given)
+
+    def compute(self, worker: FakeWorker, work: Work) -> Row:
+        kind = self.kinds[worker.policy.name]
         try:
-            made = compute(kind, given)
+            made = self.made(worker, work)[self.given.get((worker.peer, work.request), 0)]
         except Failed as error:
             return Row(work.request, (), Failure("MODEL_FAILED", str(error)))
         wanted = work.outputs if work.outputs is not None else [Wanted(name) for name in kind.outputs]
@@ -81,6 +103,23 @@ class Computing(World):
             array = made[output.name]
             tensors.append(self._place(worker, work, output, array[None] if kind.max_batch else array))
         return Row(work.request, tuple(tensors))
+
+    def answer_again(self, worker: FakeWorker, request: int) -> bool:
+        """One more answer to a request that may have many. False: there is no room for it."""
+        work, key = worker.streams[request], (worker.peer, request)
+        if request in worker.cancelled:
+            worker.part(request, error=("CANCELLED", "given up"))
+            return True
+        try:
+            left = len(self.made(worker, work)) - self.given.get(key, 0)
+        except Failed as error:
+            worker.part(request, error=("MODEL_FAILED", str(error)))
+            return True
+        if left and not worker.room[request]:
+            return False
+        worker.part(request, not left or (left == 1 and self.random.random() < 0.5), not left)
+        self.given[key] = self.given.get(key, 0) + 1
+        return True
 
     def _place(self, worker: FakeWorker, work: Work, output: Wanted, array: Array) -> Tensor:
         content = array.tobytes()
@@ -160,7 +199,7 @@ class Story:
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
         self.world = Computing(random)
-        kinds = models(random)
+        kinds = models(random, seed % 2 == 1)
         self.ensembles: list[Kind] = []
         for number in range(random.randint(1, 3)):
             made = ensemble(random, f"e{number}", kinds)
@@ -174,6 +213,8 @@ class Story:
         self.asked: dict[int, tuple[str, dict[str, Array], tuple[str, ...] | None]] = {}
         self.places: dict[int, dict[str, Handle]] = {}
         self.offsets = 0
+        self.found: dict[int, list[dict[str, Array]]] = {}
+        """Of requests that may be answered many times: all that has come."""
 
     def ask(self) -> None:
         """A request to an ensemble, or to a model that is also a step's."""
@@ -200,8 +241,10 @@ class Story:
         if wanted is not None:
             outputs = tuple(Wanted(name, self._where(client, kind, name, number)) for name in wanted)
         self.asked[number] = kind.name, given, wanted
-        client.sends(number)
-        world.turn([(client.peer, Infer(number, kind.name, 0, tuple(tensors), outputs))])
+        window = random.choice([1, 2, 30]) if is_many(world.kinds, kind.name) or random.random() < 0.1 else 0
+        client.sends(number, window)
+        options = Options(window=window) if window else None
+        world.turn([(client.peer, Infer(number, kind.name, 0, tuple(tensors), outputs, 0, options))])
 
     def _segment(self, client: FakeClient) -> int:
         if not client.own:
@@ -220,6 +263,8 @@ class Story:
         nested = any(self.world.kinds[step.model].steps for step in steps)
         if self.random.random() < 0.7 or nested or any(step.mapped for step in steps):
             return None
+        if is_many(self.world.kinds, kind.name):
+            return None
         if kind.outputs[name] == "condition":
             return None
         self.offsets += 4096
@@ -228,17 +273,31 @@ class Story:
         return place
 
     def go_on(self) -> bool:
-        """One worker finishes its batch. False: none has any."""
-        running = [worker for worker in self.world.workers.values() if worker.running is not None and not worker.dead]
-        if running:
-            worker = self.random.choice(running)
-            worker.finish(self.world.now)
-            self.world.settle()
-        return bool(running)
+        """One worker finishes its batch, or answers once more; or a client takes more. False: nothing can go on."""
+        alive = [worker for worker in self.world.workers.values() if not worker.dead]
+        todo: list[tuple[Any, int]] = [(worker, 0) for worker in alive if worker.running is not None]
+        todo += [(worker, request) for worker in alive for request in worker.streams]
+        todo += [(client, request) for client in self.clients for request in client.open if request in client.windows]
+        self.random.shuffle(todo)
+        for who, request in todo:
+            if isinstance(who, FakeClient):
+                if who.windows[request] > 2:
+                    continue
+                who.windows[request] += 1
+                self.world.turn([(who.peer, More(request, 1))])
+            elif not request:
+                who.finish(self.world.now)
+                self.world.settle()
+            elif self.world.answer_again(who, request):
+                self.world.settle()
+            else:
+                continue
+            return True
+        return False
 
     def give_back(self) -> None:
         for client in self.clients:
-            held = list(client.holds)
+            held = list(client.holds.elements())
             for handle in held:
                 client.give_back(handle)
             if held:
@@ -247,28 +306,47 @@ class Story:
     def look(self, calm: bool) -> None:
         """Each answer is the right one."""
         for client in self.clients:
+            for number, parts in client.parts.items():
+                found = self.found.setdefault(number, [])
+                kind = self.world.kinds[self.asked[number][0]]
+                found += [self._arrays(kind, part.outputs, {}) for part in parts[len(found) :]]
             for number in client.order:
-                found, (name, given, wanted) = client.answers[number], self.asked[number]
-                try:
-                    expected = answer(self.world.kinds, name, given, wanted)
-                except Failed:
-                    assert isinstance(found, (Fail, FailHeld)), f"{name} answered {found}, and should have failed"
-                    continue
-                if not calm and isinstance(found, (Fail, FailHeld)):
-                    assert found.code in ("MODEL_FAILED", "CANCELLED"), found
-                    continue
-                assert isinstance(found, Reply), f"{name} failed: {found}"
-                self._compare(self.world.kinds[name], found, expected, self.places.get(number, {}))
+                self._look_at(number, client.answers[number], calm)
             client.order.clear()
 
-    def _compare(self, kind: Kind, found: Reply, expected: dict[str, Array], places: dict[str, Handle]) -> None:
-        assert {tensor.name for tensor in found.outputs} == set(expected)
-        for tensor in found.outputs:
-            array, right = self.world.read(tensor), expected[tensor.name]
+    def _look_at(self, number: int, answer: Any, calm: bool) -> None:
+        name, given, wanted = self.asked[number]
+        kind = self.world.kinds[name]
+        found = self.found.get(number, [])
+        if isinstance(answer, Reply):
+            found = [self._arrays(kind, answer.outputs, self.places.get(number, {}))]
+        failed = False
+        expected = []
+        try:
+            for made in answers(self.world.kinds, name, given, wanted):
+                expected.append({output: array.tolist() for output, array in made.items()})
+        except Failed:
+            failed = True
+        told = [{output: array.tolist() for output, array in arrays.items()} for arrays in found]
+        if isinstance(answer, Part):  # the end, and an answer that has nothing in it, look alike
+            told, expected = [one for one in told if one], [one for one in expected if one]
+        if isinstance(answer, (Fail, FailHeld)):
+            assert failed or not calm, f"{name} failed: {answer}"
+            assert failed or answer.code in ("MODEL_FAILED", "CANCELLED"), answer
+            assert told == expected[: len(told)], name
+        else:
+            assert not failed, f"{name} answered {answer}, and should have failed"
+            assert told == expected, name
+
+    def _arrays(self, kind: Kind, outputs: tuple[Tensor, ...], places: dict[str, Handle]) -> dict[str, Array]:
+        found = {}
+        for tensor in outputs:
+            array = self.world.read(tensor)
             assert array.ndim == RANK[kind.outputs[tensor.name]] + (kind.max_batch > 0)
-            assert array.reshape(right.shape).tolist() == right.tolist(), (kind.name, tensor.name)
+            found[tensor.name] = array[0] if kind.max_batch else array
             if tensor.name in places and array.size:
                 assert [handle.segment for handle in references((tensor,))] == [places[tensor.name].segment]
+        return found
 
     def end(self, calm: bool) -> None:
         while self.go_on():
