@@ -426,8 +426,14 @@ class Call(Struct, array_like=True, tag=103, gc=False):
     held: bool = True
 
 
+class Counted(Struct, array_like=True, tag=104, gc=False):
+    """A page of what the model counts (`shm.tally`), read when metrics are asked for. Its memfd is attached."""
+
+    size: Id
+
+
 WorkerReport = (
-    Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong
+    Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong | Counted
     | Call | Cancel | More | Ask
 )  # fmt: skip
 """The last four are what a worker says as a client of the broker; numbers in them are its calls'."""

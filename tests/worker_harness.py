@@ -25,6 +25,7 @@ from shmserve import wire
 from shmserve.dtypes import from_numpy
 from shmserve.messages import (
     INLINE_BYTES,
+    Counted,
     Done,
     Execute,
     Handle,
@@ -136,7 +137,7 @@ class WorkerProcess:
             raise EOFError(self.said())
         for message in self.codec.decode(data):
             descriptor = None
-            if isinstance(message, Loaded) or (isinstance(message, Map) and message.name is None):
+            if isinstance(message, (Loaded, Counted)) or (isinstance(message, Map) and message.name is None):
                 descriptor = descriptors.pop(0)
             if isinstance(message, Map):
                 self.maps.append(message)

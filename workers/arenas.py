@@ -61,6 +61,8 @@ class Arenas:
         self._mapped = mapped
         self._arenas: dict[str, _AudienceArena] = {}
         self._by_segment: dict[int, _AudienceArena] = {}
+        self.audiences: dict[int, str] = {}
+        """Who may be given handles into a segment, of this worker's and of all others that it knows."""
 
     def allocate(self, audience: str, size: int) -> Block:
         arena = self._arenas.get(audience) or self._new(audience)
@@ -144,8 +146,10 @@ class Arenas:
             self._mapped.add(segment.id, segment.size, name=message.name)
             self._outbox.add(message)
         self._by_segment[segment.id] = self._arenas[audience]
+        self.audiences[segment.id] = audience
 
     def withdraw(self, segment: int) -> None:
         del self._by_segment[segment]
+        self.audiences.pop(segment, None)
         self._mapped.remove(segment)
         self._outbox.add(Unmap(segment))

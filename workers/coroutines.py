@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 
@@ -27,9 +28,9 @@ class Coroutines:
         """Whether it is a coroutine of this loop that asks."""
         return threading.current_thread() is self._thread
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What it returns, or raises."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Runs it; what it returns or raises is to come."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def start(self, coroutine: Coroutine[Any, Any, None], started: Callable[[asyncio.Task[None]], None]) -> None:
         """Runs it beside others. `started` is told its task, in the loop's thread, before it begins."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve import wire
 from shmserve.errors import ConnectionLost, ProtocolError
-from shmserve.messages import PACKET_BYTES, Load, Loaded, Map, WorkerOrder
+from shmserve.messages import PACKET_BYTES, Counted, Load, Loaded, Map, WorkerOrder
 from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, received
 
 SEND_BUFFER = 4 * 1024 * 1024
@@ -94,5 +94,6 @@ class Link:
 
 
 def carries_descriptor(message: Any) -> bool:
-    """Whether a message has a descriptor of its packet: a nameless Map, and the two that bring a configuration."""
-    return isinstance(message, (Load, Loaded)) or (isinstance(message, Map) and message.name is None)
+    """Whether a message has a descriptor of its packet: a nameless Map, the two that bring a configuration, and the one
+    that brings a page of numbers."""
+    return isinstance(message, (Load, Loaded, Counted)) or (isinstance(message, Map) and message.name is None)

@@ -6,18 +6,14 @@ a model runs, as nobody knows how long it will.
 
 from __future__ import annotations
 
-import os
-from collections import deque
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import ProtocolError, ServeError
 from shmserve.messages import (
-    OWNER_SHIFT,
     Done,
     EndSequences,
     Execute,
-    Map,
     More,
     Ping,
     Pong,
@@ -26,25 +22,23 @@ from shmserve.messages import (
     Started,
     Stop,
     Streamed,
-    Unmap,
     Withdraw,
 )
 from shmserve.messages import Withdrawn as WithdrawnReport
-from shmserve.wire import Refused
-from shmserve.workers.link import carries_descriptor
-from shmserve.workers.say import say
+from shmserve.workers.orders import Orders
 from shmserve.workers.waiting import Batch, Waiting
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.arenas import Arenas
+    from shmserve.workers.calls import Calls
     from shmserve.workers.link import Link
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.runner import Runner
     from shmserve.workers.streams import Streams
 
 
-class Loop:
+class Loop(Orders):
     """Runs until Stop. ConnectionLost ends it when the broker has gone, ProtocolError when the broker is confused."""
 
     def __init__(
@@ -56,28 +50,28 @@ class Loop:
         arenas: Arenas,
         runner: Runner,
         streams: Streams | None = None,
+        calls: Calls | None = None,
     ) -> None:
-        self._owner = owner
-        self._link = link
-        self._outbox = outbox
-        self._mapped = mapped
-        self._arenas = arenas
+        super().__init__(owner, link, outbox, mapped, arenas)
         self._runner = runner
         self._waiting = Waiting()
         self._stopping = False
         self._streams = streams
         if streams is not None:
             streams.connect(link.fileno(), self._read, self._tell, runner.row, self._discard)
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._calls = calls
+        own: dict[type, Callable[[Any], None]] = {
             Execute: self._waiting.add,
             Return: self._return,
             Withdraw: self._withdraw,
-            Unmap: self._unmap,
             Ping: self._ping,
             More: self._more,
             EndSequences: self._end_sequences,
             Stop: self._stop,
         }
+        self._handlers |= own
+        if calls is not None:
+            self._handlers |= calls.handlers
 
     def run(self, orders: list[Any], descriptors: list[int]) -> None:
         """`orders` came with the first one, and are next."""
@@ -99,9 +93,9 @@ class Loop:
                 batch = self._run(batch)
 
     def _wait(self) -> None:
-        """Returns when orders have come. Of models that may send meanwhile, not before these can."""
+        """Returns when orders have come. Of models that may send or ask meanwhile, not before these can."""
         self._outbox.flush()
-        if self._streams is not None and self._streams.decoupled:
+        if self._streams is not None and (self._streams.decoupled or threading.active_count() > 1):
             self._streams.wait()
             return
         self._handle(*self._link.receive())
@@ -114,83 +108,18 @@ class Loop:
         rows, times, again = self._runner.run(batch.works)
         # What came meanwhile may belong to the next batch, or take requests out of it.
         self._drain()
-        if self._streams is not None and self._streams.decoupled:
+        if self._streams is not None:
             self._streams.read()
         following = self._waiting.start(last=self._stopping)
         done = Done(batch.number, tuple(rows), times, again=again)
         if following is not None:
             done.next, done.through = following.number, following.through
         self._outbox.add(done)
+        if self._calls is not None:
+            self._calls.sent(rows)
         return following
 
     # ------------------------------------------------------------------------------------ orders
-
-    def _drain(self) -> None:
-        drain = self._link.drain
-        while (packet := drain()) is not None:
-            self._handle(*packet)
-
-    def _read(self) -> None:
-        """For those that wait while the model runs."""
-        self._drain()
-        self._outbox.flush()
-
-    def _handle(self, orders: list[Any], descriptors: list[int]) -> None:
-        if descriptors:
-            left = deque(descriptors)
-            try:
-                self._handle_each(orders, left)
-            finally:
-                for descriptor in left:
-                    os.close(descriptor)
-            return
-        handlers = self._handlers
-        for order in orders:
-            handler = handlers.get(order.__class__)
-            if handler is None:
-                self._rare(order, None)
-            else:
-                handler(order)
-
-    def _handle_each(self, orders: list[Any], descriptors: deque[int]) -> None:
-        for order in orders:
-            handler = self._handlers.get(order.__class__)
-            if handler is not None:
-                handler(order)
-            elif not carries_descriptor(order):
-                self._rare(order, None)
-            else:
-                self._rare(order, descriptors.popleft() if descriptors else None)
-        if descriptors:
-            raise ProtocolError(f"{len(descriptors)} descriptor(s) came that belong to no message")
-
-    def _rare(self, order: Any, descriptor: int | None) -> None:
-        """Map, and what should not come."""
-        if isinstance(order, Map):
-            self._map(order, descriptor)
-            return
-        if descriptor is not None:
-            os.close(descriptor)
-        if isinstance(order, Refused):
-            raise ProtocolError(order.text)
-        raise ProtocolError(f"{type(order).__name__} came to a worker whose model is loaded")
-
-    def _map(self, order: Map, descriptor: int | None) -> None:
-        """A segment that cannot be mapped is told to the operator; requests that name it will fail by themselves."""
-        if order.segment >> OWNER_SHIFT == self._owner and self._arenas.owns(order.segment):
-            if descriptor is not None:
-                os.close(descriptor)
-            return
-        if descriptor is None and order.name is None:
-            raise ProtocolError(f"Map of segment {order.segment} came with neither a descriptor nor a name")
-        try:
-            self._mapped.add(order.segment, order.size, fd=descriptor, name=order.name)
-        except ServeError as error:
-            say(f"segment {order.segment} cannot be mapped: {error}")
-
-    def _unmap(self, order: Unmap) -> None:
-        if order.segment in self._mapped and not self._arenas.owns(order.segment):
-            self._mapped.remove(order.segment)
 
     def _return(self, order: Return) -> None:
         self._arenas.free(order.handles)
@@ -219,10 +148,12 @@ class Loop:
     def _tell(self, row: Row) -> None:
         """At once: nobody knows when the model will have the next one."""
         self._outbox.add(Streamed((row,)))
+        if self._calls is not None:
+            self._calls.sent((row,))
         self._outbox.flush()
 
     def _discard(self, row: Row) -> None:
-        owns = self._arenas.owns
+        owns, calls = self._arenas.owns, self._calls
         for tensor in row.outputs:
-            if isinstance(tensor.data, tuple):
+            if isinstance(tensor.data, tuple) and (calls is None or not calls.not_passed_on(tensor)):
                 self._arenas.free([part for part in tensor.data if owns(part.segment)])

@@ -179,7 +179,7 @@ def _serve(link: Link) -> Exit:
     mapped = Mapped()
     config = _read(descriptors.pop(0))
     try:
-        model = load(order, config, outbox, mapped)
+        model = load(order, config, outbox, mapped, link=link)
     except Exception as error:
         return _failed(order, error, outbox)
     stopped = False
@@ -188,8 +188,9 @@ def _serve(link: Link) -> Exit:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        loop = Loop(order.owner, link, outbox, mapped, model.arenas, model.runner, model.backend.streams)
-        loop.run(orders[1:], descriptors)
+        backend = model.backend
+        loop = Loop(order.owner, link, outbox, mapped, model.arenas, model.runner, backend.streams, backend.calls)
+        loop.run([*orders[1:], *model.orders], descriptors)
         stopped = True
     finally:
         finalized = _finalize(model, stopped)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -14,10 +15,12 @@ from shmserve.repo.labels import read_labels
 from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.repo.snapshot import Snapshot, take
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
-from shmserve.workers.backends import Backend, Context, find
+from shmserve.workers.backends import Backend, Context, SeparateBackend, find
+from shmserve.workers.calls import Calls
 from shmserve.workers.extended import extension_of, runner_of
 from shmserve.workers.gather import Gather
 from shmserve.workers.runner import Runner, Trace
+from shmserve.workers.orders import Early
 from shmserve.workers.say import public, say_trace
 from shmserve.workers.scatter import Scatter
 from shmserve.workers.specs import inputs_of, outputs_of
@@ -28,7 +31,9 @@ SNAPSHOT = "snapshot"
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.outbox import Outbox
+    from shmserve.workers.link import Link
 
+    from shmserve.workers.streams import Streams
 
 THREADS = "SHMSERVE_THREADS"
 """The environment variable that says how many threads an engine may use."""
@@ -41,10 +46,20 @@ class Model(Struct):
     backend: Backend
     arenas: Arenas
     runner: Runner
+    orders: list[Any] = []
+    """What came while it was being loaded, and waits."""
 
 
-def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace: Trace = say_trace) -> Model:
-    """Raises whatever is wrong with the model, after it has been closed again. `trace` is told of batches that fail."""
+def load(
+    order: Load,
+    config_bytes: bytes,
+    outbox: Outbox,
+    mapped: Mapped,
+    trace: Trace = say_trace,
+    link: Link | None = None,
+) -> Model:
+    """Raises whatever is wrong with the model, after it has been closed again. `trace` is told of batches that fail.
+    `link`: the model may ask the server things, also while it is being loaded."""
     config = decode_config(config_bytes)
     folder = Path(order.model_dir)
     versioned = folder / str(order.version)
@@ -53,6 +68,12 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace
     backend = find(config.backend)(context)
     before = _look(folder, order)
     try:
+    arenas = Arenas(order.owner, outbox, mapped, limit)
+    early = None
+    if link is not None and isinstance(backend, SeparateBackend):
+        backend.calls = calls = Calls(outbox, arenas, mapped)
+        early = Early(order.owner, link, outbox, mapped, arenas, calls.handlers)
+        backend.listen = partial(_listen, link, early)
         if context.auto_complete:
             config = backend.complete(config)
         inputs, outputs = inputs_of(config), outputs_of(config)
@@ -68,10 +89,14 @@ def load(order: Load, config_bytes: bytes, outbox: Outbox, mapped: Mapped, trace
     except BaseException:
         backend.close()
         raise
-    arenas = Arenas(order.owner, outbox, mapped, limit)
-    scatter = Scatter(order.model, outputs, arenas, mapped, labels)
+        arenas.close()
+    scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls)
     runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, extension, trace)
-    return Model(config, backend, arenas, runner)
+    return Model(config, backend, arenas, runner, early.later if early is not None else [])
+
+
+def _listen(link: Link, early: Early, streams: Streams) -> None:
+    streams.listen(link.fileno(), early.read)
 
 
 def _look(folder: Path, order: Load) -> Snapshot | None:

@@ -6,11 +6,12 @@ The rule: messages leave in the order in which they were said, and a descriptor 
 from __future__ import annotations
 
 import os
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from shmserve.messages import CHUNK_BYTES, Done, Row, Rows
+from shmserve.messages import CHUNK_BYTES, Cancel, Done, Handle, Return, Row, Rows
 from shmserve.wire import encode
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _ROW_BYTES = 48
 _TENSOR_BYTES = 64
+_RETURNED = 4096
+"""The most handles of one Return."""
 
 
 class Outbox:
@@ -28,6 +31,9 @@ class Outbox:
         self._link = link
         self._messages: list[Any] = []
         self._descriptors: list[int] = []
+        self.later: deque[Handle | Cancel] = deque()
+        """What collectors, in any thread, want to be said with the next `flush`: handles that are given back, calls
+        that nobody waits for."""
 
     def add(self, message: Any, descriptor: int | None = None) -> None:
         self._messages.append(message)
@@ -35,6 +41,8 @@ class Outbox:
             self._descriptors.append(os.dup(descriptor))
 
     def flush(self) -> None:
+        if self.later:
+            self._messages += self._late()
         messages, descriptors = self._messages, self._descriptors
         if not messages:
             return
@@ -48,6 +56,18 @@ class Outbox:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _late(self) -> list[Any]:
+        found: list[Any] = []
+        handles: list[Handle] = []
+        for _ in range(len(self.later)):
+            what = self.later.popleft()
+            if isinstance(what, Handle):
+                handles.append(what)
+            else:
+                found.append(what)
+        found += [Return(tuple(handles[at : at + _RETURNED])) for at in range(0, len(handles), _RETURNED)]
+        return found
 
 
 class Unheard(Outbox):

@@ -1,13 +1,20 @@
-"""What requests and senders of `pb_utils` ask of whoever runs the model. The rule: it may be asked in any thread."""
+"""What requests and senders of `pb_utils` ask of whoever runs the model. The rule: it may be asked in any thread.
+
+A process runs one model, so what a model makes itself (requests, metrics) asks the `current` one.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shmserve.workers.pb_tensor import TritonModelException
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from shmserve.workers.pb_utils import InferenceRequest, InferenceResponse, InferenceResponseSender
+    from shmserve.shm.tally import Subject
+    from shmserve.workers.calls import Calls
+    from shmserve.workers.pb_requests import InferenceRequest, InferenceResponse, InferenceResponseSender
     from shmserve.workers.streams import Stream
 
 
@@ -23,3 +30,33 @@ class Host(Protocol):
 
     def forget(self, stream: Stream) -> None:
         """Nobody has its sender any more. Called within the collector."""
+
+    def call(self, request: InferenceRequest, decoupled: bool) -> Any:
+        """Asks another model, and waits for the answer."""
+
+    def call_soon(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Any]:
+        """The same for coroutines."""
+
+    def server(self) -> Calls:
+        """By which the server is asked. Raises where there is none."""
+
+    def count(self, subject: Subject) -> memoryview[float]:
+        """Numbers for what the model counts."""
+
+    def model_dir(self) -> str:
+        """The directory of the version."""
+
+
+class _Current:
+    host: Host | None = None
+
+
+def bind(host: Host) -> None:
+    """It runs the model of this process."""
+    _Current.host = host
+
+
+def current() -> Host:
+    if _Current.host is None:
+        raise TritonModelException("no model is loaded in this process that could ask a server")
+    return _Current.host

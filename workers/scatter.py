@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shmserve.shm.arena import Block
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.arenas import Arenas
+    from shmserve.workers.calls import Calls
     from shmserve.workers.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -42,8 +43,11 @@ class Scatter:
         arenas: Arenas,
         mapped: Mapped,
         labels: Sequence[Sequence[str]] = (),
+        calls: Calls | None = None,
     ) -> None:
-        """`labels`: of the classes of each output, empty where it has none."""
+        """`labels`: of the classes of each output, empty where it has none. `calls`: outputs that came from one go on
+        as they are."""
+        self.calls = calls
         self.model = model
         self.specs = tuple(specs)
         self.labels = tuple(labels) or ((),) * len(self.specs)
@@ -57,6 +61,14 @@ class Scatter:
         if len(buffer) < size:
             buffer = self._buffers[index] = np.empty(size, _BYTE)
         return buffer[:size]
+
+    def let_go(self, tensors: Sequence[Tensor | None]) -> None:
+        """Outputs that nobody will get: of their parts, those are freed that are ours, not the caller's own memory."""
+        for tensor in tensors:
+            if tensor is None or not isinstance(tensor.data, tuple):
+                continue
+            if self.calls is None or not self.calls.not_passed_on(tensor):
+                self.arenas.free([part for part in tensor.data if self.arenas.owns(part.segment)])
 
     def results(self, works: Sequence[Work], rows: int) -> Results:
         return Results(self, works, rows)
@@ -215,9 +227,7 @@ class Results:
         tensors = [column[position] for column in columns]
         error = self._failures.get(position)
         if error is not None:
-            self._scatter.arenas.free(
-                [part for tensor in tensors if tensor is not None for part in self._owned(tensor)]
-            )
+            self._scatter.let_go(tensors)
             return Row(work.request, (), Failure(error.code, str(error)))
         if work.outputs is not None:
             names = self._scatter.names
@@ -229,18 +239,10 @@ class Results:
         arenas = self._scatter.arenas
         arenas.free([Handle(block.segment, block.offset, block.size) for block in self._blocks.values()])
         for column in self._columns:
-            for tensor in column or ():
-                if tensor is not None:
-                    arenas.free(self._owned(tensor))
+            self._scatter.let_go(column or ())
         self._blocks = {}
         self._columns = [None] * len(self._columns)
         self._ready = [None] * len(self._ready)
-
-    def _owned(self, tensor: Tensor) -> list[Handle]:
-        """The parts of an output that are ours, not the caller's own memory."""
-        if not isinstance(tensor.data, tuple):
-            return []
-        return [part for part in tensor.data if self._scatter.arenas.owns(part.segment)]
 
     # ------------------------------------------------------------------------------------ where outputs go
 
@@ -372,6 +374,10 @@ class Results:
                 if position == len(self._works) - 1:
                     self._inline += INLINE_BYTES if len(self._works) > 1 else size
                 return Tensor(spec.name, dtype, shape, source.tobytes())
+            if self._scatter.calls is not None and source is part:
+                passed = self._scatter.calls.passed_on(part, self._works[position].audience)
+                if passed is not None:
+                    return Tensor(spec.name, dtype, shape, (passed,))
             block = self._scatter.arenas.allocate(self._works[position].audience, size)
         except ServeError as error:
             self._failures[position] = error

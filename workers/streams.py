@@ -82,7 +82,7 @@ class Streams:
         self.lost: Exception | None = None
         """Why the link can no longer be read, found by whoever had read it."""
         self.connected = False
-        self._turn = threading.Lock()
+        self.turn = self._turn = threading.Lock()
         self._turn.acquire()
         self._news = threading.Condition(self._turn)
         self.leave = self._turn.release
@@ -95,6 +95,16 @@ class Streams:
         self._bell = -1
         self._reading = False
         self._stopped = False
+        self.listening = False
+        """There is a link that answers can come on."""
+        self.later: deque[Any] = deque()
+        """What is to be said as soon as somebody can."""
+
+    def listen(self, descriptor: int, read: Callable[[], object]) -> None:
+        """What `read` handles can be waited for from now on, though nobody wants answers of the model yet."""
+        self._read = read
+        self.listening = True
+        self._poll.register(descriptor, select.POLLIN)
 
     def connect(
         self,
@@ -109,13 +119,14 @@ class Streams:
         self._read, self._tell, self._row, self._discard = read, tell, row, discard
         if descriptor >= 0:
             self._poll.register(descriptor, select.POLLIN)
-        self.connected = True
+        self.connected = self.listening = True
 
     # ------------------------------------------------------------------------------------ for the loop
 
     def wait(self) -> None:
         """Returns when something may have come. Raises what keeps the link from being read."""
-        self._wait()
+        if self.lost is None:
+            self._wait()
         if self.lost is not None:
             raise self.lost
 
@@ -162,7 +173,9 @@ class Streams:
             self.lost = self.lost or ConnectionLost("the worker has ended")
         for stream in list(self.open.values()):
             self.fail(stream, _STOPPED)
-        self.connected = False
+        self.connected = self.listening = False
+        self._news.notify_all()
+        self._ring()
         self._turn.release()
 
     def close(self) -> None:
@@ -176,9 +189,7 @@ class Streams:
     def begin(self, work: Work) -> Stream:
         stream = self.open[work.request] = Stream(work)
         stream.cancelled = work.request in self.withdrawn
-        if self._bell < 0:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._poll.register(self._bell, select.POLLIN)
+        self._hang_bell()
         return stream
 
     def begin_late(self, work: Work) -> Stream:
@@ -211,6 +222,37 @@ class Streams:
         return stream.answer
 
     # ------------------------------------------------------------------------------------ for the model, in any thread
+
+    def check(self) -> None:
+        """Raises where nothing will come any more."""
+        if self.lost is not None or self._stopped or not self.listening:
+            raise ConnectionLost("the server cannot be asked: this worker has no link to one, or is about to end")
+
+    def wait_for(self, ready: Callable[[], bool], whatever: bool = False) -> None:
+        """Until it is so; `whatever`: also where the link has been lost. Without the turn."""
+        with self._turn:
+            self._hang_bell()
+            while not ready():
+                if not whatever:
+                    self.check()
+                self._wait()
+
+    def wake(self) -> None:
+        """Something that is waited for may be so now. Without the turn."""
+        with self._turn:
+            self._changed()
+
+    def read_while(self, wanted: Callable[[], bool]) -> None:
+        """For others, who cannot wait themselves. Without the turn."""
+        with self._turn:
+            self._hang_bell()
+            while wanted() and self.lost is None and not self._stopped:
+                self._wait()
+
+    def nudge(self) -> None:
+        """Something is to be said. In any thread, also within the collector."""
+        if self._reading:
+            self._ring()
 
     def send(self, stream: Stream, answer: Answer | None, final: bool) -> Awaitable[None]:
         """Sends an answer, or says that there are no more. Waits until its caller wants to have it."""
@@ -389,10 +431,14 @@ class Streams:
 
     def _wait(self) -> None:
         """Until something may have changed. With the turn, which others have meanwhile."""
-        if self._reading:
+        if self._reading or self.lost is not None:
             self._news.wait()
             return
         self._reading = True
+        if self.later and self.listening and self.lost is None:  # from now on its maker wakes us
+            self._reading = False
+            self._look()
+            return
         self._turn.release()
         try:
             self._poll.poll()
@@ -407,7 +453,7 @@ class Streams:
     def _look(self) -> None:
         """Reads the link. What goes wrong is the main thread's to tell, and the end of every stream."""
         try:
-            if self.connected and self.lost is None:
+            if self.listening and self.lost is None:
                 self._read()
         except Exception as error:
             self.lost = error
@@ -422,6 +468,11 @@ class Streams:
         self._news.notify_all()
         if self._reading:
             self._ring()
+
+    def _hang_bell(self) -> None:
+        if self._bell < 0:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._poll.register(self._bell, select.POLLIN)
 
     def _ring(self) -> None:
         """Wakes who reads, in any thread."""

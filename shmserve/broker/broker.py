@@ -28,6 +28,7 @@ from shmserve.broker.logs import say
 from shmserve.broker.metrics import Metrics
 from shmserve.broker.operations import Operations
 from shmserve.broker.segments import Segments
+from shmserve.broker.tallies import Tallies
 from shmserve.broker.workers import Workers
 from shmserve.broker.zmqdoor import Outbox, ZmqDoor, free
 from shmserve.core import effects, events
@@ -37,7 +38,7 @@ from shmserve.core.events import Event
 from shmserve.core.state import WORKERS_FROM
 from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
-from shmserve.messages import Ask, Cancel, ClientMessage, Hello, Loaded, LoadFailed, Map, Part, Ping, Reply
+from shmserve.messages import Ask, Cancel, ClientMessage, Counted, Hello, Loaded, LoadFailed, Map, Part, Ping, Reply
 from shmserve.paths import BROKER, LANE
 from shmserve.shm import memfd
 from shmserve.shm.arena import Arena, Segment
@@ -75,7 +76,9 @@ class Broker:
         self._arena = Arena(
             0, memfd.create, limit_bytes=arena_bytes, announce=self._own_segment, knob="broker-arena-bytes"
         )
-        control.metrics = Metrics(core.state, self._arena, arena_bytes, self.process_of, control.server_ready).text
+        metrics = Metrics(core.state, self._arena, arena_bytes, self.process_of, control.server_ready)
+        self._tallies = Tallies(lambda model: any(version.model == model for version, _ in core.state.instances.values()))
+        control.metrics = lambda: metrics.text() + self._tallies.text()
         self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups)
         self._peers = count(1)
         self._links: dict[int, Link | Outbox] = {}
@@ -179,6 +182,9 @@ class Broker:
             elif kind is Map or kind is Loaded or kind is Hello:
                 message = self._prepare(peer, message, descriptors)
             inbox.append((peer, message))
+            elif kind is Counted:
+                self._count(peer, message, descriptors)
+                continue
         if descriptors:
             close_all(descriptors)
         if not self._turn_is_due:
@@ -212,6 +218,15 @@ class Broker:
             return events.Garbled(0, error.message, error.code)
 
     def _compiled(self, peer: int, config: bytes) -> Any:
+    def _count(self, peer: int, message: Counted, descriptors: list[int]) -> None:
+        worker = self._workers.get(peer)
+        if worker is None or not descriptors:
+            return
+        try:
+            self._tallies.add(peer, worker.about["model"], descriptors.pop(0), message.size)
+        except ServeError as error:
+            log.warning("%s: its metrics cannot be read: %s", worker.name, error)
+
         worker = self.core.state.instances.get(peer)
         if worker is None:
             return events.Garbled(0, "Loaded from nobody")
@@ -326,6 +341,7 @@ class Broker:
     def _worker_exited(self, peer: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)
         self._put(0, events.Exited(peer, reason, loading_error, detail))
+        self._tallies.gone(peer)
         self._loop.call_soon(self.operations.tidy)  # behind the turn
         self.operations.gone(peer)  # its model may have asked for something
 

@@ -7,28 +7,29 @@ memory. What it raises or gets wrong fails requests, never the worker.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
-import json
-import sys
+import threading
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import aclosing
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, NotFound, ServeError
+from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, ServeError
 from shmserve.messages import PARAMETERS, Failure
 from shmserve.repo.schema import as_triton_json, from_triton_json
-from shmserve.workers import pb_utils
+from shmserve.workers import pb_calls, pb_host, pb_utils
 from shmserve.workers.backends import Answer, Context, Request, SeparateBackend
 from shmserve.workers.coroutines import Coroutines
+from shmserve.workers.pb_model import ModelFile, flag, has_generator
+from shmserve.workers.pb_requests import request_from
 from shmserve.workers.say import public, say_trace
 from shmserve.workers.specs import request_inputs_of
 from shmserve.workers.streams import Closed, Stream, Streams
 
 if TYPE_CHECKING:
-    from shmserve.messages import Value
+    from shmserve.messages import Value, Work
     from shmserve.repo.schema import ModelConfig
+    from shmserve.shm.tally import Subject
+    from shmserve.workers.calls import Calls, Pending
 
 _CODES = (
     "UNKNOWN",
@@ -51,14 +52,15 @@ _CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model 
 class Python(SeparateBackend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._module: ModuleType | None = None
+        self._file = ModelFile(context)
         self._model: Any = None
         self._coroutines: Coroutines | None = None
         self._running: Sequence[Request] = ()
         """The batch that the model has now."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
-        function = getattr(self._class(config), "auto_complete_config", None)
+        pb_host.bind(self)
+        function = getattr(self._file.kind(config), "auto_complete_config", None)
         if function is None:
             return config
         given = pb_utils.ModelConfig(as_triton_json(config))
@@ -71,19 +73,28 @@ class Python(SeparateBackend):
         return from_triton_json(found.as_dict())
 
     def load(self, config: ModelConfig) -> None:
-        kind = self._class(config)
+        pb_host.bind(self)
+        kind = self._file.kind(config)
         policy = config.model_transaction_policy
         self.streams = self._streams = Streams(policy is not None and policy.decoupled)
-        self._send_waits = _flag(config, SEND_WAITS, True)
-        self._generator = _has_generator(kind, config.name, self._streams.decoupled)
+        self._send_waits = flag(config, SEND_WAITS, True)
+        self._generator = has_generator(kind, config.name, self._streams.decoupled)
         if not self._generator and not callable(getattr(kind, "execute", None)):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
         self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
         self._instance = self.context.instance
+        if self.calls is not None:
+            self.calls.connect(self._streams)
+        if self.listen is not None:
+            self.listen(self._streams)
         model = kind()
         if callable(getattr(model, "initialize", None)):
-            model.initialize(self._arguments(config))
+            self._streams.leave()
+            try:
+                model.initialize(self._file.arguments(config))
+            finally:
+                self._streams.enter()
         self._model = model
 
     def close(self) -> None:
@@ -113,7 +124,7 @@ class Python(SeparateBackend):
             try:
                 responses = self._model.execute(given)
                 if type(responses) is not list and inspect.iscoroutine(responses):
-                    responses = self._loop().run(responses)
+                    responses = self._run(responses)
             finally:
                 streams.enter()
             if type(responses) is not list and not isinstance(responses, (list, tuple)):
@@ -133,8 +144,17 @@ class Python(SeparateBackend):
             if streams.withdrawn:
                 streams.withdrawn.clear()
 
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What the coroutine returns. Meanwhile the answers to its calls are read."""
+        future = self._loop().submit(coroutine)
+        streams = self._streams
+        if streams.listening:
+            future.add_done_callback(lambda _: streams.wake())
+            streams.wait_for(future.done, whatever=True)
+        return future.result()
+
     def _given(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
-        make, names, outputs = pb_utils.request_from, self._inputs, self._outputs
+        make, names, outputs = request_from, self._inputs, self._outputs
         model, version = self.context.model, self.context.version
         return [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
 
@@ -275,6 +295,56 @@ class Python(SeparateBackend):
     def forget(self, stream: Stream) -> None:
         self._streams.forget(stream)
 
+    # ------------------------------------------------------------------------------------ whom the model asks
+
+    def server(self) -> Calls:
+        if self.calls is None or self.streams is None:
+            raise pb_utils.TritonModelException("there is no server that the model could ask, or not at this time")
+        return self.calls
+
+    def count(self, subject: Subject) -> memoryview[float]:
+        if self.calls is None:
+            return memoryview(bytearray(8 * subject.count)).cast("d")  # without a server nobody reads them
+        try:
+            return self.server().count(subject)
+        except ServeError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def model_dir(self) -> str:
+        return str(self.context.version_folder)
+
+    def call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
+        calls, pending = self._begin_call(request, decoupled)
+        if decoupled:
+            return pb_calls.Responses(calls, pending, self._here)
+        return pb_calls.finish(calls, pending)
+
+    async def call_soon(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
+        calls, pending = self._begin_call(request, decoupled)
+        if decoupled:
+            return pb_calls.Responses(calls, pending, self._here)
+        return await pb_calls.finish_soon(calls, pending, self._here())
+
+    def _begin_call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> tuple[Calls, Pending]:
+        calls = self.server()
+        running = self._works()
+        if self._streams.decoupled:
+            held = threading.current_thread() is threading.main_thread() and bool(self._running)
+        else:
+            held = bool(self._running)
+        return calls, pb_calls.begin(calls, request, decoupled, held, running)
+
+    def _works(self) -> Sequence[Work]:
+        """What the model has now; of a sample, nothing that the server knows of."""
+        streams = self._streams
+        if not streams.connected:
+            return ()
+        works = [running.work for running in self._running]
+        return works + [stream.work for stream in list(streams.open.values())] if streams.decoupled else works
+
+    def _here(self) -> bool:
+        return self._coroutines is not None and self._coroutines.here
+
     # ------------------------------------------------------------------------------------ answers
 
     def _answer(self, response: Any) -> Answer:
@@ -309,96 +379,6 @@ class Python(SeparateBackend):
         say_trace(f"model instance '{self._instance}' failed", error)
         what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
         return Failure(ModelFailed.code, public(self._text(what), folder))
-
-    # ------------------------------------------------------------------------------------ the model's file
-
-    def _class(self, config: ModelConfig) -> Any:
-        if self._module is None:
-            self._module = self._import(config)
-        kind = getattr(self._module, "TritonPythonModel", None)
-        if kind is None:
-            raise InvalidRequest(f"'{self._file(config)}' of model '{config.name}' has no class TritonPythonModel")
-        return kind
-
-    def _file(self, config: ModelConfig) -> str:
-        return config.default_model_filename or "model.py"
-
-    def _import(self, config: ModelConfig) -> ModuleType:
-        """Under a name of its own: a model may be called like any module. Its helpers are found beside it.
-
-        What is compiled is not kept: it would be written into the user's repository, also by what the model imports
-        when it runs."""
-        sys.dont_write_bytecode = True
-        folder = self.context.version_folder
-        path = folder / self._file(config)
-        if not path.is_file():
-            raise NotFound(
-                f"version {self.context.version} of model '{config.name}' has no file '{self._file(config)}'"
-            )
-        for name in ("triton_python_backend_utils", "c_python_backend_utils"):
-            sys.modules[name] = pb_utils
-        for place in (str(self.context.folder), str(folder)):
-            if place not in sys.path:
-                sys.path.insert(0, place)
-        spec = importlib.util.spec_from_file_location(f"shmserve_model_{self.context.version}", path)
-        if spec is None or spec.loader is None:
-            raise InvalidRequest(f"'{self._file(config)}' of model '{config.name}' is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-
-    def _arguments(self, config: ModelConfig) -> dict[str, str]:
-        kind, device = _device(config, self.context.instance)
-        return {
-            "model_config": json.dumps(as_triton_json(config)),
-            "model_instance_kind": kind,
-            "model_instance_name": self.context.instance,
-            "model_instance_device_id": str(device),
-            "model_repository": str(self.context.folder),
-            "model_version": str(self.context.version),
-            "model_name": self.context.model,
-        }
-
-
-def _device(config: ModelConfig, instance: str) -> tuple[str, int]:
-    """The kind of an instance and the number of its device. Instances are numbered through the groups of one name,
-    in each group through its devices."""
-    name, _, number = instance.rpartition("_")
-    devices = [
-        (group.kind.removeprefix("KIND_"), device)
-        for group in config.instance_group
-        if group.name == name
-        for device in (group.gpus if group.kind == "KIND_GPU" else (0,))
-        for _ in range(group.count)
-    ]
-    place = int(number) if number.isdecimal() else len(devices)
-    return devices[place] if place < len(devices) else ("CPU", 0)
-
-
-def _has_generator(kind: Any, model: str, decoupled: bool) -> bool:
-    """Whether the class answers request by request: `async def stream(self, request)`, which yields responses."""
-    function = getattr(kind, "stream", None)
-    if not inspect.isasyncgenfunction(function):
-        return False
-    if not decoupled and not callable(getattr(kind, "execute", None)):
-        raise InvalidRequest(
-            f"class TritonPythonModel of model '{model}' has a stream method and no execute: such a model needs "
-            "model_transaction_policy { decoupled: true }"
-        )
-    return decoupled
-
-
-def _flag(config: ModelConfig, name: str, default: bool) -> bool:
-    given = config.parameters.get(name)
-    if given is None:
-        return default
-    text = given.string_value.lower()
-    if text not in ("true", "false"):
-        raise InvalidRequest(
-            f"parameter '{name}' of model '{config.name}' is '{given.string_value}', not true or false"
-        )
-    return text == "true"
 
 
 def _is_mere_end(response: Any, flags: int) -> bool:

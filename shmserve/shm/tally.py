@@ -1,0 +1,102 @@
+"""Numbers that one process counts, and another reads while it does: a page of records in shared memory.
+
+The rule of the file: a record is complete before the page says that it is there, and never moves; a reader believes
+nothing that it has not checked.
+
+A page begins with how many of its bytes are used, in 8 bytes. A record is its length and that of its text, 4 bytes
+each; the text, JSON that says what is counted; and 8-byte floats, of which the first is 0 while nothing is counted.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from itertools import pairwise
+
+from msgspec import Struct, json
+
+PAGE_BYTES = 256 * 1024
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\Z")
+_LABEL = re.compile(r"(?!__)(?!le\Z)[a-zA-Z_][a-zA-Z0-9_]*\Z")
+_HEAD = 8
+_lengths = struct.Struct("<II")
+_used = struct.Struct("<Q")
+
+
+class Subject(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is counted. `edges` are the upper ends of a histogram's buckets, rising, without the last, which has none.
+
+    Its numbers, behind the first: the value of a counter; the value of a gauge, and when it was set (CLOCK_MONOTONIC in
+    seconds, 0: never, only changed); the sum and the count of each bucket of a histogram."""
+
+    name: str
+    help: str
+    kind: str
+    labels: tuple[tuple[str, str], ...] = ()
+    edges: tuple[float, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Of its numbers, with the first."""
+        return {COUNTER: 2, GAUGE: 3}.get(self.kind, len(self.edges) + 3)
+
+    def check(self) -> None:
+        """ValueError where it could not be written for others."""
+        if not _NAME.match(self.name):
+            raise ValueError(f"'{self.name}' must be of letters, digits, _ and :, and not begin with a digit")
+        for label, _ in self.labels:
+            if not _LABEL.match(label):
+                raise ValueError(f"'{self.name}' cannot have a label '{label}'")
+        if self.kind not in (COUNTER, GAUGE, HISTOGRAM):
+            raise ValueError(f"'{self.name}' is a '{self.kind}', which is nothing")
+        if any(not before < after for before, after in pairwise(self.edges)):
+            raise ValueError(f"the buckets of '{self.name}' must rise")
+
+
+_text_of = json.Encoder().encode
+_subject_of = json.Decoder(Subject).decode
+
+
+class Writer:
+    """Of a page that is all zeros."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._end = _HEAD
+        _used.pack_into(memory, 0, _HEAD)
+
+    def add(self, subject: Subject) -> memoryview[float] | None:
+        """Its numbers, to be written in place; None: the page is full."""
+        text = _text_of(subject)
+        start = self._end + _HEAD + (len(text) + 7) // 8 * 8
+        end = start + 8 * subject.count
+        if end > len(self._memory):
+            return None
+        _lengths.pack_into(self._memory, self._end, end - self._end, len(text))
+        self._memory[self._end + _HEAD : self._end + _HEAD + len(text)] = text
+        self._end = end
+        _used.pack_into(self._memory, 0, end)
+        return self._memory[start:end].cast("d")
+
+
+def read(memory: memoryview) -> Iterator[tuple[Subject, list[float]]]:
+    """What is counted now. ValueError where the page is not one."""
+    (end,) = _used.unpack_from(memory, 0)
+    if end > len(memory):
+        raise ValueError(f"a page of {len(memory)} bytes uses {end}")
+    at = _HEAD
+    while at < end:
+        size, length = _lengths.unpack_from(memory, at) if at + _HEAD <= end else (0, 0)
+        start = at + _HEAD + (length + 7) // 8 * 8
+        if size % 8 or size < _HEAD or at + size > end or start > at + size:
+            raise ValueError(f"a record of {size} bytes with a text of {length} cannot be at {at} of {end}")
+        subject = _subject_of(bytes(memory[at + _HEAD : at + _HEAD + length]))
+        subject.check()
+        numbers = [float(number) for number in memory[start : at + size].cast("d")]
+        if len(numbers) != subject.count:
+            raise ValueError(f"'{subject.name}' has {len(numbers)} numbers, not {subject.count}")
+        if numbers[0]:
+            yield subject, numbers
+        at += size

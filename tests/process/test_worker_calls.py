@@ -1,0 +1,508 @@
+"""Models that call models, in a worker whose broker is the test: what a call says, what its answers become, and that
+all that was given is given back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmserve.messages import (
+    Answer,
+    Ask,
+    Call,
+    Cancel,
+    Done,
+    Fail,
+    FailHeld,
+    Handle,
+    Map,
+    More,
+    Options,
+    Part,
+    Ping,
+    Pong,
+    Released,
+    Reply,
+    Return,
+    Row,
+    Tensor,
+    Wanted,
+    Withdraw,
+    Withdrawn,
+)
+from shmserve.shm import memfd
+from shmserve.shm.arena import Arena, Segment
+from tests.worker_harness import WORKER, WorkerProcess, config, work
+from tests.worker_models import python_model
+
+pytestmark = pytest.mark.process
+
+LARGE = 5000
+"""So many floats do not travel inside a message."""
+OTHER = 9
+"""The number of the worker that answers the calls."""
+
+CALLER = """\
+import asyncio
+import json
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        if json.loads(requests[0].parameters()).get("batch") == "async":
+            return self.soon(requests)
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        wish = json.loads(request.parameters()).get("wish", "pass_on")
+        return getattr(self, wish)(request)
+
+    def ask(self, inputs, **how):
+        return pb_utils.InferenceRequest(model_name="other", requested_output_names=["b"], inputs=inputs, **how)
+
+    def pass_on(self, request):
+        return self.checked(self.ask([pb_utils.Tensor("a", request.inputs()[0].as_numpy())]).exec())
+
+    def checked(self, response):
+        if response.has_error():
+            raise pb_utils.TritonModelException(f"{response.error().code()}: {response.error().message()}")
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", response.output_tensors()[0].as_numpy())])
+
+    def part(self, request):
+        return self.checked(self.ask([pb_utils.Tensor("a", request.inputs()[0].as_numpy()[:, 100:3000])]).exec())
+
+    def computed(self, request):
+        return self.checked(self.ask([pb_utils.Tensor("a", request.inputs()[0].as_numpy() + 1)]).exec())
+
+    def said(self, request):
+        made = self.ask(
+            request.inputs(), request_id="r", correlation_id="c", model_version=3, flags=1, timeout=70,
+            parameters={"k": 1}, trace=request.trace(), priority=2,
+            preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 0),
+        )
+        assert json.loads(request.trace().get_context()) == {"traceparent": "00-1-2-01"}
+        response = made.exec()
+        assert json.loads(response.parameters()) == {"said": True}
+        return self.checked(response)
+
+    def drop(self, request):
+        response = self.ask([]).exec()
+        total = response.output_tensors()[0].as_numpy().sum()
+        del response
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 1), total, np.float32))])
+
+    def strings(self, request):
+        response = self.ask([pb_utils.Tensor("s", np.array([b"x", "y"], object))]).exec()
+        found = b" ".join(response.output_tensors()[0].as_numpy())
+        assert found == b"one two", found
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
+
+    def parts(self, request):
+        found = [response for response in self.ask([]).exec(decoupled=True)]
+        total = sum(float(response.output_tensors()[0].as_numpy().sum()) for response in found)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[len(found), total]], np.float32))])
+
+    def few_parts(self, request):
+        responses = self.ask([]).exec(decoupled=True)
+        first = next(responses).output_tensors()[0].as_numpy()
+        if json.loads(request.parameters()).get("cancel"):
+            responses.cancel()
+            assert list(responses) == []
+        del responses
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", first.reshape(1, -1))])
+
+    def threads(self, request):
+        found = [None] * 4
+
+        def call(number):
+            array = np.full((1, 1), number, np.float32)
+            found[number] = self.ask([pb_utils.Tensor("a", array)]).exec().output_tensors()[0].as_numpy()
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.concatenate(found, axis=1))])
+
+    def own_loop(self, request):
+        return asyncio.run(self.gathered(request))
+
+    async def gathered(self, request):
+        arrays = [np.full((1, 1), number, np.float32) for number in range(4)]
+        calls = [self.ask([pb_utils.Tensor("a", array)]).async_exec() for array in arrays]
+        found = [response.output_tensors()[0].as_numpy() for response in await asyncio.gather(*calls)]
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.concatenate(found, axis=1))])
+
+    async def soon(self, requests):
+        return [await self.gathered(request) for request in requests]
+
+    async def later(self, request):
+        return [response async for response in await self.ask([]).async_exec(decoupled=True)]
+
+    def parts_later(self, request):
+        found = asyncio.run(self.later(request))
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 1), len(found), np.float32))])
+
+    def control(self, request):
+        assert pb_utils.is_model_ready("other")
+        assert not pb_utils.is_model_ready("other", "2")
+        pb_utils.load_model("other", config='{"backend": "x"}', files={"file:1/model.py": b"a" * 150_000})
+        pb_utils.unload_model("other", unload_dependents=True)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
+
+    def refused(self, request):
+        pb_utils.load_model("none")
+
+    def unsayable(self, request):
+        pb_utils.InferenceRequest(model_name="m" * 200, requested_output_names=[], inputs=[]).exec()
+
+    def came(self, request):
+        request.exec()
+"""
+
+
+segments = count(100, 100)
+
+
+class Broker:
+    """A worker, and the memory of the one who answers its calls."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        self.worker = worker
+        self.audience = "internal"
+        make = lambda size: memfd.create(size, seal_future_write=True)  # noqa: E731
+        self.arena = Arena(OTHER, make, limit_bytes=1 << 26, announce=self._announce)
+        self.given: list[Handle] = []
+        self.requests = 0
+
+    def _announce(self, segment: Segment) -> None:
+        found = segment.map()
+        self.worker.send(Map(found.segment, found.size, None, self.audience), descriptors=[segment.fd])
+
+    def output(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        block = self.arena.allocate(array.nbytes)
+        block.memory()[: array.nbytes] = array.tobytes()
+        handle = Handle(block.segment, block.offset, array.nbytes)
+        self.given.append(handle)
+        return Tensor("b", "FP32", array.shape, (handle,))
+
+    def send(self, wish: str, array: np.ndarray, audience: str = "internal", **more: object) -> int:  # type: ignore[type-arg]
+        self.requests += 1
+        options = Options(parameters={"wish": wish, **more})  # type: ignore[dict-item]
+        tensor = self.worker.tensor("x", array)
+        self.worker.execute(work(self.requests, tensor, audience=audience, options=options))
+        return self.requests
+
+    def call(self) -> Call:
+        return self.worker.expect(Call)
+
+    def inputs(self, call: Call) -> list[np.ndarray]:  # type: ignore[type-arg]
+        return [self.worker.array(tensor, np.float32) for tensor in call.inputs]
+
+    def row(self) -> Row:
+        rows, _ = self.worker.done()
+        (row,) = rows
+        return row
+
+    def returned(self) -> None:
+        """Waits until all that was given has been given back."""
+        while self.given:
+            self.worker.send(Ping(1))
+            while not isinstance(message := self.worker.next()[0], Pong):
+                assert isinstance(message, Return), message
+                for handle in message.handles:
+                    self.given.remove(handle)
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    settings = config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=4, name="caller")
+    folder = tmp_path_factory.mktemp("models")
+    python_model(folder, CALLER)
+    with WorkerProcess(settings, folder, instance="caller_0_0") as process:
+        process.loaded()
+        for audience in ("internal", "uid:1"):  # makes all memory that the tests need
+            broker = Broker(process)
+            broker.arena._count = next(segments)
+            broker.send("computed", large(), audience)
+            call = broker.call()
+            process.send(Reply(call.call, 1, (broker.output(large()),)))
+            broker.row()
+            broker.returned()
+            broker.arena.close()
+        yield process
+
+
+@pytest.fixture
+def broker(module: WorkerProcess) -> Iterator[Broker]:
+    found = Broker(module)
+    found.arena._count = next(segments)
+    try:
+        yield found
+        found.returned()
+    finally:
+        found.arena.close()
+
+
+def large(first: float = 0) -> np.ndarray:  # type: ignore[type-arg]
+    return np.arange(first, first + LARGE, dtype=np.float32).reshape(1, LARGE)
+
+
+def test_inputs_and_outputs_pass_as_they_are(broker: Broker) -> None:
+    """The handle that came with the request goes on, and the one of the answer, too."""
+    number = broker.send("pass_on", large())
+    call = broker.call()
+    assert (call.parent, call.model, call.version, call.held) == (number, "other", 0, True)
+    assert call.outputs == (Wanted("b"),)
+    (tensor,) = call.inputs
+    assert isinstance(tensor.data, tuple)
+    assert tensor.data[0].segment >> 32 != WORKER
+    assert (broker.inputs(call)[0] == large()).all()
+    given = broker.output(large(7))
+    broker.worker.send(Reply(call.call, 1, (given,)))
+    row = broker.row()
+    assert row.error is None
+    assert row.outputs[0].data == given.data
+
+
+def test_a_part_of_an_input_passes_as_such(broker: Broker) -> None:
+    broker.send("part", large())
+    call = broker.call()
+    (tensor,) = call.inputs
+    assert isinstance(tensor.data, tuple)
+    assert tensor.data[0].segment >> 32 != WORKER
+    assert (broker.inputs(call)[0] == large()[:, 100:3000]).all()
+    broker.worker.send(Fail(call.call, "NOT_FOUND", "no such model"))
+    row = broker.row()
+    assert row.error is not None
+    assert "2: no such model" in row.error.text
+
+
+def test_what_was_computed_is_in_memory_of_the_worker_until_it_is_answered(broker: Broker) -> None:
+    places = set()
+    for code in ("fail", "held", "reply"):
+        broker.send("computed", large())
+        call = broker.call()
+        (tensor,) = call.inputs
+        assert isinstance(tensor.data, tuple)
+        assert tensor.data[0].segment >> 32 == WORKER
+        places.add(tensor.data)
+        assert (broker.inputs(call)[0] == large() + 1).all()
+        if code == "fail":
+            broker.worker.send(Fail(call.call, "UNAVAILABLE", "not now"))
+        elif code == "held":
+            broker.worker.send(FailHeld(call.call, "CANCELLED", "not now"), Released(call.call))
+        else:
+            broker.worker.send(Reply(call.call, 1, (Tensor("b", "FP32", (1, 1), bytes(4)),)))
+        assert (broker.row().error is None) == (code == "reply")
+    assert len(places) == 1
+
+
+def test_an_answer_for_another_audience_is_copied(broker: Broker) -> None:
+    broker.send("pass_on", large(), audience="uid:1")
+    call = broker.call()
+    given = broker.output(large(7))
+    broker.worker.send(Reply(call.call, 1, (given,)))
+    row = broker.row()
+    assert isinstance(row.outputs[0].data, tuple)
+    assert row.outputs[0].data[0].segment >> 32 == WORKER
+    assert (broker.worker.array(row.outputs[0], np.float32) == large(7)).all()
+
+
+def test_what_a_request_says(broker: Broker) -> None:
+    broker.send("said", np.zeros((1, 1), np.float32), traceparent="00-1-2-01")
+    call = broker.call()
+    assert call.version == 3
+    assert call.options == Options(
+        id="r", sequence="c", sequence_start=True, priority=2, queue_timeout_us=70,
+        parameters={"traceparent": "00-1-2-01", "k": 1},
+    )  # fmt: skip
+    broker.worker.send(Reply(call.call, 1, (Tensor("b", "FP32", (1, 1), bytes(4)),), {"said": True}))
+    assert broker.row().error is None
+
+
+def test_what_is_dropped_goes_back_after_the_batch(broker: Broker) -> None:
+    broker.send("drop", np.zeros((1, 1), np.float32))
+    call = broker.call()
+    broker.worker.send(Reply(call.call, 1, (broker.output(large()),)))
+    row = broker.row()
+    assert np.frombuffer(row.outputs[0].data, np.float32)[0] == large().sum()  # type: ignore[call-overload]
+
+
+def test_strings(broker: Broker) -> None:
+    broker.send("strings", np.zeros((1, 1), np.float32))
+    call = broker.call()
+    assert call.inputs[0].data == b"\1\0\0\0x\1\0\0\0y"
+    data = b"\3\0\0\0one\3\0\0\0two"
+    broker.worker.send(Reply(call.call, 1, (Tensor("b", "BYTES", (2,), data),)))
+    assert broker.row().error is None
+
+
+def part(call: Call, number: float, last: bool = False) -> Part:
+    return Part(call.call, 1, (Tensor("b", "FP32", (1,), np.float32(number).tobytes()),), None, last)
+
+
+def test_many_answers(broker: Broker) -> None:
+    broker.send("parts", np.zeros((1, 1), np.float32))
+    call = broker.call()
+    assert call.options == Options(window=64)
+    for number in range(64):
+        broker.worker.send(part(call, number))
+    room = 64 - 64
+    for number in range(64, 100):
+        while room < 1:
+            more = broker.worker.expect(More)
+            assert more.request == call.call
+            room += more.count
+        broker.worker.send(part(call, number))
+        room -= 1
+    broker.worker.send(Part(call.call, 1, (), None, True))
+    while isinstance(broker.worker.reports[0][0] if broker.worker.reports else None, More):
+        broker.worker.next()
+    while not isinstance(message := broker.worker.next()[0], Done):
+        assert isinstance(message, More)
+    assert list(np.frombuffer(message.rows[0].outputs[0].data, np.float32)) == [100, sum(range(100))]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("cancel", [True, False])
+def test_answers_that_nobody_takes(broker: Broker, cancel: bool) -> None:
+    broker.send("few_parts", np.zeros((1, 1), np.float32), cancel=cancel)
+    call = broker.call()
+    given = [broker.output(large(number)) for number in range(3)]
+    for tensor in given:
+        broker.worker.send(Part(call.call, 1, (tensor,)))
+    rows: list[Row] = []
+    cancelled = False
+    asked = 0
+    while asked or not (rows and cancelled):
+        if rows and not asked:
+            broker.worker.send(Ping(1))
+            asked = 1
+        message, _ = broker.worker.next()
+        if isinstance(message, Done):
+            rows += message.rows
+        elif isinstance(message, Return):
+            for handle in message.handles:
+                broker.given.remove(handle)
+        elif isinstance(message, Cancel):
+            assert message.request == call.call
+            cancelled = True
+        else:
+            assert isinstance(message, Pong), message
+            asked = 0
+    assert rows[0].outputs[0].data == given[0].data
+    broker.worker.send(Part(call.call, 1, (broker.output(large(9)),)), Fail(call.call, "CANCELLED", "it was cancelled"))
+
+
+def answer_out_of_order(broker: Broker, parent: int, count: int = 4) -> Row:
+    calls = [broker.call() for _ in range(count)]
+    assert {call.parent for call in calls} == {parent}
+    assert all(call.held for call in calls)
+    broker.worker.send(Withdraw((99,)))
+    assert broker.worker.expect(Withdrawn).requests == ()
+    for call in reversed(calls):
+        value = broker.inputs(call)[0] * 10
+        broker.worker.send(Reply(call.call, 1, (Tensor("b", "FP32", (1, 1), value.tobytes()),)))
+    row = broker.row()
+    assert row.error is None
+    assert list(np.frombuffer(row.outputs[0].data, np.float32)) == [0, 10, 20, 30]  # type: ignore[call-overload]
+    return row
+
+
+@pytest.mark.parametrize("wish", ["threads", "own_loop"])
+def test_several_at_once(broker: Broker, wish: str) -> None:
+    answer_out_of_order(broker, broker.send(wish, np.zeros((1, 1), np.float32)))
+
+
+def test_a_coroutine_calls(broker: Broker) -> None:
+    broker.requests += 1
+    tensor = broker.worker.tensor("x", np.zeros((1, 1), np.float32))
+    broker.worker.execute(work(broker.requests, tensor, options=Options(parameters={"batch": "async"})))
+    answer_out_of_order(broker, broker.requests)
+
+
+def test_a_coroutine_reads_many_answers(broker: Broker) -> None:
+    broker.send("parts_later", np.zeros((1, 1), np.float32))
+    call = broker.call()
+    broker.worker.send(part(call, 1), part(call, 2), part(call, 3, last=True))
+    assert np.frombuffer(broker.row().outputs[0].data, np.float32)[0] == 3  # type: ignore[call-overload]
+
+
+def test_the_server_is_asked(broker: Broker) -> None:
+    broker.send("control", np.zeros((1, 1), np.float32))
+    for version, ready in ((0, True), (2, False)):
+        ask = broker.worker.expect(Ask)
+        assert (ask.what, ask.model, ask.version) == ("ready", "other", version)
+        body = json.dumps({"ready": ready}).encode()
+        broker.worker.send(Answer(ask.request, body[:5], True), Answer(ask.request, body[5:]))
+    asks = [broker.worker.expect(Ask)]
+    while asks[-1].more:
+        asks.append(broker.worker.expect(Ask))
+    assert len(asks) > 2
+    assert {one.request for one in asks} == {asks[0].request}
+    head, _, data = b"".join(one.body for one in asks).partition(b"\n")
+    assert json.loads(head) == {"config": {"backend": "x"}, "files": [["1/model.py", 150_000]]}
+    assert data == b"a" * 150_000
+    broker.worker.send(Answer(asks[0].request, b"{}"))
+    ask = broker.worker.expect(Ask)
+    assert (ask.what, json.loads(ask.body)) == ("unload", {"unload_dependents": True, "wait": False})
+    broker.worker.send(Answer(ask.request, b"{}"))
+    assert broker.row().error is None
+
+
+def test_the_server_refuses(broker: Broker) -> None:
+    broker.send("refused", np.zeros((1, 1), np.float32))
+    ask = broker.worker.expect(Ask)
+    broker.worker.send(Fail(ask.request, "NOT_FOUND", "there is none"))
+    row = broker.row()
+    assert row.error is not None
+    assert "there is none" in row.error.text
+
+
+@pytest.mark.parametrize(("wish", "text"), [("unsayable", "model"), ("came", "this request came to the model")])
+def test_calls_that_cannot_be_made(broker: Broker, wish: str, text: str) -> None:
+    broker.send(wish, np.zeros((1, 1), np.float32))
+    row = broker.row()
+    assert row.error is not None
+    assert "TritonModelException" in row.error.text
+    assert text in row.error.text
+
+
+LOADING = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        if not pb_utils.is_model_ready("other"):
+            pb_utils.load_model("other")
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+
+def test_the_server_is_asked_while_the_model_is_loaded(tmp_path: Path) -> None:
+    """Orders that come meanwhile wait."""
+    settings = config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=4, name="early")
+    python_model(tmp_path, LOADING)
+    with WorkerProcess(settings, tmp_path) as process:
+        ask = process.expect(Ask)
+        process.send(Ping(5), Answer(ask.request, b'{"ready": false}'))
+        ask = process.expect(Ask)
+        assert (ask.what, ask.model) == ("load", "other")
+        process.send(Answer(ask.request, b"{}"))
+        process.loaded()
+        assert process.expect(Pong).number == 5
