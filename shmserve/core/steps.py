@@ -31,7 +31,7 @@ class Steps:
         request = run.request
         for index in run.needed:
             step = run.graph.steps[index]
-            run.members[index] = self._hold(run.held, step.model, step.version, request.options)
+            run.members[index] = self._hold(run.held, step.model, step.version)
         many = frozenset(index for index, member in run.members.items() if member.decoupled)
         if not many:
             return
@@ -43,24 +43,21 @@ class Steps:
         run.levels = run.graph.levels(run.needed, many)
         run.room = request.options.window
 
-    def _hold(self, held: Held, name: str, number: int, options: Options | None) -> Version:
+    def _hold(self, held: Held, name: str, number: int) -> Version:
         """The version that all steps of this name and number are run by, also when another has taken over."""
         member = held.get((name, number))
         if member is None:
-            if options is not None and options.sequence:  # which goes on where it began
-                member = self._intake.sequencer.version_of(name, number, options)
-            member = member or self._state.look_up(name, number)
-            held[name, number] = member
+            member = held[name, number] = self._state.look_up(name, number)
             member.users += 1
             for step in member.graph.steps if member.graph is not None else ():
-                self._hold(held, step.model, step.version, options)
+                self._hold(held, step.model, step.version)
         return member
 
     def follow(self, run: Run, index: int) -> None:
-        """Of a sequence that goes on: its START may have come in this very turn, by way of another generation than the
-        one that this run has held since it began."""
+        """A sequence goes on where it began: that may be another generation than the one that would be asked now, or
+        the one that this run has held since it began."""
         step, options = run.graph.steps[index], run.request.options
-        if options is None or not options.sequence or run.members[index].places is None:
+        if options is None or not options.sequence:
             return
         member = self._intake.sequencer.version_of(step.model, step.version, options)
         if member is not None and member is not run.members[index]:
