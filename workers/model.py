@@ -19,8 +19,8 @@ from shmserve.workers.backends import Backend, Context, SeparateBackend, find
 from shmserve.workers.calls import Calls
 from shmserve.workers.extended import extension_of, runner_of
 from shmserve.workers.gather import Gather
-from shmserve.workers.runner import Runner, Trace
 from shmserve.workers.orders import Early
+from shmserve.workers.runner import Runner, Trace
 from shmserve.workers.say import public, say_trace
 from shmserve.workers.scatter import Scatter
 from shmserve.workers.specs import inputs_of, outputs_of
@@ -30,10 +30,10 @@ SNAPSHOT = "snapshot"
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
-    from shmserve.workers.outbox import Outbox
     from shmserve.workers.link import Link
-
+    from shmserve.workers.outbox import Outbox
     from shmserve.workers.streams import Streams
+
 
 THREADS = "SHMSERVE_THREADS"
 """The environment variable that says how many threads an engine may use."""
@@ -67,13 +67,13 @@ def load(
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
     backend = find(config.backend)(context)
     before = _look(folder, order)
-    try:
     arenas = Arenas(order.owner, outbox, mapped, limit)
     early = None
     if link is not None and isinstance(backend, SeparateBackend):
         backend.calls = calls = Calls(outbox, arenas, mapped)
         early = Early(order.owner, link, outbox, mapped, arenas, calls.handlers)
         backend.listen = partial(_listen, link, early)
+    try:
         if context.auto_complete:
             config = backend.complete(config)
         inputs, outputs = inputs_of(config), outputs_of(config)
@@ -88,8 +88,8 @@ def load(
         _still_the_same(folder, before)
     except BaseException:
         backend.close()
-        raise
         arenas.close()
+        raise
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls)
     runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, extension, trace)
     return Model(config, backend, arenas, runner, early.later if early is not None else [])

@@ -181,10 +181,10 @@ class Broker:
                 message = events.Garbled(message.request, message.text)
             elif kind is Map or kind is Loaded or kind is Hello:
                 message = self._prepare(peer, message, descriptors)
-            inbox.append((peer, message))
             elif kind is Counted:
                 self._count(peer, message, descriptors)
                 continue
+            inbox.append((peer, message))
         if descriptors:
             close_all(descriptors)
         if not self._turn_is_due:
@@ -217,7 +217,6 @@ class Broker:
         except ServeError as error:
             return events.Garbled(0, error.message, error.code)
 
-    def _compiled(self, peer: int, config: bytes) -> Any:
     def _count(self, peer: int, message: Counted, descriptors: list[int]) -> None:
         worker = self._workers.get(peer)
         if worker is None or not descriptors:
@@ -227,6 +226,7 @@ class Broker:
         except ServeError as error:
             log.warning("%s: its metrics cannot be read: %s", worker.name, error)
 
+    def _compiled(self, peer: int, config: bytes) -> Any:
         worker = self.core.state.instances.get(peer)
         if worker is None:
             return events.Garbled(0, "Loaded from nobody")
@@ -340,8 +340,8 @@ class Broker:
 
     def _worker_exited(self, peer: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)
-        self._put(0, events.Exited(peer, reason, loading_error, detail))
         self._tallies.gone(peer)
+        self._put(0, events.Exited(peer, reason, loading_error, detail))
         self._loop.call_soon(self.operations.tidy)  # behind the turn
         self.operations.gone(peer)  # its model may have asked for something
 

@@ -15,15 +15,15 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Callable
+    from pathlib import Path
 
     import numpy as np
 
     from shmserve.messages import Failure, Value, Work
     from shmserve.repo.schema import ModelConfig
-    from shmserve.workers.gather import Group
     from shmserve.workers.calls import Calls
+    from shmserve.workers.gather import Group
     from shmserve.workers.scatter import Results
     from shmserve.workers.streams import Streams
 
@@ -76,11 +76,11 @@ class Backend:
     text = False
     """Whether it wants elements of BYTES as str, and not as bytes."""
     streams: Streams | None = None
+    """What its models send by themselves, where they can."""
     calls: Calls | None = None
     """By which its models ask the server, where they can and there is one."""
     listen: Callable[[Streams], None] | None = None
     """To be called with its streams before the model is loaded, so that it can ask then, too."""
-    """What its models send by themselves, where they can."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
