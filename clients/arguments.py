@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         _add_models, _add_load, _add_unload, _add_restart, _add_infer, _add_run, _add_stats, _add_ready, _add_config,
-        _add_check, _add_version, _add_demo, _add_completion,
+        _add_check, _add_build, _add_version, _add_demo, _add_completion,
     ):  # fmt: skip
         add(commands)
     return found
@@ -287,6 +287,49 @@ examples:
     add("--quiet", action="store_true", help="show errors only")
     add("--model-config-name", metavar="NAME", default="", help="take configs/NAME.pbtxt of each model that has it")
     add("--timeout", metavar="SECONDS", type=_seconds, help="with --load: give the models so long (default: no limit)")
+    _json(made)
+
+
+def _add_build(commands: Any) -> None:
+    examples = """
+examples:
+  shmserve build models/resnet -o models/resnet_trt/1/model.plan     batches and dims as its config.pbtxt has them
+  shmserve build model.onnx -o model.plan --max-batch 32
+  shmserve build model.onnx -o model.plan --profile x=1x3x224x224:8x3x224x224:32x3x224x224
+
+A plan is for this kind of GPU and this version of TensorRT, unless --hardware and --version-compatible widen that.
+"""
+    about = "make a TensorRT plan of an ONNX model, for this machine's GPU"
+    made = _made(commands, "build", _later("commands_build", "build"), about, examples, ("done", "failed"))
+    add = made.add_argument
+    add("model", metavar="MODEL", type=Path, help="an ONNX file, or the directory of a model that has one")
+    add("-o", "--out", metavar="FILE", type=Path, required=True, help="where the plan goes; what is there is replaced")
+    add(
+        "--profile",
+        metavar="NAME=MIN:BEST:MAX",
+        nargs="+",
+        action="append",
+        default=[],
+        help="shapes to build for, as 1x3x224x224, of each input with dynamic dims; given again: one more profile",
+    )
+    add("--max-batch", metavar="N", type=_at_least_1, help="build for batches of 1 to N rows")
+    add("--version", metavar="N", type=_at_least_1, help="a version of the model's directory (default: its highest)")
+    add(
+        "--precision",
+        choices=("fp16", "bf16"),
+        help="let TensorRT 10 compute in this type, too (default, and always with 11: the types of the ONNX file)",
+    )
+    add("--workspace-mb", metavar="MIB", type=_at_least_1, help="device memory that a layer may use while it runs")
+    add("--level", type=int, choices=range(6), help="0 builds fastest, 5 looks longest for the best (default: 3)")
+    add("--timing-cache", metavar="FILE", help="what was measured in earlier builds (default: in ~/.cache/shmserve)")
+    add("--no-timing-cache", action="store_true", help="measure everything anew")
+    add("--version-compatible", action="store_true", help="a plan that later versions of TensorRT can run, too")
+    add(
+        "--hardware",
+        choices=("ampere+", "same"),
+        help="a plan for all GPUs since Ampere, or for all of the same compute capability",
+    )
+    add("--plugins", metavar="LIST", help="libraries of plug-ins, divided by ';'")
     _json(made)
 
 

@@ -18,7 +18,7 @@ from shmserve.tables import duration_text, shape_text, table, values_text
 
 ROOT = Path(__file__).parents[2]
 ASKING = ["models", "load", "unload", "restart", "infer", "stats", "ready", "config", "version", "demo"]
-ALONE = ["run", "check", "completion"]
+ALONE = ["run", "check", "build", "completion"]
 """Commands that ask no server."""
 WITH_MODEL = ("load", "unload", "restart", "infer", "config")
 

@@ -97,7 +97,7 @@ class Engine:
 
 def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, capability: str) -> Engine:
     """Reads the file that is for this device."""
-    _load_plugins(context.setting("tensorrt", "plugins"))
+    load_plugins(context.setting("tensorrt", "plugins"))
     if not trt.init_libnvinfer_plugins(logger, ""):
         raise Unavailable("the plug-ins of TensorRT cannot be set up")
     runtime = trt.Runtime(logger)
@@ -129,7 +129,7 @@ def _file(config: ModelConfig, context: Context, capability: str) -> Path:
     return path
 
 
-def _load_plugins(paths: str) -> None:
+def load_plugins(paths: str) -> None:
     """`a.so;b.so`, as the operator gave them: libraries that register what they have when they are loaded."""
     for path in filter(None, (part.strip() for part in paths.split(";"))):
         if path in _LOADED:

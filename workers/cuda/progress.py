@@ -1,0 +1,104 @@
+"""How far a build is, and how it is interrupted. The library tells both by calls back, from whichever thread.
+
+The rule: what is shown never holds up the build; on a terminal it is one line, elsewhere a line for each phase.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+TICK_S = 0.1
+_CLEAR = "\r\x1b[K"
+
+
+class Interrupted(Exception):
+    """Somebody has pressed Ctrl-C, and the build has ended."""
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come. A build is one long call, in which no Python handler runs: the signal is
+    seen by what it has written into a pipe."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    came = False
+
+    def look() -> bool:
+        nonlocal came
+        try:
+            came = bool(os.read(reading, 64)) or came
+        except BlockingIOError:
+            return came
+        return came
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, _later) for number in numbers]
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield look
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)
+
+
+def _later(number: int, frame: FrameType | None) -> None:
+    """What matters is in the pipe."""
+
+
+class Progress:
+    """Shows the phases of a build."""
+
+    def __init__(self, trt: Any, interrupted: Callable[[], bool], quiet: bool = False) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._quiet = quiet
+        self._steps: dict[str, tuple[int, int]] = {}
+        """Of each phase that has begun: how many steps are done, and how many there are."""
+        self._shown = 0.0
+        self.monitor = _monitor(trt, self, interrupted)
+
+    def begin(self, phase: str, parent: str | None, steps: int) -> None:
+        self._steps[phase] = (0, steps)
+        if not self._quiet and not self._terminal and not parent:
+            print(f"{phase} ({steps} steps)", file=sys.stderr, flush=True)
+
+    def step(self, phase: str, done: int) -> None:
+        self._steps[phase] = (done, self._steps.get(phase, (0, done))[1])
+        now = time.monotonic()
+        if self._terminal and not self._quiet and now - self._shown >= TICK_S:
+            self._shown = now
+            line = "  ".join(f"{name} {part}/{whole}" for name, (part, whole) in list(self._steps.items())[:3])
+            print(f"{_CLEAR}{line[:100]}", end="", file=sys.stderr, flush=True)
+
+    def finish(self, phase: str) -> None:
+        self._steps.pop(phase, None)
+
+    def end(self) -> None:
+        if self._terminal and not self._quiet:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+
+
+def _monitor(trt: Any, progress: Progress, interrupted: Callable[[], bool]) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            progress.begin(phase_name, parent_phase, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            progress.step(phase_name, step + 1)
+            return not interrupted()
+
+        def phase_finish(self, phase_name: str) -> None:
+            progress.finish(phase_name)
+
+    return Monitor()
