@@ -77,7 +77,8 @@ class Broker:
             0, memfd.create, limit_bytes=arena_bytes, announce=self._own_segment, knob="broker-arena-bytes"
         )
         metrics = Metrics(core.state, self._arena, arena_bytes, self.process_of, control.server_ready)
-        self._tallies = Tallies(lambda model: any(version.model == model for version, _ in core.state.instances.values()))
+        instances = core.state.instances
+        self._tallies = Tallies(lambda model: any(version.model == model for version, _ in instances.values()))
         control.metrics = lambda: metrics.text() + self._tallies.text()
         self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups)
         self._peers = count(1)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ from shmserve.shm.arena import Arena, Segment
 from tests.worker_harness import WORKER, WorkerProcess, config, work
 from tests.worker_models import python_model
 
+Array = np.ndarray[Any, np.dtype[Any]]
 pytestmark = pytest.mark.process
 
 LARGE = 5000
@@ -190,14 +192,14 @@ class Broker:
         found = segment.map()
         self.worker.send(Map(found.segment, found.size, None, self.audience), descriptors=[segment.fd])
 
-    def output(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def output(self, array: Array) -> Tensor:
         block = self.arena.allocate(array.nbytes)
         block.memory()[: array.nbytes] = array.tobytes()
         handle = Handle(block.segment, block.offset, array.nbytes)
         self.given.append(handle)
         return Tensor("b", "FP32", array.shape, (handle,))
 
-    def send(self, wish: str, array: np.ndarray, audience: str = "internal", **more: object) -> int:  # type: ignore[type-arg]
+    def send(self, wish: str, array: Array, audience: str = "internal", **more: object) -> int:
         self.requests += 1
         options = Options(parameters={"wish": wish, **more})  # type: ignore[dict-item]
         tensor = self.worker.tensor("x", array)
@@ -207,7 +209,7 @@ class Broker:
     def call(self) -> Call:
         return self.worker.expect(Call)
 
-    def inputs(self, call: Call) -> list[np.ndarray]:  # type: ignore[type-arg]
+    def inputs(self, call: Call) -> list[Array]:
         return [self.worker.array(tensor, np.float32) for tensor in call.inputs]
 
     def row(self) -> Row:
@@ -255,8 +257,14 @@ def broker(module: WorkerProcess) -> Iterator[Broker]:
         found.arena.close()
 
 
-def large(first: float = 0) -> np.ndarray:  # type: ignore[type-arg]
+def large(first: float = 0) -> Array:
     return np.arange(first, first + LARGE, dtype=np.float32).reshape(1, LARGE)
+
+
+def floats(row: Row) -> Array:
+    data = row.outputs[0].data
+    assert isinstance(data, bytes)
+    return np.frombuffer(data, np.float32)
 
 
 def test_inputs_and_outputs_pass_as_they_are(broker: Broker) -> None:
@@ -337,7 +345,7 @@ def test_what_is_dropped_goes_back_after_the_batch(broker: Broker) -> None:
     call = broker.call()
     broker.worker.send(Reply(call.call, 1, (broker.output(large()),)))
     row = broker.row()
-    assert np.frombuffer(row.outputs[0].data, np.float32)[0] == large().sum()  # type: ignore[call-overload]
+    assert floats(row)[0] == large().sum()
 
 
 def test_strings(broker: Broker) -> None:
@@ -372,7 +380,7 @@ def test_many_answers(broker: Broker) -> None:
         broker.worker.next()
     while not isinstance(message := broker.worker.next()[0], Done):
         assert isinstance(message, More)
-    assert list(np.frombuffer(message.rows[0].outputs[0].data, np.float32)) == [100, sum(range(100))]  # type: ignore[call-overload]
+    assert list(floats(message.rows[0])) == [100, sum(range(100))]
 
 
 @pytest.mark.parametrize("cancel", [True, False])
@@ -416,7 +424,7 @@ def answer_out_of_order(broker: Broker, parent: int, count: int = 4) -> Row:
         broker.worker.send(Reply(call.call, 1, (Tensor("b", "FP32", (1, 1), value.tobytes()),)))
     row = broker.row()
     assert row.error is None
-    assert list(np.frombuffer(row.outputs[0].data, np.float32)) == [0, 10, 20, 30]  # type: ignore[call-overload]
+    assert list(floats(row)) == [0, 10, 20, 30]
     return row
 
 
@@ -436,7 +444,7 @@ def test_a_coroutine_reads_many_answers(broker: Broker) -> None:
     broker.send("parts_later", np.zeros((1, 1), np.float32))
     call = broker.call()
     broker.worker.send(part(call, 1), part(call, 2), part(call, 3, last=True))
-    assert np.frombuffer(broker.row().outputs[0].data, np.float32)[0] == 3  # type: ignore[call-overload]
+    assert floats(broker.row())[0] == 3
 
 
 def test_the_server_is_asked(broker: Broker) -> None:
