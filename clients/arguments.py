@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,7 @@ examples:
     add("--pdb", action="store_true", help="stop in Python's debugger where the model raises")
     add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[],
         help="a setting for a backend, as for serve; may be given several times")  # fmt: skip
+    _backend_directory(add)
     add("--model-config-name", metavar="NAME", default="", help="take MODEL_DIR/configs/NAME.pbtxt, if it is there")
     add("--version", metavar="N", type=_at_least_1, help="a version of the model (default: its highest)")
     _json(made)
@@ -270,6 +272,12 @@ def _add_config(commands: Any) -> None:
     made.add_argument("--origins", action="store_true", help=text)
 
 
+def _backend_directory(add: Callable[..., Any]) -> None:
+    variable = "SHMSERVE_BACKEND_DIRECTORY"
+    text = f"where backends of your own are, as for serve (default: ${variable})"
+    add("--backend-directory", metavar="DIR", type=Path, default=os.environ.get(variable) or None, help=text)
+
+
 def _add_check(commands: Any) -> None:
     examples = """
 examples:
@@ -287,6 +295,7 @@ examples:
     add("--quiet", action="store_true", help="show errors only")
     add("--model-config-name", metavar="NAME", default="", help="take configs/NAME.pbtxt of each model that has it")
     add("--timeout", metavar="SECONDS", type=_seconds, help="with --load: give the models so long (default: no limit)")
+    _backend_directory(add)
     _json(made)
 
 

@@ -42,7 +42,7 @@ def check(args: argparse.Namespace) -> int:
     roots = [Path(root) for root in args.roots]
     name = args.model_config_name or ""
     try:
-        checked = check(roots, config_name=name)
+        checked = check(roots, backends=_backends(args), config_name=name)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     if args.load:
@@ -53,6 +53,16 @@ def check(args: argparse.Namespace) -> int:
         _show(checked, args.quiet, args.strict)
     bad = checked.count("error") + (checked.count("warning") if args.strict else 0)
     return 1 if bad else 0
+
+
+def _backends(args: argparse.Namespace) -> frozenset[str]:
+    from shmserve.repo.backends import installed, not_usable
+
+    directory = args.backend_directory
+    fault = not_usable(directory) if directory else ""
+    if fault:
+        raise Misuse(f"--backend-directory {fault}")
+    return installed(directory or "")
 
 
 # ------------------------------------------------------------------------------------------------- for people
@@ -109,6 +119,7 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
 
     name = args.model_config_name or ""
     options = ["--model-config-name", name] if name else []
+    options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
     if not any(model.versions and not model.ensemble for model in checked.models):
         return checked
     with ended_in_order(), Private(roots, options) as server, server.client(ASK_S) as client:
@@ -121,7 +132,7 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
             progress.end()
         completed = _completed(client, index)
         log = server.log
-    checked = check(roots, config_name=name, completed=completed)
+    checked = check(roots, backends=_backends(args), config_name=name, completed=completed)
     return _judged(checked, index, _lines_of_workers(log), args.timeout)
 
 

@@ -29,6 +29,7 @@ PASSED_ON = (
     "json",
     "pdb",
     "backend_config",
+    "backend_directory",
     "model_config_name",
 )
 """Arguments that are fields of the order; `shmserve.workers.solo` knows them by these names."""

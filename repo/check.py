@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.backends import installed
 from shmserve.repo.complete import complete, is_ensemble, needs_completion
 from shmserve.repo.ensembles import Member, check_graph
 from shmserve.repo.files import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
 from shmserve.repo.origins import surprises
 from shmserve.repo.problems import Problem, Report
 from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
-from shmserve.repo.store import BACKENDS, Found, check_config_name, model_names, scan_model, select_versions
+from shmserve.repo.store import Found, check_config_name, model_names, scan_model, select_versions
 
 _UNREADABLE = "cannot be read: "
 
@@ -77,11 +77,6 @@ class Checked(NamedTuple):
         return sum(finding.severity == severity for finding in self.all())
 
 
-def installed_backends() -> frozenset[str]:
-    """The backends that come with us, and those that other packages bring by entry points."""
-    return BACKENDS | {entry.name for entry in entry_points(group="shmserve.backends")}
-
-
 def check(
     roots: Sequence[Path],
     *,
@@ -100,7 +95,7 @@ def check(
     for root in roots:
         if not root.is_dir():
             raise InvalidRequest(f"{root} is not a directory")
-    host = frozenset(backends) if backends is not None else installed_backends()
+    host = frozenset(backends) if backends is not None else installed()
     found = _Check(host, gpus, config_name, completed or {})
     seen: set[Path] = set()
     for root in roots:

@@ -45,6 +45,7 @@ ENGINES = (
 
 COMPLETING = frozenset({"onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
 """Backends that can say what a model's inputs and outputs are."""
+_OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})
 
 _NAME_IN_GROUP = 112
 """How much of a very long model's name its groups take over, so that the names of instances stay within the limit."""
@@ -64,9 +65,16 @@ def is_ensemble(config: ModelConfig) -> bool:
     return config.platform == ENSEMBLE or config.ensemble_scheduling is not None
 
 
+def can_complete(config: ModelConfig) -> bool:
+    """Whether the backend may know what the model's inputs and outputs are. Those of others may."""
+    if config.backend == "pytorch":
+        return config.default_model_filename.endswith(".pt2")
+    return config.backend in COMPLETING or config.backend not in _OURS
+
+
 def needs_completion(config: ModelConfig) -> bool:
     """True when the model has to be asked for its inputs or outputs (complete_from_model)."""
-    return config.backend in COMPLETING and not (config.input and config.output)
+    return can_complete(config) and not (config.input and config.output)
 
 
 def complete(

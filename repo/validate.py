@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.messages import DIMS, NAME_LENGTH, TENSORS
-from shmserve.repo.complete import COMPLETING, ENGINES, ENSEMBLE, is_ensemble
+from shmserve.repo.complete import ENGINES, ENSEMBLE, can_complete, is_ensemble
 from shmserve.repo.outline import shown
 from shmserve.repo.problems import meant, nearest
 from shmserve.repo.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
@@ -109,7 +109,7 @@ def _engine(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
         near = nearest(config.backend, host.backends)
         hint = f'did you mean "{near}"?' if near else f"it has {_listed(host.backends)}"
         problem("backend", f'found "{shown(config.backend)}", which this server does not have; {hint}')
-    elif config.backend not in COMPLETING:
+    elif not can_complete(config):
         for field, tensors in (("input", config.input), ("output", config.output)):
             if not tensors:
                 problem(field, f'not given, and backend "{config.backend}" cannot tell it')

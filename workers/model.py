@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from shmserve.errors import ServeError, Unavailable
 from shmserve.messages import Failure, Load
+from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.labels import read_labels
 from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.repo.snapshot import Snapshot, take
@@ -65,7 +66,7 @@ def load(
     versioned = folder / str(order.version)
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
-    backend = find(config.backend)(context)
+    backend = find(config.backend, order.settings.get(DIRECTORY, ""))(context)
     before = _look(folder, order)
     arenas = Arenas(order.owner, outbox, mapped, limit)
     early = None

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from shmserve.allocator import keep_freed_memory
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
 from shmserve.messages import Load, Options, Row, Tensor, Wanted, Work
+from shmserve.repo.backends import DIRECTORY, installed, not_usable
 from shmserve.repo.load import verify
 from shmserve.repo.origins import surprises
 from shmserve.repo.schema import encode_config
@@ -34,7 +34,6 @@ from shmserve.repo.store import Found, scan_model
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.tables import duration_text, shape_text, table
-from shmserve.workers.backends import BACKENDS, GROUP
 from shmserve.workers.model import Model, load
 from shmserve.workers.outbox import Unheard
 from shmserve.workers.say import say
@@ -68,6 +67,7 @@ class Order(Struct, forbid_unknown_fields=True):
     pdb: bool = False
     backend_config: list[str] = []
     model_config_name: str = ""
+    backend_directory: str = ""
 
 
 class Failed(Exception):
@@ -157,19 +157,17 @@ def _decoupled(config: ModelConfig) -> bool:
 # ------------------------------------------------------------------------------------------ the model
 
 
-def _backends() -> set[str]:
-    """Those that come with us, and those that other packages bring."""
-    return {*BACKENDS, *(point.name for point in entry_points(group=GROUP))}
-
-
 def _find(order: Order) -> tuple[Found, int]:
     """The model of the directory, and the version to run: the one that was asked for, or the highest one served."""
     # Not resolved: the name of the model is that of the link.
     path = Path(os.path.abspath(order.model_dir))
     if not path.is_dir():
         raise feed.Refused(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
+    fault = not_usable(Path(order.backend_directory)) if order.backend_directory else ""
+    if fault:
+        raise feed.Refused(f"--backend-directory {fault}")
     try:
-        found = scan_model(path, backends=_backends(), config_name=order.model_config_name)
+        found = scan_model(path, backends=installed(order.backend_directory), config_name=order.model_config_name)
     except InvalidRequest as error:
         raise feed.Refused(str(error)) from error
     for warning in found.warnings:
@@ -194,14 +192,14 @@ def _loaded(order: Order, found: Found, version: int, mapped: Mapped, terminal: 
     config = found.config
     assert config is not None
     instance = f"{config.instance_group[0].name}_0" if config.instance_group else f"{config.name}_0_0"
-    told = Load(OWNER, config.name, version, instance, str(found.path), _settings(order.backend_config))
+    told = Load(OWNER, config.name, version, instance, str(found.path), _settings(order))
     try:
         model = load(told, encode_config(config), Unheard(), mapped, terminal.trace)
     except Exception as error:
         text = terminal.failure(error)
         raise Failed(f"failed to load model '{config.name}' version {version}: {text}") from None
     try:
-        verify(model.config, backends=_backends())
+        verify(model.config, backends=installed(order.backend_directory))
         yield model
     finally:
         try:
@@ -214,10 +212,10 @@ def _loaded(order: Order, found: Found, version: int, mapped: Mapped, terminal: 
             mapped.close()
 
 
-def _settings(texts: Sequence[str]) -> dict[str, str]:
-    """BACKEND,KEY=VALUE, or KEY=VALUE for all backends."""
-    found = {}
-    for text in texts:
+def _settings(order: Order) -> dict[str, str]:
+    """BACKEND,KEY=VALUE, or KEY=VALUE for all backends; and what a server tells its workers."""
+    found = {DIRECTORY: os.path.abspath(order.backend_directory)} if order.backend_directory else {}
+    for text in order.backend_config:
         key, separator, value = text.partition("=")
         if not separator or not key:
             raise feed.Refused(f"--backend-config {text}: write BACKEND,KEY=VALUE")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection, Iterable, Sequence
-from importlib.metadata import entry_points
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.versions import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.messages import Load
+from shmserve.repo.backends import DIRECTORY, installed
 from shmserve.repo.compile import Cores, compile_instances, compile_policy, unknown_policies
 from shmserve.repo.complete import is_ensemble
 from shmserve.repo.ensembles import Member, check_graph
@@ -34,15 +34,10 @@ from shmserve.repo.load import verify
 from shmserve.repo.origins import as_text, origins, surprises
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
 from shmserve.repo.snapshot import Snapshot, take
-from shmserve.repo.store import BACKENDS, Found, find_model, model_names, scan_model
+from shmserve.repo.store import Found, find_model, model_names, scan_model
 
 SNAPSHOT = "snapshot"
 """The setting that tells a worker which files it should have found."""
-
-
-def backends() -> set[str]:
-    """Those that come with us, and those that other packages bring by entry points."""
-    return {*BACKENDS, *(entry.name for entry in entry_points(group="shmserve.backends"))}
 
 
 class Reading(NamedTuple):
@@ -91,7 +86,7 @@ class Catalog:
         self._settings = settings
         self._config_name = config_name
         self._verified = verified
-        self._backends = backends()
+        self._backends = installed(settings.get(DIRECTORY, ""))
         self._numbers = count(1)
         self._sources: dict[int, Source] = {}
         self._latest: dict[tuple[str, int], int] = {}

@@ -94,6 +94,8 @@ FLAGS = (
          instead="disable-auto-complete-config"),
     Flag("backend-config", "setting", LOADING, "a setting for a backend, or for all of them without BACKEND; e.g. "
          "onnxruntime,default-max-batch-size=8; may be given several times", [], "BACKEND,KEY=VALUE", repeatable=True),
+    Flag("backend-directory", "path", LOADING, "where backends of your own are: NAME/backend.py for each", None, "DIR",
+         shown="there are none"),
     Flag("model-load-thread-count", "whole", LOADING, "how many models load at the same time", 4, "N", least=1),
     Flag("model-load-retry-count", "whole", LOADING, "how often loading a model is tried again after a failure",
          0, "N"),
@@ -171,7 +173,7 @@ NOT_BUILT_YET = _names(
     metrics-address metrics-port metrics-interval-ms metrics-config trace-config cache-directory
     pinned-memory-pool-byte-size cuda-memory-pool-byte-size
     cuda-virtual-address-size min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit
-    allow-client-shm backend-directory repoagent-directory trace-file trace-level
+    allow-client-shm repoagent-directory trace-file trace-level
     trace-rate trace-count trace-log-frequency
     """
 )

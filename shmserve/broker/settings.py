@@ -34,6 +34,7 @@ from shmserve.broker.flags import (
 from shmserve.broker.terms import Terms
 from shmserve.core.limits import Limits
 from shmserve.paths import server_runtime_dir
+from shmserve.repo.backends import DIRECTORY, not_usable
 
 if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
     import tomllib
@@ -154,6 +155,8 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     found[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
     if settings.disable_auto_complete_config:
         found["disable-auto-complete-config"] = "true"
+    if settings.backend_directory is not None:
+        found[DIRECTORY] = str(settings.backend_directory.absolute())
     return found
 
 
@@ -289,6 +292,9 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     for root in settings.model_repository:
         if not root.is_dir():
             wrong(f"--model-repository {root} is not a directory")
+    if settings.backend_directory is not None:
+        if fault := not_usable(settings.backend_directory):
+            wrong(f"--backend-directory {fault}")
     if settings.load_model and settings.model_control_mode != "explicit":
         wrong(
             "Use of '--load-model' requires setting '--model-control-mode=explicit' as well; the mode is "

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.backends import GROUP
 from shmserve.repo.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyGraph
 from shmserve.workers import backends
 from shmserve.workers.exits import Exit
@@ -196,7 +197,7 @@ class Other(backends.StackedBackend):
 
 def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [Point("other", Other), Point("wrong", np.ndarray)]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == backends.GROUP else [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == GROUP else [])
     assert backends.find("other") is Other
     with pytest.raises(InvalidRequest, match="'wrong' is not a StackedBackend"):
         backends.find("wrong")

@@ -2,7 +2,7 @@
 
 A backend derives from StackedBackend or SeparateBackend, is found by the name that configurations use for it, and is
 imported only when a model needs it. The rule: a backend knows arrays and configurations; never messages, links or
-memory. Others come by entry points of the group "shmserve.backends".
+memory. Others come from the backend directory, or by entry points of the group "shmserve.backends".
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.backends import GROUP, in_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from shmserve.workers.streams import Streams
 
     Array = np.ndarray[Any, np.dtype[Any]]
-
-GROUP = "shmserve.backends"
 
 
 class Known(NamedTuple):
@@ -141,11 +140,14 @@ class Answer(Struct, gc=False):
     again: bool = False
 
 
-def find(name: str) -> type[Backend]:
-    """The class of a backend. A missing engine is an error that says how to get it."""
+def find(name: str, directory: str = "") -> type[Backend]:
+    """The class of a backend, by the directory for others if it is not ours. A missing engine is an error that says how
+    to get it."""
     known = BACKENDS.get(name)
     if known is None:
-        return _from_entry_point(name)
+        from shmserve.workers.backends.custom import from_directory  # which needs what is here
+
+        return from_directory(directory, name) or _from_entry_point(name, directory)
     module, _, attribute = known.target.partition(":")
     try:
         found: type[Backend] = getattr(importlib.import_module(module), attribute)
@@ -158,7 +160,7 @@ def find(name: str) -> type[Backend]:
     return found
 
 
-def _from_entry_point(name: str) -> type[Backend]:
+def _from_entry_point(name: str, directory: str) -> type[Backend]:
     from importlib.metadata import entry_points  # slow to import, and rarely needed
 
     points = entry_points(group=GROUP)
@@ -168,6 +170,6 @@ def _from_entry_point(name: str) -> type[Backend]:
             if not (isinstance(found, type) and issubclass(found, (StackedBackend, SeparateBackend))):
                 raise InvalidRequest(f"backend '{name}' is not a StackedBackend or SeparateBackend")
             return found
-    known = ", ".join(sorted({*BACKENDS, *(point.name for point in points)}))
+    known = ", ".join(sorted({*BACKENDS, *(point.name for point in points), *in_directory(directory)}))
     what = f"unknown backend '{name}'" if name else "the configuration names no backend"
     raise Unsupported(f"{what}; known are: {known}")

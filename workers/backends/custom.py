@@ -1,0 +1,56 @@
+"""Backends of the backend directory: a class in `<backend-directory>/<name>/backend.py`.
+
+The rule: it is found, imported and checked when a model needs it, in the worker of that model, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.backends import FILE, in_directory
+from shmserve.workers.backends import Backend, SeparateBackend, StackedBackend
+
+
+def from_directory(directory: str, name: str) -> type[Backend] | None:
+    """The backend of that name; None if the directory has none."""
+    if name not in in_directory(directory):
+        return None
+    return backend_in(_imported(Path(directory) / name / FILE, name), name)
+
+
+def backend_in(module: ModuleType, name: str) -> type[Backend]:
+    """The one class of a module that is a backend. Others may be there for it to derive from."""
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, (StackedBackend, SeparateBackend))
+        and value.__module__ == module.__name__
+    ]
+    last = [kind for kind in found if not any(kind in other.__mro__[1:] for other in found)]
+    if len(last) != 1:
+        names = f": {', '.join(kind.__name__ for kind in last)}" if last else ""
+        raise InvalidRequest(
+            f"{FILE} of backend '{name}' must have one class that derives from StackedBackend or SeparateBackend; it "
+            f"has {len(last) or 'none'}{names}"
+        )
+    return last[0]
+
+
+def _imported(path: Path, name: str) -> ModuleType:
+    """Modules beside the file can be imported by it."""
+    folder = os.fspath(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(f"shmserve_backend_{name}", path)
+    if spec is None or spec.loader is None:
+        raise InvalidRequest(f"{FILE} of backend '{name}' is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
