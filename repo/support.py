@@ -42,6 +42,7 @@ def _rows(message: str, status: Status, note: str, *fields: str, only: str = "")
 
 _Y, _N, _X = Status.HONOURED, Status.NO_EFFECT, Status.REFUSED
 _TENSORRT = "tensorrt"
+_ONNX = "onnxruntime"
 
 _rows("ModelConfig", _Y, "must equal the directory; taken from it when empty", "name")
 _rows("ModelConfig", _Y, "the older way to name the backend", "platform")
@@ -120,7 +121,6 @@ _rows("ModelVersionPolicy", _Y, "those listed that exist", "specific")
 _rows("ModelVersionPolicy.Latest", _Y, "0 counts as 1", "num_versions")
 _rows("ModelVersionPolicy.Specific", _Y, "a version without a directory is a warning", "versions")
 
-_ENGINE = "a hint for speed; the engine keeps its default"
 _ON_CPU = "a hint for GPUs; models run on the CPU"
 _MEMORY = "tensors are read where they lie; there is no staging on the CPU"
 _rows("ModelOptimizationPolicy", _Y, "see its fields", "graph", "cuda", "execution_accelerators")
@@ -133,8 +133,8 @@ _rows("ModelOptimizationPolicy.Cuda.GraphSpec", _N, _ON_CPU, "batch_size", "inpu
 _rows("ModelOptimizationPolicy.Cuda.GraphSpec.Shape", _N, _ON_CPU, "dim")
 _rows("ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound", _N, _ON_CPU, "batch_size", "input")
 _ACCELERATORS = "ModelOptimizationPolicy.ExecutionAccelerators"
-_rows(_ACCELERATORS, _N, _ON_CPU, "gpu_execution_accelerator")
-_rows(_ACCELERATORS, _N, _ENGINE, "cpu_execution_accelerator")
+_PROVIDERS = "only ONNX Runtime has execution providers"
+_rows(_ACCELERATORS, _N, _PROVIDERS, "gpu_execution_accelerator", "cpu_execution_accelerator", only=_ONNX)
 _rows(_ACCELERATORS + ".Accelerator", _N, "with the list that it stands in", "name", "parameters")
 _rows("ModelOptimizationPolicy.PinnedMemoryBuffer", _N, _MEMORY, "enable")
 
@@ -188,7 +188,8 @@ _rows("ModelWarmup.Input", _Y, "zeros; empty strings", "zero_data")
 _rows("ModelWarmup.Input", _Y, "random numbers; empty strings", "random_data")
 _rows("ModelWarmup.Input", _Y, "raw bytes of the file in the model's directory warmup", "input_data_file")
 
-_rows("ModelOperations", _X, "libraries of custom operators cannot be loaded yet", "op_library_filename")
+_OPERATORS = "only ONNX Runtime has libraries of custom operators"
+_rows("ModelOperations", _X, _OPERATORS, "op_library_filename", only=_ONNX)
 _rows("ModelTransactionPolicy", _Y, "a request may be answered many times", "decoupled")
 _rows("ModelRepositoryAgents", _X, "with `ModelConfig.model_repository_agents`", "agents")
 _rows("ModelRepositoryAgents.Agent", _X, "with `ModelConfig.model_repository_agents`", "name", "parameters")

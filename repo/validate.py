@@ -283,3 +283,5 @@ def _others(config: ModelConfig, problem: ProblemFunction) -> None:
     file_name("default_model_filename", config.default_model_filename, problem)
     for capability, name in config.cc_model_filenames.items():
         file_name(f'cc_model_filenames["{capability}"]', name, problem)
+    for index, name in enumerate(config.model_operations.op_library_filename if config.model_operations else ()):
+        file_name(f"model_operations.op_library_filename[{index}]", name, problem)

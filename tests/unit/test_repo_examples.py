@@ -56,6 +56,7 @@ output [ { name: "OUT" data_type: TYPE_FP32 dims: [ 16 ] } ]
 """
 
 SERVED = {
+    "custom operators": ONE + 'model_operations { op_library_filename: [ "libcustom.so" ] }',
     "two inputs of one shape": TWO_INPUTS.format(platform="onnxruntime_onnx"),
     "a scalar for the model, one element for callers": """
 backend: "python"
@@ -277,12 +278,6 @@ SCHEDULED = {
     "sequences, oldest": SEQUENCE % "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 2, 4 ] }",
     "many answers": ONE.replace("onnxruntime", "python") + "model_transaction_policy { decoupled: True }",
 }
-NOT_RUN_YET = {
-    "custom operators": (
-        ONE + 'model_operations { op_library_filename: [ "libcustom.so" ] }',
-        "model_operations.op_library_filename",
-    ),
-}
 
 ALL = [
     *SERVED.values(),
@@ -290,7 +285,6 @@ ALL = [
     *ON_GPUS.values(),
     *ENSEMBLES.values(),
     *SCHEDULED.values(),
-    *(text for text, _ in NOT_RUN_YET.values()),
 ]
 
 
@@ -328,13 +322,6 @@ def test_only_the_gpu_is_not_here(text: str) -> None:
         assert re.fullmatch(r"instance_group\[\d\]\.kind", path)
         assert what.startswith("KIND_GPU, but this server runs models on the CPU only")
     assert problems(text, gpus=GPUS) == []
-
-
-@pytest.mark.parametrize(("text", "path"), NOT_RUN_YET.values(), ids=NOT_RUN_YET)
-def test_only_what_is_not_run_yet(text: str, path: str) -> None:
-    found = problems(text)
-    assert [where for where, _ in found] == [path]
-    assert found[0][1].startswith("not supported: ")
 
 
 @pytest.mark.parametrize("text", ALL)

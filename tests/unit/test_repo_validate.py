@@ -259,6 +259,10 @@ RULES = [
         SMALL + 'default_model_filename: "/etc/passwd"',
         'default_model_filename: found "/etc/passwd", expected a file of the',
     ),
+    (
+        SMALL.replace("identity", "onnxruntime") + 'model_operations { op_library_filename: [ "a.so", "/lib/b.so" ] }',
+        'model_operations.op_library_filename[1]: found "/lib/b.so", expected a file of the model',
+    ),
     (SMALL + 'cc_model_filenames { key: "7.5" value: "a/../../b" }', 'cc_model_filenames["7.5"]: found "a/../../b"'),
     (
         SMALL + 'model_warmup { inputs { key: "x" value { data_type: TYPE_FP32 dims: 3 input_data_file: "/x" } } }',

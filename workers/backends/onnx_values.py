@@ -1,0 +1,71 @@
+"""Values of parameters, checked: each check gives the text that the engine wants, or raises what is wrong with it.
+
+The rule: an error names the parameter, the value, and what it may be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from shmserve.errors import InvalidRequest
+
+Check = Callable[[str, str], str]
+"""(what it is, the value) -> the value as the engine wants it."""
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def whole(most: int, least: int = 0) -> Check:
+    def check(what: str, value: str) -> str:
+        digits = value.strip()
+        if not (digits.isascii() and digits.isdecimal()):
+            raise InvalidRequest(f"{what} must be a whole number from {least} on, not '{value}'")
+        number = int(digits) if len(digits) < 30 else most + 1
+        if not least <= number <= most:
+            raise InvalidRequest(f"{what} is {value}; it can be {least} to {most}")
+        return str(number)
+
+    return check
+
+
+def flag(what: str, value: str) -> str:
+    word = value.strip().lower()
+    if word in _TRUE:
+        return "1"
+    if word in _FALSE:
+        return "0"
+    raise InvalidRequest(f"{what} must be 0 or 1, not '{value}'")
+
+
+def choice(options: Mapping[str, str]) -> Check:
+    """Numbers, as configurations have them, or the engine's own words."""
+
+    def check(what: str, value: str) -> str:
+        word = value.strip()
+        if word in options:
+            return options[word]
+        for name in options.values():
+            if name.lower() == word.lower():
+                return name
+        said = ", ".join(key if key == name else f"{key} ({name})" for key, name in options.items())
+        raise InvalidRequest(f"{what} must be one of {said}, not '{value}'")
+
+    return check
+
+
+def text_of(pattern: str, meaning: str) -> Check:
+    compiled = re.compile(pattern)
+
+    def check(what: str, value: str) -> str:
+        word = value.replace(" ", "")
+        if not compiled.fullmatch(word):
+            raise InvalidRequest(f"{what} must be {meaning}, not '{value}'")
+        return word
+
+    return check
+
+
+def as_it_is(what: str, value: str) -> str:
+    return value
