@@ -29,6 +29,8 @@ from shmserve.paths import python
 STDERR_LINES = 20
 """The last lines of a worker's stderr, told to operators when it dies."""
 LINE_BYTES = 4096
+_LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "error"}
+"""How a line begins that has a level (workers.say), and what the log calls it. Other lines are what a model prints."""
 GRACE_S = 10.0
 """A worker whose link has ended has this long to end itself."""
 
@@ -137,7 +139,9 @@ class Workers:
         for line in lines:
             text = printable(line[:LINE_BYTES].decode("utf-8", "backslashreplace"))
             worker.stderr.append(text)
-            self._say("info", f"[{worker.name}] {text}", worker.about)
+            word, colon, rest = text.partition(": ")
+            level = _LEVELS.get(word, "") if colon else ""
+            self._say(level or "info", f"[{worker.name}] {rest if level else text}", worker.about)
 
     def _ended(self, worker: Worker) -> None:
         """The process has ended. What it still said on its link and its stderr comes first."""
