@@ -153,7 +153,6 @@ def write(root: Path) -> None:
     model(root, "sum", SUM, "max_batch_size: 8 sequence_batching { }")
     steps_of_sum = "row1(x:x)->(y:t)", "sum(x:t)->(y:s)", "row1(x:s)->(y:y)"
     ensemble(root, "summed", "x", "y", *steps_of_sum, more="max_batch_size: 8")
-    model(root, "many", ADD, "model_transaction_policy { decoupled: true }")
     ensemble(root, "told", "x f:BOOL:[1]", "z", "plus1(x:x)->(y:z)/if:f")
 
 
@@ -432,7 +431,6 @@ def test_explicit_mode(tmp_path: Path) -> None:
         ('model_name: "pass1"', 'model_name: "past1"', 'step[1].model_name: .*"past1".*did you mean "pass1"'),
         ('key: "x" value: "a"', 'key: "X" value: "a"', r'step[1].input_map["X"]: .*no input "X"; did you mean "x"'),
         ('value: "b" } } , {', 'value: "a" } } , {', 'step[1].output_map["y"]: .*"a" is made already by'),
-        ('model_name: "pass1"', 'model_name: "many"', 'step[1].model_name: model "many" may answer a request many'),
         ('key: "x" value: "b"', 'key: "x" value: "z"', 'step[2].*"z" waits for itself'),
         ("TYPE_FP32 dims: [-1]", "TYPE_INT32 dims: [-1]", 'step[0].input_map["x"]: .*is TYPE_FP32, but .*TYPE_INT32'),
         ('value: "z"', 'value: "c"', r'output[0]: ensemble output "z" is made by no step'),
