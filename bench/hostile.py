@@ -95,7 +95,7 @@ def compare(server: Served, before: Picture, seconds: float = SETTLE) -> tuple[P
 def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, ...] = ("lane", "zmq")) -> Hostile:
     write_repository(repository)
     found = Hostile()
-    with serving(repository) as server:
+    with serving(repository, "--limit", "client_errors=0") as server:  # else it would be heard for a while, and no more
         broker = server.broker_pid()
         paths = {"lane": str(server.runtime_dir / "lane.sock"), "zmq": str(server.runtime_dir / "broker.sock")}
         with Team([Child("bench.hostile_client:honest", url=server.lane, model="identity")]) as honest:

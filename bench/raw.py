@@ -111,7 +111,8 @@ class Lane(Link):
 
     def limit_sends(self, seconds: float) -> None:
         """A send that cannot go within this time raises BlockingIOError."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _fill(self) -> bool:
         try:

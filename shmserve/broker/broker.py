@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class Broker:
         self._arena = Arena(
             0, memfd.create, limit_bytes=arena_bytes, announce=self._own_segment, knob="broker-arena-bytes"
         )
+        core.look_with(self._arena.look)
         metrics = Metrics(core.state, self._arena, arena_bytes, self.process_of, control.server_ready)
         instances = core.state.instances
         self._tallies = Tallies(lambda model: any(version.model == model for version, _ in instances.values()))
@@ -117,6 +118,7 @@ class Broker:
             effects.Spawn: self._spawn,
             effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
             effects.Close: self._close,
+            effects.Pause: self._pause,
             effects.Free: lambda effect: free(self._arena, effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
             effects.Log: lambda effect: say(effect.level, effect.text, effect.fields),
@@ -125,6 +127,10 @@ class Broker:
             effects.Query: self._query,
             effects.Drained: lambda effect: self.drained(),
         }
+
+    def use_gpus(self, uuids: Mapping[int, str]) -> None:
+        """Workers that are started from now on see the one that is theirs."""
+        self._workers.gpus = uuids
 
     # ------------------------------------------------------------------------------------ doors
 
@@ -351,6 +357,11 @@ class Broker:
         if link is not None:
             link.closing = True
             self._dirty[link] = None
+
+    def _pause(self, effect: effects.Pause) -> None:
+        link = self._links.get(effect.peer)
+        if link is not None:
+            link.pause(effect.until)
 
     def _query(self, effect: effects.Query) -> None:
         peer, ask = effect.peer, effect.ask

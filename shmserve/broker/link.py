@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,8 @@ class Link:
         self._unsent_bytes = 0
         self._outbox_bytes = outbox_bytes
         self._parting: Any = None
+        self._heard_from = 0
+        self._waiting: Any = None
         self._buffer = _shared_buffer
         loop.add_reader(self._fd, self._readable)
 
@@ -102,6 +105,29 @@ class Link:
             self._deliver(self.peer, messages, descriptors)
             if len(messages) < MANY:
                 return
+
+    def pause(self, until: int) -> None:
+        """Reads nothing before that time of the monotonic clock: what the peer sends fills its socket, and then it
+        waits."""
+        self._heard_from = max(self._heard_from, until)
+        if self._waiting is None and self._sock is not None and self._parting is None:
+            self._loop.remove_reader(self._fd)
+            self._waiting = self._loop.call_later((until - time.monotonic_ns()) / 1e9, self._go_on)
+
+    def _go_on(self) -> None:
+        left = self._heard_from - time.monotonic_ns()
+        self._waiting = None
+        if left > 0:
+            self._waiting = self._loop.call_later(left / 1e9, self._go_on)
+        else:
+            self._loop.add_reader(self._fd, self._readable)
+
+    def _hear_nothing(self) -> None:
+        """For good."""
+        self._loop.remove_reader(self._fd)
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
     def drain(self) -> None:
         """Reads what is left of a peer that has ended. All at once: loops watch a socket no more that has an error."""
@@ -194,7 +220,7 @@ class Link:
     def _part(self, reason: str) -> None:
         """It has ended for everybody but itself: what still waits for it can be read for a while."""
         assert self._sock is not None
-        self._loop.remove_reader(self._fd)
+        self._hear_nothing()
         _hear_no_more(self._sock)
         self._parting = self._loop.call_later(PARTING_S, self.close, "")
         self._ended(self.peer, reason)
@@ -211,7 +237,7 @@ class Link:
         sock, self._sock = self._sock, None
         if sock is None:
             return
-        self._loop.remove_reader(self._fd)
+        self._hear_nothing()
         self._loop.remove_writer(self._fd)
         if self.closing:
             _hear_no_more(sock)

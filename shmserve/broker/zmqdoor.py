@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,16 @@ from msgspec.structs import replace
 from shmserve import wire
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
-from shmserve.errors import InvalidRequest, ProtocolError, ServeError
+from shmserve.errors import InvalidRequest, ProtocolError, ServeError, Unavailable
 from shmserve.messages import (
     FRAME_BYTES,
     INLINE_BYTES,
     PACKET_BYTES,
     ClientMessage,
     Fail,
+    Goodbye,
     Handle,
+    Hello,
     Infer,
     Part,
     Reply,
@@ -43,6 +47,10 @@ SWEEP_S = 1.0
 """A connection may end before its process, and a worker may still be about to open what a request of its names."""
 BURST = 64
 """Messages read before the others have their turn."""
+UNHEARD = 1000
+"""Messages that are kept of a client that is not heard for a while."""
+SENT_AWAY = 4096
+"""Identities that are remembered of clients that have been sent away."""
 
 
 class Outbox:
@@ -62,6 +70,10 @@ class Outbox:
         self.watch: int | None = None
         """A pidfd of the client's process, once it has said which it is."""
         self.pid = 0
+        self.heard_from = 0
+        self.unheard: deque[list[bytes]] = deque()
+        """What has come since it was told to wait."""
+        self.waiting: Any = None
         self._door = door
 
     def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
@@ -79,6 +91,9 @@ class Outbox:
         for packet in wire.pack(before) if before else []:
             self._door.send(self, [packet])
         self._door.send(self, [wire.encode([message]), *frames])
+
+    def pause(self, until: int) -> None:
+        self._door.pause(self, until)
 
     def close(self, reason: str) -> None:
         self._door.drop(self, reason)
@@ -120,6 +135,7 @@ class ZmqDoor:
         self._outboxes: dict[bytes, Outbox] = {}
         self._stuck: set[Outbox] = set()
         self._unswept: set[int] = set()
+        self._sent_away: dict[bytes, None] = {}
         self._fd = self._socket.getsockopt(zmq.FD)
         loop.add_reader(self._fd, self._readable)
 
@@ -147,9 +163,26 @@ class ZmqDoor:
         identity = parts[0]
         outbox = self._outboxes.get(identity)
         if outbox is None:
+            if identity in self._sent_away and not self._comes_again(parts):
+                return
             outbox = self._outboxes[identity] = Outbox(self, identity, 0)
             outbox.peer = self._opened(outbox)
         outbox.heard = True
+        if outbox.waiting is not None:
+            outbox.unheard.append(parts)
+            if len(outbox.unheard) > UNHEARD:
+                self._send_away(outbox)
+            return
+        self._hear(outbox, parts)
+
+    def _comes_again(self, parts: list[bytes]) -> bool:
+        """Has one that was sent away understood? Otherwise it is not told again, which would cost us more than it."""
+        try:
+            return any(isinstance(message, Hello) for message in self._decode(parts[1] if len(parts) > 1 else b""))
+        except ProtocolError:
+            return False
+
+    def _hear(self, outbox: Outbox, parts: list[bytes]) -> None:
         packet = parts[1] if len(parts) > 1 else b""
         try:
             messages = self._decode(packet)
@@ -160,6 +193,28 @@ class ZmqDoor:
             messages = [self._with_frames(message, frames) if isinstance(message, Infer) else message
                         for message in messages]  # fmt: skip
         self._deliver(outbox.peer, messages, [])
+
+    def pause(self, outbox: Outbox, until: int) -> None:
+        """Nothing of this client is looked at before that time. All clients have one socket: what it sends is kept."""
+        outbox.heard_from = max(outbox.heard_from, until)
+        if outbox.waiting is None and self._outboxes.get(outbox.identity) is outbox:
+            delay = (until - time.monotonic_ns()) / 1e9
+            outbox.waiting = self._loop.call_later(delay, self._go_on, outbox)
+
+    def _go_on(self, outbox: Outbox) -> None:
+        outbox.waiting = None
+        left = outbox.heard_from - time.monotonic_ns()
+        if left > 0:
+            outbox.waiting = self._loop.call_later(left / 1e9, self._go_on, outbox)
+        elif outbox.unheard:
+            self._hear(outbox, outbox.unheard.popleft())
+            outbox.waiting = self._loop.call_soon(self._go_on, outbox)  # behind the turn, which may make it wait again
+
+    def _send_away(self, outbox: Outbox) -> None:
+        text = f"this client is not heard for its mistakes (client_errors), and has sent {UNHEARD} messages more"
+        self._try(outbox, [wire.encode([Goodbye(Unavailable.code, text)])])
+        outbox.closing = True
+        self.drop(outbox, text)
 
     def _with_frames(self, infer: Infer, frames: Sequence[bytes]) -> Any:
         """The Infer with handles, or bytes, in the place of frame numbers."""
@@ -271,6 +326,13 @@ class ZmqDoor:
             return
         del self._outboxes[outbox.identity]
         self._stuck.discard(outbox)
+        outbox.unheard.clear()
+        if outbox.waiting is not None:
+            outbox.waiting.cancel()
+        if outbox.closing:
+            self._sent_away[outbox.identity] = None
+            if len(self._sent_away) > SENT_AWAY:
+                del self._sent_away[next(iter(self._sent_away))]
         if outbox.watch is not None:
             self._loop.remove_reader(outbox.watch)
             os.close(outbox.watch)

@@ -144,6 +144,8 @@ class Admission:
 
     def _goodbye(self, client: Client, error: ServeError) -> None:
         """It is sent away, and what it still says is not heard."""
+        if not isinstance(error, (Unavailable, ConnectionLost)):
+            self._crowd.expelled(client, self._state.now)
         client.leaving = True
         client.roles = access.NOBODY
         self._tell_operator("info", client, f"is sent away: {error.message}")
@@ -160,6 +162,7 @@ class Admission:
         """One more mistake. Too many in a short time, and it has to go."""
         text = self._crowd.fine(client, now)
         if text and not client.leaving:
+            self._crowd.expelled(client, now)
             self._goodbye(client, Unavailable(text))
 
     def garbled(self, peer: int, event: Garbled, now: int) -> None:

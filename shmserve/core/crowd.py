@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from shmserve.core.access import OPERATE
 from shmserve.core.clients import Client
-from shmserve.core.limits import BURST_S
+from shmserve.core.effects import Pause
+from shmserve.core.limits import BURST_S, PATIENCE_S
 from shmserve.core.state import State
 from shmserve.core.versions import Version
 from shmserve.errors import Unavailable
 from shmserve.messages import FIELD_BYTES
 
 SECOND = 1_000_000_000
+EXPELLED_NS = SECOND // 20
+EXPULSIONS = 4
+"""So many clients of a user may be sent away at once, and one each EXPELLED_NS, before the next ones must wait."""
 
 
 class Crowd:
@@ -26,6 +30,7 @@ class Crowd:
         self._state = state
         self._limits = limits
         self._users: dict[str, int] = {}
+        self._expelled: dict[str, int] = {}
         self._queued = 0
         self._counted_at = -1
         least_bytes = min(limits.model_queue_bytes, limits.queue_bytes)
@@ -43,6 +48,15 @@ class Crowd:
         if mine >= limits.uid_connections:
             raise Unavailable(f"this user has {mine} connections, the limit (uid_connections); close some or share")
         self._users[client.user] = mine + 1
+        heard_from = self._expelled.get(client.user, 0) - EXPULSIONS * EXPELLED_NS
+        if heard_from > self._state.now:
+            self._state.effects.append(Pause(client.number, heard_from))
+
+    def expelled(self, client: Client, now: int) -> None:
+        """It is sent away for what it did. Whoever comes next in its user's name waits, or it would come at once."""
+        until = max(self._expelled.get(client.user, 0), now) + EXPELLED_NS
+        if self._fine and until - now <= PATIENCE_S * SECOND:
+            self._expelled[client.user] = until
 
     def leave(self, client: Client) -> None:
         left = self._users[client.user] - 1
@@ -125,6 +139,9 @@ class Crowd:
             return ""
         client.fined_until = max(client.fined_until, now) + self._fine
         if client.fined_until - now <= BURST_S * SECOND:
+            heard_from = client.fined_until - PATIENCE_S * SECOND
+            if heard_from > now:
+                self._state.effects.append(Pause(client.number, heard_from))
             return ""
         return (
             f"this client makes more than {rate} mistakes a second, its limit (client_errors); "

@@ -47,6 +47,13 @@ class Close(Struct):
     peer: int
 
 
+class Pause(Struct):
+    """Hear nothing of this client before that time; what it sends meanwhile waits."""
+
+    peer: int
+    until: int
+
+
 class Free(Struct):
     """Blocks of the broker's own arena that nobody needs any more."""
 

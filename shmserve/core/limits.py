@@ -11,8 +11,10 @@ from msgspec.structs import fields
 
 from shmserve.messages import FIELD_BYTES, PACKET_BYTES
 
+PATIENCE_S = 1
+"""So many seconds' worth of mistakes are heard at once; a client that makes more is heard only as fast as the limit."""
 BURST_S = 10
-"""So many seconds' worth of mistakes may come at once."""
+"""One that has made so many seconds' worth of mistakes is sent away."""
 
 
 class Limits(Struct, frozen=True):
@@ -28,7 +30,7 @@ class Limits(Struct, frozen=True):
     segments: int = 16_384
     client_segments: int = 1024
     client_outbox_bytes: int = 64 << 20
-    client_errors: int = 1000
+    client_errors: int = 100
     restarts: int = 5
     """Worker deaths in a row, with no batch done between them, after which an instance is given up."""
     backoff_ns: int = 1_000_000_000
@@ -88,8 +90,10 @@ NAMED = (
     Named("client_outbox_bytes", "bytes that wait for a client that does not read",
           "a second of answers at the rate at which they can be made; one further behind does not come back",
           PACKET_BYTES),
-    Named("client_errors", f"mistakes of one client in a second, {BURST_S} times as many at once; 0: no limit",
-          "a program with a fault is told of it often enough, and a flood of nonsense ends", 0),
+    Named("client_errors",
+          f"mistakes of one client in a second, refused requests aside; one that makes more is heard no faster, and is "
+          f"sent away if it has made {BURST_S} times as many at once; 0: no limit",
+          "a program with a fault is told of it often enough, and a flood of nonsense costs the others little", 0),
 )  # fmt: skip
 
 

@@ -183,6 +183,61 @@ def test_a_client_that_does_not_read_is_cut_off_with_a_log_line(repository: Path
     assert "does not read" in server.log
 
 
+FLOOD = (Unmap(1),) * 40
+"""Each is a mistake."""
+
+
+def test_a_flood_of_mistakes_on_the_lane_is_heard_slowly(repository: Path, tmp_path: Path) -> None:
+    with (
+        Launched(repository, tmp_path / "run", "--limit", "client_errors=40") as server,
+        Lane(server.lane) as lane,
+        Lane(server.lane) as honest,
+    ):
+        lane.hello("memfd")
+        honest.hello("memfd")
+        lane.limit_sends(0.3)
+        with pytest.raises(BlockingIOError):  # noqa: PT012
+            for _ in range(20_000):
+                lane.send(*FLOOD)  # into a socket that nobody reads
+        honest.send(infer(1))
+        honest.receive_kind(Reply)
+        assert 40 <= len(lane.drain()) <= 600
+        assert is_live(honest)
+
+
+def test_a_flood_of_mistakes_over_zeromq_is_kept_and_then_ended(repository: Path, tmp_path: Path) -> None:
+    options = ["--limit", "client_errors=40"]
+    with (
+        Launched(repository, tmp_path / "run", *options) as server,
+        Zmq(server.zmq) as flood,
+        Zmq(server.zmq) as honest,
+    ):
+        flood.hello("frames")
+        honest.hello("frames")
+        flood.send(*FLOOD * 2)
+        assert flood.receive_kind(Fail).code == "INVALID_ARG"
+        flood.send(infer(1))  # waits until its mistakes are a second old
+        honest.send(infer(2))
+        assert honest.receive_kind(Reply).request == 2
+        assert flood.receive_kind(Reply).request == 1
+        flood.send(*FLOOD * 3)
+        for number in range(1, 1100):
+            flood.send(infer(number))
+        goodbye = flood.receive_kind(Goodbye)
+        assert goodbye.code == "UNAVAILABLE"
+        assert "client_errors" in goodbye.text
+        flood.send(infer(1))  # it is told no more, unless it greets again
+        honest.send(infer(3))
+        assert honest.receive_kind(Reply).request == 3
+        flood.hello("frames")
+        flood.send(infer(2))
+        assert flood.receive_kind(Reply, Goodbye) == Reply(2, 1, flood_answer(2))
+
+
+def flood_answer(number: int) -> tuple[Tensor, ...]:
+    return (Tensor("y", "FP32", (1, 2), np.full((1, 2), number, np.float32).tobytes()),)
+
+
 def test_cancel_and_deadline_reach_waiting_requests(tmp_path: Path) -> None:
     identity(tmp_path / "models", "slow", batch=0, execute_delay_ms="500")
     with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:

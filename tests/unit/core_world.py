@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.core import events
 from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
-from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
+from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Pause, Query, Send, Settled, Spawn
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.state import WORKERS_FROM
@@ -35,6 +35,8 @@ class World:
         self.slow_to: set[int] = set()
         self.slow_from: set[int] = set()
         self.freed: list[Any] = []
+        self.paused: dict[int, int] = {}
+        """Clients that are not to be heard, until when. This shell hears them all the same."""
         self.forgotten: list[int] = []
         self.misfits: dict[str, str] = {}
         """Ensembles whose steps do not fit together, and why."""
@@ -127,6 +129,8 @@ class World:
                 self.freed += effect.handles
             elif isinstance(effect, Forget):
                 self.forgotten.append(effect.segment)
+            elif isinstance(effect, Pause):
+                self.paused[effect.peer] = effect.until
             elif isinstance(effect, Drained):
                 assert not self.drained
                 self.drained = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,6 +90,30 @@ def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None
     ends.link.drain()
     assert ends.heard == LAST
     assert ends.ended == [""]
+
+
+def test_a_pause(ends: Ends) -> None:
+    """Nothing is heard before its time; the longest counts; and then all is, in order."""
+    for number in range(3):
+        ends.theirs.send(wire.encode([Pong(number)]))
+    ends.link.pause(time.monotonic_ns() + 1_000_000)
+    until = time.monotonic_ns() + 50_000_000
+    ends.link.pause(until)
+    ends.link.pause(until - 40_000_000)
+    ends.until(lambda: ends.heard)
+    assert time.monotonic_ns() >= until
+    ends.leave()
+    ends.until(lambda: ends.ended)
+    assert ends.heard == [Pong(0), Pong(1), Pong(2), *LAST]
+
+
+def test_a_pause_ends_with_the_link(ends: Ends) -> None:
+    ends.link.pause(time.monotonic_ns() + 3_600_000_000_000)
+    ends.link.close("enough")
+    assert ends.ended == ["enough"]
+    ends.leave()
+    ends.loop.run_until_complete(asyncio.sleep(0))
+    assert not ends.heard
 
 
 def test_a_packet_that_waits_for_one_who_ends(ends: Ends) -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from shmserve.core import events
 from shmserve.core.access import EVERYTHING, INFER
-from shmserve.core.limits import BURST_S, NAMED, Limits, defaults, shown
+from shmserve.core.crowd import EXPELLED_NS, EXPULSIONS
+from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits, defaults, shown
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
-from shmserve.messages import Fail, Goodbye, Infer, Reclaim, Reply, Return, Tensor, Unmap, Welcome
+from shmserve.messages import PROTOCOL, Fail, Goodbye, Hello, Infer, Reclaim, Reply, Return, Tensor, Unmap, Welcome
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
@@ -261,6 +262,39 @@ def test_a_few_mistakes_every_second_are_borne() -> None:
         world.turn([mistake(client)] * 10)
         world.advance(world.now + S)
     assert world.goodbyes(client)
+
+
+def test_one_that_makes_many_mistakes_is_heard_only_as_fast_as_the_limit() -> None:
+    world = Crowded(client_errors=5)
+    client, other = world.connect("a"), world.connect("b")
+    world.turn([mistake(client)] * 5 * PATIENCE_S)
+    assert not world.paused
+    world.turn([mistake(client)] * 2)
+    assert world.paused == {client.peer: world.now + 2 * S // 5}
+    world.advance(world.paused[client.peer])
+    world.turn([mistake(client)])
+    assert world.paused == {client.peer: world.now + S // 5}
+    world.turn([mistake(other)])
+    assert list(world.paused) == [client.peer]
+
+
+def test_clients_of_one_user_that_come_to_be_sent_away_wait() -> None:
+    """Each greets twice, and the next one would come at once."""
+    world = Crowded()
+    old, stranger = world.connect("a"), world.connect("b", audience="uid:7")
+    waits = []
+    for _ in range(3 * EXPULSIONS):
+        client = world.connect("a")
+        waits.append(world.paused.get(client.peer, world.now) - world.now)
+        world.turn([(client.peer, Hello(PROTOCOL, 1, "again", "memfd"))])
+        assert world.goodbyes(client)
+    assert waits[: EXPULSIONS + 1] == [0] * (EXPULSIONS + 1)
+    assert waits[EXPULSIONS + 1 :] == [EXPELLED_NS * n for n in range(1, 2 * EXPULSIONS)]
+    assert old.peer not in world.paused
+    assert world.connect("b", audience="uid:7").peer not in world.paused
+    assert stranger.peer not in world.paused
+    world.advance(world.now + 2 * PATIENCE_S * S)
+    assert world.connect("a").peer not in world.paused
 
 
 def test_no_limit_on_mistakes() -> None:
