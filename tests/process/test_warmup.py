@@ -347,6 +347,6 @@ def test_threads(tmp_path: Path, said: str, threads: int, monkeypatch: pytest.Mo
     monkeypatch.setenv(THREADS, said)
     context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {}, _threads())
     given = config("onnxruntime", {}, {})
-    assert Onnx(context)._options(given).intra_op_num_threads == (threads or len(os.sched_getaffinity(0)))
+    assert Onnx(context).planned(given).attributes["intra_op_num_threads"] == (threads or len(os.sched_getaffinity(0)))
     given = config("onnxruntime", {}, {}, parameters={"intra_op_thread_count": "5"})
-    assert Onnx(context)._options(given).intra_op_num_threads == 5
+    assert Onnx(context).planned(given).attributes["intra_op_num_threads"] == 5

@@ -70,7 +70,7 @@ class Onnx(StackedBackend):
             raise Unsupported(f"model '{config.name}' has inputs of BYTES and tensors of BF16, not supported together")
         self._binding = Binding(session, self._plan.on_host)
         if self._plan.captures:
-            self._graphs = Graphs(config.name, session, ("cuda", self._device), self._inputs, self._outputs)
+            self._graphs = Graphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)
 
     def close(self) -> None:
         self._session = self._run = self._binding = self._graphs = None
@@ -144,17 +144,21 @@ class Onnx(StackedBackend):
     def _setting(self, key: str) -> str:
         return self.context.setting("onnxruntime", key)
 
+    def planned(self, config: ModelConfig) -> Plan:
+        """How this instance is to run the model."""
+        kind, device = place_of(config, self.context.instance)
+        device = visible(device, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        # More threads than this process may use cores only take turns.
+        threads = self.context.threads or len(os.sched_getaffinity(0))
+        return plan(config, kind, device, ort.get_available_providers(), threads, self._setting)
+
     def _open(self, config: ModelConfig) -> Any:
         if self._session is None:
             path = self._file(config)
-            kind, device = place_of(config, self.context.instance)
-            self._device = visible(device, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-            threads = self.context.threads or len(os.sched_getaffinity(0))
-            found = plan(config, kind, self._device, ort.get_available_providers(), threads, self._setting)
+            self._plan = found = self.planned(config)
             for note in found.notes:
                 say(f"model '{config.name}': {note}")
             libraries = config.model_operations.op_library_filename if config.model_operations is not None else ()
-            self._plan = found
             self._options = _run_options(found)
             self._session = self._start(config.name, path, found, [self._library(name) for name in libraries])
         return self._session
