@@ -1,13 +1,18 @@
 """Answers that are kept: who asks a model the same again gets the same, without anything being run.
 
 The key is all that an answer depends on, in full, so that two different requests are never taken for one. Cached are
-requests whose inputs travel inside their message; large outputs stay where their worker put them, and are given out as
-handles again. Answers are for the audience that they were made for, and for the generation of the model that made them.
+requests whose inputs came inside their message, or in frames beside it, which are in the broker's own memory. Inputs in
+memory of clients are not looked at: they can be written while their hash is made, and after it, and so an answer could
+be kept for an input that the model has never seen. Nor is memory of workers, which the broker does not map.
+
+Large outputs stay where their worker put them, and are given out as handles again. Answers are for the audience that
+they were made for, and for the generation of the model that made them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
@@ -35,6 +40,8 @@ class Cache:
 
     def __init__(self, limit: int, ledger: Ledger) -> None:
         self.limit = limit
+        self.look: Callable[[Handle], memoryview] | None = None
+        """The bytes of what lies in the broker's own memory."""
         self.bytes = self.hits = self.misses = self.evictions = 0
         self._ledger = ledger
         self._entries: OrderedDict[Key, Entry] = OrderedDict()
@@ -45,15 +52,27 @@ class Cache:
     def key(self, request: Request) -> Key | None:
         """All that the answer depends on; None for a request whose answer cannot be kept."""
         outputs, options = request.outputs, request.options
-        if any(not isinstance(tensor.data, bytes) for tensor in request.inputs):
-            return None
         if outputs is not None and any(wanted.place is not None for wanted in outputs):
             return None
-        inputs = tuple(sorted((t.name, t.dtype, t.shape, t.data) for t in request.inputs))
+        found = []
+        for tensor in request.inputs:
+            data = tensor.data if isinstance(tensor.data, bytes) else self._copy(tensor.data)
+            if data is None:
+                return None
+            found.append((tensor.name, tensor.dtype, tensor.shape, data))
+        inputs = tuple(sorted(found))
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
         parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()
         typed = tuple((name, type(value), value) for name, value in parameters)  # 1, 1.0 and True are not the same
         return (request.version, request.audience, inputs, wanted, typed, request.outside)
+
+    def _copy(self, parts: object) -> bytes | None:
+        """What lies in the broker's own memory: the request will be over before the answer is dropped."""
+        if self.look is None or not isinstance(parts, tuple):
+            return None
+        if any(part.segment >> OWNER_SHIFT for part in parts) or sum(part.size for part in parts) > self.limit:
+            return None
+        return b"".join(map(self.look, parts))
 
     def find(self, key: Key) -> Entry | None:
         entry = self._entries.get(key)

@@ -188,6 +188,10 @@ class Arena:
         pieces, blanks = iter(filled), iter(empty)
         return [next(pieces) if size else next(blanks) for size in sizes]
 
+    def look(self, handle: Handle) -> memoryview:
+        """The bytes of a block that is not freed, or of a part of one."""
+        return self._segments[handle.segment].memory[handle.offset : handle.offset + handle.size]
+
     def free(self, segment: int, offset: int, size: int | None = None) -> None:
         """Takes a block back. Where `size` is given, as in a handle that came back, it must be the block's."""
         home = self._segments.get(segment)

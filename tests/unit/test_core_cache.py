@@ -6,12 +6,13 @@ import struct
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
-from shmserve.messages import Handle, Infer, Options, Reply, Return, Tensor, Wanted
-from tests.unit.core_fakes import FakeClient
+from shmserve.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Reply, Return, Tensor, Wanted
+from tests.unit.core_fakes import FakeClient, references
 from tests.unit.core_world import World
 
 KIB = 1024
@@ -127,18 +128,112 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     assert world.runs == 5
 
 
-def test_failures_large_inputs_and_placed_outputs_are_not_kept() -> None:
+class Framing(Caching):
+    """Tensors come in frames: in the broker's own memory, which the core can look into."""
+
+    def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
+        super().__init__(limit, large, policy)
+        self.own = bytearray()
+        self.turn([(0, events.OwnSegment(Map(7, 1 << 30)))])
+        self.core.look_with(lambda handle: memoryview(self.own)[handle.offset : handle.offset + handle.size])
+
+    def frame(self, tensor: Tensor) -> Tensor:
+        assert isinstance(tensor.data, bytes)
+        handle = Handle(7, len(self.own), len(tensor.data))
+        self.own += tensor.data
+        return Tensor(tensor.name, tensor.dtype, tensor.shape, (handle,))
+
+    def ask_in_frames(self, client: FakeClient, inputs: tuple[Tensor, ...]) -> Any:
+        framed = tuple(self.frame(tensor) for tensor in inputs)
+        blocks = tuple(references(framed))
+        self.last += 1
+        client.sends(self.last)
+        freed = len(self.freed)
+        self.turn([(client.peer, events.Framed(Infer(self.last, "m", 0, framed, None), blocks))])
+        for worker in [worker for worker in self.workers.values() if worker.running is not None]:
+            worker.finish(self.now)
+            self.settle()
+        assert self.freed[freed:] == list(blocks), "the cache has its own copy"
+        for block in blocks:  # which something else may be written to now
+            self.own[block.offset : block.offset + block.size] = b"\xff" * block.size
+        return client.answers[self.last]
+
+
+def test_what_comes_in_frames_is_compared_byte_by_byte() -> None:
+    world = Framing()
+    client = world.connect("a", "zmq", "frames")
+    many = x(*range(2000))
+    first = world.ask_in_frames(client, (many,))
+    assert world.ask_in_frames(client, (many,)).outputs == first.outputs
+    assert world.runs == 1
+    for other in (x(*range(1999), 5), x(5, *range(1, 2000)), x(*range(2000), shape=(2, 1000)), x(*range(1999))):
+        world.ask_in_frames(client, (other,))
+    assert world.runs == 5
+    world.ask_in_frames(client, (many,))
+    assert world.runs == 5
+    assert world.core.state.cache.bytes > 5 * 2000 * 4
+
+
+def test_it_is_the_same_in_a_frame_and_inside_of_the_message() -> None:
+    world = Framing()
+    client = world.connect("a", "zmq", "frames")
+    first = world.ask(client, (x(1), Tensor("i", "INT32", (1, 1), INT)))
+    assert world.ask_in_frames(client, (Tensor("i", "INT32", (1, 1), INT), x(1))).outputs == first.outputs
+    assert world.runs == 1
+
+
+def test_frames_larger_than_the_cache_are_not_copied() -> None:
+    world = Framing(limit=4 * KIB)
+    client = world.connect("a", "zmq", "frames")
+    looked = world.core.state.cache.look
+    world.core.look_with(lambda handle: pytest.fail("nobody has to look"))
+    for _ in range(2):
+        world.ask_in_frames(client, (x(*range(2000)),))
+    assert looked is not None
+    assert world.runs == 2
+    assert not len(world.core.state.cache)
+
+
+def test_steps_with_what_came_in_frames() -> None:
+    """Also the rows of it, over which a step is mapped."""
+    world = Framing(policy=replace(POLICY, name="step"))
+    steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
+    world.deploy(ModelPolicy("m", 1, 0, (TensorSpec("x", "FP32", (-1, -1)),), OUTPUTS[:1], steps=steps))
+    client = world.connect("a", "zmq", "frames")
+    world.ask_in_frames(client, (x(1, 2, 3, 4, shape=(2, 2)),))
+    assert world.runs == 2
+    world.ask_in_frames(client, (x(5, 6, 1, 2, 3, 4, shape=(3, 2)),))
+    assert world.runs == 3
+
+
+def test_memory_that_others_can_write_to_is_not_looked_at() -> None:
+    """A client could change its own while it is hashed, and after. The broker does not map what workers make."""
+    world = Framing(large="y")
+    world.core.look_with(lambda handle: pytest.fail("nobody may look"))
+    client = world.connect("a")
+    world.turn([(client.peer, world.own_segment(client, 4096))])
+    (own,) = client.own
+    for _ in range(2):
+        made = world.ask(client, (Tensor("x", "FP32", (1, 1), (Handle(own, 0, 4),)),))
+    assert world.runs == 2
+    (given,) = references(made.outputs)
+    assert given.segment >> OWNER_SHIFT not in (0, client.peer)
+    for _ in range(2):
+        world.ask(client, (Tensor("x", "FP32", (1, 1), (given,)),))
+    assert world.runs == 4
+    assert not len(world.core.state.cache)
+
+
+def test_failures_and_placed_outputs_are_not_kept() -> None:
     world = Caching()
     client = world.connect("a")
     segment = world.own_segment(client, 4096)
     world.turn([(client.peer, segment)])
-    own = Tensor("x", "FP32", (1, 1), (Handle(segment.segment, 0, 4),))
     for _ in range(2):
-        world.ask(client, (own,))
         world.ask(client, (x(1),), (Wanted("y", Handle(segment.segment, 64, 4)),))
-    assert world.runs == 4
+    assert world.runs == 2
     (worker,) = world.workers.values()
-    for expected in (5, 6):
+    for expected in (3, 4):
         world.last += 1
         client.sends(world.last)
         world.turn([(client.peer, Infer(world.last, "m", 0, (x(9),)))])
