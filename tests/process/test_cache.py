@@ -1,0 +1,67 @@
+"""The response cache of a real server: what came in frames is compared, shared memory of clients is not looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.process.test_ensembles import model
+from tests.unit.test_metrics import Seen
+
+pytestmark = pytest.mark.process
+
+NUMBER = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.asked = 0
+
+    def execute(self, requests):
+        return [self.one() for _ in requests]
+
+    def one(self):
+        self.asked += 1
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full(1, self.asked, np.float32))])
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    model(root, "number", NUMBER, "response_cache { enable: true }")
+    with Server(root, "--cache-config", "local,size=4MiB", "--exit-on-error", "true") as running:
+        yield running
+
+
+def hits(client: shmserve.Client) -> float:
+    return Seen(client.metrics())("nv_cache_num_hits_per_model", model="number", version="1")
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_what_comes_in_frames(server: Server, size: int) -> None:
+    x = np.arange(size, dtype=np.float32)
+    with shmserve.Client(server.zmq_url, memory="frames") as client:
+        before = hits(client)
+        first, again = (client.infer("number", {"x": x})["y"][0] for _ in range(2))
+        assert first == again
+        x[-1] += 1
+        assert client.infer("number", {"x": x})["y"][0] == first + 1
+        x[-1] -= 1
+        assert client.infer("number", {"x": x})["y"][0] == first
+        assert hits(client) - before == 2
+
+
+def test_shared_memory_of_clients(server: Server) -> None:
+    x = np.arange(100_000, dtype=np.float32) + 0.5
+    with server.client() as client:
+        before = hits(client)
+        first, again = (client.infer("number", {"x": x})["y"][0] for _ in range(2))
+        assert again == first + 1
+        assert hits(client) == before
