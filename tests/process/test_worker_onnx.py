@@ -137,6 +137,10 @@ def test_inputs_that_may_be_left_out(tmp_path: Path) -> None:
         rows = worker.run(work(1, x), work(2, x, w), work(3, x))
         assert [row.error for row in rows] == [None] * 3
         assert [worker.array(row.outputs[0], np.float32).tolist() for row in rows] == [[[11, 22]], [[6, 7]], [[11, 22]]]
+    given = replace(given, input=(given.input[0], replace(given.input[1], data_type="TYPE_INT32")))
+    with WorkerProcess(given, tmp_path) as worker:
+        assert "input 'w' is INT32 in the configuration and FP32 in the model" in worker.failed().text
+        worker.ended()
 
 
 def test_outputs_whose_size_nobody_knows_before(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.repo.schema import (
@@ -28,7 +30,16 @@ from shmserve.workers.backends.onnx_options import (
     plan,
     visible,
 )
-from shmserve.workers.backends.onnx_providers import CPU, CUDA, DNNL, OPENVINO, TENSORRT, XNNPACK
+from shmserve.workers.backends.onnx_providers import (
+    CPU,
+    CUDA,
+    CUDA_OPTIONS,
+    DNNL,
+    OPENVINO,
+    TENSORRT,
+    TENSORRT_OPTIONS,
+    XNNPACK,
+)
 
 ALL = (TENSORRT, CUDA, OPENVINO, XNNPACK, DNNL, CPU)
 Accelerator = ModelOptimizationPolicyExecutionAcceleratorsAccelerator
@@ -56,14 +67,14 @@ def config(
 
 
 def planned(
-    given: ModelConfig,
+    wanted: ModelConfig,
     kind: str = "KIND_CPU",
     *,
     device: int = 0,
     available: tuple[str, ...] = ALL,
     settings: dict[str, str] | None = None,
 ) -> Plan:
-    return plan(given, kind, device, available, 3, lambda key: (settings or {}).get(key, ""))
+    return plan(wanted, kind, device, available, 3, lambda key: (settings or {}).get(key, ""))
 
 
 def test_without_any_parameter() -> None:
@@ -116,8 +127,8 @@ def test_the_level_of_the_graph(level: int | None, name: str) -> None:
 
 
 def test_entries_of_the_session_go_through_and_count_more() -> None:
-    given = {"session.intra_op.allow_spinning": "1", "session.disable_prepacking": "1", "other": "x"}
-    assert planned(config(given)).entries == {
+    entries = {"session.intra_op.allow_spinning": "1", "session.disable_prepacking": "1", "other": "x"}
+    assert planned(config(entries)).entries == {
         "session.intra_op.allow_spinning": "1",
         "session.inter_op.allow_spinning": "0",
         "session.disable_prepacking": "1",
@@ -348,6 +359,33 @@ def test_settings_that_are_wrong(key: str) -> None:
         planned(config(), settings={key: "?"})
 
 
+VALUES = st.one_of(
+    st.text(max_size=8), st.integers().map(str), st.sampled_from(["true", "FP16", "cpu:0", "1;2", "x:1x2"])
+)
+GPU_KEYS = (*CUDA_OPTIONS, *TENSORRT_OPTIONS, "precision_mode", "max_workspace_size_bytes", "device_id", "other")
+
+
+@given(
+    parameters=st.dictionaries(st.sampled_from([*PARAMETERS, "session.x", "other"]), VALUES, max_size=4),
+    cuda=st.dictionaries(st.sampled_from(GPU_KEYS), VALUES, max_size=3),
+    tensorrt=st.dictionaries(st.sampled_from(GPU_KEYS), VALUES, max_size=3),
+    kind=st.sampled_from(["KIND_CPU", "KIND_GPU", "KIND_AUTO", "KIND_MODEL"]),
+)
+def test_whatever_is_given_is_a_plan_or_said_to_be_wrong(
+    parameters: dict[str, str], cuda: dict[str, str], tensorrt: dict[str, str], kind: str
+) -> None:
+    try:
+        found = planned(config(parameters, gpu=(("cuda", cuda), ("tensorrt", tensorrt))), kind)
+    except ServeError:
+        return
+    for _, options in found.providers:
+        assert all(isinstance(value, str) for value in options.values())
+        assert options.get("device_id", "0") == "0"
+    threads = found.attributes["intra_op_num_threads"]
+    assert isinstance(threads, int)
+    assert 1 <= threads <= 1024
+
+
 def test_a_slip_of_the_pen_is_noted() -> None:
     found = planned(config({"intra_op_thread_coun": "1", "my_own": "x", "session.x": "1"}))
     assert len(found.notes) == 1
@@ -359,8 +397,8 @@ def test_the_place_of_an_instance() -> None:
         ModelInstanceGroup(name="a", kind="KIND_GPU", gpus=(2, 5), count=2),
         ModelInstanceGroup(name="b", kind="KIND_CPU", count=1),
     )
-    given = ModelConfig(name="m", instance_group=groups)
-    places = [place_of(given, name) for name in ("a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "x", "a_?")]
+    grouped = ModelConfig(name="m", instance_group=groups)
+    places = [place_of(grouped, name) for name in ("a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "x", "a_?")]
     assert places == [("KIND_GPU", n) for n in (2, 2, 5, 5)] + [("KIND_CPU", 0)] * 4
 
 

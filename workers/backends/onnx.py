@@ -60,7 +60,7 @@ class Onnx(StackedBackend):
         self._inputs = model_inputs_of(config)
         self._outputs = model_outputs_of(config)
         self._names = [spec.name for spec in self._outputs]
-        optional = [node.name for node in session.get_overridable_initializers()]
+        optional = facts_of(session.get_overridable_initializers(), ())
         match(config.name, "input", self._inputs, facts_of(session.get_inputs()), optional)
         match(config.name, "output", self._outputs, facts_of(session.get_outputs(), self._names), None)
         self._run = runner_of(session).run

@@ -66,16 +66,17 @@ def unknown(facts: list[TensorFacts], known: Sequence[Spec], declared: Sequence[
     return [fact for fact in facts if fact.name not in names]
 
 
-def match(model: str, kind: str, specs: Sequence[Spec], facts: list[TensorFacts], optional: list[str] | None) -> None:
-    """The configuration must say what the model says. `optional`: names that the model has values for by itself;
-    None: these are outputs, of which the configuration may leave some out."""
+def match(
+    model: str, kind: str, specs: Sequence[Spec], facts: list[TensorFacts], optional: list[TensorFacts] | None
+) -> None:
+    """The configuration must say what the model says. `optional`: those that the model has values for by itself, whose
+    shapes are those of the values; None: these are outputs, of which the configuration may leave some out."""
     by_name = {fact.name: fact for fact in facts}
+    optional_names = {fact.name: fact for fact in optional or ()}
     given = {spec.name for spec in specs}
     for spec in specs:
-        fact = by_name.get(spec.name)
+        fact = by_name.get(spec.name) or optional_names.get(spec.name)
         if fact is None:
-            if optional is not None and spec.name in optional:
-                continue
             raise InvalidRequest(
                 f"unable to load model '{model}': unexpected inference {kind} '{spec.name}', "
                 f"allowed {kind}s are: {', '.join(by_name)}"
@@ -85,7 +86,7 @@ def match(model: str, kind: str, specs: Sequence[Spec], facts: list[TensorFacts]
                 f"unable to load model '{model}': {kind} '{spec.name}' is {spec.dtype} in the configuration and "
                 f"{fact.dtype} in the model"
             )
-        if not (spec.flat and optional is None):
+        if spec.name in by_name and not (spec.flat and optional is None):
             _match_shape(model, kind, spec, fact)
     missing = [name for name in by_name if name not in given]
     if missing and optional is not None:
