@@ -61,7 +61,7 @@ _rows("ModelConfig", _Y, "the worker processes of the model", "instance_group")
 _rows("ModelConfig", _Y, "the model's file in its version directory", "default_model_filename")
 _rows("ModelConfig", _N, "models run on the CPU, so the default file is used", "cc_model_filenames")
 _rows("ModelConfig", _N, "metrics carry no labels of the model's own yet", "metric_tags")
-_PARAMETERS = "given to the backend; execution_limit_secs, memory_limit_mb, retry_alone and send_waits are ours"
+_PARAMETERS = "for the backend; execution_limit_secs, memory_limit_mb, retry_alone, send_waits and stacked are ours"
 _rows("ModelConfig", _Y, _PARAMETERS, "parameters")
 _rows("ModelConfig", _Y, "run by every instance before it takes requests", "model_warmup")
 _rows("ModelConfig", _Y, "see its fields", "model_operations", "model_transaction_policy", "response_cache")

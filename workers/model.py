@@ -16,7 +16,7 @@ from shmserve.repo.labels import read_labels
 from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.repo.snapshot import Snapshot, take
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
-from shmserve.workers.backends import Backend, Context, SeparateBackend, find
+from shmserve.workers.backends import Backend, Context, find
 from shmserve.workers.calls import Calls
 from shmserve.workers.extended import extension_of, runner_of
 from shmserve.workers.gather import Gather
@@ -66,11 +66,11 @@ def load(
     versioned = folder / str(order.version)
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
-    backend = find(config.backend, order.settings.get(DIRECTORY, ""))(context)
+    backend = find(config.backend, order.settings.get(DIRECTORY, "")).chosen(config)(context)
     before = _look(folder, order)
     arenas = Arenas(order.owner, outbox, mapped, limit)
     early = None
-    if link is not None and isinstance(backend, SeparateBackend):
+    if link is not None and backend.asks:
         backend.calls = calls = Calls(outbox, arenas, mapped)
         early = Early(order.owner, link, outbox, mapped, arenas, calls.handlers)
         backend.listen = partial(_listen, link, early)

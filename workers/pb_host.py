@@ -18,18 +18,8 @@ if TYPE_CHECKING:
     from shmserve.workers.streams import Stream
 
 
-class Host(Protocol):
-    def sender(self, request: InferenceRequest) -> InferenceResponseSender:
-        """The sender of a request that has none yet."""
-
-    def send(self, stream: Stream, response: InferenceResponse | None, flags: int) -> Awaitable[None]:
-        """Sends a response, the last one, or says that there are no more."""
-
-    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
-        """Whether nobody waits for the request any more."""
-
-    def forget(self, stream: Stream) -> None:
-        """Nobody has its sender any more. Called within the collector."""
+class Asked(Protocol):
+    """Whom the model of this process asks, whatever it is given."""
 
     def call(self, request: InferenceRequest, decoupled: bool) -> Any:
         """Asks another model, and waits for the answer."""
@@ -47,16 +37,32 @@ class Host(Protocol):
         """The directory of the version."""
 
 
+class Host(Protocol):
+    """Who has given it requests."""
+
+    def sender(self, request: InferenceRequest) -> InferenceResponseSender:
+        """The sender of a request that has none yet."""
+
+    def send(self, stream: Stream, response: InferenceResponse | None, flags: int) -> Awaitable[None]:
+        """Sends a response, the last one, or says that there are no more."""
+
+    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
+        """Whether nobody waits for the request any more."""
+
+    def forget(self, stream: Stream) -> None:
+        """Nobody has its sender any more. Called within the collector."""
+
+
 class _Current:
-    host: Host | None = None
+    host: Asked | None = None
 
 
-def bind(host: Host) -> None:
+def bind(host: Asked) -> None:
     """It runs the model of this process."""
     _Current.host = host
 
 
-def current() -> Host:
+def current() -> Asked:
     if _Current.host is None:
         raise TritonModelException("no model is loaded in this process that could ask a server")
     return _Current.host

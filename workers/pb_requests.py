@@ -14,7 +14,7 @@ from shmserve.workers import pb_host
 from shmserve.workers.pb_tensor import Array, PreferredMemory, Tensor, TritonModelException
 
 if TYPE_CHECKING:
-    from shmserve.workers.pb_host import Host
+    from shmserve.workers.pb_host import Asked, Host
     from shmserve.workers.streams import Stream
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
@@ -88,15 +88,15 @@ class InferenceRequest:
         for tensor in inputs:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"inputs must be pb_utils.Tensor objects, not {type(tensor).__name__}")
-        self._model = model_name
-        self._version = model_version
-        self._names = list(requested_output_names)
+        self._model: str = _text(model_name)
+        self._version: int = model_version
+        self._names = [_text(name) for name in requested_output_names]
         self._inputs = list(inputs)
         self._flags = flags
         traced = {} if trace is None else json.loads(trace.get_context() or "{}")
         self._options = Options(
-            id=request_id,
-            sequence=correlation_id,
+            id=_text(request_id),
+            sequence=_text(correlation_id),
             queue_timeout_us=timeout,
             parameters=traced | dict(parameters or {}),
             priority=priority,
@@ -169,7 +169,12 @@ class InferenceRequest:
         return await _asker(self).call_soon(self, decoupled)
 
 
-def _asker(request: InferenceRequest) -> Host:
+def _text(name: Any) -> Any:
+    """Elements of string tensors are bytes, and models use them as names."""
+    return name.decode(errors="replace") if isinstance(name, bytes) else name
+
+
+def _asker(request: InferenceRequest) -> Asked:
     if _host_of(request) is not None:
         raise TritonModelException("this request came to the model; make one of your own to ask another model")
     return pb_host.current()

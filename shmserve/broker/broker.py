@@ -393,6 +393,7 @@ class Broker:
     def close(self) -> None:
         """Everything that is open. The workers have gone."""
         self.operations.close()
+        self._tallies.close()
         self._workers.close()
         self._keepalive.cancel()
         if self._timer is not None:

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from msgspec import DecodeError, Struct
+from msgspec import Struct
 
 from shmserve.broker.families import FAMILIES, RESERVED, labels
 from shmserve.broker.logs import printable
@@ -63,6 +63,10 @@ class Tallies:
         for page in worker.pages:
             page.close()
 
+    def close(self) -> None:
+        for peer in list(self._workers):
+            self.gone(peer)
+
     def text(self) -> str:
         """As Prometheus reads it: families one after another."""
         for model in [model for model in self._ended if not self._served(model)]:
@@ -73,7 +77,7 @@ class Tallies:
         for worker in self._workers.values():
             _merge(found, self._samples(worker))
         families: dict[str, list[_Sample]] = {}
-        for sample in found.values():
+        for _, sample in sorted(found.items()):
             family = families.setdefault(sample.subject.name, [])
             if family and family[0].subject.kind != sample.subject.kind:
                 self._refuse(sample.subject, f"another model counts a {family[0].subject.kind} under this name")
@@ -89,7 +93,7 @@ class Tallies:
                         self._refuse(subject, "the server has a metric of this name")
                     else:
                         yield _Sample(subject, numbers)
-            except (ValueError, DecodeError) as error:
+            except ValueError as error:
                 log.error("model '%s' has spoilt the memory in which it counts: %s", worker.model, error)
 
     def _refuse(self, subject: Subject, why: str) -> None:

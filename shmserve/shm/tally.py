@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from itertools import pairwise
 
-from msgspec import Struct, json
+from msgspec import DecodeError, Struct, json
 
 PAGE_BYTES = 256 * 1024
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
@@ -92,7 +92,10 @@ def read(memory: memoryview) -> Iterator[tuple[Subject, list[float]]]:
         start = at + _HEAD + (length + 7) // 8 * 8
         if size % 8 or size < _HEAD or at + size > end or start > at + size:
             raise ValueError(f"a record of {size} bytes with a text of {length} cannot be at {at} of {end}")
-        subject = _subject_of(bytes(memory[at + _HEAD : at + _HEAD + length]))
+        try:
+            subject = _subject_of(bytes(memory[at + _HEAD : at + _HEAD + length]))
+        except DecodeError as error:
+            raise ValueError(f"a record has a text that says nothing: {error}") from None
         subject.check()
         numbers = [float(number) for number in memory[start : at + size].cast("d")]
         if len(numbers) != subject.count:

@@ -76,6 +76,8 @@ class Backend:
     """Whether it wants elements of BYTES as str, and not as bytes."""
     streams: Streams | None = None
     """What its models send by themselves, where they can."""
+    asks = False
+    """Whether its models can ask the server: `calls` and `listen` are set then."""
     calls: Calls | None = None
     """By which its models ask the server, where they can and there is one."""
     listen: Callable[[Streams], None] | None = None
@@ -83,6 +85,11 @@ class Backend:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+
+    @classmethod
+    def chosen(cls, config: ModelConfig) -> type[Backend]:
+        """The class for a model of this configuration, where there are several."""
+        return cls
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         """The configuration with what the model says of itself added. Only called when that is allowed."""

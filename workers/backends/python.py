@@ -15,21 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, ServeError
 from shmserve.messages import PARAMETERS, Failure
-from shmserve.repo.schema import as_triton_json, from_triton_json
-from shmserve.workers import pb_calls, pb_host, pb_utils
-from shmserve.workers.backends import Answer, Context, Request, SeparateBackend
-from shmserve.workers.coroutines import Coroutines
-from shmserve.workers.pb_model import ModelFile, flag, has_generator
+from shmserve.workers import pb_utils
+from shmserve.workers.backends import Answer, Backend, Context, Request, SeparateBackend
+from shmserve.workers.backends.python_model import PythonModel
+from shmserve.workers.pb_model import flag, has_generator
 from shmserve.workers.pb_requests import request_from
 from shmserve.workers.say import public, say_trace
 from shmserve.workers.specs import request_inputs_of
-from shmserve.workers.streams import Closed, Stream, Streams
+from shmserve.workers.streams import Closed, Stream
 
 if TYPE_CHECKING:
     from shmserve.messages import Value, Work
     from shmserve.repo.schema import ModelConfig
-    from shmserve.shm.tally import Subject
-    from shmserve.workers.calls import Calls, Pending
 
 _CODES = (
     "UNKNOWN",
@@ -45,71 +42,33 @@ _CODES = (
 _PARAMETER_BYTES = 16 * 1024
 SEND_WAITS = "send_waits"
 """The parameter of a configuration that says whether senders, outside of coroutines, wait for slow callers."""
+STACKED = "stacked"
+"""The one that says that the model gets a batch as one array for each input."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 
 
-class Python(SeparateBackend):
+class Python(PythonModel, SeparateBackend):
+    @classmethod
+    def chosen(cls, config: ModelConfig) -> type[Backend]:
+        if not flag(config, STACKED, False):
+            return cls
+        from shmserve.workers.backends.python_stacked import StackedPython  # few models want it
+
+        return StackedPython
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._file = ModelFile(context)
-        self._model: Any = None
-        self._coroutines: Coroutines | None = None
         self._running: Sequence[Request] = ()
         """The batch that the model has now."""
 
-    def complete(self, config: ModelConfig) -> ModelConfig:
-        pb_host.bind(self)
-        function = getattr(self._file.kind(config), "auto_complete_config", None)
-        if function is None:
-            return config
-        given = pb_utils.ModelConfig(as_triton_json(config))
-        found = function(given)
-        if not isinstance(found, pb_utils.ModelConfig):
-            raise InvalidRequest(
-                f"auto_complete_config of model '{config.name}' must return the model configuration object that it "
-                f"was given, not {type(found).__name__}"
-            )
-        return from_triton_json(found.as_dict())
-
-    def load(self, config: ModelConfig) -> None:
-        pb_host.bind(self)
-        kind = self._file.kind(config)
-        policy = config.model_transaction_policy
-        self.streams = self._streams = Streams(policy is not None and policy.decoupled)
+    def _prepare(self, config: ModelConfig, kind: Any) -> None:
         self._send_waits = flag(config, SEND_WAITS, True)
         self._generator = has_generator(kind, config.name, self._streams.decoupled)
         if not self._generator and not callable(getattr(kind, "execute", None)):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
         self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
-        self._instance = self.context.instance
-        if self.calls is not None:
-            self.calls.connect(self._streams)
-        if self.listen is not None:
-            self.listen(self._streams)
-        model = kind()
-        if callable(getattr(model, "initialize", None)):
-            self._streams.leave()
-            try:
-                model.initialize(self._file.arguments(config))
-            finally:
-                self._streams.enter()
-        self._model = model
-
-    def close(self) -> None:
-        model, self._model = self._model, None
-        streams, self.streams = self.streams, None
-        if streams is not None:
-            streams.stop(False)
-        try:
-            if self._coroutines is not None:
-                self._coroutines.close()
-            if model is not None and callable(getattr(model, "finalize", None)):
-                model.finalize()
-        finally:
-            if streams is not None:
-                streams.close()
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -120,13 +79,7 @@ class Python(SeparateBackend):
             if streams.decoupled:
                 return self._begun(requests, *self._begin(self._given(requests)))
             given = self._given(requests)
-            streams.leave()
-            try:
-                responses = self._model.execute(given)
-                if type(responses) is not list and inspect.iscoroutine(responses):
-                    responses = self._run(responses)
-            finally:
-                streams.enter()
+            responses = self._execute(given)
             if type(responses) is not list and not isinstance(responses, (list, tuple)):
                 raise ModelFailed(f"expected a list from execute, it returned {type(responses).__name__}")
             if len(responses) != len(requests):
@@ -143,15 +96,6 @@ class Python(SeparateBackend):
             self._running = ()
             if streams.withdrawn:
                 streams.withdrawn.clear()
-
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What the coroutine returns. Meanwhile the answers to its calls are read."""
-        future = self._loop().submit(coroutine)
-        streams = self._streams
-        if streams.listening:
-            future.add_done_callback(lambda _: streams.wake())
-            streams.wait_for(future.done, whatever=True)
-        return future.result()
 
     def _given(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
         make, names, outputs = request_from, self._inputs, self._outputs
@@ -262,11 +206,6 @@ class Python(SeparateBackend):
         except Exception as error:
             self._streams.fail_all(streams, self._why(error))
 
-    def _loop(self) -> Coroutines:
-        if self._coroutines is None:
-            self._coroutines = Coroutines()
-        return self._coroutines
-
     # ------------------------------------------------------------------------------------ what the model asks
 
     def sender(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponseSender:
@@ -295,55 +234,19 @@ class Python(SeparateBackend):
     def forget(self, stream: Stream) -> None:
         self._streams.forget(stream)
 
-    # ------------------------------------------------------------------------------------ whom the model asks
-
-    def server(self) -> Calls:
-        if self.calls is None or self.streams is None:
-            raise pb_utils.TritonModelException("there is no server that the model could ask, or not at this time")
-        return self.calls
-
-    def count(self, subject: Subject) -> memoryview[float]:
-        if self.calls is None:
-            return memoryview(bytearray(8 * subject.count)).cast("d")  # without a server nobody reads them
-        try:
-            return self.server().count(subject)
-        except ServeError as error:
-            raise pb_utils.TritonModelException(str(error)) from None
-
-    def model_dir(self) -> str:
-        return str(self.context.version_folder)
-
-    def call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
-        calls, pending = self._begin_call(request, decoupled)
-        if decoupled:
-            return pb_calls.Responses(calls, pending, self._here)
-        return pb_calls.finish(calls, pending)
-
-    async def call_soon(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
-        calls, pending = self._begin_call(request, decoupled)
-        if decoupled:
-            return pb_calls.Responses(calls, pending, self._here)
-        return await pb_calls.finish_soon(calls, pending, self._here())
-
-    def _begin_call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> tuple[Calls, Pending]:
-        calls = self.server()
-        running = self._works()
-        if self._streams.decoupled:
-            held = threading.current_thread() is threading.main_thread() and bool(self._running)
-        else:
-            held = bool(self._running)
-        return calls, pb_calls.begin(calls, request, decoupled, held, running)
+    # ------------------------------------------------------------------------------------ what it has now
 
     def _works(self) -> Sequence[Work]:
-        """What the model has now; of a sample, nothing that the server knows of."""
         streams = self._streams
         if not streams.connected:
-            return ()
+            return ()  # of a sample the server knows nothing
         works = [running.work for running in self._running]
         return works + [stream.work for stream in list(streams.open.values())] if streams.decoupled else works
 
-    def _here(self) -> bool:
-        return self._coroutines is not None and self._coroutines.here
+    def _is_held(self) -> bool:
+        if self._streams.decoupled and threading.current_thread() is not threading.main_thread():
+            return False
+        return bool(self._running)
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -363,7 +266,11 @@ class Python(SeparateBackend):
             if wrong:
                 return self._failure(wrong)
         wanted: dict[str, Value] | None = parameters or None
-        return Answer([(tensor._name, tensor._array) for tensor in response._tensors], None, wanted)
+        return Answer(
+            [(tensor._name, self._as_declared(tensor._name, tensor._array)) for tensor in response._tensors],
+            None,
+            wanted,
+        )
 
     def _failure(self, what: str) -> Answer:
         return Answer(error=Failure(ModelFailed.code, self._text(what)))
