@@ -160,12 +160,13 @@ def test_the_limit_of_host_memory() -> None:
         ("KIND_CPU", "cpu:0", "cpu:0"),
         ("KIND_CPU", "gpu:0; cpu:0", "cpu:0"),
         ("KIND_CPU", "gpu:0", None),
-        ("KIND_GPU", "gpu:0;cpu:0", "gpu:0;cpu:0"),
+        ("KIND_GPU", "gpu:0;cpu:0", "cpu:0;gpu:2"),
+        ("KIND_GPU", "gpu:0;gpu:1", "gpu:2"),
     ],
 )
 def test_pools_that_shrink_are_those_that_the_instance_has(kind: str, text: str, run: str | None) -> None:
     key = "memory.enable_memory_arena_shrinkage"
-    assert planned(config({key: text}), kind).run.get(key) == run
+    assert planned(config({key: text}), kind, device=2).run.get(key) == run
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,11 @@ class Onnx(StackedBackend):
         if config.input and config.output:
             return config
         session = self._open(config)
+        needed = [entry.name for entry in config.output] or None
         return complete_from_model(
             config,
             unknown(facts_of(session.get_inputs()), model_inputs_of(config), inputs_of(config)),
-            unknown(facts_of(session.get_outputs()), model_outputs_of(config), outputs_of(config)),
+            unknown(facts_of(session.get_outputs(), needed), model_outputs_of(config), outputs_of(config)),
             default_max_batch=default_max_batch(self._setting),
         )
 

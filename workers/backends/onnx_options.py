@@ -59,7 +59,7 @@ PARAMETERS = {
     SHRINKAGE: Parameter(
         text_of(r"(cpu|gpu):\d+(;(cpu|gpu):\d+)*", "devices like 'gpu:0;cpu:0'"),
         "",
-        "after each run the memory pools of these devices give back what they do not need",
+        "after each run the memory pools of these devices give back what they do not need; any gpu is the instance's own",
     ),
     "cpu_mem_limit": Parameter(
         whole(MOST_BYTES), "0", "ours: bytes that the host memory pool may have, weights with it; 0: no limit"
@@ -174,7 +174,7 @@ def plan(
     arena = _arena(values)
     if arena is not None:
         entries["session.use_env_allocators"] = "1"
-    run = _run(values[SHRINKAGE], found, values["enable_mem_arena"] == "1")
+    run = _run(values[SHRINKAGE], found, values["enable_mem_arena"] == "1", device)
     if found.captures:
         run["gpu_graph_id"] = "-1"
     return Plan(
@@ -240,14 +240,16 @@ def _arena(values: dict[str, str]) -> dict[str, int] | None:
     return {"max_mem": limit, "arena_extend_strategy": grows}
 
 
-def _run(shrinkage: str, found: Providers, arena: bool) -> dict[str, str]:
-    """The engine refuses devices of which it has no pool."""
+def _run(shrinkage: str, found: Providers, arena: bool, device: int) -> dict[str, str]:
+    """An instance has one GPU at most, whatever its number is elsewhere; the engine refuses those it does not have."""
     on_gpu = any(name == CUDA for name, _ in found.listed)
-    parts = [part for part in shrinkage.split(";") if part and (on_gpu or not part.startswith("gpu:"))]
-    if not arena and any(part.startswith("cpu:") for part in parts):
+    parts = [part for part in shrinkage.split(";") if part.startswith("cpu:")]
+    if parts and not arena:
         raise InvalidRequest(
             f"parameter {SHRINKAGE} '{shrinkage}' shrinks the host memory pool, which enable_mem_arena 0 turns off"
         )
+    if on_gpu and "gpu:" in shrinkage:
+        parts.append(f"gpu:{device}")
     return {SHRINKAGE: ";".join(parts)} if parts else {}
 
 
