@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
@@ -366,6 +366,7 @@ VALUES = st.one_of(
 GPU_KEYS = (*CUDA_OPTIONS, *TENSORRT_OPTIONS, "precision_mode", "max_workspace_size_bytes", "device_id", "other")
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     parameters=st.dictionaries(st.sampled_from([*PARAMETERS, "session.x", "other"]), VALUES, max_size=4),
     cuda=st.dictionaries(st.sampled_from(GPU_KEYS), VALUES, max_size=3),

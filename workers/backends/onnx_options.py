@@ -59,7 +59,7 @@ PARAMETERS = {
     SHRINKAGE: Parameter(
         text_of(r"(cpu|gpu):\d+(;(cpu|gpu):\d+)*", "devices like 'gpu:0;cpu:0'"),
         "",
-        "after each run the memory pools of these devices give back what they do not need; any gpu is the instance's own",
+        "after each run these memory pools give back what they do not need; any gpu is the instance's own",
     ),
     "cpu_mem_limit": Parameter(
         whole(MOST_BYTES), "0", "ours: bytes that the host memory pool may have, weights with it; 0: no limit"
