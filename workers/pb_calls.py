@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from shmserve.errors import ServeError
+from shmserve.errors import NotFound, ServeError
 from shmserve.messages import Options
 from shmserve.workers import pb_host
 from shmserve.workers.calls import WINDOW, Given
@@ -156,10 +156,13 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     version = int(model_version) if model_version.isdecimal() else 0
     if model_version and not version:
         raise TritonModelException(f"'{model_version}' is no version of a model")
-    return bool(_ask("ready", model_name, version)["ready"])
+    return bool(_ask("ready", model_name, version, unknown={"ready": False})["ready"])
 
 
-def _ask(what: str, model: str, version: int = 0, body: bytes = b"") -> dict[str, Any]:
+def _ask(
+    what: str, model: str, version: int = 0, body: bytes = b"", unknown: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The answer; `unknown`: where the server knows of no such model."""
     calls = pb_host.current().server()
     try:
         pending = calls.ask(what, model, version, body)
@@ -167,6 +170,8 @@ def _ask(what: str, model: str, version: int = 0, body: bytes = b"") -> dict[str
     except ServeError as error:
         raise TritonModelException(str(error)) from None
     response = calls.take(pending)
+    if response is not None and response.code == NotFound.code and unknown is not None:
+        return unknown
     if response is not None:
         raise TritonModelException(response.text)
     found: dict[str, Any] = json.loads(pending.body)

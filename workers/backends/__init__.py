@@ -79,7 +79,7 @@ class Backend:
     asks = False
     """Whether its models can ask the server: `calls` and `listen` are set then."""
     calls: Calls | None = None
-    """By which its models ask the server, where they can and there is one."""
+    """By which they ask, where there is a server."""
     listen: Callable[[Streams], None] | None = None
     """To be called with its streams before the model is loaded, so that it can ask then, too."""
 

@@ -1,0 +1,327 @@
+"""Python models in a server: they call others and themselves, ask it, count and log; and what is copied on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.shm import views
+from tests.process.launch import Launched
+
+pytestmark = pytest.mark.process
+
+LARGE = np.arange(300_000, dtype=np.float32).reshape(1, -1)
+
+CONFIG = """
+backend: "python" max_batch_size: 4
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+{more}
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+
+LEAF = """\
+import json
+
+import numpy
+import triton_python_backend_utils as pb_utils
+
+copied = []
+copy = numpy.copyto
+
+
+def copyto(target, source, **how):
+    copied.append(source.nbytes)
+    copy(target, source, **how)
+
+
+numpy.copyto = copyto
+
+
+def is_shared(array):
+    while isinstance(array.base, numpy.ndarray):
+        array = array.base
+    return type(array.base).__name__ == "Hold"
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        family = pb_utils.MetricFamily("leaf_requests", "how often", pb_utils.MetricFamily.COUNTER)
+        self.count = family.Metric({"instance": args["model_instance_name"]})
+        self.all = family.Metric()
+
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        self.count.increment(1)
+        self.all.increment(1)
+        wish = json.loads(request.parameters())
+        if "log" in wish:
+            getattr(pb_utils.Logger, wish["log"])("a line\\nand more")
+            print("it prints", flush=True)
+        if "fail" in wish:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError("no", pb_utils.TritonError.UNSUPPORTED))
+        x = request.inputs()[0].as_numpy()
+        before = list(copied)
+        copied.clear()
+        said = {"shared": is_shared(x), "copied": json.dumps(before)}
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)], parameters=said)
+"""
+
+CALLER = """\
+import asyncio
+import json
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        wish = json.loads(request.parameters())
+        chain = wish.get("chain", "leaf").split()
+        tensor = request.inputs()[0]
+        more = {"chain": " ".join(chain[1:])} if len(chain) > 1 else {}
+        more |= {"fail": True} if wish.get("fail") else {}
+        for _ in range(wish.get("times", 1)):
+            response = pb_utils.InferenceRequest(
+                model_name=chain[0], requested_output_names=["y"], inputs=[pb_utils.Tensor("x", tensor.as_numpy())],
+                parameters=more,
+            ).exec()
+            if response.has_error():
+                return pb_utils.InferenceResponse(error=response.error())
+            tensor = response.output_tensors()[0]
+        assert tensor.name() == "y"
+        return pb_utils.InferenceResponse([tensor], parameters=json.loads(response.parameters()))
+"""
+
+GATHER = """\
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        found = await asyncio.gather(*[self.one(request) for request in requests])
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", array)]) for array in found]
+
+    async def one(self, request):
+        calls = [
+            pb_utils.InferenceRequest(model_name=name, requested_output_names=["y"], inputs=request.inputs())
+            for name in ("leaf", "caller")
+        ]
+        first, second = await asyncio.gather(*[call.async_exec() for call in calls])
+        return first.output_tensors()[0].as_numpy() + second.output_tensors()[0].as_numpy()
+"""
+
+MANY = """\
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for value in request.inputs()[0].as_numpy()[0]:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", value.reshape(1, 1))]))
+            sender.send(flags=FINAL)
+"""
+
+SUMS = """\
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,)).start()
+
+    def answer(self, request):
+        sender = request.get_response_sender()
+        total = 0
+        call = pb_utils.InferenceRequest(model_name="many", requested_output_names=["y"], inputs=request.inputs())
+        for response in call.exec(decoupled=True):
+            total += response.output_tensors()[0].as_numpy()
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", total)]))
+        sender.send(flags=FINAL)
+"""
+
+CONTROL = """\
+import json
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        assert pb_utils.is_model_ready("leaf")
+
+    def execute(self, requests):
+        assert len(requests) == 1
+        before = pb_utils.is_model_ready("spare")
+        if not before:
+            pb_utils.load_model("spare")
+        else:
+            pb_utils.unload_model("spare")
+        after = pb_utils.is_model_ready("spare")
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[before, after]], np.float32))])]
+"""
+
+STACKED = """\
+class TritonPythonModel:
+    def execute(self, inputs):
+        return {"y": inputs["x"] + len(inputs["x"])}
+"""
+
+
+def add(repository: Path, name: str, source: str, more: str = "") -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.py").write_text(source)
+    (repository / name / "config.pbtxt").write_text(CONFIG.format(more=more))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    repository = tmp_path_factory.mktemp("models")
+    add(repository, "leaf", LEAF, "instance_group [ { count: 2 kind: KIND_CPU } ]")
+    for name, source, more in (
+        ("caller", CALLER, ""), ("second", CALLER, ""), ("gather", GATHER, ""), ("many", MANY, DECOUPLED),
+        ("sums", SUMS, DECOUPLED), ("spare", STACKED, ""), ("control", CONTROL, ""),
+        ("stacked", STACKED, 'parameters { key: "stacked" value: { string_value: "true" } }'),
+    ):  # fmt: skip
+        add(repository, name, source, more)
+    options = ["--model-control-mode", "explicit"]
+    for name in ("leaf", "caller", "second", "gather", "many", "sums", "stacked"):
+        options += ["--load-model", name]
+    with Launched(repository, tmp_path_factory.mktemp("run") / "r", *options) as launched:
+        yield launched
+
+
+@pytest.fixture
+def client(server: Launched) -> Iterator[shmserve.Client]:
+    with shmserve.Client(f"unix://{server.lane}") as found:
+        yield found
+
+
+def maker(array: np.ndarray[Any, Any]) -> int:
+    """The number of the process whose memory it is."""
+    hold = views.hold_of(array)
+    assert hold is not None
+    return int(hold.what.segment) >> 32
+
+
+def test_what_is_copied(client: shmserve.Client) -> None:
+    """The model sees the caller's own memory; of what it has computed one copy is made."""
+    for _ in range(6):  # both instances have had some
+        client.infer("leaf", {"x": LARGE})
+        found = client.infer("leaf", {"x": LARGE})
+    assert (found["y"] == LARGE * 2).all()
+    assert found.parameters["shared"] is True
+    assert json.loads(found.parameters["copied"]) == [LARGE.nbytes]
+
+
+def test_a_call_copies_nothing(client: shmserve.Client) -> None:
+    """What the caller sent is what the called model sees; what that has made is what the caller gets."""
+    makers = {maker(client.infer("leaf", {"x": LARGE})["y"]) for _ in range(10)}
+    found = client.infer("caller", {"x": LARGE})
+    assert (found["y"] == LARGE * 2).all()
+    assert found.parameters["shared"] is True
+    assert maker(found["y"]) in makers
+    found = client.infer("caller", {"x": LARGE}, parameters={"times": 3, "chain": "second leaf"})
+    assert (found["y"] == LARGE * 8).all()
+    assert maker(found["y"]) in makers
+
+
+def test_a_call_that_fails(client: shmserve.Client) -> None:
+    with pytest.raises(shmserve.Unsupported, match="no"):
+        client.infer("caller", {"x": LARGE}, parameters={"fail": True})
+    with pytest.raises(shmserve.NotFound, match="unknown model: 'nobody'"):
+        client.infer("caller", {"x": LARGE}, parameters={"chain": "nobody"})
+
+
+@pytest.mark.parametrize("chain", ["caller leaf", "second caller leaf"])
+def test_a_circle(client: shmserve.Client, chain: str) -> None:
+    """Its one instance waits for itself: that is said, and not waited for."""
+    with pytest.raises(shmserve.Unavailable, match="caller"):
+        client.infer("caller", {"x": LARGE}, parameters={"chain": chain}, timeout=20)
+    assert (client.infer("caller", {"x": LARGE})["y"] == LARGE * 2).all()
+
+
+def test_coroutines_call(client: shmserve.Client) -> None:
+    futures = [client.submit("gather", {"x": LARGE + number}) for number in range(6)]
+    for number, future in enumerate(futures):
+        assert (future.result(20)["y"] == (LARGE + number) * 4).all()
+
+
+def test_many_answers(client: shmserve.Client) -> None:
+    with client.stream("sums", {"x": np.arange(100, dtype=np.float32)[None]}) as answers:
+        found = [float(answer["y"][0, 0]) for answer in answers]
+    assert found == np.arange(100, dtype=np.float32).cumsum().tolist()
+
+
+def test_stacked(client: shmserve.Client) -> None:
+    assert (client.infer("stacked", {"x": np.ones((3, 2), np.float32)})["y"] == 4).all()
+
+
+def test_models_are_loaded_by_models(client: shmserve.Client) -> None:
+    client.load("control")
+    for expected in ([0, 1], [1, 0], [0, 1]):
+        assert client.infer("control", {"x": np.zeros((1, 1), np.float32)})["y"].tolist()[0] == expected
+    client.unload("control")
+    client.unload("spare")
+
+
+def test_metrics(client: shmserve.Client) -> None:
+    def counts() -> dict[str, float]:
+        lines = client.metrics().splitlines()
+        assert "# TYPE leaf_requests counter" in lines
+        pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("leaf_requests")]
+        return {name: float(value) for name, value in pairs}
+
+    before = counts()
+    for _ in range(7):
+        client.infer("leaf", {"x": LARGE})
+    after = counts()
+    assert after["leaf_requests"] == before["leaf_requests"] + 7
+    instances = [value for name, value in after.items() if name.startswith('leaf_requests{instance="leaf_0_')]
+    assert len(instances) == 2
+    assert sum(instances) == after["leaf_requests"]
+    client.restart("leaf")
+    assert counts() == after
+
+
+@pytest.mark.parametrize(
+    ("method", "level"), [("log_info", "INFO"), ("log_warn", "WARNING"), ("log_error", "ERROR"), ("log_verbose", "")]
+)
+def test_the_log(server: Launched, client: shmserve.Client, method: str, level: str) -> None:
+    before = len(server.log)
+    client.infer("leaf", {"x": LARGE}, parameters={"log": method})
+    while "it prints" not in (said := server.log[before:]):
+        client.infer("leaf", {"x": LARGE})
+    lines = [line for line in said.splitlines() if "a line" in line]
+    if not level:
+        assert not lines
+        return
+    (line,) = lines
+    assert f" {level} [leaf_0_" in line
+    assert line.endswith("a line\\nand more")
