@@ -15,6 +15,7 @@ from bench.child import Child, Team
 from bench.hostile_client import settle
 from bench.raw import Lane
 from bench.setting import Served, serving
+from shmserve.core.faults import SIGN
 
 SETTLE = 20.0
 """Seconds within which the server must have let go of everything: a death notice, not a test of speed."""
@@ -113,6 +114,7 @@ def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, 
             now, worse = compare(server, before)
             if worse:
                 worse += [line for line in server.log().splitlines() if " ERROR " in line][:5]
+            worse += [line for line in server.log().splitlines() if SIGN in line][:5]
             after = honest.ask(seconds=0.5)[0]
     for link, answer in zip(links, answers, strict=True):
         found.sent += answer["sent"]

@@ -35,6 +35,7 @@ from shmserve.core import effects, events
 from shmserve.core.core import Core
 from shmserve.core.effects import Effect, Send
 from shmserve.core.events import Event
+from shmserve.core.faults import SIGN
 from shmserve.core.state import WORKERS_FROM
 from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
@@ -266,11 +267,9 @@ class Broker:
 
     def _carry_out(self, wanted: list[Effect]) -> None:
         """All of it before the next turn: what a later turn says must not overtake what this one has said."""
-        actions = self._actions
         self._carrying_out = True  # the ZeroMQ door looks for messages whenever something is sent
         try:
-            for effect in wanted:
-                actions[type(effect)](effect)
+            self._act(wanted)
             self._flush()
         finally:
             self._carrying_out = False
@@ -284,6 +283,17 @@ class Broker:
                 self._answer(peer, ask)
         if self.turned is not None:
             self.turned()
+
+    def _act(self, wanted: list[Effect]) -> None:
+        actions = self._actions
+        left = iter(wanted)
+        while True:
+            try:
+                for effect in left:
+                    actions[type(effect)](effect)
+                return
+            except Exception:
+                log.critical("%s, please report it: carrying out %s", SIGN, type(effect).__name__, exc_info=True)
 
     def _send(self, effect: Send) -> None:
         link = self._links.get(effect.peer)
@@ -307,7 +317,11 @@ class Broker:
         self._dirty = {}
         descriptor_of = self._segments.descriptor
         for link in dirty:
-            link.flush(descriptor_of)
+            try:
+                link.flush(descriptor_of)
+            except Exception:
+                log.critical("%s, please report it: sending to peer %d", SIGN, link.peer, exc_info=True)
+                link.close(f"{SIGN} in sending to it")
         if self._door_used:
             self._door.look()
 

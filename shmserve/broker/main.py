@@ -106,7 +106,8 @@ class Server:
         self._settings = settings
         self._loop = loop
         self._code = 0
-        self._core = Core(f"shmserve {version()}", setting.limits(settings), tracing=settings.log_verbose > 1)
+        tracing = settings.log_verbose > 1
+        self._core = Core(f"shmserve {version()}", setting.limits(settings), tracing=tracing, survive=True)
         self._mode: str = settings.model_control_mode
         self._catalog = Catalog(
             settings.model_repository,

@@ -22,6 +22,7 @@ from shmserve.core.streams import Streams
 from shmserve.core.trace import PARAMETER as TRACE
 from shmserve.errors import (
     ConnectionLost,
+    Internal,
     InvalidRequest,
     ProtocolError,
     ServeError,
@@ -144,13 +145,19 @@ class Admission:
 
     def _goodbye(self, client: Client, error: ServeError) -> None:
         """It is sent away, and what it still says is not heard."""
-        if not isinstance(error, (Unavailable, ConnectionLost)):
+        if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
             self._crowd.expelled(client, self._state.now)
         client.leaving = True
         client.roles = access.NOBODY
         self._tell_operator("info", client, f"is sent away: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
         self._state.effects.append(Close(client.number))
+
+    def part_with(self, peer: int, error: ServeError) -> None:
+        """For no mistake of its own."""
+        client = self._state.clients.get(peer)
+        if client is not None and not client.leaving:
+            self._goodbye(client, error)
 
     def _refuse(self, client: Client, number: int, error: ServeError, now: int) -> None:
         """The answer to a request, or to what is none (0), that is not taken."""

@@ -22,6 +22,7 @@ from shmserve.core.effects import Effect
 from shmserve.core.ends import Ends
 from shmserve.core.ensembles import Ensembles
 from shmserve.core.events import Event
+from shmserve.core.faults import Faults
 from shmserve.core.instances import Instance
 from shmserve.core.intake import Intake
 from shmserve.core.lifecycle import Lifecycle
@@ -64,8 +65,10 @@ Handler = Callable[[int, Any, int], None]
 
 
 class Core:
-    def __init__(self, server: str = "shmserve", limits: Limits | None = None, tracing: bool = False) -> None:
-        """`tracing`: a Log for each batch, with the reason why it was formed."""
+    def __init__(
+        self, server: str = "shmserve", limits: Limits | None = None, tracing: bool = False, survive: bool = False
+    ) -> None:
+        """`tracing`: a Log for each batch, with the reason why it was formed. `survive`: its own faults (faults.py)."""
         self.state = State(limits or Limits())
         self.state.tracing = tracing
         self._ends = Ends(self.state)
@@ -85,6 +88,7 @@ class Core:
         self._lifecycle = Lifecycle(
             self.state, self._dispatcher, self._ends, self._streams, self._operations, self._calls
         )
+        self._faults = Faults(self.state, self._admission, self._dispatcher, survive)
         admission, operations, lifecycle, calls = self._admission, self._operations, self._lifecycle, self._calls
         self._of_clients: dict[type, Handler] = {
             Infer: admission.infer,
@@ -141,13 +145,20 @@ class Core:
         effects = self.state.begin()
         self.state.now = now
         of_clients, of_workers, instances = self._of_clients, self._of_workers, self.state.instances
-        for peer, message in turn:
-            if peer < WORKERS_FROM:
-                of_clients[type(message)](peer, message, now)
-            else:
-                known = instances.get(peer)
-                if known is not None and known[1].state is not KILLED:  # else it is the echo of one that is dead
-                    of_workers[type(message)](peer, message, now)
+        left = iter(turn)
+        peer, message = 0, None
+        while True:
+            try:
+                for peer, message in left:
+                    if peer < WORKERS_FROM:
+                        of_clients[type(message)](peer, message, now)
+                    else:
+                        known = instances.get(peer)
+                        if known is not None and known[1].state is not KILLED:  # else it is a dead one's echo
+                            of_workers[type(message)](peer, message, now)
+                break
+            except Exception:
+                self._faults.by_event(peer, message)
         self._settle(now)
         return effects
 
@@ -158,7 +169,10 @@ class Core:
         effects = self.state.begin()
         self.state.now = now
         for kind, subject in self.state.due(now):
-            self._timer(kind, subject, now)
+            try:
+                self._timer(kind, subject, now)
+            except Exception:
+                self._faults.told(f"timer {kind.name}")
         for version, wake in list(self.state.wakes.items()):
             if wake <= now:
                 self.state.dirty[version] = None
@@ -166,6 +180,14 @@ class Core:
         return effects
 
     def _settle(self, now: int) -> None:
+        while True:
+            try:
+                self._settle_all(now)
+                return
+            except Exception:
+                self._faults.told("what follows from events")
+
+    def _settle_all(self, now: int) -> None:
         state = self.state
         self._go_on(now)
         if state.fewer:

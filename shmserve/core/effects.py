@@ -94,4 +94,4 @@ class Drained(Struct):
     """Nothing is in flight and every worker has gone: the process may end."""
 
 
-Effect = Send | Spawn | Compose | Kill | Close | Free | Forget | Log | Settled | Query | Drained
+Effect = Send | Spawn | Pause | Compose | Kill | Close | Free | Forget | Log | Settled | Query | Drained
