@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.commands_base import Failed, Misuse, print_json
 from shmserve.errors import ConnectionLost, InvalidRequest
+from shmserve.repo.gpus import discover
 
 if TYPE_CHECKING:
     from shmserve.clients.private import Private
@@ -42,7 +43,7 @@ def check(args: argparse.Namespace) -> int:
     roots = [Path(root) for root in args.roots]
     name = args.model_config_name or ""
     try:
-        checked = check(roots, backends=_backends(args), config_name=name)
+        checked = check(roots, backends=_backends(args), gpus=discover().numbers, config_name=name)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     if args.load:
@@ -132,7 +133,8 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
             progress.end()
         completed = _completed(client, index)
         log = server.log
-    checked = check(roots, backends=_backends(args), config_name=name, completed=completed)
+    gpus = discover().numbers
+    checked = check(roots, backends=_backends(args), gpus=gpus, config_name=name, completed=completed)
     return _judged(checked, index, _lines_of_workers(log), args.timeout)
 
 

@@ -24,7 +24,7 @@ from shmserve.repo.problems import Place, Problem, nearest
 from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.validate import MODEL_NAME, NAME_RULE
 
-BACKENDS = frozenset({"identity", "onnxruntime", "openvino", "python", "pytorch"})
+BACKENDS = frozenset({"identity", "onnxruntime", "openvino", "python", "pytorch", "tensorrt"})
 """The backends that workers have."""
 CONFIG_FOLDER = "configs"
 """In a model's directory: alternative configurations."""

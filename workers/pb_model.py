@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, NotFound
+from shmserve.repo.gpus import VISIBLE
 from shmserve.repo.schema import as_triton_json
 from shmserve.workers import pb_utils
 
@@ -64,6 +66,8 @@ class ModelFile:
 
     def arguments(self, config: ModelConfig) -> dict[str, str]:
         kind, number = device(config, self.context.instance)
+        if kind == "GPU" and os.environ.get(VISIBLE, "").startswith("GPU-"):
+            number = 0  # of all GPUs this process sees its own, and that is the first
         return {
             "model_config": json.dumps(as_triton_json(config)),
             "model_instance_kind": kind,

@@ -27,6 +27,7 @@ from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
 from shmserve.messages import Load, Options, Row, Tensor, Wanted, Work
 from shmserve.repo.backends import DIRECTORY, installed, not_usable
+from shmserve.repo.gpus import VISIBLE, discover
 from shmserve.repo.load import verify
 from shmserve.repo.origins import surprises
 from shmserve.repo.schema import encode_config
@@ -167,7 +168,8 @@ def _find(order: Order) -> tuple[Found, int]:
     if fault:
         raise feed.Refused(f"--backend-directory {fault}")
     try:
-        found = scan_model(path, backends=installed(order.backend_directory), config_name=order.model_config_name)
+        backends, gpus = installed(order.backend_directory), discover().numbers
+        found = scan_model(path, backends=backends, gpus=gpus, config_name=order.model_config_name)
     except InvalidRequest as error:
         raise feed.Refused(str(error)) from error
     for warning in found.warnings:
@@ -186,12 +188,21 @@ def _find(order: Order) -> tuple[Found, int]:
     return found, order.version
 
 
+def _show_one_gpu(config: ModelConfig) -> None:
+    """As in a server, an instance on a GPU sees that one only."""
+    group = config.instance_group[0] if config.instance_group else None
+    uuid = discover().uuids().get(group.gpus[0]) if group is not None and group.gpus else None
+    if uuid is not None:
+        os.environ[VISIBLE] = uuid
+
+
 @contextmanager
 def _loaded(order: Order, found: Found, version: int, mapped: Mapped, terminal: Terminal) -> Iterator[Model]:
     """The model, finalized at the end, and everything that it has told nobody of."""
     config = found.config
     assert config is not None
     instance = f"{config.instance_group[0].name}_0" if config.instance_group else f"{config.name}_0_0"
+    _show_one_gpu(config)
     told = Load(OWNER, config.name, version, instance, str(found.path), _settings(order))
     try:
         model = load(told, encode_config(config), Unheard(), mapped, terminal.trace)

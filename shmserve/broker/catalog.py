@@ -75,11 +75,13 @@ class Catalog:
         verified: bool = False,
         resources: Sequence[tuple[str, int, int]] | None = None,
         terms: Terms = NOTHING,
+        gpus: Collection[int] = (),
     ) -> None:
         """`settings` go to the workers; `cores` are divided among them. `verified`: workers see to it that the files
         do not change while they load them. `resources`: what the rate limiter was given; None: there is none. `terms`:
-        of the processes of models that say nothing else."""
+        of the processes of models that say nothing else. `gpus`: the numbers of those that models may use."""
         self._cores = cores
+        self._gpus = gpus
         self._terms = terms
         self._resources = resources
         self._repositories = repositories
@@ -123,7 +125,9 @@ class Catalog:
         override = given.config if given is not None else None
         before = _look(folder)
         for _ in range(3):
-            found = scan_model(folder, backends=self._backends, config_name=self._config_name, override=override)
+            found = scan_model(
+                folder, backends=self._backends, gpus=self._gpus, config_name=self._config_name, override=override
+            )
             after = _look(folder)
             if after == before:
                 break
@@ -271,7 +275,7 @@ class Catalog:
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
         """Takes what a worker has completed the configuration to. Also what its owner may not have expected."""
         source = self._sources[number]
-        config = verify(decode_config(data), backends=self._backends)
+        config = verify(decode_config(data), backends=self._backends, gpus=self._gpus)
         if config.name != source.model:
             raise InvalidRequest(f"the model has changed its own name to '{config.name}', which it may not")
         policy = compile_policy(config, source.version)

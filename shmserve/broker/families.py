@@ -28,6 +28,7 @@ class Family(Struct, frozen=True):
 
 
 MODEL, BATCHES, MEMORY, SERVER, MACHINE = "Requests", "Batches", "Memory", "Server and instances", "Machine"
+GPU = ("gpu_uuid",)
 GROUPS = (MODEL, BATCHES, MEMORY, SERVER, MACHINE)
 
 
@@ -106,13 +107,17 @@ FAMILIES = (
         ("nv_cpu_utilization", "gauge", (), "from 0 to 1, all cores together, since the metrics were read last"),
         ("nv_cpu_memory_total_bytes", "gauge", (), "memory of the machine"),
         ("nv_cpu_memory_used_bytes", "gauge", (), "of that, what is not available to others"),
+        ("nv_gpu_utilization", "gauge", GPU, "from 0 to 1, of the time in which anything ran on the GPU"),
+        ("nv_gpu_memory_total_bytes", "gauge", GPU, "memory of the GPU"),
+        ("nv_gpu_memory_used_bytes", "gauge", GPU, "of that, what is in use, by all processes"),
+        ("nv_gpu_power_usage", "gauge", GPU, "watts"),
+        ("nv_gpu_power_limit", "gauge", GPU, "watts at most, as is enforced"),
+        ("nv_energy_consumption", "counter", GPU, "joules since the driver was loaded"),
     ),
 )  # fmt: skip
 RESERVED = (
-    "nv_gpu_utilization", "nv_gpu_memory_total_bytes", "nv_gpu_memory_used_bytes", "nv_gpu_power_usage",
-    "nv_gpu_power_limit", "nv_energy_consumption", "nv_pinned_memory_pool_total_bytes",
-    "nv_pinned_memory_pool_used_bytes", "nv_cache_miss_duration_per_model",
-)  # fmt: skip
+    "nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes", "nv_cache_miss_duration_per_model",
+)
 """Triton's names for what is not here. They stand for nothing else."""
 
 

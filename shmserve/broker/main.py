@@ -25,6 +25,7 @@ from shmserve.broker.broker import Broker
 from shmserve.broker.catalog import Catalog, Reading
 from shmserve.broker.control import Control
 from shmserve.broker.cores import survey
+from shmserve.broker.gpus import GpuMetrics
 from shmserve.broker.logs import set_up
 from shmserve.broker.operations import Operations
 from shmserve.broker.poll import Poll
@@ -33,6 +34,7 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import ServeError
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
+from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.store import Found
 from shmserve.shm import posix
 from shmserve.version import version
@@ -109,14 +111,16 @@ class Server:
         tracing = settings.log_verbose > 1
         self._core = Core(f"shmserve {version()}", setting.limits(settings), tracing=tracing, survive=True)
         self._mode: str = settings.model_control_mode
+        gpus = _gpus()
         self._catalog = Catalog(
             settings.model_repository,
             setting.backend_settings(settings),
-            survey(setting.host_policies(settings)),
+            survey(setting.host_policies(settings), gpus.places()),
             settings.model_config_name,
             verified=self._mode == "poll",
             resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
             terms=setting.terms(settings),
+            gpus=gpus.numbers,
         )
         self._control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
         self._broker = Broker(
@@ -128,6 +132,10 @@ class Server:
             settings.broker_arena_bytes,
             setting.access(settings),
         )
+        self._broker.use_gpus(gpus.uuids())
+        self._gpu_metrics = GpuMetrics(gpus.found)
+        told = self._control.metrics
+        self._control.metrics = lambda: told() + self._gpu_metrics.text()
         self._operations = self._broker.operations = Operations(
             loop,
             self._core,
@@ -153,6 +161,7 @@ class Server:
         hang_up = (self._stop, "SIGHUP") if os.isatty(0) else (self._reread,)
         self._loop.add_signal_handler(signal.SIGHUP, *hang_up)
         try:
+            self._gpu_metrics.start()
             self._announcer.begin()
             self._begin()
             self._broker.turned = self._turned
@@ -164,6 +173,7 @@ class Server:
         finally:
             self._announcer.close()
             self._broker.close()
+            self._gpu_metrics.close()
         return self._code
 
     def _begin(self) -> None:
@@ -235,6 +245,16 @@ class Server:
             log.info("%s: finishing the requests in flight, for up to %g s", why, self._settings.exit_timeout_secs)
             self._announcer.stopping(self._settings.exit_timeout_secs)
         self._broker.put(events.Drain(int(self._settings.exit_timeout_secs * 1e9)))
+
+
+def _gpus() -> Gpus:
+    """What the log says of them, too."""
+    found = discover()
+    for gpu in found.found:
+        log.info("GPU %d: %s, %s", gpu.number, gpu.name, gpu.uuid)
+    if found.why:
+        log.warning("this machine has NVIDIA's driver, but no GPU is used: %s", found.why)
+    return found
 
 
 def _serve(settings: argparse.Namespace, manager: notify.Manager) -> int:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -25,6 +25,7 @@ from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
 from shmserve.messages import WorkerReport
 from shmserve.paths import python
+from shmserve.repo.gpus import VISIBLE
 
 STDERR_LINES = 20
 """The last lines of a worker's stderr, told to operators when it dies."""
@@ -72,6 +73,8 @@ class Workers:
         self._exited = exited
         self._say = say
         self._workers: dict[int, Worker] = {}
+        self.gpus: Mapping[int, str] = {}
+        """The uuids of the GPUs, by number: a worker sees its own, and no other."""
         self._memory = Memory(loop, self.kill, make=groups)
 
     def __len__(self) -> int:
@@ -92,7 +95,7 @@ class Workers:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=worker_environment(),
+                env=worker_environment() | self._device(spec),
                 start_new_session=True,  # a terminal's Ctrl-C is for the broker, which stops its workers in order
             )
         except OSError:
@@ -112,6 +115,10 @@ class Workers:
         os.set_blocking(process.stdout.fileno(), False)
         self._loop.add_reader(process.stdout.fileno(), self._listen, worker)
         return worker
+
+    def _device(self, spec: InstanceSpec) -> dict[str, str]:
+        uuid = self.gpus.get(spec.device) if spec.kind == "KIND_GPU" else None
+        return {VISIBLE: uuid} if uuid is not None else {}
 
     def kill(self, peer: int, reason: str) -> None:
         worker = self._workers.get(peer)

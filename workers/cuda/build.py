@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import ModelFailed, ServeError, Unsupported
+from shmserve.repo.gpus import discover
 from shmserve.repo.schema import ModelConfig
 from shmserve.repo.store import scan_model
 from shmserve.tables import duration_text, shape_text, table
@@ -109,7 +110,7 @@ def _source(order: Order) -> tuple[Path, ModelConfig | None]:
         return path, None
     if not path.is_dir():
         raise Misuse(f"{path} is neither an ONNX file nor the directory of a model")
-    found = scan_model(Path(os.path.abspath(path)))
+    found = scan_model(Path(os.path.abspath(path)), gpus=discover().numbers)
     if found.problems or found.given is None:
         raise Misuse("\n".join([f"the configuration of model '{found.name}' is wrong:", *found.problems]))
     versions = [order.version] if order.version is not None else list(found.versions[-1:])
