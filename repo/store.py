@@ -26,6 +26,7 @@ from shmserve.repo.validate import MODEL_NAME, NAME_RULE
 
 BACKENDS = frozenset({"identity", "onnxruntime", "openvino", "python", "pytorch", "tensorrt"})
 """The backends that workers have."""
+_ONE_FILE = frozenset({"python", "pytorch"})
 CONFIG_FOLDER = "configs"
 """In a model's directory: alternative configurations."""
 OVERRIDE_FILE = "override"
@@ -322,7 +323,7 @@ def _missing_file(directory: Path, config: ModelConfig) -> str:
         # A model in a directory of its own: weights apart from the graph, or a saved model.
         if config.backend == "onnxruntime" and not (path / "model.onnx").is_file():
             return f"'{shown(name)}' is a directory, but has no file 'model.onnx'"
-        return f"'{name}' is a directory, expected a file" if config.backend == "python" else ""
+        return f"'{name}' is a directory, expected a file" if config.backend in _ONE_FILE else ""
     if path.is_file():
         return ""
     if path.is_symlink():

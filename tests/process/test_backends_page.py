@@ -15,6 +15,7 @@ from shmserve.broker import settings
 from shmserve.clients import cli
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import DIRECTORY, installed, not_usable
+from shmserve.repo.complete import can_complete
 from shmserve.workers import backends
 from shmserve.workers.backends.custom import backend_in, from_directory
 from tests.process.launch import Launched
@@ -135,6 +136,17 @@ def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*pip install 'shmserve\[{extra}\]'"):
         backends.find(name)
+
+
+@pytest.mark.parametrize(
+    ("backend", "file", "known"),
+    [("pytorch", "model.pt", False), ("pytorch", "model.pt2", True), ("openvino", "", True), ("linear", "", True),
+     ("identity", "", False)],
+)  # fmt: skip
+def test_who_can_say_what_the_configuration_leaves_out(backend: str, file: str, known: bool) -> None:
+    from shmserve.repo.schema import ModelConfig
+
+    assert can_complete(ModelConfig(name="m", backend=backend, default_model_filename=file)) == known
 
 
 def test_the_reason_on_the_page() -> None:

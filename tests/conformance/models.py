@@ -1,0 +1,173 @@
+"""Models for the ends of the conformance suite: with an optional input, with an output too few, and slow ones.
+
+The rule: `adding` is a + b, or a + 100 where b is not there; `few` makes y, and its configuration says that it also
+makes z; `slow` is y = x after a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from shmserve.repo.schema import ModelConfig
+from tests.worker_harness import config
+from tests.worker_models import (
+    PYTHON_ADD,
+    PYTHON_ECHO,
+    Graph,
+    openvino_input,
+    openvino_result,
+    openvino_save,
+    python_model,
+    torch_forward,
+)
+
+Make = Callable[[Path], ModelConfig]
+X = {"x": ("FP32", (-1,))}
+Y = {"y": ("FP32", (-1,))}
+Z = {**Y, "z": ("FP32", (-1,))}
+TIMES, SIDE = 24, 512
+"""A slow model multiplies so many matrices of this side. They are diagonal, so that it knows what comes out."""
+
+
+def adding_config(backend: str) -> ModelConfig:
+    found = config(backend, {"a": ("FP32", (2,)), "b": ("FP32", (2,))}, {"sum": ("FP32", (2,))}, max_batch=8)
+    return replace(found, input=(found.input[0], replace(found.input[1], optional=True)))
+
+
+# ---------------------------------------------------------------------------------------------- identity
+
+
+def identity_few(folder: Path) -> ModelConfig:
+    return config("identity", X, Z)
+
+
+def identity_slow(folder: Path) -> ModelConfig:
+    return config("identity", X, Y, parameters={"delay_us": "300000"})
+
+
+# ---------------------------------------------------------------------------------------------- python
+
+
+def python_adding(folder: Path) -> ModelConfig:
+    python_model(folder, PYTHON_ADD)
+    return adding_config("python")
+
+
+def python_few(folder: Path) -> ModelConfig:
+    python_model(folder, PYTHON_ECHO)
+    return config("python", X, Z)
+
+
+def python_slow(folder: Path) -> ModelConfig:
+    slowly = PYTHON_ECHO.replace("        return [self", "        select.select([], [], [], 0.3)\n        return [self")
+    python_model(folder, "import select\n" + slowly)
+    return config("python", X, Y)
+
+
+# ---------------------------------------------------------------------------------------------- onnxruntime
+
+
+def onnx_adding(folder: Path) -> ModelConfig:
+    graph = Graph().input("a", "FP32", [-1, 2]).input("b", "FP32", [1, 2]).output("sum", "FP32", [-1, 2])
+    graph.weight("b", np.full((1, 2), 100, np.float32)).node("Add", ["a", "b"], ["sum"]).save(folder)
+    return adding_config("onnxruntime")
+
+
+def onnx_few(folder: Path) -> ModelConfig:
+    Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1]).node("Identity", ["x"], ["y"]).save(folder)
+    return config("onnxruntime", X, Z)
+
+
+def onnx_slow(folder: Path) -> ModelConfig:
+    graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1])
+    graph.weight("one", np.eye(SIDE, dtype=np.float32)).weight("side", np.float32(SIDE))
+    graph.node("ReduceSum", ["x"], ["sum"], keepdims=0).node("Mul", ["one", "sum"], ["m0"])
+    for number in range(TIMES):
+        graph.node("MatMul", [f"m{number}", "one"], [f"m{number + 1}"])
+    graph.node("ReduceSum", [f"m{TIMES}"], ["trace"], keepdims=0).node("Div", ["trace", "side"], ["again"])
+    graph.node("Sub", ["again", "sum"], ["zero"]).node("Add", ["x", "zero"], ["y"])
+    graph.save(folder)
+    return config("onnxruntime", X, Y)
+
+
+# ---------------------------------------------------------------------------------------------- openvino
+
+
+def openvino_few(folder: Path) -> ModelConfig:
+    from openvino import opset13
+
+    x = openvino_input("x", "FP32", [-1])
+    openvino_save(folder, [x], [openvino_result("y", opset13.negative(x))])
+    return config("openvino", X, Z)
+
+
+def openvino_slow(folder: Path) -> ModelConfig:
+    from openvino import opset13
+
+    x = openvino_input("x", "FP32", [-1])
+    side = np.int64(SIDE)
+    one = opset13.eye(side, side, np.int64(0), "f32")
+    total = opset13.reduce_sum(x, np.array([0]), False)
+    matrix = opset13.multiply(one, total)
+    for _ in range(TIMES):
+        matrix = opset13.matmul(matrix, one, False, False)
+    again = opset13.divide(opset13.reduce_sum(matrix, np.array([0, 1]), False), np.float32(SIDE))
+    zero = opset13.subtract(again, total)
+    openvino_save(folder, [x], [openvino_result("y", opset13.add(x, zero))])
+    return config("openvino", X, Y)
+
+
+def openvino_adding(folder: Path) -> ModelConfig:
+    """It cannot be: a model of OpenVINO has no optional inputs."""
+    from openvino import opset13
+
+    a, b = openvino_input("a", "FP32", [-1, 2]), openvino_input("b", "FP32", [-1, 2])
+    openvino_save(folder, [a, b], [openvino_result("sum", opset13.add(a, b))])
+    return adding_config("openvino")
+
+
+# ---------------------------------------------------------------------------------------------- pytorch
+
+
+def torch_adding(folder: Path) -> ModelConfig:
+    torch_forward(folder, "a, b: Optional[Tensor]", "return a + 100 if b is None else a + b")
+    return adding_config("pytorch")
+
+
+def torch_few(folder: Path) -> ModelConfig:
+    torch_forward(folder, "x", "return x")
+    return config("pytorch", X, Z)
+
+
+def torch_slow(folder: Path) -> ModelConfig:
+    torch_forward(
+        folder,
+        "x",
+        f"one = torch.eye({SIDE})",
+        "matrix = one * x.sum()",
+        f"for _ in range({TIMES}):",
+        "    matrix = matrix @ one",
+        f"return x + (matrix.sum() / {SIDE} - x.sum())",
+    )
+    return config("pytorch", X, Y)
+
+
+ADDING: dict[str, Make] = {"python": python_adding, "onnxruntime": onnx_adding, "pytorch": torch_adding}
+FEW: dict[str, Make] = {
+    "identity": identity_few,
+    "python": python_few,
+    "onnxruntime": onnx_few,
+    "openvino": openvino_few,
+    "pytorch": torch_few,
+}
+SLOW: dict[str, Make] = {
+    "identity": identity_slow,
+    "python": python_slow,
+    "onnxruntime": onnx_slow,
+    "openvino": openvino_slow,
+    "pytorch": torch_slow,
+}

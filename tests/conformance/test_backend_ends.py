@@ -1,0 +1,132 @@
+"""What every backend does at the ends: optional inputs, too few outputs, long runs, crashes, unloading."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.messages import LoadFailed, Row, Tensor, Wanted
+from shmserve.workers.exits import Exit
+from tests.conformance.models import ADDING, FEW, SLOW, Make, openvino_adding
+from tests.conformance.test_backends import needs
+from tests.worker_harness import PATIENCE_S, WorkerProcess, config, work
+from tests.worker_models import KINDS, Kind
+
+pytestmark = pytest.mark.process
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+def kinds(table: dict[str, Make]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", [BY_NAME[name] for name in table], ids=list(table))
+
+
+def tensor(name: str, *values: float) -> Tensor:
+    array = np.array([values], np.float32)
+    return Tensor(name, "FP32", array.shape, array.tobytes())
+
+
+def flat(name: str, *values: float) -> Tensor:
+    return Tensor(name, "FP32", (len(values),), np.array(values, np.float32).tobytes())
+
+
+def values(worker: WorkerProcess, row: Row) -> list[Any]:
+    assert row.error is None, row.error
+    return [worker.array(output, np.float32).tolist() for output in row.outputs]
+
+
+def ended(worker: WorkerProcess) -> int:
+    """Also where it has died before it read what was sent to it."""
+    try:
+        return worker.ended()
+    except ConnectionResetError:
+        return worker.process.wait(PATIENCE_S)
+
+
+def test_every_backend_is_in_every_table() -> None:
+    assert set(FEW) == set(SLOW) == set(BY_NAME)
+    assert set(BY_NAME) - set(ADDING) == {"identity", "openvino"}
+
+
+@kinds(ADDING)
+def test_an_optional_input(kind: Kind, tmp_path: Path) -> None:
+    """Requests with it and without it in one batch, and an end while batches wait."""
+    needs(kind)
+    with WorkerProcess(ADDING[kind.name](tmp_path), tmp_path) as worker:
+        worker.loaded()
+        a, b = tensor("a", 1, 2), tensor("b", 5, 5)
+        rows = worker.run(work(1, a), work(2, a, b), work(3, a))
+        assert [values(worker, row) for row in rows] == [[[[101, 102]]], [[[6, 7]]], [[[101, 102]]]]
+        for number in (4, 5):
+            worker.execute(work(number, a, b))
+        assert worker.stop() == Exit.STOPPED
+        rows, _ = worker.done()
+        assert [values(worker, row) for row in rows] == [[[[6, 7]]]]
+        rows, _ = worker.done()
+        assert [row.request for row in rows] == [5]
+
+
+def test_identity_leaves_out_what_it_did_not_get(tmp_path: Path) -> None:
+    given = config("identity", {"a": ("FP32", (2,)), "b": ("FP32", (2,))}, {"a": ("FP32", (2,)), "b": ("FP32", (2,))},
+                   max_batch=8, optional=["b"])  # fmt: skip
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        rows = worker.run(work(1, tensor("a", 1, 2)), work(2, tensor("a", 1, 2), tensor("b", 3, 4)))
+        assert [values(worker, row) for row in rows] == [[[[1, 2]]], [[[1, 2]], [[3, 4]]]]
+
+
+def test_openvino_refuses_optional_inputs(tmp_path: Path) -> None:
+    needs(BY_NAME["openvino"])
+    with WorkerProcess(openvino_adding(tmp_path), tmp_path) as worker:
+        failed = worker.failed()
+        assert worker.ended() == Exit.LOAD_FAILED
+    assert failed.code == "INVALID_ARG"
+    assert "input 'b' is optional, and a model of OpenVINO needs all inputs" in failed.text
+
+
+@kinds(FEW)
+def test_an_output_too_few(kind: Kind, tmp_path: Path) -> None:
+    """Said when the model is loaded, where that can be known, else to each request; and the worker goes on."""
+    needs(kind)
+    with WorkerProcess(FEW[kind.name](tmp_path), tmp_path) as worker:
+        first, descriptor = worker.next()
+        if isinstance(first, LoadFailed):
+            assert first.code == "INVALID_ARG"
+            assert "'z'" in first.text
+            assert worker.ended() == Exit.LOAD_FAILED
+            return
+        assert descriptor is not None
+        worker.reports.append((first, descriptor))
+        worker.loaded()
+        for number in (1, 2):
+            (row,) = worker.run(work(number, flat("x", 1, 2), rows=0))
+            assert row.outputs == ()
+            assert row.error is not None
+            assert row.error.code == "MODEL_FAILED"
+            assert "expected 2" in row.error.text
+            assert "found 1" in row.error.text
+
+
+@kinds(SLOW)
+def test_a_long_run_and_a_crash(kind: Kind, tmp_path: Path) -> None:
+    """What comes while a batch runs is run after it, in order. A crash in a batch is the end of this process only."""
+    needs(kind)
+    with WorkerProcess(SLOW[kind.name](tmp_path), tmp_path) as worker:
+        worker.loaded()
+        place = worker.place(8)
+        worker.execute(work(1, flat("x", 1, 2), rows=0))
+        worker.execute(work(2, flat("x", 3, 4), rows=0, outputs=[Wanted("y", place)]))
+        rows, first = worker.done()
+        assert [values(worker, row) for row in rows] == [[[1, 2]]]
+        rows, second = worker.done()
+        assert [values(worker, row) for row in rows] == [[[3, 4]]]
+        assert rows[0].outputs[0].data == (place,)
+        assert first.times[-1] <= second.times[0]
+        worker.execute(work(3, flat("x", 5, 6), rows=0))
+        worker.process.send_signal(signal.SIGSEGV)
+        assert ended(worker) == -signal.SIGSEGV
+        assert "Segmentation fault" in worker.said()
+        assert not worker.reports
