@@ -332,8 +332,14 @@ class Stop(Struct, array_like=True, tag=67, gc=False):
     """Finish what you have, finalize the model, exit with 0."""
 
 
+class Probe(Struct, array_like=True, tag=69, gc=False):
+    """Does the model say that it is ready? Answered with Probed and the same number, by a worker that has offered it."""
+
+    number: Id
+
+
 WorkerOrder = (
-    Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More
+    Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe
     | Reply | Part | Fail | FailHeld | Released | Answer
 )  # fmt: skip
 """The last six answer the worker's own calls, and say what they say to a client."""
@@ -432,8 +438,15 @@ class Counted(Struct, array_like=True, tag=104, gc=False):
     size: Id
 
 
+class Probed(Struct, array_like=True, tag=105, gc=False):
+    """What the model says. Number 0, before Loaded: it has something to say."""
+
+    number: Id
+    ready: bool
+
+
 WorkerReport = (
-    Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong | Counted
+    Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong | Counted | Probed
     | Call | Cancel | More | Ask
 )  # fmt: skip
 """The last four are what a worker says as a client of the broker; numbers in them are its calls'."""

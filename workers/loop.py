@@ -17,6 +17,8 @@ from shmserve.messages import (
     More,
     Ping,
     Pong,
+    Probe,
+    Probed,
     Return,
     Row,
     Started,
@@ -51,6 +53,7 @@ class Loop(Orders):
         runner: Runner,
         streams: Streams | None = None,
         calls: Calls | None = None,
+        prober: Callable[[Callable[[bool], None]], None] | None = None,
     ) -> None:
         super().__init__(owner, link, outbox, mapped, arenas)
         self._runner = runner
@@ -60,6 +63,7 @@ class Loop(Orders):
         if streams is not None:
             streams.connect(link.fileno(), self._read, self._tell, runner.row, self._discard)
         self._calls = calls
+        self._prober = prober
         own: dict[type, Callable[[Any], None]] = {
             Execute: self._waiting.add,
             Return: self._return,
@@ -68,6 +72,7 @@ class Loop(Orders):
             More: self._more,
             EndSequences: self._end_sequences,
             Stop: self._stop,
+            Probe: self._probe,
         }
         self._handlers |= own
         if calls is not None:
@@ -135,6 +140,18 @@ class Loop(Orders):
 
     def _stop(self, order: Stop) -> None:
         self._stopping = True
+
+    def _probe(self, order: Probe) -> None:
+        streams = self._streams
+        if streams is None or self._prober is None:
+            return
+
+        def tell(ready: bool) -> None:
+            with streams.turn:
+                self._outbox.add(Probed(order.number, ready))
+                self._outbox.flush()
+
+        self._prober(tell)
 
     def _more(self, order: More) -> None:
         if self._streams is not None and not self._streams.more(order.request, order.count):

@@ -189,7 +189,17 @@ def _serve(link: Link) -> Exit:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         backend = model.backend
-        loop = Loop(order.owner, link, outbox, mapped, model.arenas, model.runner, backend.streams, backend.calls)
+        loop = Loop(
+            order.owner,
+            link,
+            outbox,
+            mapped,
+            model.arenas,
+            model.runner,
+            backend.streams,
+            backend.calls,
+            backend.probe,
+        )
         loop.run([*orders[1:], *model.orders], descriptors)
         stopped = True
     finally:

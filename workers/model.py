@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from shmserve.errors import ServeError, Unavailable
-from shmserve.messages import Failure, Load
+from shmserve.messages import Failure, Load, Probed
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.labels import read_labels
 from shmserve.repo.schema import ModelConfig, decode_config
@@ -91,6 +91,8 @@ def load(
         backend.close()
         arenas.close()
         raise
+    if backend.probes:
+        outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls)
     runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, extension, trace)
     return Model(config, backend, arenas, runner, early.later if early is not None else [])

@@ -37,6 +37,12 @@ class _Registry:
 
     metrics: dict[Subject, _Shared] = {}
     families: dict[str, str] = {}
+    kept = False
+
+
+def keep() -> None:
+    """The model ends: what it has counted stays, though its objects go."""
+    _Registry.kept = True
 
 
 class Metric:
@@ -87,7 +93,7 @@ class Metric:
 
     def __del__(self) -> None:
         shared: _Shared | None = getattr(self, "_shared", None)
-        if shared is None:
+        if shared is None or _Registry.kept:
             return
         shared.users -= 1
         if not shared.users:

@@ -27,6 +27,7 @@ from shmserve.broker.link import Link, close_all
 from shmserve.broker.logs import say
 from shmserve.broker.metrics import Metrics
 from shmserve.broker.operations import Operations
+from shmserve.broker.probes import Probes
 from shmserve.broker.segments import Segments
 from shmserve.broker.tallies import Tallies
 from shmserve.broker.workers import Workers
@@ -39,7 +40,21 @@ from shmserve.core.faults import SIGN
 from shmserve.core.state import WORKERS_FROM
 from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
-from shmserve.messages import Ask, Cancel, ClientMessage, Counted, Hello, Loaded, LoadFailed, Map, Part, Ping, Reply
+from shmserve.messages import (
+    Answer,
+    Ask,
+    Cancel,
+    ClientMessage,
+    Counted,
+    Hello,
+    Loaded,
+    LoadFailed,
+    Map,
+    Part,
+    Ping,
+    Probed,
+    Reply,
+)
 from shmserve.paths import BROKER, LANE
 from shmserve.shm import memfd
 from shmserve.shm.arena import Arena, Segment
@@ -81,6 +96,7 @@ class Broker:
         metrics = Metrics(core.state, self._arena, arena_bytes, self.process_of, control.server_ready)
         instances = core.state.instances
         self._tallies = Tallies(lambda model: any(version.model == model for version, _ in instances.values()))
+        self._probes = Probes(loop, self.tell)
         control.metrics = lambda: metrics.text() + self._tallies.text()
         self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups)
         self._peers = count(1)
@@ -191,6 +207,9 @@ class Broker:
                 message = self._prepare(peer, message, descriptors)
             elif kind is Counted:
                 self._count(peer, message, descriptors)
+                continue
+            elif kind is Probed:
+                self._probes.said(peer, message)
                 continue
             inbox.append((peer, message))
         if descriptors:
@@ -362,6 +381,7 @@ class Broker:
     def _worker_exited(self, peer: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)
         self._tallies.gone(peer)
+        self._probes.gone(peer)
         self._put(0, events.Exited(peer, reason, loading_error, detail))
         self._loop.call_soon(self.operations.tidy)  # behind the turn
         self.operations.gone(peer)  # its model may have asked for something
@@ -385,8 +405,18 @@ class Broker:
             self.operations.names(lambda: self._answer(peer, ask))
         elif ask.what == "loaded" and self._control.is_loading():
             self._awaiting.append((peer, ask))
+        elif ask.what == "ready" and ask.model:
+            instances = self._control.serving(ask)
+            if not self._probes.ask(instances, lambda ready: self._answer_ready(peer, ask, ready)):
+                self._answer(peer, ask)
         elif not self.operations.asked(peer, ask):
             self._answer(peer, ask)
+
+    def _answer_ready(self, peer: int, ask: Ask, ready: bool) -> None:
+        if ready:  # as far as the model knows
+            self._answer(peer, ask)
+        else:
+            self.tell(peer, Answer(ask.request, b'{"ready":false}'))
 
     def _answer(self, peer: int, ask: Ask) -> None:
         for message in self._control.answer(ask):
@@ -408,6 +438,7 @@ class Broker:
         """Everything that is open. The workers have gone."""
         self.operations.close()
         self._tallies.close()
+        self._probes.close()
         self._workers.close()
         self._keepalive.cancel()
         if self._timer is not None:

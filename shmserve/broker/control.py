@@ -13,7 +13,7 @@ from shmserve.broker.catalog import Catalog
 from shmserve.core.core import Core
 from shmserve.core.instances import Instance
 from shmserve.core.operations import UNLOADED
-from shmserve.core.states import VersionState
+from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.versions import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.messages import FIELD_BYTES, Answer, Ask, Fail
@@ -95,6 +95,19 @@ class Control:
             return {"ready": self.server_ready()}
         found = self._find(ask)
         return {"ready": any(version.healthy for version in found)}
+
+    def serving(self, ask: Ask) -> list[int]:
+        """The workers that run the model that is asked about."""
+        try:
+            found = self._find(ask)
+        except NotFound:
+            return []
+        return [
+            instance.peer
+            for version in found
+            for instance in version.instances
+            if instance.state is InstanceState.READY and not instance.spec.passive
+        ]
 
     def _models(self, ask: Ask) -> Any:
         known = self._core.state.models

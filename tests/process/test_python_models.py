@@ -194,6 +194,25 @@ class TritonPythonModel:
 """
 
 
+READY = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.said = "yes"
+
+    async def is_ready(self):
+        if self.said == "raise":
+            raise ValueError("it broke")
+        return {"yes": True, "no": False, "one": 1}[self.said]
+
+    def execute(self, requests):
+        self.said = {1: "yes", 2: "no", 3: "one", 4: "raise"}[int(requests[0].inputs()[0].as_numpy()[0, 0])]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+
 def add(repository: Path, name: str, source: str, more: str = "") -> None:
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "1" / "model.py").write_text(source)
@@ -206,12 +225,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     add(repository, "leaf", LEAF, "instance_group [ { count: 2 kind: KIND_CPU } ]")
     for name, source, more in (
         ("caller", CALLER, ""), ("second", CALLER, ""), ("gather", GATHER, ""), ("many", MANY, DECOUPLED),
-        ("sums", SUMS, DECOUPLED), ("spare", STACKED, ""), ("control", CONTROL, ""),
+        ("sums", SUMS, DECOUPLED), ("spare", STACKED, ""), ("control", CONTROL, ""), ("moody", READY, ""),
         ("stacked", STACKED, 'parameters { key: "stacked" value: { string_value: "true" } }'),
     ):  # fmt: skip
         add(repository, name, source, more)
     options = ["--model-control-mode", "explicit"]
-    for name in ("leaf", "caller", "second", "gather", "many", "sums", "stacked"):
+    for name in ("leaf", "caller", "second", "gather", "many", "sums", "stacked", "moody"):
         options += ["--load-model", name]
     with Launched(repository, tmp_path_factory.mktemp("run") / "r", *options) as launched:
         yield launched
@@ -232,12 +251,14 @@ def maker(array: np.ndarray[Any, Any]) -> int:
 
 def test_what_is_copied(client: shmserve.Client) -> None:
     """The model sees the caller's own memory; of what it has computed one copy is made."""
-    for _ in range(6):  # both instances have had some
-        client.infer("leaf", {"x": LARGE})
+    copies = []
+    for _ in range(8):
         found = client.infer("leaf", {"x": LARGE})
-    assert (found["y"] == LARGE * 2).all()
-    assert found.parameters["shared"] is True
-    assert json.loads(found.parameters["copied"]) == [LARGE.nbytes]
+        assert (found["y"] == LARGE * 2).all()
+        assert found.parameters["shared"] is True
+        copies.append(json.loads(found.parameters["copied"]))
+    assert [LARGE.nbytes] in copies
+    assert all(sizes in ([], [LARGE.nbytes]) for sizes in copies)  # nothing has been copied before the first one
 
 
 def test_a_call_copies_nothing(client: shmserve.Client) -> None:
@@ -289,6 +310,16 @@ def test_models_are_loaded_by_models(client: shmserve.Client) -> None:
         assert client.infer("control", {"x": np.zeros((1, 1), np.float32)})["y"].tolist()[0] == expected
     client.unload("control")
     client.unload("spare")
+
+
+def test_a_model_says_whether_it_is_ready(server: Launched, client: shmserve.Client) -> None:
+    assert client.ready("moody")
+    for number, ready in ((2, False), (1, True), (3, False), (4, False), (1, True)):
+        client.infer("moody", {"x": np.full((1, 1), number, np.float32)})
+        assert client.ready("moody") is ready
+        assert client.ready()
+    assert "is_ready of model instance 'moody_0_0' gave int, not True or False" in server.log
+    assert "ValueError: it broke" in server.log
 
 
 def test_metrics(client: shmserve.Client) -> None:

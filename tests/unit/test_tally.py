@@ -37,6 +37,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(pb_host._Current, "host", found)
     monkeypatch.setattr(pb_metrics._Registry, "metrics", {})
     monkeypatch.setattr(pb_metrics._Registry, "families", {})
+    monkeypatch.setattr(pb_metrics._Registry, "kept", False)
     return found
 
 

@@ -76,6 +76,8 @@ class Backend:
     """Whether it wants elements of BYTES as str, and not as bytes."""
     streams: Streams | None = None
     """What its models send by themselves, where they can."""
+    probes = False
+    """Whether its model says itself if it is ready: `probe` does so."""
     asks = False
     """Whether its models can ask the server: `calls` and `listen` are set then."""
     calls: Calls | None = None
@@ -97,6 +99,9 @@ class Backend:
 
     def load(self, config: ModelConfig) -> None:
         """Makes the model ready. What it raises is the reason why the model is not served."""
+
+    def probe(self, tell: Callable[[bool], None]) -> None:
+        """Tells whether the model is ready, now or later, in any thread."""
 
     def close(self) -> None:
         """The model is not needed any more. Called once, also when `load` failed half-way."""

@@ -5,16 +5,19 @@ The rule: while the model's code runs, nobody has the turn, so that it may ask t
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Coroutine, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.repo.schema import as_triton_json, from_triton_json
-from shmserve.workers import pb_calls, pb_host, pb_utils
+from shmserve.workers import pb_calls, pb_host, pb_metrics, pb_utils
 from shmserve.workers.backends import Backend, Context
 from shmserve.workers.coroutines import Coroutines
 from shmserve.workers.pb_model import ModelFile
+from shmserve.workers.say import say, say_trace
 from shmserve.workers.specs import model_outputs_of
 from shmserve.workers.streams import Streams
 
@@ -34,6 +37,7 @@ class PythonModel(Backend):
         self._file = ModelFile(context)
         self._model: Any = None
         self._coroutines: Coroutines | None = None
+        self._probing: threading.Thread | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         pb_host.bind(self)
@@ -60,6 +64,7 @@ class PythonModel(Backend):
             if spec.item and spec.numpy.kind in "iu" and spec.dtype != "BF16"
         }
         self._instance = self.context.instance
+        self.probes = callable(getattr(kind, "is_ready", None))
         self._prepare(config, kind)
         if self.calls is not None:
             self.calls.connect(self._streams)
@@ -78,6 +83,7 @@ class PythonModel(Backend):
         """Looks at the class and the configuration. Raises where they do not fit together."""
 
     def close(self) -> None:
+        pb_metrics.keep()
         model, self._model = self._model, None
         streams, self.streams = self.streams, None
         if streams is not None:
@@ -90,6 +96,26 @@ class PythonModel(Backend):
         finally:
             if streams is not None:
                 streams.close()
+
+    # ------------------------------------------------------------------------------------ is it ready
+
+    def probe(self, tell: Callable[[bool], None]) -> None:
+        """In a thread of its own, so that it is answered while the model runs. One that hangs is not asked again."""
+        if self._probing is None or not self._probing.is_alive():
+            self._probing = threading.Thread(target=self._probe, args=(tell,), name="is_ready", daemon=True)
+            self._probing.start()
+
+    def _probe(self, tell: Callable[[bool], None]) -> None:
+        try:
+            found = self._model.is_ready()
+            if inspect.iscoroutine(found):
+                found = asyncio.run(found)
+        except Exception as error:
+            say_trace(f"is_ready of model instance '{self._instance}' failed", error)
+            found = False
+        if not isinstance(found, bool):
+            say(f"is_ready of model instance '{self._instance}' gave {type(found).__name__}, not True or False")
+        tell(found is True)
 
     # ------------------------------------------------------------------------------------ running
 

@@ -1,0 +1,78 @@
+"""Workers asked whether their models are ready: one answer to each question, whatever they say or do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.broker.probes import LIMIT_S, Probes
+from shmserve.messages import Probe, Probed
+
+
+class Timer:
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.timers: list[Timer] = []
+
+    def call_later(self, seconds: float, call: Callable[..., None], *more: Any) -> Timer:
+        assert seconds == LIMIT_S
+        self.timers.append(Timer(lambda: call(*more)))
+        return self.timers[-1]
+
+
+def made() -> tuple[Loop, Probes, list[tuple[int, Probe]], list[bool]]:
+    loop, sent, answers = Loop(), list[tuple[int, Probe]](), list[bool]()
+    probes = Probes(loop, lambda peer, message: sent.append((peer, message)))
+    for peer in (1, 2):
+        probes.said(peer, Probed(0, True))
+    return loop, probes, sent, answers
+
+
+def test_all_must_say_so() -> None:
+    loop, probes, sent, answers = made()
+    assert probes.ask([1, 2, 3], answers.append)
+    assert sent == [(1, Probe(1)), (2, Probe(1))]
+    probes.said(1, Probed(1, True))
+    probes.said(1, Probed(1, False))  # said twice
+    probes.said(3, Probed(1, False))  # was not asked
+    assert not answers
+    probes.said(2, Probed(1, True))
+    assert answers == [True]
+    assert loop.timers[0].cancelled
+
+
+def test_one_is_enough_to_say_no() -> None:
+    _, probes, _, answers = made()
+    probes.ask([1, 2], answers.append)
+    probes.said(2, Probed(1, False))
+    probes.said(1, Probed(1, True))
+    assert answers == [False]
+
+
+def test_who_does_not_answer_is_not_ready() -> None:
+    loop, probes, _, answers = made()
+    probes.ask([1], answers.append)
+    loop.timers[0].call()
+    probes.said(1, Probed(1, True))
+    assert answers == [False]
+    probes.ask([1, 2], answers.append)
+    probes.gone(2)
+    assert answers == [False, False]
+    assert not probes.ask([2], answers.append)
+    probes.ask([1], answers.append)
+    probes.close()
+    assert answers == [False] * 3
+
+
+def test_those_that_cannot_say_are_not_asked() -> None:
+    loop, probes, sent, answers = made()
+    assert not probes.ask([7], answers.append)
+    assert not (sent or answers or loop.timers)
