@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, ServeError, Unsupported
-from shmserve.messages import Tensor, Wanted
+from shmserve.messages import Return, Tensor, Wanted
 from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends import Context
 from shmserve.workers.specs import Spec, inputs_of, outputs_of
@@ -278,6 +278,13 @@ def scripted(folder: Path, **parameters: str) -> ModelConfig:
     return config("pytorch", X, Y, parameters=parameters)
 
 
+def exported(folder: Path, dims: tuple[int, ...], max_batch: int) -> ModelConfig:
+    source = "class Model(torch.nn.Module):\n    def forward(self, x):\n        return x * 2\n"
+    export(folder, source, torch.zeros(2, 3))
+    given = config("pytorch", {"INPUT__0": ("FP32", dims)}, {"OUTPUT__0": ("FP32", dims)}, max_batch=max_batch)
+    return replace(given, default_model_filename="model.pt2")
+
+
 def on_a_gpu(folder: Path) -> ModelConfig:
     group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,))
     return replace(scripted(folder), instance_group=(group,))
@@ -307,6 +314,8 @@ def no_archive(folder: Path) -> ModelConfig:
         (lambda folder: scripted(folder, INTRA_OP_THREAD_COUNT="many"), InvalidRequest, "from 0 on, not 'many'"),
         (lambda folder: scripted(folder, INFERENCE_MODE="maybe"), InvalidRequest, "INFERENCE_MODE.*true or false"),
         (lambda folder: scripted(folder, ENABLE_NVFUSER="2"), InvalidRequest, "ENABLE_NVFUSER of model 'm'"),
+        (lambda folder: exported(folder, (3,), 4), InvalidRequest, "'INPUT__0' is 2 in the model; a batch needs"),
+        (lambda folder: exported(folder, (2, 4), 0), InvalidRequest, r"shape \[2, 4\] .* \[2, 3\] in the model"),
         (on_a_gpu, Unsupported, "to run on GPU 1, and the PyTorch that is installed sees none"),
     ],
 )
@@ -327,3 +336,33 @@ def test_a_script_does_not_say_its_inputs(tmp_path: Path) -> None:
     given = config("pytorch", {}, {})
     with pytest.raises(InvalidRequest, match="a TorchScript file does not say what shapes it takes"):
         backend(tmp_path, given).complete(given)
+
+
+@pytest.mark.gpu
+@pytest.mark.process
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("program", [False, True], ids=["script", "program"])
+def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
+    """The same answers as on the CPU, and it has run there."""
+    lines = ("y = x * 2", "return y, torch.full((x.shape[0], 1), float(x.is_cuda))")
+    body = "".join(f"        {line}\n" for line in lines)
+    source = f"class Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
+    if program:
+        dynamic = ({0: torch.export.Dim("batch", max=64)},)
+        export(tmp_path, source.replace("float(x.is_cuda)", "1.0"), torch.zeros(2, 2000), dynamic=dynamic)
+    else:
+        torch_script(tmp_path, source)
+    given = config(
+        "pytorch", {"x": ("FP32", (2000,))}, {"OUTPUT__0": ("FP32", (2000,)), "OUTPUT__1": ("FP32", (1,))}, max_batch=4,
+        parameters={"ENABLE_CACHE_CLEANING": "true"},
+    )  # fmt: skip
+    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
+    given = replace(given, instance_group=(group,), default_model_filename="model.pt2" if program else "model.pt")
+    x = np.arange(4000, dtype=np.float32).reshape(2, 2000)
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        for row in worker.run(work(1, worker.tensor("x", x)), work(2, worker.tensor("x", x))):
+            assert row.error is None, row.error
+            assert (worker.array(row.outputs[0], np.float32) == x * 2).all()
+            assert worker.array(row.outputs[1], np.float32).tolist() == [[1.0], [1.0]]
+            worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]

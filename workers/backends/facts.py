@@ -45,3 +45,8 @@ def match(model: str, kind: str, specs: Sequence[Spec], facts: Sequence[TensorFa
                 f"{failed}: {kind} '{spec.name}' has shape {list(expected)} in the configuration"
                 f"{' (with the batch dimension)' if spec.batched else ''} and {list(fact.dims)} in the model"
             )
+        if spec.batched and batch == -1 and fact.dims[0] != -1:
+            raise InvalidRequest(
+                f"{failed}: max_batch_size is above 0, but the first dimension of {kind} '{spec.name}' is "
+                f"{fact.dims[0]} in the model; a batch needs a dynamic one. Set max_batch_size: 0"
+            )

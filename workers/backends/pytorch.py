@@ -17,10 +17,11 @@ import torch
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
 from shmserve.repo.complete import complete_from_model
 from shmserve.workers.backends import Context, StackedBackend
+from shmserve.workers.backends.facts import match, unknown
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.torch_programs import Program, arrange, open_program, picker
 from shmserve.workers.device import device_of
-from shmserve.workers.specs import Spec, model_inputs_of, model_outputs_of
+from shmserve.workers.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
 
 if TYPE_CHECKING:
     from shmserve.repo.schema import ModelConfig
@@ -48,7 +49,12 @@ class Torch(StackedBackend):
                 f"model '{config.name}' needs input and output in its config.pbtxt: a TorchScript file does not say "
                 "what shapes it takes; a torch.export package (model.pt2) does"
             )
-        return complete_from_model(config, *facts)
+        inputs, outputs = ([fact for fact in found if fact is not None] for found in facts)
+        return complete_from_model(
+            config,
+            unknown(inputs, model_inputs_of(config), inputs_of(config)),
+            unknown(outputs, model_outputs_of(config), outputs_of(config)),
+        )
 
     def load(self, config: ModelConfig) -> None:
         parameters = Parameters(config)
@@ -56,6 +62,7 @@ class Torch(StackedBackend):
         self._outputs = model_outputs_of(config)
         program = self._open(config)
         self._leaves = arrange(config.name, program, self._inputs)
+        self._match(config.name, program)
         self._pick = picker(config.name, program, self._outputs)
         self._call = program.call
         self._names = [spec.name for spec in self._inputs] if program.whole_dict else None
@@ -132,6 +139,14 @@ class Torch(StackedBackend):
             self._set_threads(Parameters(config))
             self._program = open_program(path, self._device)
         return self._program
+
+    def _match(self, model: str, program: Program) -> None:
+        """The configuration says of the inputs what the file says, if it does."""
+        facts = program.facts()
+        for fact, given in zip(facts[0], self._leaves, strict=True) if facts is not None else ():
+            if fact is not None and given is not None:
+                spec = self._inputs[given]
+                match(model, "input", [spec], [fact._replace(name=spec.name)])
 
     def _set_threads(self, parameters: Parameters) -> None:
         """Before anything is computed: the pools cannot be resized afterwards."""

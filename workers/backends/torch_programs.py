@@ -67,8 +67,8 @@ class Program:
     def call(self, leaves: Sequence[Any]) -> Any:
         raise NotImplementedError
 
-    def facts(self) -> tuple[list[TensorFacts], list[TensorFacts]] | None:
-        """What it says of its inputs and outputs; None: nothing."""
+    def facts(self) -> tuple[list[TensorFacts | None], list[TensorFacts | None]] | None:
+        """What it says of each argument and each result, None for those that are no tensors; None: nothing."""
         return None
 
 
@@ -191,18 +191,17 @@ class Exported(_Tree):
             ]
         return super().call(leaves)
 
-    def facts(self) -> tuple[list[TensorFacts], list[TensorFacts]] | None:
+    def facts(self) -> tuple[list[TensorFacts | None], list[TensorFacts | None]] | None:
         signature = self._program.graph_signature
-        nodes = {node.name: node for node in self._program.graph.nodes}
+        values = {node.name: node.meta.get("val") for node in self._program.graph.nodes}
         taken = [spec.arg for spec in signature.input_specs if spec.kind.name == "USER_INPUT"]
         made = [spec.arg for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"]
         assert self.results is not None
         return (
-            [_fact(entry.name, nodes[entry.name].meta["val"]) for entry in taken if not hasattr(entry, "value")],
+            [_fact(entry.name, values.get(entry.name)) for entry in taken],
             [
-                _fact(names[2] if len(names) > 2 else names[0], nodes[entry.name].meta["val"])
+                _fact(names[2] if len(names) > 2 else names[0], values.get(entry.name))
                 for names, entry in zip(self.results, made, strict=True)
-                if not hasattr(entry, "value")
             ],
         )
 
@@ -285,7 +284,9 @@ def _result_names(path: tuple[Any, ...], place: int) -> tuple[str, ...]:
     return (*found, path[0]) if len(path) == 1 and isinstance(path[0], str) else found
 
 
-def _fact(name: str, value: torch.Tensor) -> TensorFacts:
+def _fact(name: str, value: Any) -> TensorFacts | None:
+    if not isinstance(value, torch.Tensor):
+        return None
     dims = tuple(dim if isinstance(dim, int) else -1 for dim in value.shape)
     return TensorFacts(name, DTYPES.get(value.dtype, str(value.dtype)), dims)
 
