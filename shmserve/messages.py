@@ -333,7 +333,7 @@ class Stop(Struct, array_like=True, tag=67, gc=False):
 
 
 class Probe(Struct, array_like=True, tag=69, gc=False):
-    """Does the model say that it is ready? Answered with Probed and the same number, by a worker that has offered it."""
+    """Does the model say that it is ready? Answered with Probed, with the same number, by who has offered it."""
 
     number: Id
 

@@ -16,9 +16,9 @@ from shmserve.errors import InvalidRequest
 from shmserve.messages import Options, Tensor, Wanted
 from shmserve.repo.schema import ModelConfig, ModelInstanceGroup, ModelWarmup, ModelWarmupInput
 from shmserve.shm.strings import encode_bytes
+from shmserve.workers import pb_model
 from shmserve.workers.backends import Context
 from shmserve.workers.backends.onnx import Onnx
-from shmserve.workers import pb_model
 from shmserve.workers.exits import Exit
 from shmserve.workers.model import THREADS, _threads
 from shmserve.workers.specs import inputs_of
