@@ -1,0 +1,140 @@
+"""Models that call models, for the tests of a worker. What they do is said by a parameter of the request: its `wish`."""
+
+from __future__ import annotations
+
+CALLER = """\
+import asyncio
+import json
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        if json.loads(requests[0].parameters()).get("batch") == "async":
+            return self.soon(requests)
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        wish = json.loads(request.parameters()).get("wish", "pass_on")
+        return getattr(self, wish)(request)
+
+    def ask(self, inputs, **how):
+        return pb_utils.InferenceRequest(model_name="other", requested_output_names=["b"], inputs=inputs, **how)
+
+    def pass_on(self, request):
+        return self.checked(self.ask([pb_utils.Tensor("a", request.inputs()[0].as_numpy())]).exec())
+
+    def checked(self, response):
+        if response.has_error():
+            raise pb_utils.TritonModelException(f"{response.error().code()}: {response.error().message()}")
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", response.output_tensors()[0].as_numpy())])
+
+    def part(self, request):
+        return self.checked(self.ask([pb_utils.Tensor("a", request.inputs()[0].as_numpy()[:, 100:3000])]).exec())
+
+    def computed(self, request):
+        return self.checked(self.ask([pb_utils.Tensor("a", request.inputs()[0].as_numpy() + 1)]).exec())
+
+    def said(self, request):
+        made = self.ask(
+            request.inputs(), request_id="r", correlation_id="c", model_version=3, flags=1, timeout=70,
+            parameters={"k": 1}, trace=request.trace(), priority=2,
+            preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 0),
+        )
+        assert json.loads(request.trace().get_context()) == {"traceparent": "00-1-2-01"}
+        response = made.exec()
+        assert json.loads(response.parameters()) == {"said": True}
+        return self.checked(response)
+
+    def drop(self, request):
+        response = self.ask([]).exec()
+        total = response.output_tensors()[0].as_numpy().sum()
+        del response
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 1), total, np.float32))])
+
+    def strings(self, request):
+        response = self.ask([pb_utils.Tensor("s", np.array([b"x", "y"], object))]).exec()
+        found = b" ".join(response.output_tensors()[0].as_numpy())
+        assert found == b"one two", found
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
+
+    def parts(self, request):
+        found = [response for response in self.ask([]).exec(decoupled=True)]
+        total = sum(float(response.output_tensors()[0].as_numpy().sum()) for response in found)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[len(found), total]], np.float32))])
+
+    def few_parts(self, request):
+        responses = self.ask([]).exec(decoupled=True)
+        first = next(responses).output_tensors()[0].as_numpy()
+        if json.loads(request.parameters()).get("cancel"):
+            responses.cancel()
+            assert list(responses) == []
+        del responses
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", first.reshape(1, -1))])
+
+    def threads(self, request):
+        found = [None] * 4
+
+        def call(number):
+            array = np.full((1, 1), number, np.float32)
+            found[number] = self.ask([pb_utils.Tensor("a", array)]).exec().output_tensors()[0].as_numpy()
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.concatenate(found, axis=1))])
+
+    def own_loop(self, request):
+        return asyncio.run(self.gathered(request))
+
+    async def gathered(self, request):
+        arrays = [np.full((1, 1), number, np.float32) for number in range(4)]
+        calls = [self.ask([pb_utils.Tensor("a", array)]).async_exec() for array in arrays]
+        found = [response.output_tensors()[0].as_numpy() for response in await asyncio.gather(*calls)]
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.concatenate(found, axis=1))])
+
+    async def soon(self, requests):
+        return [await self.gathered(request) for request in requests]
+
+    async def later(self, request):
+        return [response async for response in await self.ask([]).async_exec(decoupled=True)]
+
+    def parts_later(self, request):
+        found = asyncio.run(self.later(request))
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 1), len(found), np.float32))])
+
+    def control(self, request):
+        assert pb_utils.is_model_ready("other")
+        assert not pb_utils.is_model_ready("other", "2")
+        pb_utils.load_model("other", config='{"backend": "x"}', files={"file:1/model.py": b"a" * 150_000})
+        pb_utils.unload_model("other", unload_dependents=True)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
+
+    def refused(self, request):
+        pb_utils.load_model("none")
+
+    def unsayable(self, request):
+        pb_utils.InferenceRequest(model_name="m" * 200, requested_output_names=[], inputs=[]).exec()
+
+    def came(self, request):
+        request.exec()
+"""
+
+LOADING = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        if not pb_utils.is_model_ready("other"):
+            pb_utils.load_model("other")
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
