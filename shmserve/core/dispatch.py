@@ -165,6 +165,8 @@ class Dispatcher:
         """Of the first `count` that wait, those that could not be answered in time are not run: whoever asked is told
         now, and the time goes to those that still can be. True: there were some."""
         done = now + version.service_ns
+        if version.queue.count > count:  # others could have its place: it is not given to a small chance
+            done += 4 * version.spread_ns
         running = instance.running
         if running is not None:
             done += max(0, running.began + version.service_ns - now)
@@ -172,6 +174,7 @@ class Dispatcher:
         if late and running is None and len(late) == count:
             # Nothing would be run, and so nothing learned: a model that was slow once must not be refused for ever.
             version.service_ns -= version.service_ns >> 3
+            version.spread_ns -= version.spread_ns >> 3
         for request in late:
             text = f"it cannot be answered before its own timeout passes: that takes about {(done - now) / 1e6:.1f} ms"
             version.queue.remove(request)
@@ -287,7 +290,7 @@ class Dispatcher:
         instance.deaths = 0
         if version.trial is instance:
             version.trial = None
-        version.served(times[3] - taken)
+        version.served(times[3] - taken, now - batch.began)
         early = batch.early
         if early:
             statistics.queued(early, taken)

@@ -117,7 +117,7 @@ class ModelPolicy(Struct, frozen=True):
     """An ensemble has these, and no instances."""
     decoupled: bool = False
     """It answers a request as often as it likes."""
-    ahead: int = 0
-    """How many answers a step of this ensemble may be ahead of what the caller has been given; 0: as usual."""
     cached: bool = False
     """Answers are kept, and given to whoever asks the same."""
+    ahead: int = 0
+    """How many answers a step of this ensemble may be ahead of what the caller has been given; 0: as usual."""

@@ -49,6 +49,7 @@ class Version:
         "service_ns",
         "shape",
         "source",
+        "spread_ns",
         "state",
         "statistics",
         "suspects",
@@ -105,6 +106,8 @@ class Version:
         """Those with nothing to do; the one that became idle last is at the end, and used first: it is warm."""
         self.service_ns = 0
         """About how long a batch takes: an exponential mean, 0 before the first."""
+        self.spread_ns = 0
+        """About how far that is from the time after which the batch is known here to be done: a mean, too."""
         self.wake = 0
         """When what waits should be looked at again though nothing happens; 0: not."""
         self.statistics = Statistics()
@@ -225,7 +228,9 @@ class Version:
             busy.sort(key=_began)
         return busy
 
-    def served(self, service_ns: int) -> None:
+    def served(self, service_ns: int, seen_ns: int) -> None:
+        """A batch took so long, and `seen_ns` from here."""
+        self.spread_ns += (abs(seen_ns - (self.service_ns or service_ns)) - self.spread_ns) // 16
         self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8
 
 
