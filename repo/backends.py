@@ -17,16 +17,19 @@ GROUP = "shmserve.backends"
 DIRECTORY = "backend-directory"
 """The setting of a load order that says where others are."""
 FILE = "backend.py"
+MODEL = "model.py"
+"""A Python model that runs all models of a backend, each with its own files."""
 
 
 def in_directory(directory: str | Path) -> frozenset[str]:
-    """The backends in a directory: each is a sub-directory of its name, with a file backend.py. None for ""."""
+    """The backends in a directory: each is a sub-directory of its name, with a backend.py or model.py. None for ""."""
     if not directory:
         return frozenset()
     return frozenset(
         entry.name
         for entry in os.scandir(directory)
-        if MODEL_NAME.fullmatch(entry.name) and os.path.isfile(os.path.join(entry.path, FILE))
+        if MODEL_NAME.fullmatch(entry.name)
+        and any(os.path.isfile(os.path.join(entry.path, file)) for file in (FILE, MODEL))
     )
 
 

@@ -19,6 +19,7 @@ from shmserve.repo.complete import can_complete
 from shmserve.workers import backends
 from shmserve.workers.backends.custom import backend_in, from_directory
 from tests.process.launch import Launched
+from tests.worker_harness import WorkerProcess, config, work
 
 PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
 WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
@@ -69,6 +70,43 @@ def test_a_model_that_the_backend_refuses(tmp_path: Path) -> None:
     context = backends.Context("m", 1, "m_0_0", tmp_path, tmp_path, {})
     with pytest.raises(shmserve.ServeError, match="model 'm' has no file weights"):
         kind(context).load(ModelConfig(name="m"))
+
+
+SCALE = """\
+import os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+import helper
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        path = os.path.join(args["model_repository"], args["model_version"], "scale.npy")
+        self.scale = helper.number(path)
+
+    def execute(self, requests):
+        inputs = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x * self.scale)]) for x in inputs]
+"""
+
+
+@pytest.mark.process
+def test_a_python_model_for_all_models_of_a_backend(tmp_path: Path) -> None:
+    (tmp_path / "backends" / "scale").mkdir(parents=True)
+    (tmp_path / "backends" / "scale" / "model.py").write_text(SCALE)
+    helper = "import numpy as np\n\n\ndef number(path):\n    return np.load(path)[0]\n"
+    (tmp_path / "backends" / "scale" / "helper.py").write_text(helper)
+    assert installed(tmp_path / "backends") - installed() == {"scale"}
+    settings = {DIRECTORY: str(tmp_path / "backends")}
+    given = config("scale", {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=4)
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    np.save(tmp_path / "m" / "1" / "scale.npy", np.array([7], np.float32))
+    x = np.array([[1, 2, 3]], np.float32)
+    with WorkerProcess(given, tmp_path / "m", settings=settings) as worker:
+        worker.loaded()
+        (row,) = worker.run(work(1, worker.tensor("x", x)))
+        assert row.error is None, row.error
+        assert worker.array(row.outputs[0], np.float32).tolist() == [[7, 14, 21]]
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Backends of the backend directory: a class in `<backend-directory>/<name>/backend.py`.
+"""Backends of the backend directory: a class in `<backend-directory>/<name>/backend.py`, or a `model.py` there.
 
 The rule: it is found, imported and checked when a model needs it, in the worker of that model, and nowhere else.
 """
@@ -10,17 +10,24 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.backends import FILE, in_directory
-from shmserve.workers.backends import Backend, SeparateBackend, StackedBackend
+from shmserve.repo.backends import FILE, MODEL, in_directory
+from shmserve.workers.backends import Backend, Context, SeparateBackend, StackedBackend
+
+if TYPE_CHECKING:
+    from shmserve.repo.schema import ModelConfig
 
 
 def from_directory(directory: str, name: str) -> type[Backend] | None:
     """The backend of that name; None if the directory has none."""
     if name not in in_directory(directory):
         return None
-    return backend_in(_imported(Path(directory) / name / FILE, name), name)
+    folder = Path(directory) / name
+    if not (folder / FILE).is_file():
+        return _python_based(folder)
+    return backend_in(_imported(folder / FILE, name), name)
 
 
 def backend_in(module: ModuleType, name: str) -> type[Backend]:
@@ -42,11 +49,31 @@ def backend_in(module: ModuleType, name: str) -> type[Backend]:
     return last[0]
 
 
+def _python_based(folder: Path) -> type[Backend]:
+    """The backend whose models are all run by one Python model."""
+    from shmserve.workers.backends.python import Python
+    from shmserve.workers.pb_model import ModelFile
+
+    class Shared(ModelFile):
+        def _file(self, config: ModelConfig) -> str:
+            return os.fspath(folder / MODEL)
+
+    class PythonBased(Python):
+        def __init__(self, context: Context) -> None:
+            super().__init__(context)
+            self._file = Shared(context)
+            _reach(folder)
+
+        @classmethod
+        def chosen(cls, config: ModelConfig) -> type[Backend]:
+            return cls
+
+    return PythonBased
+
+
 def _imported(path: Path, name: str) -> ModuleType:
     """Modules beside the file can be imported by it."""
-    folder = os.fspath(path.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    _reach(path.parent)
     spec = importlib.util.spec_from_file_location(f"shmserve_backend_{name}", path)
     if spec is None or spec.loader is None:
         raise InvalidRequest(f"{FILE} of backend '{name}' is not a Python file")
@@ -54,3 +81,9 @@ def _imported(path: Path, name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _reach(folder: Path) -> None:
+    """Modules of the folder can be imported."""
+    if os.fspath(folder) not in sys.path:
+        sys.path.insert(0, os.fspath(folder))
