@@ -14,6 +14,7 @@ from typing import Any
 from bench import models, processes
 from bench.child import Child, Team
 from bench.clock import in_turn
+from bench.python import python
 from bench.setting import Served, Setting, serving
 from bench.simulated import simulator
 from bench.table import Row, micros
@@ -275,4 +276,5 @@ ALL: dict[str, Measure] = {
     "soak": soak,
     "hostile": hostile,
     "simulator": simulator,
+    "python": python,
 }

@@ -1,4 +1,4 @@
-"""Models that call models, for the tests of a worker. What they do is said by a parameter of the request: its `wish`."""
+"""Models that call models, for the tests of a worker. A parameter of the request, `wish`, says what they do."""
 
 from __future__ import annotations
 
