@@ -14,6 +14,7 @@ from typing import Any
 from bench import models, processes
 from bench.child import Child, Team
 from bench.clock import in_turn
+from bench.overload import overload
 from bench.python import python
 from bench.setting import Served, Setting, serving
 from bench.simulated import simulator
@@ -276,5 +277,6 @@ ALL: dict[str, Measure] = {
     "soak": soak,
     "hostile": hostile,
     "simulator": simulator,
+    "overload": overload,
     "python": python,
 }

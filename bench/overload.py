@@ -1,0 +1,191 @@
+"""Overload of a real server: answers in time, with deadlines, and where all wait their turn without any.
+
+The model waits: 2 ms and 1 ms for each row, in batches of 8, so that its capacity is its own and hardly the machine's,
+and the simulator can be told the same. What the rest costs (messages, scheduling, a process that is late) is in the
+capacity that is measured, by 32 requests that are always under way.
+
+The rule of the file: a request counts from the moment at which it was to be sent, and not from when that was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from functools import partial
+from random import Random
+from statistics import median
+from typing import Any
+
+from bench import models
+from bench.child import Answer, Child, Handler
+from bench.clock import in_turn
+from bench.setting import Setting, serving
+from bench.table import Row
+from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.sim import Affine, Load, Plan, Poisson, first_come, simulate
+from shmserve.sim.plan import simple_model
+
+MS = 1_000_000
+BATCH = 8
+SERVICE = Affine(2 * MS, MS)
+DEADLINE_MS = 100
+FACTORS = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
+FLIGHT = 32
+
+WAITS = """\
+import select
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        given = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        select.select([], [], [], 0.002 + 0.001 * sum(len(x) for x in given))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]) for x in given]
+"""
+
+
+def overload(setting: Setting) -> list[Row]:
+    """A real server at 0.5 to 2 times its capacity: answers within 100 ms, and those of a first-come queue."""
+    repository = setting.repository("overload")
+    tensors = {"x": ("FP32", [16])}, {"y": ("FP32", [16])}
+    models.write(repository, "waits", models.Model("python", *tensors, BATCH, True), {"model.py": WAITS})
+    seconds = max(2.0, setting.seconds)
+    with serving(repository) as server, Child("bench.overload:caller", url=server.lane) as caller:
+        caller.ask(rate=0.0, seconds=1.0)  # the server learns how long a batch takes
+        full = partial(_answers, caller, rate=0.0, seconds=seconds)
+        capacity = median(full() for _ in range(3))
+        ways = [(factor, timed) for factor in FACTORS for timed in (True, False)]
+        parties = [
+            partial(_answers, caller, rate=factor * capacity, seconds=seconds, timed=timed) for factor, timed in ways
+        ]
+        capacities, *found = in_turn(setting.rounds, full, *parties)
+    capacity = median([capacity, *capacities])
+    shares = {way: [rate / capacity for rate in rates] for way, rates in zip(ways, found, strict=True)}
+    return [_row(factor, capacity, shares[factor, True], shares[factor, False], seconds) for factor in FACTORS]
+
+
+def _answers(caller: Child, **order: Any) -> float:
+    found = caller.ask(**order)
+    if found["faults"]:
+        raise RuntimeError(f"requests failed that should not: {found['faults']}")
+    return float(found["per_s"])
+
+
+def _row(factor: float, capacity: float, mine: list[float], plain: list[float], seconds: float) -> Row:
+    told = simulated(factor, seconds)
+    beside = (
+        f"{min(mine):.2f} to {max(mine):.2f}; first come first served {median(plain):.2f}; "
+        f"simulated {told[0]:.2f} and {told[1]:.2f}; capacity {capacity:,.0f}/s"
+    )
+    bound = 0.9 if factor > 1 else None
+    return Row(f"goodput at {factor:g} x capacity", median(mine), "of capacity", at_least=bound, beside=beside)
+
+
+def simulated(factor: float, seconds: float) -> tuple[float, float]:
+    """The goodput of the core and of a first-come queue, as the simulator tells it, as shares of the capacity."""
+    tensors = (TensorSpec("x", "FP32", (16,)),), (TensorSpec("y", "FP32", (16,)),)
+    capacity = BATCH * 1e9 / (2 * MS + BATCH * MS)
+    load = Load("m", Poisson(capacity * factor), timeout_ns=DEADLINE_MS * MS)
+    plan = Plan((simple_model(ModelPolicy("m", 1, BATCH, *tensors, BatchPolicy()), 1, SERVICE),), (load,), seconds)
+    mine, plain = simulate(plan).models["m"], first_come(load, SERVICE, BATCH, 1, seconds, plan.seed)
+    return mine.goodput / capacity, plain.goodput / capacity
+
+
+# ------------------------------------------------------------------------------------------------ the caller
+
+
+def caller(url: str) -> Handler:
+    """Order: so many requests a second at random times, with a deadline or without; 0: always 32 under way."""
+    rounds = Random(20)
+
+    def handle(rate: float, seconds: float, timed: bool = False) -> Answer:
+        return asyncio.run(_offer(url, rate, seconds, timed, Random(rounds.random())))
+
+    return handle
+
+
+async def _offer(url: str, rate: float, seconds: float, timed: bool, draws: Random) -> Answer:
+    import numpy as np
+
+    from shmserve import AsyncClient
+
+    async with AsyncClient(url) as client:
+        call = partial(client.submit, "waits", {"x": np.ones((1, 16), np.float32)})
+        await call()
+        offer = _Offer(call, seconds, draws)
+        return await (offer.at_random(rate, timed) if rate else offer.full())
+
+
+class _Offer:
+    """One load, from its first request until none of it is under way."""
+
+    def __init__(self, call: Any, seconds: float, draws: Random) -> None:
+        self._call = call
+        self._seconds = seconds
+        self._draws = draws
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._out: set[Any] = set()
+        self._counts: Counter[str] = Counter()
+        self._faults: list[str] = []
+
+    async def full(self) -> Answer:
+        end = self._loop.time() + self._seconds
+        for _ in range(FLIGHT):
+            self._one(0.0, end, None)
+        await self._over.wait()
+        return self._answer("answered")
+
+    def _one(self, intended: float, end: float, timeout: float | None) -> None:
+        future = self._call(timeout=timeout)
+        self._out.add(future)
+        future.add_done_callback(partial(self._done, intended, end))
+
+    def _done(self, intended: float, end: float, future: Any) -> None:
+        self._out.discard(future)
+        now = self._loop.time()
+        if future.cancelled():
+            self._counts["given up"] += 1
+        elif future.exception() is not None:
+            code = getattr(future.exception(), "code", "")
+            self._counts[code] += 1
+            if code != "DEADLINE_EXCEEDED":
+                self._faults.append(f"{type(future.exception()).__name__}: {future.exception()}"[:200])
+        elif intended:
+            self._counts["in time" if now - intended <= DEADLINE_MS / 1e3 else "late"] += 1
+        elif now < end:
+            self._counts["answered"] += 1
+            self._one(intended, end, None)
+        if not self._out and now >= end:
+            self._over.set()
+
+    async def at_random(self, rate: float, timed: bool) -> Answer:
+        start = self._loop.time() + 0.01
+        end = start + self._seconds
+        self._send(start, end, rate, timed)
+        await self._over.wait()
+        return self._answer("in time")
+
+    def _send(self, at: float, end: float, rate: float, timed: bool) -> None:
+        """All that should have been sent by now; and so on, until the end."""
+        now = self._loop.time()
+        while at <= now and at < end:
+            # One that goes late has less time left: it is late, whoever is to blame.
+            self._one(at, end, max(0.001, at + DEADLINE_MS / 1e3 - now) if timed else None)
+            at += self._draws.expovariate(rate)
+        if at < end:
+            self._loop.call_at(at, self._send, at, end, rate, timed)
+        else:
+            self._loop.call_at(end + 2 * DEADLINE_MS / 1e3, self._give_up)
+
+    def _give_up(self) -> None:
+        """What is still under way is late."""
+        for future in list(self._out):
+            future.cancel()
+        if not self._out:
+            self._over.set()
+
+    def _answer(self, counted: str) -> Answer:
+        return {"per_s": self._counts[counted] / self._seconds, "faults": self._faults[:3], **self._counts}
