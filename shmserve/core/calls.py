@@ -262,13 +262,16 @@ class Calls:
             if request.state not in _ANSWERED:
                 self._ends.fail_early(request, "UNAVAILABLE", text, now)
 
-    def gone(self, instance: Instance, now: int) -> None:
-        """Its process has ended, and with it the client."""
+    def ended(self, instance: Instance) -> Caller | None:
+        """Its process has ended: the client, if it was one, is told nothing any more."""
         caller, instance.caller = instance.caller, None
-        if caller is None:
-            return
-        caller.gone = True
-        self._state.waiting.pop(instance, None)
+        if caller is not None:
+            caller.gone = True
+            self._state.waiting.pop(instance, None)
+        return caller
+
+    def gone(self, caller: Caller, now: int) -> None:
+        """What it had under way here has ended with it; now the rest."""
         self._admission.give_up_all(caller, now)
         self._state.ledger.client_died(caller)
 

@@ -122,9 +122,11 @@ class Lifecycle:
         self._state.parting.pop(instance, None)
         if instance in version.idle:
             version.idle.remove(instance)
-        self._calls.gone(instance, now)
+        caller = self._calls.ended(instance)
         self._state.fewer = True
         named = self._lose_batches(version, instance, event.reason, now)
+        if caller is not None:
+            self._calls.gone(caller, now)
         self._state.ledger.worker_died(event.peer)
         self._what_now(version, instance, event, named, now)
         self._operations.load_over(instance)

@@ -148,7 +148,7 @@ class Places:
         """Of the instances that can take one more sequence, one with the fewest."""
         best, fewest = None, self.policy.slots
         for instance in instances:
-            if instance.usable and not instance.leaving:
+            if instance.usable and not instance.leaving and not instance.waits:
                 slots = self.bound.get(instance)
                 count = self.policy.slots - slots.count(None) if slots is not None else 0
                 if count < fewest:

@@ -9,8 +9,6 @@ that one is refused, and nobody else is looked at unless instances go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from shmserve.core.instances import Instance
 from shmserve.core.request import Request
 from shmserve.core.state import State
@@ -34,7 +32,7 @@ class Waits:
             return ""
         return dict(self.for_ever()).get(request, "")
 
-    def for_ever(self) -> Iterator[tuple[Request, str]]:
+    def for_ever(self) -> list[tuple[Request, str]]:
         """Calls that will never be answered, each with what to say of it."""
         stuck = dict(self._state.waiting)
         found = True
@@ -44,10 +42,12 @@ class Waits:
                 if all(self._blocked_by(request, stuck) is None for request in _held(instance)):
                     del stuck[instance]
                     found = True
-        for instance in stuck:
-            for request in _held(instance):
-                if self._blocked_by(request, stuck) is not None:
-                    yield request, self._story(instance, request, stuck)
+        return [
+            (request, self._story(instance, request, stuck))
+            for instance in stuck
+            for request in _held(instance)
+            if self._blocked_by(request, stuck) is not None
+        ]
 
     def _blocked_by(self, request: Request, stuck: Stuck) -> Instance | None:
         """One of those that are stuck, without which this request is not answered."""
@@ -72,7 +72,10 @@ class Waits:
             return self._served_by(request.version, stuck)
         instance, batch = request.instance, request.batch
         if instance is None or (batch is not None and batch.state is BatchState.OPEN):  # it can still go elsewhere
-            instance = request.sequence.instance if request.sequence is not None else None
+            sequence = request.sequence
+            while sequence is not None and sequence.before is not None:
+                sequence = sequence.before
+            instance = sequence.instance if sequence is not None else None
         if instance is not None:
             return instance if instance in stuck else None
         return self._served_by(request.version, stuck)

@@ -64,6 +64,7 @@ class Calling(World):
         parent = self._number(options["parent"]) if "parent" in options else 0
         window = int(options.get("window", 0))
         caller.sends(int(number), window)
+        worker.waits_for |= set() if "aside" in flags else {int(number)}
         size = int(options.get("size", 4))
         data: Any = self._bytes_of(worker, options["at"], size, parent) if "at" in options else bytes(size)
         policy = next((policy for (known, _), policy in self.policies.items() if known == model), None)

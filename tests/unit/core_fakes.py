@@ -96,6 +96,8 @@ class FakeWorker:
         """Outputs of the next answer that are what another model has made."""
         self.caller: FakeClient | None = None
         """As its model calls others: it is a client, too."""
+        self.waits_for: set[int] = set()
+        """Calls that its model does nothing before the end of."""
         self.watch: Callable[[FakeWorker, WaitingBatch], None] | None = None
         """Is told of each batch that starts."""
 
@@ -232,8 +234,11 @@ class FakeWorker:
         assert len(kinds) == 1, f"a batch of {self.name} mixes {kinds}"
 
     def finish(self, now: int, took: int = 0, rows_first: int = 0, error: tuple[str, str] | None = None) -> None:
-        """The running batch is done: its results go out, and the next batch starts."""
+        """The running batch is done: its results go out, and the next batch starts. Unless its model still waits for
+        another one."""
         assert self.running is not None, f"{self.name} runs nothing"
+        if self.caller is not None and self.waits_for & self.caller.open:
+            return
         done, self.running = self.running, None
         again, self.again = tuple(self.again), []
         answered = [work for work in done.works if work.request not in again]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.clients import Client
-from shmserve.core.effects import Forget, Send
+from shmserve.core.effects import Forget, Free, Send
 from shmserve.core.ledger import Ledger
 from shmserve.errors import InvalidRequest
 from shmserve.messages import Handle, Map, Return, Unmap
@@ -89,6 +89,62 @@ def test_slices_of_what_is_held(told: Told) -> None:
     for offset, size in ((127, 1), (128, 65), (191, 2), (64, 64), (70, 2), (0, 192), (193, 0)):
         with pytest.raises(InvalidRequest):
             told.ledger.resolve(told.a, Handle(SEGMENT, offset, size))
+
+
+def test_a_slice_that_is_given_on(told: Told) -> None:
+    """It is one more hold of the whole block, and returned as the slice."""
+    ledger, whole = told.ledger, told.given(told.a, 64, 64)
+    part = Handle(SEGMENT, 80, 8)
+    assert ledger.may_pass_on(told.a, part, "uid:1000")
+    assert not ledger.may_pass_on(told.a, part, "uid:2000")
+    assert not ledger.may_pass_on(told.b, part, "uid:1000")
+    assert not ledger.may_pass_on(told.a, Handle(SEGMENT, 120, 16), "uid:1000")
+    assert not ledger.may_pass_on(told.a, Handle(SEGMENT, 80, 0), "uid:1000")
+    for _ in range(2):
+        ledger.give(told.b, part)
+    ledger.give(told.b, Handle(SEGMENT, 64, 8))
+    ledger.give(told.b, whole)
+    assert told.b.held_bytes == 4 * 64
+    told.said()
+    ledger.take_back(told.a, whole)
+    for wrong in (Handle(SEGMENT, 80, 16), Handle(SEGMENT, 96, 8), Handle(SEGMENT, 64, 16)):
+        with pytest.raises(InvalidRequest, match="a handle is returned once, as it was given"):
+            ledger.take_back(told.b, wrong)
+    ledger.take_back(told.b, whole)
+    with pytest.raises(InvalidRequest, match="a handle is returned once, as it was given"):
+        ledger.take_back(told.b, whole)
+    ledger.take_back(told.b, Handle(SEGMENT, 64, 8))
+    ledger.take_back(told.b, part)
+    assert not told.said()
+    ledger.take_back(told.b, part)
+    assert told.said() == [Send(WORKER, Return((whole,)))]
+    assert not told.b.held_bytes
+
+
+def test_slices_that_are_kept_and_that_go_with_their_holder(told: Told) -> None:
+    ledger, whole = told.ledger, told.given(told.a, 64, 64)
+    parts = (Handle(SEGMENT, 64, 8), Handle(SEGMENT, 100, 28))
+    for part in parts:
+        ledger.keep(part)
+        ledger.give(told.b, part)
+    ledger.take_back(told.a, whole)
+    ledger.client_died(told.b)
+    told.said()
+    ledger.unpin(parts[0])
+    assert not told.said()
+    ledger.unpin(parts[1])
+    assert told.said() == [Send(WORKER, Return((whole,)))]
+
+
+def test_a_block_of_the_brokers_own_is_freed(told: Told) -> None:
+    told.ledger.announce(0, Map(1, 4096), "internal")
+    block = Handle(1, 64, 16)
+    told.ledger.keep(block)
+    told.ledger.pin((1, 64))
+    told.ledger.unpin(block)
+    assert not told.said()
+    told.ledger.unpin(block)
+    assert told.said() == [Free((block,))]
 
 
 def test_announcing(told: Told) -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from msgspec.structs import replace
 
 from shmserve.core import events
+from shmserve.core.limits import Limits
 from shmserve.messages import Infer, Map, More, Options, Wanted
 from tests.unit.core_everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.unit.core_fakes import FakeClient, references
@@ -34,9 +35,12 @@ class EverythingMachine(OperatedMachine):
         super().__init__()
         self.world: Everything = Everything(ALL_LIMITS, False)
 
+    def new_world(self, limits: Limits, limited: bool) -> Everything:
+        return Everything(limits, limited)
+
     @initialize(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3), limited=st.booleans())
     def begin(self, names: list[str], limited: bool) -> None:
-        self.world = Everything(ALL_LIMITS, limited)
+        self.world = self.new_world(ALL_LIMITS, limited)
         self.names = with_members(names)
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
         for name in self.names:
