@@ -17,7 +17,6 @@ from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.repo.snapshot import Snapshot, take
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
 from shmserve.workers.backends import Backend, Context, find
-from shmserve.workers.calls import Calls
 from shmserve.workers.extended import extension_of, runner_of
 from shmserve.workers.gather import Gather
 from shmserve.workers.orders import Early
@@ -71,6 +70,8 @@ def load(
     arenas = Arenas(order.owner, outbox, mapped, limit)
     early = None
     if link is not None and backend.asks:
+        from shmserve.workers.calls import Calls  # few backends need it
+
         backend.calls = calls = Calls(outbox, arenas, mapped)
         early = Early(order.owner, link, outbox, mapped, arenas, calls.handlers)
         backend.listen = partial(_listen, link, early)

@@ -300,6 +300,39 @@ def test_many_answers(client: shmserve.Client) -> None:
     assert found == np.arange(100, dtype=np.float32).cumsum().tolist()
 
 
+def held_bytes(client: shmserve.Client) -> float:
+    line = next(line for line in client.metrics().splitlines() if line.startswith("shmserve_held_bytes "))
+    return float(line.split()[1])
+
+
+def test_many_at_once(server: Launched, client: shmserve.Client) -> None:
+    """Coroutines and chains of calls, small and large, some of them given up: all is answered and given back."""
+    random = np.random.default_rng(7)
+    inputs = [np.full((1, size), number, np.float32) for number, size in enumerate((1, 700, 1500, 40_000, 300_000))]
+    found = []
+    for _ in range(120):
+        x = inputs[random.integers(len(inputs))]
+        name = ("gather", "caller", "second")[random.integers(3)]
+        found.append((name, x, client.submit(name, {"x": x}, timeout=60)))
+        if random.random() < 0.1:
+            found.pop()[2].cancel()
+    with client.stream("sums", {"x": np.ones((1, 500), np.float32)}) as answers:
+        assert float(next(answers)["y"][0, 0]) == 1  # and no more of them
+    for name, x, future in found:
+        y = future.result()["y"]
+        assert y.shape == x.shape
+        assert (y == x * (4 if name == "gather" else 2)).all()
+    assert server.process.poll() is None
+    del found, future, y, answers
+    for _ in range(100):
+        if not held_bytes(client):
+            break
+        client.infer("caller", {"x": inputs[0]})
+    else:
+        raise AssertionError("handles were not given back")
+    assert " ended: " not in server.log
+
+
 def test_stacked(client: shmserve.Client) -> None:
     assert (client.infer("stacked", {"x": np.ones((3, 2), np.float32)})["y"] == 4).all()
 
