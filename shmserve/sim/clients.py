@@ -36,7 +36,7 @@ from shmserve.messages import (
     Welcome,
 )
 from shmserve.sim.load import Arrival, Closed, Load
-from shmserve.sim.plan import SimModel
+from shmserve.sim.plan import SimModel, answers_many
 from shmserve.sim.results import ModelResult
 from shmserve.sim.tensors import MANY, Inputs
 from shmserve.sim.worker import POISON
@@ -186,7 +186,7 @@ class Source:
         self._batches = model.policy.max_batch > 0
         self._sequences = model.policy.sequence is not None
         self._options = Options(priority=load.priority) if load.priority else None
-        self._window = load.window if model.policy.decoupled else 0
+        self._window = load.window if answers_many(model, world.plan.models) else 0
         self._special = bool(self._sequences or self._window or world.fate.of_requests)
         self._way_ns = 0 if self._special else world.plan.link_ns
         """Arrivals need one event less if they are planned for when they are at the broker."""

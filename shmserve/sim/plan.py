@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 from shmserve.core.limits import Limits
@@ -59,3 +61,9 @@ def simple_model(
     """With so many instances that are all alike."""
     specs = tuple(InstanceSpec(f"{policy.name}_{index}") for index in range(instances))
     return SimModel(policy, specs, service or Constant(MS), load or Constant(0))
+
+
+def answers_many(model: SimModel, models: Sequence[SimModel]) -> bool:
+    """Is it decoupled, or an ensemble that has such a step?"""
+    names = {step.model for step in model.policy.steps or ()}
+    return model.policy.decoupled or any(answers_many(other, models) for other in models if other.policy.name in names)

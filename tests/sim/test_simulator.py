@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.core.limits import Limits
-from shmserve.core.policy import Resource, SequencePolicy
+from shmserve.core.policy import Resource, SequencePolicy, StepPolicy
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.sim import (
     Affine,
@@ -31,6 +31,7 @@ from shmserve.sim import (
     Regular,
     Replay,
     Result,
+    SimModel,
     first_come,
     simulate,
 )
@@ -296,6 +297,17 @@ def test_a_decoupled_model_answers_as_often_as_it_likes() -> None:
     result = simulate(Plan((model,), (Load("m", Poisson(100), window=2),), requests=50, check_every=1))
     accounted(result)
     assert result.models["m"].parts == 350
+
+
+def test_an_ensemble_with_a_decoupled_step_answers_as_often() -> None:
+    many = replace(served(policy("many", 4, decoupled=True)), answers=(0, 9))
+    steps = StepPolicy("many", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("next", 0, (("x", "t"),), (("y", "y"),))
+    models = many, served(policy("next", 4), 2), SimModel(policy("both", 4, steps=steps))
+    result = simulate(Plan(models, (Load("both", Poisson(50), window=2),), requests=100, check_every=1))
+    accounted(result)
+    assert result.models["both"].answered == 100
+    assert result.models["both"].parts > 300
+    assert result.models["next"].batches
 
 
 def test_bursts_come_at_once_and_share_batches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shmserve.repo.compile import compile_policy
 from shmserve.repo.ensembles import GraphProblem, Member, check_graph, is_decoupled, way_to
 from shmserve.repo.load import parse
 from shmserve.repo.schema import ModelConfig, ModelEnsembling, ModelEnsemblingStep
@@ -316,3 +317,9 @@ def test_rows_have_one_answer_each() -> None:
     found = check_graph(parse(_flow("left a->b", outputs="b", more=mapped)), MANY)
     text = 'model "left" may answer a request many times: its answers to rows cannot be put together'
     assert GraphProblem(0, "left", 'parameters["step[0].map"]', text) in found
+
+
+def test_how_many_answers_may_be_under_way() -> None:
+    config = _flow("left a->b", outputs="b")
+    assert compile_policy(parse(config), 1).ahead == 0
+    assert compile_policy(parse(config.replace("step [", "max_inflight_requests: 3 step [")), 1).ahead == 3
