@@ -12,7 +12,7 @@ from __future__ import annotations
 from shmserve.core.instances import Instance
 from shmserve.core.request import Request
 from shmserve.core.state import State
-from shmserve.core.states import BatchState, RequestState
+from shmserve.core.states import BatchState, InstanceState, RequestState
 from shmserve.core.versions import Version
 
 _ANSWERED = (RequestState.LINGERING, RequestState.ENDED, RequestState.DONE)
@@ -34,7 +34,7 @@ class Waits:
 
     def for_ever(self) -> list[tuple[Request, str]]:
         """Calls that will never be answered, each with what to say of it."""
-        stuck = dict(self._state.waiting)
+        stuck = {i: None for i in self._state.waiting if i.state is not InstanceState.KILLED}  # whose calls end with it
         found = True
         while found:
             found = False

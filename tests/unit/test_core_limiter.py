@@ -13,7 +13,8 @@ from shmserve.core import events
 from shmserve.core.limiter import ANY, SHARED, Limiter, lacking
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, Resource, TensorSpec
-from shmserve.messages import Infer, Tensor
+from shmserve.messages import Call, Infer, Tensor
+from tests.unit.core_calling import caller_of
 from tests.unit.core_world import World
 
 SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
@@ -152,3 +153,33 @@ def test_everything_runs_and_nothing_is_exceeded(
     while world.running():
         world.done(random.choice(world.running()))
     assert len(world.client.answers) == len(wanted)
+
+
+def test_whoever_waits_for_another_model_lends_what_it_has() -> None:
+    """So the other model can run at all. When it goes on that may be more than there is, and nobody else begins."""
+    disk = Resource("disk", 1, True)
+    more = [spec(f"m_{index}", disk) for index in range(3)]
+    world = Limited({"m": more, "n": [spec("n_0", disk)], "k": [spec("k_0")]})
+    world.turn(world.infers("m", 1))
+    caller = world.worker(world.running()[0])
+    assert caller.running is not None
+    parent, asked = caller.running.works[0].request, caller_of(caller)
+    for number, model in enumerate("nk", 1):
+        asked.sends(number)
+        caller.waits_for.add(number)
+        call = Call(number, parent, model, 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
+        world.turn([(caller.peer, call)])
+    assert world.running() == ["k_0", caller.name, "n_0"]
+    world.turn(world.infers("m", 2))
+    assert len(world.running()) == 3, "one of them at a time"
+    world.done("n_0")
+    (other,) = set(world.running()) - {caller.name, "k_0"}
+    world.done("k_0")
+    assert not asked.open
+    assert world.running() == sorted([caller.name, other]), "it goes on, though another one has what it lent"
+    world.done(other)
+    assert world.running() == [caller.name], "and nobody else begins"
+    world.done(caller.name)
+    (last,) = world.running()
+    world.done(last)
+    assert not world.core.state.requests

@@ -256,11 +256,22 @@ class EverythingMachine(OperatedMachine):
 
     # ------------------------------------------------------------------------------------ the end
 
+    def give_room(self) -> None:
+        """Whoever has asked for parts can take more of them."""
+        for client in self.clients:
+            self.world.turn(self._room_of(client))
+
+    def _room_of(self, client: FakeClient) -> list[tuple[int, Any]]:
+        full = [request for request in client.open if client.windows.get(request) == 0]
+        client.windows |= dict.fromkeys(full, 9)
+        return [(client.peer, More(request, 9)) for request in full]
+
     def _let_all_go_on(self) -> None:
         world = self.world
         world.slow_to.clear()
         world.slow_from.clear()
         for _ in range(200):
+            self.give_room()
             world.settle()
             for worker in self.workers(bool):
                 world.let_start(worker)

@@ -164,6 +164,11 @@ class CallingMachine(EverythingMachine):
         if handles:
             worker.outbox.append(Return(handles))
 
+    def give_room(self) -> None:
+        super().give_room()
+        for worker in self._callers():
+            worker.outbox += [message for _, message in self._room_of(caller_of(worker))]
+
     def _callers(self) -> list[FakeWorker]:
         return self.workers(lambda worker: worker.caller is not None)
 
