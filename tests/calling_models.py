@@ -118,6 +118,33 @@ class TritonPythonModel:
     def refused(self, request):
         pb_utils.load_model("none")
 
+    def background(self, request):
+        self.released, self.heard = threading.Event(), threading.Event()
+        threading.Thread(target=self.call_later).start()
+        return self.zeros()
+
+    def call_later(self):
+        self.released.wait()
+        self.found = self.ask([pb_utils.Tensor("a", np.ones((1, 5000), np.float32))]).exec()
+        self.heard.set()
+
+    def released_now(self, request):
+        self.released.set()
+        return self.zeros()
+
+    def heard_later(self, request):
+        self.heard.wait()
+        found, self.found = self.found.output_tensors()[0], None
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", found.as_numpy())])
+
+    def zeros(self):
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
+
+    def dlpack(self, request):
+        tensor = pb_utils.Tensor.from_dlpack("a", request.inputs()[0])
+        assert np.shares_memory(tensor.as_numpy(), request.inputs()[0].as_numpy())
+        return self.zeros()
+
     def unsayable(self, request):
         pb_utils.InferenceRequest(model_name="m" * 200, requested_output_names=[], inputs=[]).exec()
 

@@ -108,7 +108,7 @@ class Tensor:
             if int(device[0]) != _CPU:
                 array = np.from_dlpack(_to_host(name, source, device))
             else:
-                array = _from_capsule(source.__dlpack__())
+                array = _from_capsule(_capsule_of(source))
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TritonModelException(f"tensor '{name}' cannot be read as DLPack: {error}") from error
         if not array.flags.c_contiguous:
@@ -127,6 +127,14 @@ class _Capsule:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CPU, 0
+
+
+def _capsule_of(source: Any) -> Any:
+    """One that can say that it is read-only, if its maker knows of that."""
+    try:
+        return source.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        return source.__dlpack__()
 
 
 def _from_capsule(capsule: Any) -> Array:

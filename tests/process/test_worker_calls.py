@@ -324,6 +324,26 @@ def test_a_coroutine_reads_many_answers(broker: Broker) -> None:
     assert floats(broker.row())[0] == 3
 
 
+def test_a_thread_calls_when_there_is_no_request(broker: Broker) -> None:
+    broker.send("background", np.zeros((1, 1), np.float32))
+    assert broker.row().error is None
+    broker.send("released_now", np.zeros((1, 1), np.float32))
+    messages = [broker.worker.next()[0] for _ in range(2)]
+    (call,) = [message for message in messages if isinstance(message, Call)]
+    assert any(isinstance(message, Done) for message in messages)
+    assert call.parent in (0, broker.requests)  # its request may not have been answered yet
+    given = broker.output(large())
+    broker.worker.send(Reply(call.call, 1, (given,)))
+    broker.send("heard_later", np.zeros((1, 1), np.float32))
+    assert broker.row().outputs[0].data == given.data
+
+
+def test_dlpack(broker: Broker) -> None:
+    broker.send("dlpack", large())
+    row = broker.row()
+    assert row.error is None, row.error
+
+
 def test_the_server_is_asked(broker: Broker) -> None:
     broker.send("control", np.zeros((1, 1), np.float32))
     for version, ready in ((0, True), (2, False)):

@@ -36,6 +36,8 @@ class TritonPythonModel:
             return {}
         if first == 1006:
             return self.soon(x)
+        if first == 1007:
+            return {"y": x, "rows": np.full((len(x), 1), 1 << 40)}
         more = inputs.get("more", 0)
         rows = np.full((len(x), 1), len(x))
         return {"y": pb_utils.Tensor("y", x * 2 + more), "rows": rows}
@@ -102,6 +104,7 @@ def test_a_coroutine(model: WorkerProcess) -> None:
         (1002, "expected a dict of arrays by name from execute, it returned list"),
         (1003, "unexpected output 'z': the outputs are y, rows"),
         (1004, "output 'y' of model 'm' has the wrong shape: expected [2, -1], found [1, 3]"),
+        (1007, "output 'rows' of model 'm' has the wrong data type: expected INT32, found INT64"),
         (1005, "the model did not produce output 'y'"),
     ],
 )

@@ -57,6 +57,48 @@ def test_dlpack_of_what_is_read_only() -> None:
     assert not np.shares_memory(copy, array)
 
 
+def test_dlpack_of_bfloat16() -> None:
+    """numpy has no such type of its own, other libraries have."""
+    array = np.array([1.5, -2, 1e30], to_numpy("BF16"))
+    tensor = pb_utils.Tensor("t", array)
+    for given in (tensor, tensor.to_dlpack()):
+        back = pb_utils.Tensor.from_dlpack("b", given)
+        assert back.triton_dtype() == tensor.triton_dtype() == 14
+        assert np.shares_memory(back.as_numpy(), array)
+    array.flags.writeable = False
+    assert (pb_utils.Tensor.from_dlpack("b", tensor.to_dlpack()).as_numpy() == array).all()
+
+
+def test_dlpack_with_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    there = torch.from_dlpack(pb_utils.Tensor("t", array))
+    there += 1
+    assert array[1, 2] == 6
+    back = pb_utils.Tensor.from_dlpack("b", there)
+    assert np.shares_memory(back.as_numpy(), array)
+    brain = torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16)
+    found = pb_utils.Tensor.from_dlpack("b", brain)
+    assert (found.triton_dtype(), found.shape()) == (14, [1, 2])
+    assert torch.equal(torch.from_dlpack(found), brain)
+
+
+def test_dlpack_of_what_is_elsewhere() -> None:
+    """Its own library copies it."""
+
+    class Device:
+        def __dlpack__(self, **_: object) -> None:
+            raise AssertionError("must not be asked")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        def get(self) -> Any:
+            return np.arange(3)
+
+    assert pb_utils.Tensor.from_dlpack("t", Device()).as_numpy().tolist() == [0, 1, 2]
+
+
 def test_dlpack_of_what_it_cannot_describe() -> None:
     with pytest.raises(pb_utils.TritonModelException, match="tensor 't' holds strings"):
         pb_utils.Tensor("t", np.array([b"a"], object)).to_dlpack()
