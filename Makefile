@@ -89,7 +89,8 @@ install-systemd:
 	install -d $(UNITS) $(ETC) $(SYSUSERS) $(TMPFILES) $(PLACE)/share/doc/shmserve
 	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve.service > $(UNITS)/shmserve.service
 	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve.slice > $(UNITS)/shmserve.slice
-	chmod 644 $(UNITS)/shmserve.service $(UNITS)/shmserve.slice
+	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve-mps.service > $(UNITS)/shmserve-mps.service
+	chmod 644 $(UNITS)/shmserve.service $(UNITS)/shmserve.slice $(UNITS)/shmserve-mps.service
 	install -m 644 systemd/sysusers.d/shmserve.conf $(SYSUSERS)
 	install -m 644 systemd/tmpfiles.d/shmserve.conf $(TMPFILES)
 	install -m 644 docs/*.md $(PLACE)/share/doc/shmserve
@@ -108,9 +109,9 @@ endif
 
 uninstall-systemd:
 ifeq ($(DESTDIR),)
-	systemctl disable --now shmserve.service
+	systemctl disable --now shmserve.service shmserve-mps.service
 endif
-	rm -f $(UNITS)/shmserve.service $(UNITS)/shmserve.slice
+	rm -f $(UNITS)/shmserve.service $(UNITS)/shmserve.slice $(UNITS)/shmserve-mps.service
 	rm -f $(SYSUSERS)/shmserve.conf $(TMPFILES)/shmserve.conf
 	if test "$$(readlink $(COMMAND))" = $(PREFIX)/bin/shmserve; then rm $(COMMAND); fi
 	if test -f $(PLACE)/pyvenv.cfg; then rm -rf $(PLACE); fi

@@ -1,17 +1,16 @@
 """Which backends there are: our own, those that other packages bring, and those of the backend directory.
 
-The rule: here they are only found by their names. What is in them is known to the worker that needs them.
+The rule: here they are only found by their names. What is in them, the worker that needs it knows. Workers import
+this, so it imports little.
 """
 
 from __future__ import annotations
 
 import os
-from importlib.metadata import entry_points
 from pathlib import Path
 
-from shmserve.repo.store import BACKENDS
-from shmserve.repo.validate import MODEL_NAME
-
+BACKENDS = frozenset({"identity", "onnxruntime", "openvino", "python", "pytorch", "tensorrt"})
+"""Our own."""
 GROUP = "shmserve.backends"
 """The entry points by which packages bring backends."""
 DIRECTORY = "backend-directory"
@@ -25,6 +24,8 @@ def in_directory(directory: str | Path) -> frozenset[str]:
     """The backends in a directory: each is a sub-directory of its name, with a backend.py or model.py. None for ""."""
     if not directory:
         return frozenset()
+    from shmserve.repo.validate import MODEL_NAME
+
     return frozenset(
         entry.name
         for entry in os.scandir(directory)
@@ -35,6 +36,8 @@ def in_directory(directory: str | Path) -> frozenset[str]:
 
 def installed(directory: str | Path = "") -> frozenset[str]:
     """All backends. A directory that cannot be read is an OSError."""
+    from importlib.metadata import entry_points
+
     return BACKENDS | {entry.name for entry in entry_points(group=GROUP)} | in_directory(directory)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from google.protobuf.message import Message
 
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.repo.backends import BACKENDS
 from shmserve.repo.complete import is_ensemble
 from shmserve.repo.load import CONFIG_BYTES, CONFIG_FILE, Examined, Setting, examine
 from shmserve.repo.outline import shown
@@ -24,8 +25,6 @@ from shmserve.repo.problems import Place, Problem, nearest
 from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.validate import MODEL_NAME, NAME_RULE
 
-BACKENDS = frozenset({"identity", "onnxruntime", "openvino", "python", "pytorch", "tensorrt"})
-"""The backends that workers have."""
 _ONE_FILE = frozenset({"python", "pytorch"})
 CONFIG_FOLDER = "configs"
 """In a model's directory: alternative configurations."""

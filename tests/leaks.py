@@ -38,6 +38,8 @@ ONCE = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
 )
+PREPARED = "-m shmserve.workers.prepared "
+"""A server has it from the first worker on."""
 PR_SET_CHILD_SUBREAPER = 36
 PIDFD_THREAD = os.O_EXCL
 
@@ -117,7 +119,7 @@ def _processes() -> Generator[Thing, None, None]:
         for pid, state, started in children.get(parent, ()):
             todo.append(pid)
             command = _command(pid)
-            if not any(part in command for part in ONCE):
+            if not any(part in command for part in ONCE) and not (parent != os.getpid() and PREPARED in command):
                 what = f"zombie {pid}, never waited for" if state == "Z" else f"process {pid}: {command}"
                 kind = str(pid) if parent == os.getpid() else f"child of {parent}"
                 yield Thing("process", ("process", pid, started), kind, what)

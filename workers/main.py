@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmserve.allocator import keep_freed_memory
@@ -36,7 +37,8 @@ _GC_THRESHOLDS = (50_000, 20, 50)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def main(argv: list[str] | None = None) -> Exit:
+def main(argv: list[str] | None = None, threads: Callable[[], None] | None = None) -> Exit:
+    """`threads` tells what has been imported already how many threads it may have."""
     words = sys.argv[1:] if argv is None else argv
     found = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
     found.add_argument("--link", type=int, required=True, help="descriptor of the link to the broker")
@@ -44,22 +46,28 @@ def main(argv: list[str] | None = None) -> Exit:
     found.add_argument("--threads", type=int, default=0, help="how many threads an engine may use; 0: as it likes")
     found.add_argument("--name", default="", help="the instance's name, for the process table")
     found.add_argument("--group", default="", help="the file to write ourselves into, to be in our control group")
+    found.add_argument("--variable", default="", help="NAME=VALUE, for the environment of this process")
     found.add_argument("--environment", default="", help="where the interpreter is that the model brings, if it does")
     found.add_argument("--unpacked", default="", help="where archives of interpreters are unpacked to")
     arguments = found.parse_args(words)
     parent = os.getppid()
-    _prepare(arguments.name)
+    prepare(arguments.name)
     keep_freed_memory()
     if os.getppid() != parent:
         return Exit.LINK_LOST  # the broker died before its death could be ours
     try:
         if arguments.group:
             _join(arguments.group)
+        if arguments.variable:
+            name, _, value = arguments.variable.partition("=")
+            os.environ[name] = value
         # Before anything heavy is imported: libraries size their thread pools by it.
         if arguments.cpus:
             os.sched_setaffinity(0, {int(cpu) for cpu in arguments.cpus.split(",")})
         if arguments.threads > 0:
             _limit_threads(arguments.threads)
+        if threads is not None:
+            threads()
         sock = socket.socket(fileno=arguments.link)
     except (OSError, ValueError) as error:
         say(f"cannot start on cores '{arguments.cpus}' and link {arguments.link}: {error}")
@@ -82,9 +90,9 @@ def main(argv: list[str] | None = None) -> Exit:
         link.close()
 
 
-def run(argv: list[str] | None = None) -> NoReturn:
+def run(argv: list[str] | None = None, threads: Callable[[], None] | None = None) -> NoReturn:
     """As the whole of a process."""
-    code = main(argv)
+    code = main(argv, threads)
     # Not by way of the interpreter's end: threads that a model left running, and libraries that dislike being torn
     # down, must not keep or spoil the exit code.
     for stream in (sys.stdout, sys.stderr):
@@ -117,7 +125,7 @@ def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
         return _failed(orders[0], error, Outbox(link))
 
 
-def _prepare(name: str) -> None:
+def prepare(name: str) -> None:
     """Makes the process the broker's: dies with it, leaves signals to it, prints to stderr only."""
     faulthandler.enable()
     libc = ctypes.CDLL(None, use_errno=True)

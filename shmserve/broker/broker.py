@@ -77,6 +77,7 @@ class Broker:
         control: Control,
         arena_bytes: int,
         access: Access,
+        prepared: bool = True,
     ) -> None:
         self.core = core
         self.drained: Callable[[], None] = lambda: None
@@ -98,7 +99,7 @@ class Broker:
         self._tallies = Tallies(lambda model: any(version.model == model for version, _ in instances.values()))
         self._probes = Probes(loop, self.tell)
         control.metrics = lambda: metrics.text() + self._tallies.text()
-        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups)
+        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups, prepared)
         self._peers = count(1)
         self._links: dict[int, Link | Outbox] = {}
         self._dirty: dict[Link | Outbox, None] = {}
@@ -430,7 +431,7 @@ class Broker:
     def process_of(self, peer: int) -> int:
         """The pid of a worker, 0 if it has none any more."""
         worker = self._workers.get(peer)
-        return worker.process.pid if worker is not None else 0
+        return worker.pid if worker is not None else 0
 
     # ------------------------------------------------------------------------------------ the end
 

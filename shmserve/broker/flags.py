@@ -107,6 +107,8 @@ FLAGS = (
          "a model's parameter execution_limit_secs is stronger; 0: no limit", 300.0, "S"),
     Flag("load-limit-secs", "seconds", LOADING, "a worker that loads for longer is killed, and has failed to load; 0: "
          "no limit", 1800.0, "S"),
+    Flag("prepared-process", "boolean", INSTANCES, "workers are made of a process that has imported what all need; "
+         "false: each is a fresh interpreter, which takes longer and more memory", True),
     Flag("host-policy", "policy", INSTANCES, "CPU cores for the instances of a host policy: NAME,cpu-cores=0-3,8, or "
          "NAME,numa-node=N for all of a node; instances that name no policy have 'cpu' or 'gpu_DEVICE'; may be given "
          "several times", [], "NAME,KEY=VALUE", repeatable=True),

@@ -131,6 +131,7 @@ class Server:
             self._control,
             settings.broker_arena_bytes,
             setting.access(settings),
+            settings.prepared_process,
         )
         self._broker.use_gpus(gpus.uuids())
         self._gpu_metrics = GpuMetrics(gpus.found)

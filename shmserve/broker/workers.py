@@ -20,6 +20,7 @@ from shmserve.broker.cgroups import Groups
 from shmserve.broker.link import Link
 from shmserve.broker.logs import printable
 from shmserve.broker.memory import Memory
+from shmserve.broker.prepared import Prepared, reap
 from shmserve.broker.terms import NOTHING, Terms
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
@@ -32,6 +33,8 @@ STDERR_LINES = 20
 LINE_BYTES = 4096
 _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "error"}
 """How a line begins that has a level (workers.say), and what the log calls it. Other lines are what a model prints."""
+REAP_S = 10.0
+"""How often to look for processes that models have started and left."""
 GRACE_S = 10.0
 """A worker whose link has ended has this long to end itself."""
 
@@ -43,14 +46,22 @@ _codec = wire.Codec(WorkerReport)
 
 
 class Worker(Struct, eq=False):
+    """`pid` 0: it has not been made yet. `output`: where it writes to. `theirs`: the other ends of its link and output,
+    as long as it may need them. `process`: it was started as a fresh interpreter."""
+
     peer: int
     name: str
     about: dict[str, Any]
     """For the log: model, version, instance."""
-    process: subprocess.Popen[bytes]
     link: Link
-    pidfd: int
+    output: int
+    words: list[str]
+    memory: int
+    theirs: tuple[int, int] | None
     stderr: deque[str]
+    process: subprocess.Popen[bytes] | None = None
+    pid: int = 0
+    pidfd: int = -1
     loading_error: str = ""
     partial: bytes = b""
     killed: str = ""
@@ -66,8 +77,10 @@ class Workers:
         exited: Callable[[int, str, str, str], None],
         say: Callable[[str, str, dict[str, Any]], None],
         groups: Callable[[], Groups] | None = None,
+        prepared: bool = False,
     ) -> None:
-        """`groups` divides our control group, so that the kernel keeps workers to their limits of memory."""
+        """`groups` divides our control group, so that the kernel keeps workers to their limits of memory. `prepared`:
+        they are made of a prepared process."""
         self._loop = loop
         self._deliver = deliver
         self._exited = exited
@@ -76,6 +89,8 @@ class Workers:
         self.gpus: Mapping[int, str] = {}
         """The uuids of the GPUs, by number: a worker sees its own, and no other."""
         self._memory = Memory(loop, self.kill, make=groups)
+        self._prepared = Prepared(loop, self._made, say, worker_environment) if prepared else None
+        self._reaping = loop.call_later(REAP_S, self._reap) if prepared else None
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -84,60 +99,87 @@ class Workers:
         return self._workers.get(peer)
 
     def spawn(self, effect: Spawn, terms: Terms = NOTHING) -> Worker:
+        """Raises OSError if it cannot be started. It may be a moment before there is a process."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(written, True)
         group = self._memory.group(peer, terms.memory)
-        place = str(group.processes) if group is not None else ""
-        try:
-            process = subprocess.Popen(
-                [*python(), "-m", "shmserve.workers.main", *arguments_of(spec, terms, theirs.fileno(), place)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=worker_environment() | self._device(spec),
-                start_new_session=True,  # a terminal's Ctrl-C is for the broker, which stops its workers in order
-            )
-        except OSError:
-            ours.close()
-            self._memory.ended(peer)
-            raise
-        finally:
-            theirs.close()
-        pidfd = os.pidfd_open(process.pid)
+        words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
         link = Link(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
         about = {"model": effect.model, "version": effect.version, "instance": spec.name}
-        worker = Worker(peer, spec.name, about, process, link, pidfd, deque(maxlen=STDERR_LINES))
+        ends = (theirs.detach(), written)
+        worker = Worker(peer, spec.name, about, link, output, words, terms.memory, ends, deque(maxlen=STDERR_LINES))
         self._workers[peer] = worker
-        self._memory.started(peer, process.pid, terms.memory)
-        self._loop.add_reader(pidfd, self._ended, worker)
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        self._loop.add_reader(process.stdout.fileno(), self._listen, worker)
+        self._loop.add_reader(output, self._listen, worker)
+        if self._prepared is None or not self._prepared.start(peer, words, *ends):
+            try:
+                self._start(worker)
+            except OSError:
+                self._forget(worker)
+                self._memory.ended(peer)
+                raise
         return worker
 
-    def _device(self, spec: InstanceSpec) -> dict[str, str]:
+    def _variables(self, spec: InstanceSpec) -> list[str]:
+        """What is in its environment beside the rest."""
         uuid = self.gpus.get(spec.device) if spec.kind == "KIND_GPU" else None
-        return {VISIBLE: uuid} if uuid is not None else {}
+        return ["--variable", f"{VISIBLE}={uuid}"] if uuid is not None else []
+
+    def _start(self, worker: Worker) -> None:
+        """As a fresh interpreter."""
+        assert worker.theirs is not None
+        link, written = worker.theirs
+        worker.process = subprocess.Popen(
+            [*python(), "-m", "shmserve.workers.main", "--link", str(link), *worker.words],
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=written,
+            pass_fds=[link],
+            env=worker_environment(),
+            start_new_session=True,  # a terminal's Ctrl-C is for the broker, which stops its workers in order
+        )
+        self._begun(worker, worker.process.pid, os.pidfd_open(worker.process.pid))
+
+    def _made(self, peer: int, pid: int, pidfd: int) -> None:
+        """The prepared process has made a worker, or could not."""
+        worker = self._workers[peer]
+        if pid:
+            self._begun(worker, pid, pidfd)
+            return
+        try:
+            self._start(worker)
+        except OSError as error:
+            self._forget(worker)
+            self._memory.ended(peer)
+            self._exited(peer, f"cannot start a process: {error.strerror}", "", "")
+
+    def _begun(self, worker: Worker, pid: int, pidfd: int) -> None:
+        worker.pid, worker.pidfd = pid, pidfd
+        self._close_theirs(worker)
+        self._memory.started(worker.peer, pid, worker.memory)
+        self._loop.add_reader(pidfd, self._ended, worker)
+        if worker.killed:  # meanwhile
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def kill(self, peer: int, reason: str) -> None:
         worker = self._workers.get(peer)
         if worker is not None and not worker.killed:
             worker.killed = reason
-            worker.process.kill()
+            if worker.pid:
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
 
     def _link_ended(self, peer: int, reason: str) -> None:
         """Usually the process is ending too, and tells more; one that does not end is no worker any more."""
         self._loop.call_later(GRACE_S, self.kill, peer, "it closed its link and did not end")
 
     def _listen(self, worker: Worker) -> None:
-        assert worker.process.stdout is not None
         try:
-            data = os.read(worker.process.stdout.fileno(), 65536)
+            data = os.read(worker.output, 65536)
         except BlockingIOError:
             return
         if not data:
-            self._loop.remove_reader(worker.process.stdout.fileno())
+            self._loop.remove_reader(worker.output)
             data = b"\n" if worker.partial else b""
         *lines, worker.partial = (worker.partial + data).split(b"\n")
         if len(worker.partial) > LINE_BYTES:
@@ -152,28 +194,55 @@ class Workers:
 
     def _ended(self, worker: Worker) -> None:
         """The process has ended. What it still said on its link and its stderr comes first."""
-        code = worker.process.wait()
+        code = _code(worker)
         worker.link.drain()
-        worker.link.close("")
-        assert worker.process.stdout is not None
-        if not worker.process.stdout.closed:
-            self._listen(worker)
-            self._loop.remove_reader(worker.process.stdout.fileno())
-            worker.process.stdout.close()
+        self._listen(worker)
         self._loop.remove_reader(worker.pidfd)
         os.close(worker.pidfd)
-        del self._workers[worker.peer]
+        self._forget(worker)
         reason = _reason(code, self._memory.ended(worker.peer) or worker.killed)
         self._exited(worker.peer, reason, worker.loading_error, "\n".join(worker.stderr))
+
+    def _forget(self, worker: Worker) -> None:
+        worker.link.close("")
+        self._close_theirs(worker)
+        self._loop.remove_reader(worker.output)
+        os.close(worker.output)
+        del self._workers[worker.peer]
+
+    def _close_theirs(self, worker: Worker) -> None:
+        for descriptor in worker.theirs or ():
+            os.close(descriptor)
+        worker.theirs = None
+
+    def _reap(self) -> None:
+        assert self._prepared is not None
+        if not self._prepared.busy:
+            reap({self._prepared.pid, *(worker.pid for worker in self._workers.values())})
+        self._reaping = self._loop.call_later(REAP_S, self._reap)
 
     def close(self) -> None:
         """All of them have gone."""
         self._memory.close()
+        if self._reaping is not None:
+            self._reaping.cancel()
+        if self._prepared is not None:
+            self._prepared.close()
 
 
-def arguments_of(spec: InstanceSpec, terms: Terms, link: int, group: str) -> list[str]:
-    """The command line of a worker. `group`: the file that it writes itself into, to be in its control group."""
-    found = ["--link", str(link), "--name", spec.name]
+def _code(worker: Worker) -> int:
+    """As Popen has it: below 0 is a signal."""
+    if worker.process is not None:
+        return worker.process.wait()
+    found = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+    assert found is not None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
+    """The command line of a worker, without its link. `group`: the file that it writes itself into, to be in its
+    control group."""
+    found = ["--name", spec.name]
     if spec.cpus:
         found += ["--cpus", ",".join(map(str, spec.cpus))]
     if spec.threads:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from shmserve.workers.prepared import NAME as PREPARED
+
 START_S = 60
 END_S = 60
 
@@ -64,8 +66,7 @@ class Launched:
         return self._log.read_text()
 
     def workers(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        return workers_of(self.process.pid)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -81,7 +82,7 @@ class Launched:
 
     def kill(self) -> None:
         """kill -9, and its workers' end too, which follows from it."""
-        workers = [os.pidfd_open(pid) for pid in self.workers()] if self.process.poll() is None else []
+        workers = [os.pidfd_open(pid) for pid in children_of(self.process.pid)] if self.process.poll() is None else []
         self.process.kill()
         self.process.wait()
         for worker in workers:
@@ -96,6 +97,15 @@ class Launched:
         if self.code is None:
             code = self.stop()
             assert kind is not None or code == 0, self.log
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def workers_of(pid: int) -> list[int]:
+    """The children of a broker, without the one that workers are made of."""
+    return [child for child in children_of(pid) if Path(f"/proc/{child}/comm").read_text().strip() != PREPARED]
 
 
 def await_end(pid: int, seconds: float = 30.0) -> None:

@@ -244,3 +244,9 @@ def test_the_server_has_what_it_asks_for() -> None:
     required = (Path(__file__).parents[2] / "setup.cfg").read_text()
     assert all(f"{name}>={least}\n" in required for name, least in NEEDED.items())
     assert os.path.exists(command([])[0])
+
+
+def test_the_page_names_what_an_interpreter_needs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "processes.md").read_text()
+    assert all(f"| `{name}` | {least} or later |\n" in page for name, least in NEEDED.items())
+    assert "| Python | {}.{} or later |".format(*bootstrap.LEAST) in page

@@ -14,6 +14,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.process import living
+from tests.process.launch import workers_of
 from tests.process.living import answer, generation, group, identity, index, pids, policy, ready, renew, states, until
 
 pytestmark = pytest.mark.process
@@ -140,9 +141,8 @@ class Load:
 
 
 def processes(server: Server) -> set[int]:
-    """The broker's children."""
-    found = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
-    return {int(pid) for pid in found.split()}
+    """Of its workers."""
+    return set(workers_of(server.pid))
 
 
 # ------------------------------------------------------------------------------------------------ generations

@@ -83,7 +83,7 @@ def unit(tmp_path: Path) -> Path:
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     (tmp_path / "opt" / "share" / "doc" / "shmserve" / "operations.md").touch()
-    for name in ("shmserve.service", "shmserve.slice"):
+    for name in ("shmserve.service", "shmserve.slice", "shmserve-mps.service"):
         text = (ROOT / "systemd" / name).read_text().replace("@PREFIX@", str(tmp_path / "opt"))
         (tmp_path / name).write_text(text)
     return tmp_path / "shmserve.service"
@@ -96,7 +96,9 @@ def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 @needs_analyze
 def test_systemd_finds_nothing_wrong_with_the_units(unit: Path) -> None:
-    for path in (unit, unit.with_suffix(".slice")):
+    mps = unit.with_name("shmserve-mps.service")
+    mps.write_text(mps.read_text().replace("/usr/bin/nvidia-cuda-mps-control", "/bin/true"))
+    for path in (unit, unit.with_suffix(".slice"), mps):
         found = analyze("verify", path)
         assert found.returncode == 0, found.stderr
         about = [line for line in found.stderr.splitlines() if "shmserve" in line]
@@ -312,7 +314,7 @@ def is_shut_in(machine: Machine) -> None:
     """What systemd has promised, as the kernel sees it; for the workers too."""
     main = shown(machine, "MainPID")
     pids = machine.run("cat", f"/proc/{main}/task/{main}/children").split()
-    assert len(pids) == 2
+    assert len(pids) == 3, "the workers of two models, and the process that they are made of"
     user = machine.run("id", "-u", "shmserve").strip()
     for pid in (main, *pids):
         said = machine.run("cat", f"/proc/{pid}/status")
