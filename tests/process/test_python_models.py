@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,14 @@ input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
 {more}
 """
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+ON_THE_PAGE = """
+backend: "python" max_batch_size: {batch}
+input [ {{ name: "{given}" data_type: {dtype} dims: [ -1 ] }} ]
+output [ {{ name: "{made}" data_type: {made_dtype} dims: [ -1 ] }} ]
+{more}
+"""
+IS_STACKED = 'parameters { key: "stacked" value: { string_value: "true" } }'
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 LEAF = """\
@@ -219,6 +228,23 @@ def add(repository: Path, name: str, source: str, more: str = "") -> None:
     (repository / name / "config.pbtxt").write_text(CONFIG.format(more=more))
 
 
+def on_the_page(repository: Path) -> None:
+    """The models of the page, and the one that they call."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    for name, sign, batch, given, dtype, made, made_dtype, more in (
+        ("centred", "x.mean", 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", IS_STACKED),
+        ("asks", 'model_name="scale"', 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", ""),
+        ("words", "words_total", 0, "TEXT", "TYPE_STRING", "COUNT", "TYPE_INT32", ""),
+    ):
+        (source,) = [block for block in blocks if sign in block]
+        add(repository, name, source)
+        text = ON_THE_PAGE.format(batch=batch, given=given, dtype=dtype, made=made, made_dtype=made_dtype, more=more)
+        (repository / name / "config.pbtxt").write_text(text)
+    add(repository, "scale", LEAF.replace('"y"', '"Y"').replace("leaf_requests", "scale_requests"))
+    config = CONFIG.format(more="").replace('"x"', '"X"').replace('"y"', '"Y"')
+    (repository / "scale" / "config.pbtxt").write_text(config)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     repository = tmp_path_factory.mktemp("models")
@@ -226,11 +252,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     for name, source, more in (
         ("caller", CALLER, ""), ("second", CALLER, ""), ("gather", GATHER, ""), ("many", MANY, DECOUPLED),
         ("sums", SUMS, DECOUPLED), ("spare", STACKED, ""), ("control", CONTROL, ""), ("moody", READY, ""),
-        ("stacked", STACKED, 'parameters { key: "stacked" value: { string_value: "true" } }'),
+        ("stacked", STACKED, IS_STACKED),
     ):  # fmt: skip
         add(repository, name, source, more)
+    on_the_page(repository)
     options = ["--model-control-mode", "explicit"]
-    for name in ("leaf", "caller", "second", "gather", "many", "sums", "stacked", "moody"):
+    for name in (
+        "scale",
+        "centred",
+        "asks",
+        "words",
+        "leaf",
+        "caller",
+        "second",
+        "gather",
+        "many",
+        "sums",
+        "stacked",
+        "moody",
+    ):
         options += ["--load-model", name]
     with Launched(repository, tmp_path_factory.mktemp("run") / "r", *options) as launched:
         yield launched
@@ -331,6 +371,17 @@ def test_many_at_once(server: Launched, client: shmserve.Client) -> None:
     else:
         raise AssertionError("handles were not given back")
     assert " ended: " not in server.log
+
+
+def test_the_models_of_the_page(client: shmserve.Client) -> None:
+    x = np.array([[1, 2, 6]], np.float32)
+    assert client.infer("centred", {"X": x})["Y"].tolist() == [[-2, -1, 3]]
+    assert (client.infer("asks", {"X": LARGE})["Y"] == LARGE * 2).all()
+    found = client.infer("words", {"TEXT": np.array(["to be or not to be"], object)})["COUNT"]
+    assert (found.dtype, found.tolist()) == (np.int32, [6])
+    lines = client.metrics().splitlines()
+    assert 'words_total{model="words"} 6' in lines
+    assert 'text_bytes_bucket{le="100"} 1' in lines
 
 
 def test_stacked(client: shmserve.Client) -> None:
