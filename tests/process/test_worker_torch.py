@@ -19,6 +19,7 @@ from shmserve.messages import Return, Tensor, Wanted
 from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends import Context
 from shmserve.workers.specs import Spec, inputs_of, outputs_of
+from tests.in_process import loaded
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import torch_class, torch_forward, torch_script, version_folder
 
@@ -244,15 +245,14 @@ def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
         assert "not writable" not in worker.said()
 
 
-@pytest.mark.process
 def test_a_program_says_its_inputs_and_outputs(tmp_path: Path) -> None:
     batch = torch.export.Dim("batch", max=64)
     x, k = torch.zeros(2, 3), torch.zeros(2, 3)
     source = TREE.replace("x, flag, more, *, k", "x, k").replace(' more["q"] * 1', "")
     export(tmp_path, source, x, k, dynamic=({0: batch}, {0: batch}))
     given = replace(config("pytorch", {}, {}), default_model_filename="model.pt2")
-    with WorkerProcess(given, tmp_path) as worker:
-        found = worker.loaded()
+    with loaded(given, tmp_path) as model:
+        found = model.config
         assert [(entry.name, entry.data_type, tuple(entry.dims)) for entry in found.input] == [
             ("x", "TYPE_FP32", (3,)),
             ("k", "TYPE_FP32", (3,)),
@@ -262,10 +262,10 @@ def test_a_program_says_its_inputs_and_outputs(tmp_path: Path) -> None:
         assert found.dynamic_batching is not None
         values = np.arange(3, dtype=np.float32).reshape(1, 3)
         tensors = [Tensor(name, "FP32", (1, 3), (values * scale).tobytes()) for name, scale in (("x", 1), ("k", 10))]
-        for row in worker.run(work(1, *tensors), work(2, *tensors)):
+        for row in model.runner.run([work(1, *tensors), work(2, *tensors)])[0]:
             assert row.error is None, row.error
-            assert (worker.array(row.outputs[0], np.float32) == values * 11).all()
-            assert (worker.array(row.outputs[1], np.float32) == values * 2).all()
+            assert row.outputs[0].data == (values * 11).tobytes()
+            assert row.outputs[1].data == (values * 2).tobytes()
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
