@@ -178,5 +178,11 @@ class Run(Struct, eq=False):
             return False
         return self.is_done(self.open[-1][0])
 
+    def to_come(self) -> Iterable[Version]:
+        """The models of steps that may begin yet. Below a source nobody knows how often."""
+        if self.levels.sources:
+            return self.members.values()
+        return (self.members[i] for done in self.iterations() for i in done.pending if i not in done.due)
+
     def iterations(self) -> Iterable[Iteration]:
         return (iteration for level in self.open for iteration in level)

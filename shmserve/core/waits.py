@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from shmserve.core.instances import Instance
 from shmserve.core.request import Request
+from shmserve.core.runs import Run
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState
 from shmserve.core.versions import Version
@@ -65,11 +66,7 @@ class Waits:
         if request.state in _ANSWERED:
             return None
         if request.chain is not None:
-            for step in request.chain.out.values():
-                blocker = self._blocked_by(step, stuck)
-                if blocker is not None:
-                    return blocker
-            return self._served_by(request.version, stuck)
+            return self._held_up_by(request.chain, stuck)
         instance, batch = request.instance, request.batch
         if instance is None or (batch is not None and batch.state is BatchState.OPEN):  # it can still go elsewhere
             sequence = request.sequence
@@ -79,6 +76,12 @@ class Waits:
         if instance is not None:
             return instance if instance in stuck else None
         return self._served_by(request.version, stuck)
+
+    def _held_up_by(self, run: Run, stuck: Stuck) -> Instance | None:
+        """For a request to an ensemble: its steps, those under way and those that have not begun."""
+        blockers = [self._blocked_by(step, stuck) for step in run.out.values()]
+        blockers += [self._served_by(member, stuck) for member in run.to_come()]
+        return next((blocker for blocker in blockers if blocker is not None), None)
 
     def _served_by(self, version: Version, stuck: Stuck) -> Instance | None:
         """None: somebody will run what waits there, or tell it that nobody will."""
