@@ -5,6 +5,7 @@ The rule: small inputs and outputs only, which travel in messages; what is about
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from shmserve.messages import Load
 from shmserve.repo.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.model import Model, load
+from shmserve.workers.model import THREADS, Model, load
 from shmserve.workers.outbox import Unheard
 from tests.worker_harness import WORKER
 
@@ -21,6 +22,8 @@ from tests.worker_harness import WORKER
 @contextmanager
 def loaded(given: ModelConfig, folder: Path) -> Iterator[Model]:
     mapped = Mapped()
+    threads = os.environ.get(THREADS)
+    os.environ[THREADS] = "1"  # an engine with more starts threads, which stay
     path, kept, modules = list(sys.path), sys.dont_write_bytecode, set(sys.modules)
     try:
         order = Load(WORKER, given.name, 1, "m_0_0", str(folder))
@@ -32,6 +35,9 @@ def loaded(given: ModelConfig, folder: Path) -> Iterator[Model]:
             model.arenas.close()
     finally:
         mapped.close()
+        del os.environ[THREADS]
+        if threads is not None:
+            os.environ[THREADS] = threads
         sys.path[:], sys.dont_write_bytecode = path, kept
         for name in set(sys.modules) - modules:
             if name.startswith(("shmserve_model_", "triton_python_backend", "c_python_backend")):
