@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.clients import completion
+from shmserve.clients.gateway import flags
 
 ABOUT = "Serves models on this machine, and asks the server that serves them."
 EPILOG = """
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         _add_models, _add_load, _add_unload, _add_restart, _add_infer, _add_run, _add_stats, _add_ready, _add_config,
-        _add_check, _add_build, _add_version, _add_demo, _add_completion,
+        _add_check, _add_build, _add_gateway, _add_version, _add_demo, _add_completion,
     ):  # fmt: skip
         add(commands)
     return found
@@ -121,6 +122,16 @@ def _add_models(commands: Any) -> None:
         help="again every so many seconds (default: 1), until Ctrl-C",
     )  # fmt: skip
     _json(made)
+
+
+def _add_gateway(commands: Any) -> None:
+    examples = """  shmserve gateway
+  shmserve gateway --http-port 9000 --no-metrics
+  shmserve gateway --http-roles infer,observe,operate
+"""
+    about = "be a door to the network: requests over HTTP (KServe v2) go to the server, and metrics to Prometheus"
+    codes = ("stopped by SIGTERM or Ctrl-C", "could not listen")
+    flags.add(_command(commands, "gateway", _later("commands_run", "gateway"), about, examples, codes))
 
 
 def _add_load(commands: Any) -> None:

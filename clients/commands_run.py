@@ -1,4 +1,5 @@
-"""`shmserve run`: this process becomes one that has the model in it, in this terminal.
+"""`shmserve run`: this process becomes one that has the model in it, in this terminal. `shmserve gateway`: it becomes a
+door to the network.
 
 The rule of the file: nothing of the model is looked at here; what is asked for goes on as one JSON document.
 """
@@ -47,3 +48,13 @@ def run(args: argparse.Namespace) -> NoReturn:
         size = len(command[-1])
         text = f"cannot start the model's process with {size} bytes of arguments: {error.strerror}"
         raise Failed(f"{text}; give long inputs in a file") from error
+
+
+def gateway(args: argparse.Namespace) -> int:
+    try:
+        from shmserve.clients.gateway import main
+    except ModuleNotFoundError as error:
+        if error.name != "httptools":
+            raise
+        raise Failed("the package httptools is missing: pip install 'shmserve[gateway]'") from error
+    return main.run(args)

@@ -34,9 +34,7 @@ class LoopLink:
 
     def _start(self) -> None:
         """Also for a forked child: nothing of the parent is used or given back there."""
-        self.session = Session(
-            self.address.memory, memory_bytes=self._memory_bytes, on_full=_flusher(weakref.ref(self))
-        )
+        self.session = self.make_session()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._watched: list[int] = []
@@ -48,6 +46,9 @@ class LoopLink:
         self.flushing_soon = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+
+    def make_session(self) -> Session:
+        return Session(self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)))
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """The running loop. A client whose loop has been closed may go on in another."""
@@ -318,7 +319,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _flusher(link: weakref.ref[LoopLink]) -> Any:
+def flusher(link: weakref.ref[LoopLink]) -> Any:
     """Gives much dropped memory back soon. Called within the collector, in any thread."""
 
     def flush() -> None:

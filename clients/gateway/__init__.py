@@ -1,0 +1,17 @@
+"""The doors to the network. A gateway is a process of its own and only a client of the broker: bytes from the network
+are never parsed where requests are scheduled.
+
+    limits    what a caller may send, and how long it may take
+    status    errors of the server as status codes and texts of the doors
+    kserve    a request of the KServe protocol as JSON -> a Plan of what the broker is asked
+    elements  tensors as JSON, both ways
+    answers   replies of the broker -> the JSON and the buffers that are sent
+    documents questions and operations: what is asked, and the document that is answered
+    routes    methods and paths of HTTP -> what is wanted
+    heads     the first lines of an HTTP request -> a Head
+    bodies    chunked and compressed bodies
+    link      the lane to the broker, for tensors that stay bytes
+    http      one connection of HTTP
+    door      all connections of one listening socket
+    main      the process
+"""

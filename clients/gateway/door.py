@@ -1,0 +1,107 @@
+"""All connections of one listening socket, and what they share. The rule of the file: one slow clock for all of them,
+so that no request costs a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from shmserve.clients.gateway.heads import Heads
+from shmserve.clients.gateway.http import Connection
+from shmserve.clients.gateway.limits import Limits
+from shmserve.clients.gateway.link import GatewayLink
+from shmserve.clients.gateway.requests import Requests
+from shmserve.errors import Unavailable
+
+TURNS = 4
+"""So many turns of the slow clock are a read timeout."""
+
+
+class Door:
+    """`metrics`: the door of Prometheus, and no other path. `extra` gives what is added to the broker's metrics."""
+
+    def __init__(
+        self, link: GatewayLink, limits: Limits, roles: frozenset[str], *, metrics: bool = False,
+        extra: Callable[[], str] = lambda: "",
+    ) -> None:  # fmt: skip
+        self.link = link
+        self.limits = limits
+        self.loop = link.bind()
+        self.heads = Heads(metrics)
+        self.requests = Requests(link, limits, roles, extra)
+        self.allows = self.requests.allows
+        self.turn = 0
+        self.turn_s = limits.read_timeout_s / TURNS
+        self.idle_turns = math.ceil(limits.idle_timeout_s / self.turn_s)
+        self.stopping = False
+        self.answers: Counter[int] = Counter()
+        self._held = 0
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._empty: asyncio.Event = asyncio.Event()
+        self._clock = self.loop.call_later(self.turn_s, self._tick)
+
+    async def open(self, address: str, port: int, share: bool) -> int:
+        """Listens, and says on which port. `share`: others may listen there as well, and the kernel spreads callers."""
+        self._server = await self.loop.create_server(
+            lambda: Connection(self), address, port, reuse_port=share or None, backlog=1024
+        )
+        found: int = self._server.sockets[0].getsockname()[1]
+        return found
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    # ------------------------------------------------------------------------------------ what connections call
+
+    def enter(self, connection: Connection) -> bool:
+        self._connections.add(connection)
+        return len(self._connections) <= self.limits.connections and not self.stopping
+
+    def leave(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+    def hold(self, size: int) -> None:
+        """`size` below 0: they are held no longer."""
+        held = self._held + size
+        if size > 0 and held > self.limits.held_bytes:
+            raise Unavailable(
+                f"the bodies of all requests together would be over {self.limits.held_bytes} bytes; send again later, "
+                "or raise --http-max-held-size of the gateway"
+            )
+        self._held = held
+
+    def answered(self, status: int) -> None:
+        self.answers[status] += 1
+
+    # ------------------------------------------------------------------------------------ time
+
+    def _tick(self) -> None:
+        self.turn += 1
+        self._clock = self.loop.call_later(self.turn_s, self._tick)
+        for connection in list(self._connections):
+            connection.look(TURNS)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    async def close(self) -> None:
+        """Takes no new requests, and waits for the answers to those that are here, as long as the limit says."""
+        self.stopping = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.stop()
+        if self._connections:
+            self._empty.clear()
+            waiting = self.loop.create_task(self._empty.wait())
+            await asyncio.wait([waiting], timeout=self.limits.exit_timeout_s)
+            for connection in list(self._connections):
+                connection.abort()
+            await waiting
+        self._clock.cancel()

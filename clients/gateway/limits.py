@@ -1,0 +1,36 @@
+"""What a caller of the HTTP door may send, and how long it may take. The rule of the file: a limit is known before any
+memory is taken for what it limits.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+HEAD_BYTES = 32 * 1024
+"""Request line and headers together."""
+HEADERS = 128
+CHUNKS = 65_536
+"""Of one chunked body."""
+JSON_DEPTH = 100
+CLASSES = 1_000_000
+AHEAD_BYTES = 64 * 1024
+"""What is read of the next requests while one is being answered."""
+
+
+class Limits(Struct, frozen=True):
+    """Those that a flag sets."""
+
+    input_bytes: int = 64 << 20
+    """Of a body, also after it was decompressed."""
+    json_bytes: int = 16 << 20
+    """Of the JSON of a request to a model: its numbers take many times as much while they are read."""
+    held_bytes: int = 1 << 30
+    """Of the bodies of all connections that are being read or answered."""
+    connections: int = 4096
+    read_timeout_s: float = 60.0
+    """A request that is not complete, and of which nothing has come for so long, is given up; a caller who takes
+    nothing of an answer for so long, too. The first lines have to be complete within it."""
+    idle_timeout_s: float = 600.0
+    """Between two requests."""
+    exit_timeout_s: float = 30.0
+    """For requests in flight when the gateway is told to stop."""

@@ -1,0 +1,124 @@
+"""The lane to the broker, for tensors that stay bytes. The rule of the file: no array is made of a tensor here, and no
+string taken apart: bytes that came from the network are what the model gets, and the other way round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shmserve.clients.gateway.answers import Buffer, Held
+from shmserve.clients.loop_link import LoopLink, flusher
+from shmserve.clients.transport import address_of
+from shmserve.errors import Internal, InvalidRequest, ServeError
+from shmserve.messages import INLINE_BYTES, Reply, Tensor
+from shmserve.session import Session, Ticket
+from shmserve.session.inputs import MESSAGE_BYTES
+from shmserve.session.memory import Memory
+from shmserve.session.ticket import Array, Kept
+
+_BYTE = np.dtype("uint8")
+Piece = bytes | bytearray | memoryview | Array
+"""The bytes of a tensor; an array is one of `space`, and already where the model can read it."""
+
+
+class GatewaySession(Session):
+    """Takes inputs that are tensors already, and gives outputs as their bytes."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._tensors = _as_they_are
+
+    def _settle_slowly(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
+        kept, ticket.kept = ticket.kept, None
+        ticket.message = None
+        try:
+            held = Held(reply, [_buffers(tensor, self.memory) for tensor in reply.outputs])
+        except ServeError as error:
+            ticket.fail(error)
+        else:
+            ticket.settle(held)
+        if kept is not None:
+            self.memory.let_go(kept)
+
+
+def _as_they_are(inputs: Any) -> Any:
+    """What `Inputs.made` gives."""
+    return inputs
+
+
+def _buffers(tensor: Tensor, memory: Memory) -> list[Buffer]:
+    data = tensor.data
+    if isinstance(data, int):
+        raise Internal("an output came in a frame, which the lane does not have")
+    if not isinstance(data, tuple):
+        return [data]
+    dropped = memory.drops.dropped
+    found: list[Buffer] = []
+    left = list(data)
+    try:
+        while left:
+            handle = left[0]
+            found.append(memory.mapped.view(handle, _BYTE, (handle.size,), on_drop=dropped).data)
+            del left[0]
+    except BaseException:
+        for handle in left:
+            dropped(handle)
+        raise
+    return found
+
+
+class Inputs:
+    """The inputs of one request, put where the broker's side finds them: small ones inside the message, large ones in
+    this process's arena."""
+
+    __slots__ = ("_kept", "_memory", "_size", "_tensors")
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._tensors: list[Tensor] = []
+        self._kept: Kept | None = None
+        self._size = 0
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], piece: Piece) -> None:
+        size = len(piece)
+        if size <= INLINE_BYTES and self._size + size <= MESSAGE_BYTES:
+            self._size += size
+            self._tensors.append(Tensor(name, dtype, shape, bytes(piece)))
+            return
+        if not isinstance(piece, np.ndarray):
+            place = space(self._memory, size)
+            place.data[:] = piece
+            piece = place
+        found = self._memory.locate(piece)
+        if found is None:
+            raise Internal("the place of an input is not in this process's arena")
+        if self._kept is None:
+            self._kept = Kept()
+        self._kept.arrays.append(piece)
+        self._tensors.append(Tensor(name, dtype, shape, (found[0],)))
+
+    def made(self) -> Any:
+        """For `session.infer`."""
+        return tuple(self._tensors), self._kept, self._size
+
+
+def space(memory: Memory, size: int) -> Array:
+    """So many bytes that the broker's side can read; free again when it is dropped. Unavailable: there are no more."""
+    return memory.empty((size,), _BYTE)
+
+
+class GatewayLink(LoopLink):
+    """The one connection of a gateway; all its doors share it."""
+
+    def __init__(self, url: str | None, runtime_dir: str | None, name: str, memory_bytes: int) -> None:
+        address = address_of(url, runtime_dir)
+        if address.kind != "unix":
+            raise InvalidRequest(f"a gateway is on the server's machine and uses its unix lane, not {address.url}")
+        super().__init__(address, name, reconnect_timeout=1.0, memory_bytes=memory_bytes)
+
+    def make_session(self) -> Session:
+        return GatewaySession(self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)))

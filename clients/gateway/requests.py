@@ -1,0 +1,292 @@
+"""What a complete request makes happen: the broker is asked, and its answer goes to the connection that waits. The rule
+of the file: whatever goes wrong with one request is answered to it, and to nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.gateway.answers import Held, response
+from shmserve.clients.gateway.documents import Question, error_body, question_of, refusal
+from shmserve.clients.gateway.heads import Head
+from shmserve.clients.gateway.http import BINARY, JSON, Connection
+from shmserve.clients.gateway.kserve import Plan, Plans, raw_plan
+from shmserve.clients.gateway.limits import Limits
+from shmserve.clients.gateway.link import GatewayLink, Inputs, Piece, space
+from shmserve.clients.gateway.routes import NEEDS, Route
+from shmserve.errors import Denied, Internal, InvalidRequest, ServeError
+from shmserve.messages import INLINE_BYTES, Reply
+from shmserve.session import Ticket
+
+if TYPE_CHECKING:
+    from shmserve.session.ticket import Array
+
+log = logging.getLogger("shmserve.gateway")
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+NO_TIME = 0.0
+"""The session looks at the time only of what has a timeout of its own, which requests of this door do not have."""
+
+
+class _Waiting(Ticket):
+    """A question whose answer a connection waits for."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def settle(self, answer: Any) -> None:
+        try:
+            self.take(answer)
+        except ServeError as error:
+            self.fail(error)
+        except Exception:
+            log.exception("an answer could not be passed on")
+            self.fail(Internal("the gateway could not pass the answer on; its log says why"))
+
+    def take(self, answer: Any) -> None:
+        raise NotImplementedError
+
+    def fail(self, error: ServeError) -> None:
+        self._connection.fail(error)
+
+
+class _Inference(_Waiting):
+    __slots__ = ("_model", "_plan")
+
+    def __init__(self, connection: Connection, model: str, plan: Plan) -> None:
+        self._connection = connection
+        self._model = model
+        self._plan = plan
+
+    def take(self, answer: Reply | Held) -> None:
+        length, parts = response(self._model, self._plan, answer)
+        self._connection.answer(200, parts, JSON if length is None else BINARY, length)
+
+    def fail(self, error: ServeError) -> None:
+        self._connection.fail(error, self._plan.options.id)
+
+
+class _Asked(_Waiting):
+    __slots__ = ("_question",)
+
+    def __init__(self, connection: Connection, question: Question) -> None:
+        self._connection = connection
+        self._question = question
+
+    def take(self, answer: Any) -> None:
+        status, body = self._question.answer(answer)
+        self._connection.answer(status, [body])
+
+    def fail(self, error: ServeError) -> None:
+        otherwise = self._question.failed(error) if self._question.failed is not None else None
+        if otherwise is None:
+            self._connection.fail(error)
+        else:
+            self._connection.answer(otherwise[0], [otherwise[1]])
+
+
+class _Then(_Waiting):
+    """The answer is for us: it says how to go on."""
+
+    __slots__ = ("_go_on",)
+
+    def __init__(self, connection: Connection, go_on: Callable[[Any], None]) -> None:
+        self._connection = connection
+        self._go_on = go_on
+
+    def take(self, answer: Any) -> None:
+        self._go_on(answer)
+
+
+class Requests:
+    """`roles`: what this door gives those who come through it. The broker has its own word on what the gateway may."""
+
+    def __init__(self, link: GatewayLink, limits: Limits, roles: frozenset[str], extra: Callable[[], str]) -> None:
+        self._link = link
+        self._limits = limits
+        self._allowed = {action for action, needs in NEEDS.items() if roles.intersection(needs)}
+        self._plan = Plans().plan
+        self._extra = extra
+
+    def allows(self, action: str) -> bool:
+        return action in self._allowed
+
+    # ------------------------------------------------------------------------------------ bodies in place
+
+    def prepare(self, connection: Connection, head: Head, first: bytes) -> None:
+        """Says where the body is to be read to, of which only `first` is here."""
+        raw = head.route.action == "infer" and head.json_length is not None and not head.encoding
+        if not raw:
+            self._gather(connection, head, bytearray(head.length), first)
+        elif head.json_length:
+            size = self._json_length(head, head.length)
+            if size > self._limits.json_bytes:
+                raise self._json_too_large(size)
+            text = bytearray(size)
+            connection.fill([memoryview(text)], first, lambda left: self._tensors(connection, head, bytes(text), left))
+        elif head.length > INLINE_BYTES:
+            place = space(self._link.session.memory, head.length)
+
+            def whole(left: bytes) -> None:
+                connection.complete()
+                self._infer_raw(connection, head, place)
+
+            connection.fill([place.data], first, whole)
+        else:
+            self._gather(connection, head, bytearray(head.length), first)
+
+    def _gather(self, connection: Connection, head: Head, body: bytearray, first: bytes) -> None:
+        def whole(left: bytes) -> None:
+            connection.complete()
+            connection.whole(bytes(body))
+
+        connection.fill([memoryview(body)], first, whole)
+
+    def _tensors(self, connection: Connection, head: Head, text: bytes, first: bytes) -> None:
+        """The JSON is here: now it is known how large each tensor is, and so where it goes."""
+        plan = self._plan(text)
+        self._check_size(plan, head.length - len(text), head.route.model)
+        pieces: list[Piece] = []
+        sinks: list[memoryview] = []
+        for spec in plan.inputs:
+            if spec.data is not None:
+                pieces.append(spec.data)
+            elif spec.size > INLINE_BYTES:
+                place: Array = space(self._link.session.memory, spec.size)
+                pieces.append(place)
+                sinks.append(place.data)
+            else:
+                small = bytearray(spec.size)
+                pieces.append(small)
+                sinks.append(memoryview(small))
+
+        def whole(left: bytes) -> None:
+            connection.complete()
+            self._infer(connection, head.route, plan, pieces)
+
+        connection.fill(sinks, first, whole)
+
+    # ------------------------------------------------------------------------------------ complete ones
+
+    def begin(self, connection: Connection, head: Head, body: bytes) -> None:
+        """Answers, or asks the broker. Raises what the caller is told."""
+        route = head.route
+        if route.status != 200:
+            more = b"Allow: %b\r\n" % route.allow.encode() if route.allow else b""
+            connection.answer(route.status, [error_body(route.text)], more=more)
+            return
+        if route.action not in self._allowed:
+            needs = " or ".join(NEEDS[route.action])
+            raise Denied(
+                f"this needs the role {needs}, which this door does not give; --http-roles of the gateway says what it "
+                "gives"
+            )
+        if route.action == "infer":
+            self._begin_infer(connection, head, body)
+        elif route.action == "metrics":
+            self._ask_metrics(connection)
+        elif route.action == "generate" and head.encoding:
+            raise refusal(route.action)
+        else:
+            found = question_of(route, body)
+            if isinstance(found, Question):
+                self._ask(connection, found)
+            else:
+                connection.answer(found[0], [found[1]])
+
+    def _ask(self, connection: Connection, question: Question) -> None:
+        ticket = _Asked(connection, question)
+        link = self._link
+        link.session.ask(
+            ticket, question.what, NO_TIME, question.model, question.version or None, None, question.body
+        )  # fmt: skip
+        connection.wait_for(ticket)
+        link.send_soon()
+
+    def _ask_metrics(self, connection: Connection) -> None:
+        def show(answer: Any) -> None:
+            connection.answer(200, [str(answer).encode(), self._extra().encode()], TEXT)
+
+        ticket = _Then(connection, show)
+        self._link.session.ask(ticket, "metrics", NO_TIME)
+        connection.wait_for(ticket)
+        self._link.send_soon()
+
+    # ------------------------------------------------------------------------------------ inference
+
+    def _begin_infer(self, connection: Connection, head: Head, body: bytes) -> None:
+        length = head.json_length
+        if length is None:
+            length = len(body)
+        elif length == 0:
+            self._infer_raw(connection, head, body)
+            return
+        else:
+            length = self._json_length(head, len(body))
+        if length > self._limits.json_bytes:
+            raise self._json_too_large(length)
+        plan = self._plan(body[:length])
+        self._check_size(plan, len(body) - length, head.route.model)
+        at = length
+        pieces: list[Piece] = []
+        for spec in plan.inputs:
+            if spec.data is not None:
+                pieces.append(spec.data)
+            else:
+                pieces.append(body[at : at + spec.size])
+                at += spec.size
+        self._infer(connection, head.route, plan, pieces)
+
+    def _json_length(self, head: Head, size: int) -> int:
+        length = head.json_length or 0
+        if length > size:
+            raise InvalidRequest(f"Inference-Header-Content-Length is {length}, and the body has {size} bytes")
+        return length
+
+    def _json_too_large(self, size: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"{size} bytes of JSON are over the limit of {self._limits.json_bytes}: send tensors as binary data, or "
+            "raise --http-max-json-size of the gateway"
+        )
+
+    def _check_size(self, plan: Plan, size: int, model: str) -> None:
+        if plan.binary_bytes > size:
+            text = f"unexpected size for input data of model '{model}'"
+            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, and {size} do")
+        if plan.binary_bytes < size:
+            text = f"unexpected additional input data for model '{model}'"
+            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, and {size} do")
+
+    def _infer(self, connection: Connection, route: Route, plan: Plan, pieces: list[Piece]) -> None:
+        link, asked = self._link, plan.options
+        inputs = Inputs(link.session.memory)
+        for spec, piece in zip(plan.inputs, pieces, strict=True):
+            inputs.add(spec.name, spec.dtype, spec.shape, piece)
+        ticket = _Inference(connection, route.model, plan)
+        try:
+            link.session.infer(
+                ticket, route.model, inputs.made(), NO_TIME, plan.outputs, route.version or None, None, asked.priority,
+                asked.sequence, asked.sequence_start, asked.sequence_end, asked.parameters, asked.id or None,
+            )  # fmt: skip
+        except ServeError as error:
+            connection.fail(error, asked.id)
+            return
+        connection.wait_for(ticket)
+        link.send_soon()
+
+    def _infer_raw(self, connection: Connection, head: Head, body: Piece) -> None:
+        """A body without JSON: the model's configuration says what it is."""
+        route = head.route
+
+        def go_on(config: Any) -> None:
+            plan, prefix = raw_plan(route.model, config, len(body))
+            piece = body if not prefix else prefix + bytes(body)
+            self._infer(connection, route, plan, [piece])
+
+        ticket = _Then(connection, go_on)
+        self._link.session.ask(ticket, "config", NO_TIME, route.model, route.version or None)
+        connection.wait_for(ticket)
+        self._link.send_soon()

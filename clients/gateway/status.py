@@ -1,0 +1,74 @@
+"""Errors of the server as the doors say them. The rule of the file: one table, and every code of the error tree is in
+it.
+
+What this process knows of its own connection to the broker (paths, addresses) is not told to callers.
+"""
+
+from __future__ import annotations
+
+from shmserve.errors import ConnectionLost, ServeError
+
+BY_CODE = {
+    "INVALID_ARG": (400, "INVALID_ARGUMENT"),
+    "PROTOCOL": (400, "INVALID_ARGUMENT"),
+    "NOT_FOUND": (404, "NOT_FOUND"),
+    "ALREADY_EXISTS": (400, "ALREADY_EXISTS"),
+    "UNSUPPORTED": (501, "UNIMPLEMENTED"),
+    "DENIED": (403, "PERMISSION_DENIED"),
+    "UNAVAILABLE": (503, "UNAVAILABLE"),
+    "QUEUE_TIMEOUT": (503, "UNAVAILABLE"),
+    "CONNECTION_LOST": (503, "UNAVAILABLE"),
+    "DEADLINE_EXCEEDED": (504, "DEADLINE_EXCEEDED"),
+    "CANCELLED": (400, "CANCELLED"),
+    "HANDLE_LOST": (500, "INTERNAL"),
+    "MODEL_FAILED": (500, "INTERNAL"),
+    "INTERNAL": (500, "INTERNAL"),
+    "UNKNOWN": (400, "UNKNOWN"),
+}
+"""Code of an error -> status of HTTP, status of gRPC."""
+
+UNREACHABLE = "the server behind this gateway cannot be reached, or ended before it had answered"
+DECOUPLED = "has a decoupled transaction policy"
+NO_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    413: "Content Too Large",
+    415: "Unsupported Media Type",
+    417: "Expectation Failed",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+    503: "Service Unavailable",
+    504: "Gateway Timeout",
+    505: "HTTP Version Not Supported",
+}
+
+
+def http_of(error: ServeError) -> int:
+    return BY_CODE.get(error.code, (500, ""))[0]
+
+
+def grpc_of(error: ServeError) -> str:
+    return BY_CODE.get(error.code, (500, "INTERNAL"))[1]
+
+
+def text_of(error: ServeError, request_id: str = "") -> str:
+    """The text for a caller. Of a request that has an id, and was asked wrongly, it begins with that."""
+    if isinstance(error, ConnectionLost):
+        return UNREACHABLE
+    text = str(error)
+    if request_id and error.code == "INVALID_ARG":
+        return f"[request id: {request_id}] {text}"
+    return text
+
+
+def http_text_of(error: ServeError, request_id: str = "") -> str:
+    """The same for HTTP, which cannot answer more than once."""
+    text = text_of(error, request_id)
+    return f"{NO_DECOUPLED}: {text}" if error.code == "UNSUPPORTED" and DECOUPLED in text else text
