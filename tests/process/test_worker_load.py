@@ -37,9 +37,8 @@ def relu(folder: Path, dims: tuple[int, ...] = (-1, 3)) -> None:
 
 @pytest.mark.process
 def test_an_unknown_backend(tmp_path: Path) -> None:
-    fails(
-        config("nothing", X, Y), tmp_path, "UNSUPPORTED", "unknown backend 'nothing'", "identity, onnxruntime, openvino, python, pytorch"
-    )
+    known = "identity, onnxruntime, openvino, python, pytorch"
+    fails(config("nothing", X, Y), tmp_path, "UNSUPPORTED", "unknown backend 'nothing'", known)
 
 
 @pytest.mark.process
@@ -201,5 +200,5 @@ def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.find("other") is Other
     with pytest.raises(InvalidRequest, match="'wrong' is not a StackedBackend"):
         backends.find("wrong")
-    with pytest.raises(Unsupported, match="known are: identity, onnxruntime, openvino, other, python, pytorch, .*wrong"):
+    with pytest.raises(Unsupported, match=r"known are: identity, .*openvino, other, python, .*wrong"):
         backends.find("another")
