@@ -37,7 +37,7 @@ _GC_THRESHOLDS = (50_000, 20, 50)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def main(argv: list[str] | None = None, threads: Callable[[], None] | None = None) -> Exit:
+def main(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> Exit:
     """`threads` tells what has been imported already how many threads it may have."""
     words = sys.argv[1:] if argv is None else argv
     found = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None, threads: Callable[[], None] | None = Non
         link.close()
 
 
-def run(argv: list[str] | None = None, threads: Callable[[], None] | None = None) -> NoReturn:
+def run(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> NoReturn:
     """As the whole of a process."""
     code = main(argv, threads)
     # Not by way of the interpreter's end: threads that a model left running, and libraries that dislike being torn

@@ -37,8 +37,8 @@ NAME = "shmserve-ready"
 """Of this process, in the process table."""
 REQUEST_BYTES = 64 * 1024
 _THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_OPENBLAS = re.compile(r"/\S*openblas\S*\.so\S*$", re.MULTILINE)
-_OTHERS = re.compile(r"/\S*(?:libmkl|libblis|libblas|libcblas)\S*\.so\S*$", re.MULTILINE)
+_OPENBLAS = re.compile(r"openblas[^/]*\.so[^/]*$")
+_OTHERS = re.compile(r"/(?:libmkl|libblis|libblas|libcblas)[^/]*\.so[^/]*$")
 _SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
@@ -72,9 +72,13 @@ def main() -> NoReturn:
         if not request:
             os._exit(Exit.STOPPED)
         descriptors = received(ancillary)
-        _fork(control, broker, request.decode().split("\0"), descriptors, set_threads)
+        if _fork(control, broker):
+            break
         for descriptor in descriptors:
             os.close(descriptor)
+    words = _become(request.decode().split("\0"), *descriptors)
+    # From here, not deeper: each line of a trace counts, where only the last ones of a worker are kept.
+    worker.run(words, (lambda: set_threads(_threads())) if set_threads is not None else None)
 
 
 def _import() -> SetThreads | None:
@@ -84,6 +88,8 @@ def _import() -> SetThreads | None:
     try:
         for name in MODULES:
             importlib.import_module(name)
+    except ImportError as error:  # of which a worker that needs it tells more
+        raise Cannot(f"{error}") from None
     finally:
         for name, value in given.items():
             if value is None:
@@ -97,8 +103,9 @@ def _import() -> SetThreads | None:
 
 
 def _setter(maps: str) -> SetThreads | None:
-    libraries = set(_OPENBLAS.findall(maps))
-    if len(libraries) > 1 or _OTHERS.search(maps):
+    paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6}
+    libraries = {path for path in paths if _OPENBLAS.search(path)}
+    if len(libraries) > 1 or any(_OTHERS.search(path) for path in paths - libraries):
         raise Cannot("it is not known how the library that numpy computes with is told its number of threads")
     for path in libraries:
         library = ctypes.CDLL(path)
@@ -109,27 +116,28 @@ def _setter(maps: str) -> SetThreads | None:
     return None
 
 
-def _fork(
-    control: socket.socket, broker: int, words: list[str], descriptors: list[int], set_threads: SetThreads | None
-) -> None:
-    """The broker is told the worker's pid and given its pidfd, or told why there is none."""
+def _fork(control: socket.socket, broker: int) -> bool:
+    """True in the worker. The broker is told its pid and given its pidfd, or told why there is none."""
     try:
         between = os.fork()
     except OSError as error:
         control.send(f"failed {error.strerror}".encode())
-        return
+        return False
     if between:
         os.waitpid(between, 0)
-        return
+        return False
+    done = False
     try:
-        _between(control, broker, words, descriptors, set_threads)
+        _between(control, broker)
+        done = True
     finally:
-        os._exit(Exit.INTERNAL)
+        if not done:
+            os._exit(Exit.INTERNAL)
+    return True
 
 
-def _between(
-    control: socket.socket, broker: int, words: list[str], descriptors: list[int], set_threads: SetThreads | None
-) -> NoReturn:
+def _between(control: socket.socket, broker: int) -> None:
+    """In the process that ends, and then in the worker, where it returns."""
     told, tell = os.pipe2(os.O_CLOEXEC)
     between = os.pidfd_open(os.getpid())
     try:
@@ -150,13 +158,11 @@ def _between(
     os.close(between)
     if not known or os.getppid() != broker:
         os._exit(Exit.LINK_LOST)
-    _become(words, descriptors, set_threads)
 
 
-def _become(words: list[str], descriptors: list[int], set_threads: SetThreads | None) -> NoReturn:
-    """A worker, as if it had been started with these words and descriptors: its link, and where it writes to."""
+def _become(words: list[str], link: int, output: int) -> list[str]:
+    """A process as if it had been started with these words, this link, and this to write to. Its command line."""
     os.setsid()
-    link, output = descriptors
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -167,12 +173,7 @@ def _become(words: list[str], descriptors: list[int], set_threads: SetThreads | 
     random = sys.modules.get("numpy.random")
     if random is not None:  # older ones have one state from their import on, which would be that of every worker
         random.seed()
-
-    def threads() -> None:
-        if set_threads is not None:
-            set_threads(_threads())
-
-    worker.run(words, threads)
+    return words
 
 
 def _threads() -> int:

@@ -116,7 +116,9 @@ FAMILIES = (
     ),
 )  # fmt: skip
 RESERVED = (
-    "nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes", "nv_cache_miss_duration_per_model",
+    "nv_pinned_memory_pool_total_bytes",
+    "nv_pinned_memory_pool_used_bytes",
+    "nv_cache_miss_duration_per_model",
 )
 """Triton's names for what is not here. They stand for nothing else."""
 

@@ -71,9 +71,9 @@ class Prepared:
             return False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        _adopt(True)
         with theirs:
             try:
+                _adopt()
                 self._process = subprocess.Popen(
                     [*python(), "-m", "shmserve.workers.prepared", str(theirs.fileno()), ROOM],
                     stdin=subprocess.DEVNULL,
@@ -117,10 +117,10 @@ class Prepared:
         self.close()
 
     def _give_up(self, reason: str) -> None:
+        """It cannot be done here. What has no parent stays ours: there may be workers among it."""
         self._left = 0
         self._say("info", f"workers are started as fresh interpreters: {reason}", {})
         self.close()
-        _adopt(False)
 
     def close(self) -> None:
         """It ends; what it was asked for and has not done is done the other way."""
@@ -136,9 +136,10 @@ class Prepared:
             self._done(self._pending.popleft(), 0, -1)
 
 
-def _adopt(whether: bool) -> None:
-    """Processes below us whose parent has ended become our children, or not."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0)
+def _adopt() -> None:
+    """Processes below us whose parent has ended become our children."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def reap(known: set[int]) -> None:

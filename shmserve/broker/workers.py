@@ -234,7 +234,10 @@ def _code(worker: Worker) -> int:
     """As Popen has it: below 0 is a signal."""
     if worker.process is not None:
         return worker.process.wait()
-    found = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+    try:
+        found = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+    except ChildProcessError:  # somebody else has taken what it ended with
+        return 255
     assert found is not None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 

@@ -191,6 +191,7 @@ def test_without_it(tmp_path: Path) -> None:
         ("7f00 r-xp 0 0 0 /lib/libopenblas.so.0\n7f01 r-xp 0 0 0 /opt/libscipy_openblas64_-1.so\n", "is not known"),
         ("7f00 r-xp 0 0 0 /opt/conda/lib/libmkl_rt.so.2\n", "is not known"),
         ("7f00 r-xp 0 0 0 /lib/libblas.so.3\n", "is not known"),
+        ("7f00 r-xp 0 0 0 /a place/libopenblas.so.0\n7f01 r-xp 0 0 0 /b/libopenblas.so.0\n", "is not known"),
     ],
 )
 def test_libraries_whose_threads_are_not_known(maps: str, why: str) -> None:
