@@ -108,12 +108,12 @@ class Prepared:
             elif what == "cannot":
                 self._give_up(reason)
             elif not said:
-                self._ended()
+                self.replace("has ended")
 
-    def _ended(self) -> None:
-        """By itself: another one may do better."""
+    def replace(self, why: str) -> None:
+        """Another one may do better, when one is needed next."""
         self._left = max(0, self._left - 1)
-        self._say("warning", "the process that workers are made of has ended", {})
+        self._say("warning", f"the process that workers are made of {why}", {})
         self.close()
 
     def _give_up(self, reason: str) -> None:

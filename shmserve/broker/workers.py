@@ -35,6 +35,8 @@ _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "e
 """How a line begins that has a level (workers.say), and what the log calls it. Other lines are what a model prints."""
 REAP_S = 10.0
 """How often to look for processes that models have started and left."""
+MAKING_S = 2.0
+"""Who is to be killed and has no process yet waits for one so long."""
 GRACE_S = 10.0
 """A worker whose link has ended has this long to end itself."""
 
@@ -147,12 +149,16 @@ class Workers:
         if pid:
             self._begun(worker, pid, pidfd)
             return
+        reason = _reason(0, worker.killed)
         try:
-            self._start(worker)
+            if not worker.killed:
+                self._start(worker)
+                return
         except OSError as error:
-            self._forget(worker)
-            self._memory.ended(peer)
-            self._exited(peer, f"cannot start a process: {error.strerror}", "", "")
+            reason = f"cannot start a process: {error.strerror}"
+        self._forget(worker)
+        self._memory.ended(peer)
+        self._exited(peer, reason, "", "")
 
     def _begun(self, worker: Worker, pid: int, pidfd: int) -> None:
         worker.pid, worker.pidfd = pid, pidfd
@@ -168,6 +174,12 @@ class Workers:
             worker.killed = reason
             if worker.pid:
                 signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+            else:
+                self._loop.call_later(MAKING_S, self._not_made, worker)
+
+    def _not_made(self, worker: Worker) -> None:
+        if worker.peer in self._workers and not worker.pid and self._prepared is not None:
+            self._prepared.replace("does not answer")
 
     def _link_ended(self, peer: int, reason: str) -> None:
         """Usually the process is ending too, and tells more; one that does not end is no worker any more."""

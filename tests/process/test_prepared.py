@@ -21,7 +21,7 @@ import pytest
 
 import shmserve
 from shmserve.broker.prepared import reap
-from shmserve.errors import ModelFailed
+from shmserve.errors import ModelFailed, Unavailable
 from shmserve.workers import prepared
 from shmserve.workers.prepared import Cannot
 from tests.process.launch import Launched, await_end, children_of, identity
@@ -156,6 +156,21 @@ def test_what_it_did_not_come_to_do_is_done_another_way(place: Place) -> None:
         load.result(60)
     assert "the process that workers are made of has ended" in place.server.log
     place.client.unload("other")
+
+
+def test_one_that_hangs_keeps_nobody_from_the_end(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "m")
+    options = ("--model-control-mode", "explicit", "--load-model", "m", "--load-limit-secs", "1")
+    with Launched(tmp_path / "models", tmp_path / "run", *options) as server:
+        with shmserve.Client(f"unix://{server.lane}") as client:
+            (stopped,) = set(children_of(server.process.pid)) - set(server.workers())
+            client.unload("m")
+            os.kill(stopped, signal.SIGSTOP)
+            with pytest.raises(Unavailable, match=r"it did not load within 1 s \(--load-limit-secs\)"):
+                client.load("m")
+            await_end(stopped)
+            client.load("m")
+        assert "the process that workers are made of does not answer" in server.log
 
 
 def test_it_imports_what_every_worker_needs_and_little_else() -> None:
