@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import Struct
 
-from shmserve import wire
 from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.messages import (
     FIELD_BYTES,
     INLINE_BYTES,
-    PACKET_BYTES,
     TENSORS,
     Answer,
     Ask,
@@ -38,84 +33,25 @@ from shmserve.messages import (
     Row,
     Tensor,
     Wanted,
-    WorkerReport,
 )
-from shmserve.shm import views
 from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.workers.pending import Array, Gift, Given, Pending, Response, check, gift_of, wake, within
 from shmserve.workers.tallies import Tallies
 
 if TYPE_CHECKING:
-    from shmserve.messages import Options, Value, Work
+    from shmserve.messages import Options, Work
     from shmserve.shm.mapped import Mapped
     from shmserve.shm.tally import Subject
     from shmserve.workers.arenas import Arenas
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.streams import Streams
 
-Array = np.ndarray[Any, np.dtype[Any]]
 INTERNAL = "internal"
 """The audience of what only workers read."""
 WINDOW = 64
 """So many answers of a call may come before the model has taken the first."""
 MESSAGE_BYTES = 48 * 1024
 """The most bytes of inputs inside one message."""
-_codec = wire.Codec(WorkerReport)
-
-
-class Given(Struct):
-    """An input of a call. `work`: the request that it came with, where that is known."""
-
-    name: str
-    array: Array
-    work: Work | None = None
-
-
-class Response(Struct):
-    """One answer to a call: arrays by name, or the code and the text of an error."""
-
-    outputs: list[tuple[str, Array]] = []
-    parameters: dict[str, Value] | None = None
-    code: str = ""
-    text: str = ""
-
-
-class Gift:
-    """What knows of the arrays that an answer brought, when they go."""
-
-    __slots__ = ("calls",)
-
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
-
-    def dropped(self, handle: Handle) -> None:
-        """Within the collector."""
-        self.calls.later(handle)
-
-
-class Pending:
-    """A call or a question on its way. `over`: nothing more comes."""
-
-    __slots__ = (
-        "abandoned", "answers", "blocks", "body", "kept", "number", "over", "taken", "waiters", "window",
-    )  # fmt: skip
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.window = 0
-        self.answers: deque[Response] = deque()
-        self.body = b""
-        self.over = False
-        self.abandoned = False
-        self.taken = 0
-        """Answers that the model has taken since more were asked for."""
-        self.blocks: list[Handle] = []
-        self.kept: list[Array] = []
-        """Inputs that lie where others have put them."""
-        self.waiters: list[asyncio.Future[None]] = []
-
-    @property
-    def ready(self) -> bool:
-        return self.over or bool(self.answers)
 
 
 class Calls:
@@ -126,7 +62,7 @@ class Calls:
         self._arenas = arenas
         self._mapped = mapped
         self._streams: Streams
-        self._gift = Gift(self)
+        self._gift = Gift(self.later)
         self._numbers = 0
         self._open: dict[int, Pending] = {}
         self._held: dict[int, Pending] = {}
@@ -148,6 +84,7 @@ class Calls:
     def connect(self, streams: Streams) -> None:
         self._streams = streams
         streams.later = self._outbox.later
+        streams.ended = self._wake_all
 
     # ------------------------------------------------------------------------------------ asking, in any thread
 
@@ -187,7 +124,7 @@ class Calls:
 
     def _send(self, pending: Pending, messages: Sequence[Call | Ask]) -> None:
         try:
-            _check(messages[0])
+            check(messages[0])
             for message in messages:
                 self._outbox.add(message)
                 self._outbox.flush()
@@ -222,11 +159,11 @@ class Calls:
         """The request that the call is made for. None where it cannot be known, and it matters who reads the answer."""
         found: Work | None = None
         for given, place in zip(inputs, places, strict=True):
-            if place is not None and _gift_of(given.array) is not None:
+            if place is not None and gift_of(given.array) is not None:
                 continue
             work = given.work if given.work in running else None
             if work is None and place is not None:
-                work = next((one for one in running if _within(place, one)), None)
+                work = next((one for one in running if within(place, one)), None)
             if work is None or work is found:
                 continue
             if found is not None and found.audience != work.audience:
@@ -258,7 +195,7 @@ class Calls:
             array = np.frombuffer(encode_bytes(array), np.uint8)
         if array.nbytes <= min(INLINE_BYTES, room):
             return Tensor(given.name, dtype, shape, array.tobytes())
-        if place is not None and (_gift_of(array) is not None or (parent is not None and _within(place, parent))):
+        if place is not None and (gift_of(array) is not None or (parent is not None and within(place, parent))):
             pending.kept.append(given.array)
             return Tensor(given.name, dtype, shape, (place,))
         block = self._arenas.allocate(INTERNAL, array.nbytes)
@@ -312,6 +249,10 @@ class Calls:
             finally:
                 self._awaited -= 1
 
+    def _wake_all(self) -> None:
+        for pending in self._open.values():
+            wake(pending)
+
     def _read_for_others(self) -> None:
         """For coroutines on a loop of the model's own: who would read the link may be busy running that loop."""
         self._streams.read_while(lambda: self._awaited > 0)
@@ -326,7 +267,7 @@ class Calls:
             self._outbox.flush()
             pending.abandoned = pending.over = True
             pending.answers.clear()
-            _wake(pending)
+            wake(pending)
 
     def count(self, subject: Subject) -> memoryview[float]:
         """Numbers for what the model counts, which the server reads."""
@@ -358,7 +299,7 @@ class Calls:
         if message.outputs or not last or not isinstance(message, Part):
             pending.answers.append(self._response(message))
         pending.over = last
-        _wake(pending)
+        wake(pending)
 
     def _failed(self, message: Fail | FailHeld) -> None:
         pending = self._open.pop(message.request, None)
@@ -370,7 +311,7 @@ class Calls:
             self._free(pending)
         pending.answers.append(Response(code=message.code, text=message.text))
         pending.over = True
-        _wake(pending)
+        wake(pending)
 
     def _released(self, message: Released) -> None:
         pending = self._held.pop(message.request, None)
@@ -385,7 +326,7 @@ class Calls:
         if not message.more:
             self._ended(message.request)
             pending.over = True
-            _wake(pending)
+            wake(pending)
 
     def _ended(self, number: int) -> Pending | None:
         pending = self._open.pop(number, None)
@@ -429,7 +370,7 @@ class Calls:
     def passed_on(self, array: Array, audience: str) -> Handle | None:
         """An output that came from a call, is for the same audience and is given on as it is: its handle, to be named
         in a row. The array stays until the row is `sent`."""
-        gift = _gift_of(array)
+        gift = gift_of(array)
         if gift is None:
             return None
         place = self._place(array)
@@ -455,45 +396,3 @@ class Calls:
         if not arrays:
             del self._passed[place]
         return True
-
-
-def _check(message: Call | Ask) -> None:
-    """What the broker could not read would be the end of this worker."""
-    try:
-        packet = wire.encode([message])
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidRequest(f"the request cannot be sent: {error}") from error
-    if len(packet) > PACKET_BYTES - 1024:
-        raise InvalidRequest(f"names and parameters make a message of {len(packet)} bytes, over {PACKET_BYTES - 1024}")
-    (found,) = _codec.decode(packet)
-    if isinstance(found, wire.Refused):
-        raise InvalidRequest(found.text)
-
-
-def _gift_of(array: Array) -> Gift | None:
-    hold = views.hold_of(array)
-    gift = getattr(hold.on_drop, "__self__", None) if hold is not None else None
-    return gift if isinstance(gift, Gift) else None
-
-
-def _within(place: Handle, work: Work) -> bool:
-    """Whether the bytes lie in an input of the request."""
-    end = place.offset + place.size
-    return any(
-        part.segment == place.segment and part.offset <= place.offset and end <= part.offset + part.size
-        for tensor in work.inputs
-        if isinstance(tensor.data, tuple)
-        for part in tensor.data
-    )
-
-
-def _wake(pending: Pending) -> None:
-    waiters, pending.waiters = pending.waiters, []
-    for future in waiters:
-        with suppress(RuntimeError):  # its loop has ended, and whoever waited with it
-            future.get_loop().call_soon_threadsafe(_settle, future)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

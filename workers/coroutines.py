@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -55,3 +55,14 @@ class Coroutines:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self.loop.shutdown_asyncgens()
+
+
+class _Sent:
+    """For who awaits what has been done already."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return
+        yield
+
+
+SENT = _Sent()

@@ -16,13 +16,15 @@ from msgspec.structs import replace
 from shmserve.errors import NotFound, ServeError
 from shmserve.messages import Options
 from shmserve.workers import pb_host
-from shmserve.workers.calls import WINDOW, Given
+from shmserve.workers.calls import WINDOW
 from shmserve.workers.pb_requests import InferenceRequest, InferenceResponse, TritonError
 from shmserve.workers.pb_tensor import Tensor, TritonModelException
+from shmserve.workers.pending import Given
 
 if TYPE_CHECKING:
     from shmserve.messages import Work
-    from shmserve.workers.calls import Calls, Pending, Response
+    from shmserve.workers.calls import Calls
+    from shmserve.workers.pending import Pending, Response
 
 _NUMBERS = {
     "INTERNAL": TritonError.INTERNAL,

@@ -12,13 +12,14 @@ import select
 import threading
 from asyncio import AbstractEventLoop, Future, Task
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
 from shmserve.messages import Failure, Row
 from shmserve.workers.backends import Answer
+from shmserve.workers.coroutines import SENT
 
 if TYPE_CHECKING:
     from shmserve.messages import Work
@@ -56,17 +57,6 @@ class Stream:
         self.together: tuple[Stream, ...] = ()
 
 
-class _Sent:
-    """For who awaits what has been done already."""
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return
-        yield
-
-
-SENT = _Sent()
-
-
 class Closed(Exception):
     """The model sends where it must not."""
 
@@ -99,6 +89,8 @@ class Streams:
         """There is a link that answers can come on."""
         self.later: deque[Any] = deque()
         """What is to be said as soon as somebody can."""
+        self.ended: Callable[[], None] = lambda: None
+        """Called, with the turn, when nothing will come any more."""
 
     def listen(self, descriptor: int, read: Callable[[], object]) -> None:
         """What `read` handles can be waited for from now on, though nobody wants answers of the model yet."""
@@ -174,6 +166,7 @@ class Streams:
         for stream in list(self.open.values()):
             self.fail(stream, _STOPPED)
         self.connected = self.listening = False
+        self.ended()
         self._news.notify_all()
         self._ring()
         self._turn.release()
@@ -379,7 +372,7 @@ class Streams:
         try:
             self._tell(row)
         except ConnectionLost as error:
-            self.lost = error
+            self._lose(error)
 
     def _end(self, stream: Stream, failure: Failure | None) -> None:
         """Its last answer; where it was cancelled, that it was."""
@@ -456,12 +449,17 @@ class Streams:
             if self.listening and self.lost is None:
                 self._read()
         except Exception as error:
-            self.lost = error
+            self._lose(error)
             for stream in list(self.open.values()):
                 stream.cancelled = stream.over = True
             self.open.clear()
         self._end_forgotten()
         self._news.notify_all()
+
+    def _lose(self, error: Exception) -> None:
+        self.lost = error
+        self.ended()
+        self._changed()
 
     def _changed(self) -> None:
         """Somebody may wait for this."""

@@ -174,6 +174,28 @@ class TritonPythonModel:
         sender.send(flags=FINAL)
 """
 
+WIDE = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def stream(self, request):
+        for number in range(int(request.inputs()[0].as_numpy()[0, 0])):
+            yield pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 5000), number, np.float32))])
+"""
+
+RELAY = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def stream(self, request):
+        call = pb_utils.InferenceRequest(model_name="wide", requested_output_names=["y"], inputs=request.inputs())
+        async for response in await call.async_exec(decoupled=True):
+            yield response
+"""
+
 CONTROL = """\
 import json
 
@@ -251,7 +273,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     add(repository, "leaf", LEAF, "instance_group [ { count: 2 kind: KIND_CPU } ]")
     for name, source, more in (
         ("caller", CALLER, ""), ("second", CALLER, ""), ("gather", GATHER, ""), ("many", MANY, DECOUPLED),
-        ("sums", SUMS, DECOUPLED), ("spare", STACKED, ""), ("control", CONTROL, ""), ("moody", READY, ""),
+        ("sums", SUMS, DECOUPLED), ("wide", WIDE, DECOUPLED), ("relay", RELAY, DECOUPLED),
+        ("spare", STACKED, ""), ("control", CONTROL, ""), ("moody", READY, ""),
         ("stacked", STACKED, IS_STACKED),
     ):  # fmt: skip
         add(repository, name, source, more)
@@ -262,6 +285,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         "centred",
         "asks",
         "words",
+        "wide",
+        "relay",
         "leaf",
         "caller",
         "second",
@@ -340,6 +365,28 @@ def test_many_answers(client: shmserve.Client) -> None:
     assert found == np.arange(100, dtype=np.float32).cumsum().tolist()
 
 
+def test_answers_are_passed_on_as_they_come(client: shmserve.Client) -> None:
+    """A reader that is slow, one that has enough, and nothing is copied or kept."""
+    (made,) = {maker(answer["y"]) for answer in client.stream("wide", {"x": np.full((1, 1), 3, np.float32)})}
+    with client.stream("relay", {"x": np.full((1, 1), 300, np.float32)}, window=2) as answers:
+        for number, answer in enumerate(answers):
+            assert (answer["y"] == number).all()
+            assert maker(answer["y"]) == made
+    assert number == 299
+    with client.stream("relay", {"x": np.full((1, 1), 1e6, np.float32)}, window=2) as answers:
+        assert (next(answers)["y"] == 0).all()
+    del answer, answers
+    nothing_is_held(client)
+
+
+def nothing_is_held(client: shmserve.Client) -> None:
+    for _ in range(200):
+        if not held_bytes(client):
+            return
+        client.infer("caller", {"x": np.zeros((1, 1), np.float32)})
+    raise AssertionError("handles were not given back")
+
+
 def held_bytes(client: shmserve.Client) -> float:
     line = next(line for line in client.metrics().splitlines() if line.startswith("shmserve_held_bytes "))
     return float(line.split()[1])
@@ -364,12 +411,7 @@ def test_many_at_once(server: Launched, client: shmserve.Client) -> None:
         assert (y == x * (4 if name == "gather" else 2)).all()
     assert server.process.poll() is None
     del found, future, y, answers
-    for _ in range(100):
-        if not held_bytes(client):
-            break
-        client.infer("caller", {"x": inputs[0]})
-    else:
-        raise AssertionError("handles were not given back")
+    nothing_is_held(client)
     assert " ended: " not in server.log
 
 

@@ -32,6 +32,7 @@ from shmserve.messages import (
     Reply,
     Return,
     Row,
+    Stop,
     Tensor,
     Wanted,
     Withdraw,
@@ -39,8 +40,9 @@ from shmserve.messages import (
 )
 from shmserve.shm import memfd
 from shmserve.shm.arena import Arena, Segment
+from shmserve.workers.exits import Exit
 from tests.calling_models import CALLER, LOADING
-from tests.worker_harness import WORKER, WorkerProcess, config, work
+from tests.worker_harness import PATIENCE_S, WORKER, WorkerProcess, config, work
 from tests.worker_models import python_model
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -396,3 +398,30 @@ def test_the_server_is_asked_while_the_model_is_loaded(tmp_path: Path) -> None:
         process.send(Answer(ask.request, b"{}"))
         process.loaded()
         assert process.expect(Pong).number == 5
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Broker]:
+    """A worker of its own, that does not live long."""
+    python_model(tmp_path, CALLER)
+    settings = config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=4, name="caller")
+    with WorkerProcess(settings, tmp_path) as process:
+        process.loaded()
+        yield Broker(process)
+
+
+@pytest.mark.parametrize("wish", ["computed", "threads", "own_loop"])
+def test_the_link_ends_while_the_model_waits(lone: Broker, wish: str) -> None:
+    lone.send(wish, np.zeros((1, 1), np.float32))
+    lone.call()
+    lone.worker.sock.close()
+    assert lone.worker.process.wait(PATIENCE_S) == Exit.LINK_LOST
+
+
+def test_the_worker_is_stopped_while_a_thread_waits(lone: Broker) -> None:
+    for wish in ("background", "released_now"):
+        lone.send(wish, np.zeros((1, 1), np.float32))
+    while not isinstance(lone.worker.next()[0], Call):
+        pass
+    lone.worker.send(Stop())
+    assert lone.worker.ended() == Exit.STOPPED

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from shmserve.messages import Work
     from shmserve.repo.schema import ModelConfig
     from shmserve.shm.tally import Subject
-    from shmserve.workers.calls import Calls, Pending
+    from shmserve.workers.calls import Calls
     from shmserve.workers.pb_tensor import Array
+    from shmserve.workers.pending import Pending
 
 
 class PythonModel(Backend):
