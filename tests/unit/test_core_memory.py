@@ -12,6 +12,7 @@ from shmserve.core import events
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
 from shmserve.messages import Cancel, Handle, Infer, Map, Options, Return, Tensor
 from tests.unit.core_fakes import FakeClient
+from tests.unit.core_scenarios import Scenario
 from tests.unit.core_world import World
 
 MS = 10**6
@@ -102,3 +103,28 @@ def test_nothing_grows(name: str, large: str) -> None:
 
 def test_nothing_grows_when_workers_crash() -> None:
     assert grown(Busy("plain", "y").crash, ROUNDS // 4) < LIMIT
+
+
+@pytest.mark.parametrize("end", ["pass_on m_0 y {0} ; done m_0 ; give_back m_0 {0} ; return a {0}", "crash m_0"])
+def test_nothing_grows_when_models_call_others(end: str) -> None:
+    world = Scenario()
+    world.checks = False
+    for line in ("model n large=y", "model m large=y", "client a"):
+        world.run(line)
+    numbers = iter(range(1, 1000))
+
+    def call() -> None:
+        number = next(numbers)
+        lines = f"infer a {number} ; call m_0 {number} n parent=a{number} ; done n_0 ; {end.format(number)} ; after 60s"
+        for line in lines.split(" ; "):
+            world.run(line)
+        for kept in (world.lines, world.labels, world.forgotten, world.named["a"].answers, world.named["a"].order):
+            kept.clear()
+        for worker in world.workers.values():
+            worker.started.clear()
+            worker.waits_for.clear()
+            if worker.caller is not None:
+                worker.caller.answers.clear()
+                worker.caller.order.clear()
+
+    assert grown(call, ROUNDS // 3) < LIMIT
