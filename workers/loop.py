@@ -6,7 +6,6 @@ a model runs, as nobody knows how long it will.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +99,7 @@ class Loop(Orders):
     def _wait(self) -> None:
         """Returns when orders have come. Of models that may send or ask meanwhile, not before these can."""
         self._outbox.flush()
-        if self._streams is not None and (self._streams.decoupled or threading.active_count() > 1):
+        if self._streams is not None and self._streams.shared:
             self._streams.wait()
             return
         self._handle(*self._link.receive())

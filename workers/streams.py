@@ -115,6 +115,11 @@ class Streams:
 
     # ------------------------------------------------------------------------------------ for the loop
 
+    @property
+    def shared(self) -> bool:
+        """Whether others may want the turn while the main thread waits for orders."""
+        return self.decoupled or self._bell >= 0 or threading.active_count() > 1
+
     def wait(self) -> None:
         """Returns when something may have come. Raises what keeps the link from being read."""
         if self.lost is None:

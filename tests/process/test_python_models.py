@@ -206,6 +206,9 @@ import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     def initialize(self, args):
         assert pb_utils.is_model_ready("leaf")
+        x = pb_utils.Tensor("x", np.ones((1, 5000), np.float32))
+        call = pb_utils.InferenceRequest(model_name="leaf", requested_output_names=["y"], inputs=[x])
+        assert (call.exec().output_tensors()[0].as_numpy() == 2).all()
 
     def execute(self, requests):
         assert len(requests) == 1
