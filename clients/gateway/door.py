@@ -18,6 +18,8 @@ from shmserve.errors import Unavailable
 
 TURNS = 4
 """So many turns of the slow clock are a read timeout."""
+LEAST_RATE = 1024
+"""Bytes a second, either way."""
 
 
 class Door:
@@ -35,6 +37,8 @@ class Door:
         self.allows = self.requests.allows
         self.turn = 0
         self.turn_s = limits.read_timeout_s / TURNS
+        self.least_bytes = max(1, int(LEAST_RATE * self.turn_s))
+        """Whoever moves less in a turn is waited for no longer than one who does not move."""
         self.idle_turns = math.ceil(limits.idle_timeout_s / self.turn_s)
         self.stopping = False
         self.answers: Counter[int] = Counter()

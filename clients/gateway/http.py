@@ -58,7 +58,8 @@ class Connection(asyncio.BufferedProtocol):
         self._writable = True
         self.turn = door.turn
         """When something moved here last, on the door's slow clock."""
-        self.unsent = 0
+        self._moved = 0
+        self._unsent = 0
 
     # ------------------------------------------------------------------------------------ what the loop calls
 
@@ -92,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, count: int) -> None:
         if self._phase == FILL:
-            self.turn = self._door.turn
+            self._moved += count
             self._filled += count
             if self._sink is not None and self._filled == len(self._sink):
                 self._next_sink(b"")
@@ -105,6 +106,7 @@ class Connection(asyncio.BufferedProtocol):
             self._rest = b""
         else:
             self.turn = self._door.turn  # of first lines that come in drops, the first drop counts
+        self._moved += count
         self._take(data)
 
     # ------------------------------------------------------------------------------------ what has come
@@ -174,7 +176,6 @@ class Connection(asyncio.BufferedProtocol):
     def _go_on_with_chunks(self, data: bytes) -> bytes | None:
         chunks = self._chunks
         assert chunks is not None
-        self.turn = self._door.turn
         before = len(chunks.body)
         try:
             left = chunks.feed(data)
@@ -353,9 +354,12 @@ class Connection(asyncio.BufferedProtocol):
         if transport is None:
             return
         unsent = transport.get_write_buffer_size()
-        if unsent and unsent != self.unsent:
+        taken = self._unsent - unsent
+        if unsent and (taken < 0 or taken >= door.least_bytes):
             self.turn = door.turn
-        self.unsent = unsent
+        if self._moved >= door.least_bytes and self._phase in (FILL, CHUNKS):
+            self.turn = door.turn
+        self._unsent, self._moved = unsent, 0
         quiet = door.turn - self.turn
         if self._phase == DRAIN or unsent:
             if quiet > waited:
@@ -369,7 +373,7 @@ class Connection(asyncio.BufferedProtocol):
     def stop(self) -> None:
         """No more requests are taken after the one that is here."""
         self._keep_alive = False
-        if self._phase == HEAD and self._transport is not None:
+        if self._phase in (HEAD, DRAIN) and self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:

@@ -28,8 +28,8 @@ class Limits(Struct, frozen=True):
     """Of the bodies of all connections that are being read or answered."""
     connections: int = 4096
     read_timeout_s: float = 60.0
-    """A request that is not complete, and of which nothing has come for so long, is given up; a caller who takes
-    nothing of an answer for so long, too. The first lines have to be complete within it."""
+    """A request that is not complete, and of which next to nothing has come for so long, is given up; a caller who
+    takes next to nothing of an answer for so long, too. The first lines have to be complete within it."""
     idle_timeout_s: float = 600.0
     """Between two requests."""
     exit_timeout_s: float = 30.0

@@ -21,6 +21,8 @@ from shmserve.session.memory import Memory
 from shmserve.session.ticket import Array, Kept
 
 _BYTE = np.dtype("uint8")
+RECONNECT_S = 5.0
+"""So long callers wait for a server that was there and is being started again."""
 Piece = bytes | bytearray | memoryview | Array
 """The bytes of a tensor; an array is one of `space`, and already where the model can read it."""
 
@@ -118,7 +120,7 @@ class GatewayLink(LoopLink):
         address = address_of(url, runtime_dir)
         if address.kind != "unix":
             raise InvalidRequest(f"a gateway is on the server's machine and uses its unix lane, not {address.url}")
-        super().__init__(address, name, reconnect_timeout=1.0, memory_bytes=memory_bytes)
+        super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
 
     def make_session(self) -> Session:
         return GatewaySession(self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.gateway.answers import Held, response
-from shmserve.clients.gateway.documents import Question, error_body, question_of, refusal
+from shmserve.clients.gateway.documents import Question, error_body, question_of
 from shmserve.clients.gateway.heads import Head
 from shmserve.clients.gateway.http import BINARY, JSON, Connection
 from shmserve.clients.gateway.kserve import Plan, Plans, raw_plan
@@ -118,8 +118,10 @@ class Requests:
 
     def prepare(self, connection: Connection, head: Head, first: bytes) -> None:
         """Says where the body is to be read to, of which only `first` is here."""
-        raw = head.route.action == "infer" and head.json_length is not None and not head.encoding
-        if not raw:
+        infer = head.route.action == "infer" and not head.encoding
+        if infer and head.json_length is None and head.length > self._limits.json_bytes:
+            raise self._json_too_large(head.length)
+        if not infer or head.json_length is None:
             self._gather(connection, head, bytearray(head.length), first)
         elif head.json_length:
             size = self._json_length(head, head.length)
@@ -188,8 +190,6 @@ class Requests:
             self._begin_infer(connection, head, body)
         elif route.action == "metrics":
             self._ask_metrics(connection)
-        elif route.action == "generate" and head.encoding:
-            raise refusal(route.action)
         else:
             found = question_of(route, body)
             if isinstance(found, Question):
