@@ -138,7 +138,7 @@ class Dispatcher:
     def _send_ahead(self, version: Version, instance: Instance, now: int) -> bool:
         """To a busy instance: more for the batch that waits there, or a batch that will wait there."""
         if instance.waiting is not None:
-            return self._extend(version, instance, instance.waiting, now)
+            return not instance.waiting.recalled and self._extend(version, instance, instance.waiting, now)
         return version.sends_ahead(self._state.limits.prefetch_ns) and self._start_batch(version, instance, now)
 
     def _start_batch(self, version: Version, instance: Instance, now: int) -> bool:
