@@ -36,6 +36,8 @@ from shmserve.repo.steps import compile_steps
 from shmserve.repo.validate import ENVIRONMENT, EXECUTION_LIMIT, MEMORY_LIMIT, MODEL_DIRECTORY, RETRY
 
 _US = 1000
+ON_DEVICE = frozenset({"tensorrt"})
+"""Backends that read and write tensors on the GPU of their process."""
 _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 
 
@@ -54,6 +56,7 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
+        on_device=config.backend in ON_DEVICE,
         steps=compile_steps(config),
         ahead=config.ensemble_scheduling.max_inflight_requests if config.ensemble_scheduling is not None else 0,
     )

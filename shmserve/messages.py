@@ -34,6 +34,9 @@ PARAMETERS = 64
 OWNER_SHIFT = 32
 """segment id >> OWNER_SHIFT is the number of the peer that owns the segment; 0 is the broker itself."""
 
+DEVICE = "cuda:"
+"""How the name of a segment on a GPU begins."""
+
 Name = Annotated[str, Meta(max_length=NAME_LENGTH)]
 Text = Annotated[str, Meta(max_length=FIELD_BYTES)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -105,7 +108,9 @@ class Map(Struct, array_like=True, tag=1, gc=False):
     """A segment exists; comes before the first handle into it.
 
     Without a name its descriptor is attached to the packet: the n-th nameless Map of a packet has the n-th descriptor.
-    With a name it is a POSIX shared memory object. `audience` is filled by workers: who may be given handles into it.
+    With a name it is a POSIX shared memory object; or, between workers, memory on a GPU, where the name begins with
+    "cuda:" and goes on with what its owner exported, in base64. `audience` is filled by workers: who may be given
+    handles into it.
     """
 
     segment: Id
@@ -288,6 +293,7 @@ class Load(Struct, array_like=True, tag=64, gc=False):
 class Work(Struct, array_like=True, gc=False):
     """One request of a batch. `request` is the broker's number. `rows` is its share of axis 0; 0: not batched.
 
+    `near`: outputs whose readers are all on this worker's GPU and can read them there.
     `slot`: where in the batch its sequence stands; -1: anywhere. `inline` false: small outputs are put into
     shared memory, too, but for those of one byte."""
 
@@ -299,6 +305,7 @@ class Work(Struct, array_like=True, gc=False):
     options: Options | None = None
     slot: int = -1
     inline: bool = True
+    near: tuple[Name, ...] = ()
 
 
 class Execute(Struct, array_like=True, tag=65, gc=False):

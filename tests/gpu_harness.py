@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from shmserve import wire
 from shmserve.dtypes import from_numpy, to_numpy
-from shmserve.messages import INLINE_BYTES, Handle, Row, Tensor, Work
+from shmserve.messages import INLINE_BYTES, Handle, Map, Row, Tensor, Work, WorkerReport
 from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
 from shmserve.shm import memfd
 from shmserve.shm.arena import Arena, Segment
@@ -74,11 +75,15 @@ def adder(folder: Path, width: int = 4, low: int = 1, best: int = 4, high: int =
     )
 
 
-class Nowhere:
-    """A link that nobody reads."""
+class Kept:
+    """A link whose other end keeps what was said of segments."""
+
+    def __init__(self) -> None:
+        self.maps: list[Map] = []
+        self._codec = wire.Codec(WorkerReport)
 
     def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> None:
-        """It is gone."""
+        self.maps += [message for message in self._codec.decode(packet) if isinstance(message, Map)]
 
 
 class Instance:
@@ -91,13 +96,15 @@ class Instance:
         config: ModelConfig,
         settings: dict[str, str] | None = None,
         name: str = "m_0_0",
+        owner: int = WORKER,
     ) -> None:
         if not config.instance_group:
             config = _with_group(config)
         self.mapped = Mapped()
-        self._outbox = Outbox(Nowhere())  # type: ignore[arg-type]
+        self._link = Kept()
+        self._outbox = Outbox(self._link)  # type: ignore[arg-type]
         self.client = Arena(1, memfd.create, limit_bytes=1 << 28, announce=self._announce)
-        self.arenas = Arenas(WORKER, self._outbox, self.mapped)
+        self.arenas = Arenas(owner, self._outbox, self.mapped)
         self._number = 0
         self._given: list[Handle] = []
         context = Context("m", 1, name, folder, folder / "1", settings or {})
@@ -113,6 +120,7 @@ class Instance:
             self._give_back()
             raise
         gather = Gather("m", inputs_of(self.config), self.mapped)
+        gather.on_device = self.backend.on_device
         scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped)
         self.failures: list[BaseException] = []
         self.runner = Runner(
@@ -136,6 +144,12 @@ class Instance:
         block.memory()[: array.nbytes] = array.tobytes()
         self._given.append(block.handle())
         return Tensor(name, dtype, array.shape, (block.handle(),))
+
+    @property
+    def maps(self) -> list[Map]:
+        """The segments that it has announced."""
+        self._outbox.flush()
+        return self._link.maps
 
     def run(self, *works: Work) -> list[Row]:
         """One batch. Then the memory of the inputs is its callers' again, who write something else there."""

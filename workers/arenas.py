@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 LIMIT_BYTES = 4 * 1024 * 1024 * 1024
 KNOB = "worker-output-bytes"
+NEAR = "@gpu"
+"""Behind the audience, in the name of an arena on the GPU."""
+NEAR_BYTES = 1024 * 1024 * 1024
+NEAR_KNOB = "cuda-memory-pool-byte-size"
 _IDS = 1 << 20
 """Ids of segments that each arena has for itself, below OWNER_SHIFT."""
 
@@ -31,14 +35,23 @@ _IDS = 1 << 20
 class _AudienceArena(Arena):
     """An arena that shares its owner's ids with other arenas: it counts from its own first one."""
 
-    def __init__(self, number: int, owner: int, make: Callable[[int], Extent], arenas: Arenas, audience: str) -> None:
+    def __init__(
+        self,
+        number: int,
+        owner: int,
+        make: Callable[[int], Extent],
+        arenas: Arenas,
+        audience: str,
+        near: str = "",
+    ) -> None:
+        """`near`: on a GPU. Such memory must not be freed while others have it open, so it is kept to the end."""
         super().__init__(
             owner,
             make,
-            limit_bytes=arenas.limit,
-            announce=lambda segment: arenas.announce(segment, audience),
-            withdraw=arenas.withdraw,
-            knob=KNOB,
+            limit_bytes=arenas.near_limit if near else arenas.limit,
+            announce=lambda segment: arenas.announce(segment, audience, near),
+            withdraw=None if near else arenas.withdraw,
+            knob=NEAR_KNOB if near else KNOB,
         )
         self._count = number * _IDS
 
@@ -56,6 +69,7 @@ class Arenas:
 
     def __init__(self, owner: int, outbox: Outbox, mapped: Mapped, limit: int = LIMIT_BYTES) -> None:
         self.limit = limit
+        self.near_limit = NEAR_BYTES
         self._owner = owner
         self._outbox = outbox
         self._mapped = mapped
@@ -66,6 +80,11 @@ class Arenas:
 
     def allocate(self, audience: str, size: int) -> Block:
         arena = self._arenas.get(audience) or self._new(audience)
+        return arena.allocate(size)
+
+    def allocate_near(self, audience: str, size: int) -> Block:
+        """On the GPU of this process, for readers that can read it there. Its address is the device's."""
+        arena = self._arenas.get(audience + NEAR) or self._new_near(audience)
         return arena.allocate(size)
 
     def split(self, block: Block, sizes: Sequence[int]) -> list[Block]:
@@ -110,6 +129,14 @@ class Arenas:
         self._arenas[audience] = arena
         return arena
 
+    def _new_near(self, audience: str) -> _AudienceArena:
+        from shmserve.workers.cuda.shared import memory_of  # few models need it
+
+        made = memory_of(self._mapped).make
+        arena = _AudienceArena(len(self._arenas), self._owner, made, self, audience, NEAR)
+        self._arenas[audience + NEAR] = arena
+        return arena
+
     def _memfd(self, size: int) -> Extent:
         self._make_room(size)
         return memfd.create(size, seal_future_write=True)
@@ -124,20 +151,21 @@ class Arenas:
 
     def _make_room(self, size: int) -> None:
         """The limit holds for all arenas: what others keep for later is given up before a request fails."""
-        committed = sum(arena.committed for arena in self._arenas.values())
+        arenas = [arena for audience, arena in self._arenas.items() if not audience.endswith(NEAR)]
+        committed = sum(arena.committed for arena in arenas)
         if committed + size <= self.limit:
             return
-        for arena in self._arenas.values():
+        for arena in arenas:
             for segment in arena.give_up_idle():
                 self.withdraw(segment)
-        committed = sum(arena.committed for arena in self._arenas.values())
+        committed = sum(arena.committed for arena in arenas)
         if committed + size > self.limit:
             raise Unavailable(
                 f"no room for outputs: {self.used} bytes are held by callers, {committed} of {self.limit} bytes are "
                 f"committed and {size} more are needed; raise {KNOB}, or drop results that are no longer needed"
             )
 
-    def announce(self, segment: Segment, audience: str) -> None:
+    def announce(self, segment: Segment, audience: str, near: str = "") -> None:
         message: Map = segment.map(audience)
         if message.name is None:
             self._mapped.add(segment.id, segment.size, fd=os.dup(segment.fd))
@@ -145,7 +173,11 @@ class Arenas:
         else:
             self._mapped.add(segment.id, segment.size, name=message.name)
             self._outbox.add(message)
-        self._by_segment[segment.id] = self._arenas[audience]
+        if near:
+            from shmserve.workers.cuda.shared import memory_of
+
+            memory_of(self._mapped).own(segment.id, segment.address)
+        self._by_segment[segment.id] = self._arenas[audience + near]
         self.audiences[segment.id] = audience
 
     def withdraw(self, segment: int) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ServeError
+from shmserve.shm.mapped import OnDevice
 from shmserve.shm.strings import decode_bytes
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Group:
             return np.ndarray(shape, spec.numpy, b"".join(blobs) if len(blobs) > 1 else blobs[0])
         assert self._pieces is not None
         pieces = self._pieces[index]
+        if self._gather.on_device:
+            pieces = _on_host(pieces)
         if len(pieces) == 1:
             only = pieces[0]
             return only.reshape(shape) if spec.reshaped else only
@@ -101,7 +104,7 @@ class Group:
             target[...] = self.array(index)
             return
         assert self._pieces is not None
-        _copy(self._pieces[index], target)
+        _copy(_on_host(self._pieces[index]) if self._gather.on_device else self._pieces[index], target)
 
 
 class Gather:
@@ -110,6 +113,8 @@ class Gather:
     def __init__(self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool = False) -> None:
         """`text`: elements of BYTES are given as str, and those that are not UTF-8 refused."""
         self._text = text
+        self.on_device = False
+        """Whether the backend reads tensors where they are on its GPU; else they are brought to the host."""
         self.specs = tuple(specs)
         self._model = model
         self._mapped = mapped
@@ -268,7 +273,7 @@ class Gather:
         if isinstance(data, bytes):
             return [np.ndarray(shape, spec.numpy, data)]
         if len(data) == 1:
-            return [self._aligned(self._mapped.view(data[0], spec.numpy, shape))]
+            return [self._view(data[0], spec.numpy, shape)]
         if not data:
             return [np.ndarray(shape, spec.numpy)]  # zero bytes in no parts
         return self._stacked(spec, shape, data)
@@ -283,8 +288,7 @@ class Gather:
                     f"input '{spec.name}' of shape {list(shape)} is in {len(parts)} parts, one of {part.size} bytes, "
                     f"which is not a whole number of rows of {row_bytes} bytes"
                 )
-            view = self._mapped.view(part, spec.numpy, (part.size // row_bytes, *shape[1:]))
-            pieces.append(self._aligned(view))
+            pieces.append(self._view(part, spec.numpy, (part.size // row_bytes, *shape[1:])))
         return pieces
 
     def _strings(self, spec: Spec, shape: tuple[int, ...], data: bytes | tuple[Handle, ...]) -> Array:
@@ -302,10 +306,20 @@ class Gather:
             raise InvalidRequest(f"{what}: a string element is not UTF-8: {error.reason}") from None
         return texts.reshape(shape)
 
-    @staticmethod
-    def _aligned(view: Array) -> Array:
+    def _view(self, part: Handle, dtype: Any, shape: tuple[int, ...]) -> Array:
         """Engines want elements on their own boundaries; a caller may have put them anywhere."""
+        try:
+            view = self._mapped.view(part, dtype, shape)
+        except OnDevice:
+            return self._from_device(part, dtype, shape)
         return view if view.flags.aligned else view.copy()
+
+    def _from_device(self, part: Handle, dtype: Any, shape: tuple[int, ...]) -> Array:
+        from shmserve.workers.cuda.shared import memory_of  # few models need it
+
+        piece = memory_of(self._mapped).piece(part, dtype, shape)
+        # Whoever says `on_device` asks each piece what it is; to all others it is an array.
+        return piece if self.on_device else piece.host()  # type: ignore[return-value]
 
 
 def _tail(shapes: list[tuple[int, ...]], shares: list[int]) -> tuple[int, ...] | None:
@@ -322,6 +336,10 @@ def _tail(shapes: list[tuple[int, ...]], shares: list[int]) -> tuple[int, ...] |
         if not other or other[0] != share or other[1:] != tail:
             return None
     return tail
+
+
+def _on_host(pieces: list[Array]) -> list[Array]:
+    return [piece if isinstance(piece, np.ndarray) else piece.host() for piece in pieces]
 
 
 def _copy(pieces: list[Array], target: Array) -> None:

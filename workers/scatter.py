@@ -167,6 +167,26 @@ class Results:
         self._ready[index] = array
         return array
 
+    def near(self, index: int, shape: tuple[int, ...]) -> int | None:
+        """The address on this process's GPU at which an output of all requests is to be written, in place of `place`;
+        None where some reader wants it on the host, or there is no room."""
+        spec, works = self._scatter.specs[index], self._works
+        if [spec.name in work.near for work in works].count(True) != len(works) or not spec.item:
+            return None
+        self._check_shape(spec, shape)
+        size = elements(shape) * spec.item
+        small = size <= INLINE_BYTES if len(works) == 1 else self._whole(index, shape) is None
+        if small or (self._places is not None and any(place is not None for place in self._places[index])):
+            return None
+        try:
+            block = self._scatter.arenas.allocate_near(works[0].audience, size)
+        except Unavailable:
+            return None
+        self._blocks[index] = block
+        # Only its shape and its size are asked for.
+        self._ready[index] = np.broadcast_to(np.zeros((), spec.numpy), shape)
+        return block.address
+
     def put(self, index: int, array: Array) -> None:
         """An output of all requests that was computed elsewhere. It is copied before this returns."""
         spec = self._scatter.specs[index]

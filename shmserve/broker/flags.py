@@ -122,6 +122,8 @@ FLAGS = (
     Flag("response-cache-byte-size", "bytes", MEMORY, "the older way to say --cache-config local,size=BYTES", 0, "N"),
     Flag("broker-arena-bytes", "bytes", MEMORY, "memory for tensors that come in frames", 256 << 20, "N",
          least=1 << 20),
+    Flag("pinned-memory-pool-byte-size", "bytes", MEMORY,
+         "host memory of callers that one instance on a GPU may pin for it; 0: none", 256 << 20, "N"),
     Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may have for its outputs", 4 << 30, "N",
          least=1 << 20),
     Flag("instance-memory-limit", "bytes", MEMORY, "an instance whose process has more memory of its own is ended; a "
@@ -136,6 +138,7 @@ FLAGS = (
          "times", [], "NAME=VALUE", repeatable=True),
     Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, wait this long for requests in flight", 30.0, "S"),
     Flag("log-verbose", "whole", LOGGING, "1: more in the log; 2: also each batch, and why it was formed", 0, "N"),
+    Flag("allow-gpu-metrics", "boolean", LOGGING, "metrics tell what GPUs do, if there are any", True),
     Flag("log-info", "boolean", LOGGING, "log what goes on", True),
     Flag("log-warning", "boolean", LOGGING, "log what may be wrong", True),
     Flag("log-error", "boolean", LOGGING, "log what has failed", True),
@@ -171,9 +174,9 @@ NOT_BUILT_YET = _names(
     grpc-infer-response-compression-level grpc-keepalive-time grpc-keepalive-timeout
     grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data
     grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes grpc-max-connection-age
-    grpc-max-connection-age-grace grpc-restricted-protocol allow-metrics allow-gpu-metrics allow-cpu-metrics
+    grpc-max-connection-age-grace grpc-restricted-protocol allow-metrics allow-cpu-metrics
     metrics-address metrics-port metrics-interval-ms metrics-config trace-config cache-directory
-    pinned-memory-pool-byte-size cuda-memory-pool-byte-size
+    cuda-memory-pool-byte-size
     cuda-virtual-address-size min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit
     allow-client-shm repoagent-directory trace-file trace-level
     trace-rate trace-count trace-log-frequency

@@ -134,7 +134,7 @@ class Server:
             settings.prepared_process,
         )
         self._broker.use_gpus(gpus.uuids())
-        self._gpu_metrics = GpuMetrics(gpus.found)
+        self._gpu_metrics = GpuMetrics(gpus.found if settings.allow_gpu_metrics else ())
         told = self._control.metrics
         self._control.metrics = lambda: told() + self._gpu_metrics.text()
         self._operations = self._broker.operations = Operations(

@@ -42,6 +42,7 @@ else:
     import tomli as tomllib
 
 OUTPUT_LIMIT = "worker-output-bytes"
+PINNED_LIMIT = "pinned-memory-pool-byte-size"
 """The key under which workers are told their limit."""
 _OTHERS = frozenset(("SHMSERVE_URL", "SHMSERVE_THREADS", "SHMSERVE_REWRITE", "SHMSERVE_MACHINE_EXAMPLES"))
 """Variables that are not the server's. Those that begin with SHMSERVE_MODEL_ are for the models."""
@@ -153,6 +154,7 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     """For the workers: 'backend,key' -> value, ',key' -> value for all backends, and what is for workers themselves."""
     found = dict(settings.backend_config)
     found[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
+    found[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
     if settings.disable_auto_complete_config:
         found["disable-auto-complete-config"] = "true"
     if settings.backend_directory is not None:

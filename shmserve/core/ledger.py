@@ -19,7 +19,7 @@ from msgspec import Struct
 from shmserve.core.clients import Client
 from shmserve.core.effects import Effect, Forget, Free, Send
 from shmserve.errors import InvalidRequest
-from shmserve.messages import OWNER_SHIFT, Handle, Map, Return, Unmap
+from shmserve.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return, Unmap
 
 Place = tuple[int, int]
 """(segment, offset): two live blocks never share one."""
@@ -37,6 +37,11 @@ class Segment(Struct, eq=False):
     uses: int = 0
     """Requests in flight that refer to it."""
     orphan: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """It was on a GPU, and went with the process that made it. What is in host memory does not."""
+        return self.orphan and self.announcement.name is not None and self.announcement.name.startswith(DEVICE)
 
 
 class Hold(Struct, eq=False, gc=False):
@@ -283,9 +288,11 @@ class Ledger:
         self.held_bytes -= client.held_bytes
         client.held_bytes = 0
 
-    def worker_died(self, peer: int) -> None:
+    def worker_died(self, peer: int) -> set[int]:
+        """Gives the segments that are lost though somebody still refers to them."""
         self._returns.pop(peer, None)
         self._forget_peer(peer)
+        return {number for number, segment in self.segments.items() if segment.owner == peer and segment.lost}
 
     def _forget_peer(self, peer: int) -> None:
         for segment in list(self.segments.values()):

@@ -16,7 +16,7 @@ from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.core.streams import Streams
 from shmserve.core.versions import Version
-from shmserve.errors import ServeError
+from shmserve.errors import HandleLost, ServeError
 from shmserve.messages import LoadFailed, Map, Stop, Unmap
 
 _I, _V = InstanceState, VersionState
@@ -127,7 +127,9 @@ class Lifecycle:
         named = self._lose_batches(version, instance, event.reason, now)
         if caller is not None:
             self._calls.gone(caller, now)
-        self._state.ledger.worker_died(event.peer)
+        lost = self._state.ledger.worker_died(event.peer)
+        if lost:
+            self._lose_tensors(lost, instance, now)
         self._what_now(version, instance, event, named, now)
         self._operations.load_over(instance)
         self._operations.look_after(self._state.models[version.model])
@@ -194,6 +196,13 @@ class Lifecycle:
         if version.order is not None:
             self._ends.answer_in_order(version)
         return alone
+
+    def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
+        """Who was to read them cannot, and who reads them now may read anything."""
+        text = f"a tensor was on the GPU of instance '{instance.spec.name}', whose worker process has ended"
+        for request in list(self._state.requests.values()):
+            if request.state in (RequestState.QUEUED, RequestState.SENT) and not lost.isdisjoint(request.segments):
+                self._ends.fail_early(request, HandleLost.code, text, now)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
         """Nobody has had a part of its answer, and no state was lost with the worker."""

@@ -58,6 +58,8 @@ class Request(Struct, eq=False, gc=False):
     """Which one there."""
     outside: bool = False
     """All its outputs are to be in shared memory."""
+    near: tuple[str, ...] = ()
+    """Outputs that may stay on the GPU of the instance: who reads them is there, too."""
     cache_key: tuple[Any, ...] | None = None
     """The answer is to be kept under this."""
     sequence: Sequence | None = None

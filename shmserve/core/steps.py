@@ -13,7 +13,7 @@ from shmserve.core.request import Request
 from shmserve.core.runs import Held, Run, Spot
 from shmserve.core.state import State
 from shmserve.core.versions import Version
-from shmserve.errors import Unavailable, Unsupported
+from shmserve.errors import HandleLost, Unavailable, Unsupported
 from shmserve.messages import Options, Tensor, Wanted
 
 INTERNAL = "internal"
@@ -99,13 +99,15 @@ class Steps:
         inline += graph.HANDLE_BYTES * len(segments)
         segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
         if segments:
+            if any(state.ledger.segments[segment].lost for segment in segments):
+                raise HandleLost("a tensor was on the GPU of an instance whose worker process has ended")
             state.ledger.use(segments)
         number = state.next_number()
         request = Request(
             number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, (), (), now, level, deadline=parent.deadline,
             audience=parent.audience if final else INTERNAL, run=run, spot=spot, outside=outside,
-            special=True,
+            special=True, near=self._near(run, index, member) if policy.on_device and not final else (),
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
         if source:
@@ -135,12 +137,38 @@ class Steps:
             found.append(Wanted(own, wanted.place, wanted.classes))
         return tuple(found), final
 
+    def _near(self, run: Run, index: int, member: Version) -> tuple[str, ...]:
+        """Those outputs whose readers all are on the GPU on which the model of the step is, and can read them there."""
+        device = _gpu_of(member)
+        if device is None or member.cached:
+            return ()
+        found = []
+        for own, name in run.graph.steps[index].outputs:
+            readers = [run.members[reader] for reader in run.graph.readers.get(name, ()) if reader in run.needed]
+            if readers and all(_reads_on(reader, device) for reader in readers):
+                found.append(own)
+        return tuple(found)
+
     def _window(self, run: Run) -> int:
         """How far a source may be ahead."""
         options, policy = run.request.options, run.request.version.policy
         assert options is not None
         assert policy is not None
         return min(options.window, policy.ahead or WINDOW)
+
+
+def _gpu_of(version: Version) -> int | None:
+    """The one GPU on which all instances are."""
+    places = {
+        instance.spec.device if instance.spec.kind == "KIND_GPU" else None
+        for instance in version.instances
+        if not instance.over
+    }
+    return places.pop() if len(places) == 1 else None
+
+
+def _reads_on(version: Version, device: int) -> bool:
+    return version.policy is not None and version.policy.on_device and _gpu_of(version) == device
 
 
 def _passed_on(options: Options | None, window: int) -> Options | None:

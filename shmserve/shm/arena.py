@@ -36,7 +36,7 @@ class Segment:
         self.pages = extent.pages
         self.address = extent.address
         self.memory = extent.memory
-        self.blocks = Blocks(extent.size, ALIGN)
+        self.blocks = Blocks(extent.size, getattr(extent, "align", ALIGN))
 
     @property
     def name(self) -> str | None:

@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.messages import Handle
-from shmserve.shm import memfd, posix, views
+from shmserve.shm import cuda, memfd, posix, views
 from shmserve.shm.extents import Extent
 from shmserve.shm.pages import Pages
 
 _BYTE = np.dtype("uint8")
+
+
+class DeviceSegments(Protocol):
+    """What a process has to do with segments on its GPU."""
+
+    def forget(self, segment: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class OnDevice(HandleLost):
+    """The bytes are on a GPU: whoever can may have them from there."""
 
 
 class _Mapping:
@@ -44,11 +56,15 @@ class _Mapping:
 class Mapped:
     def __init__(self) -> None:
         self._segments: dict[int, _Mapping] = {}
+        self.on_device: dict[int, tuple[str, int]] = {}
+        """Segments on a GPU, with their names and sizes. The host maps nothing of them."""
+        self.device: DeviceSegments | None = None
+        """Who reads them, where somebody can."""
         self.committed = 0
         """Bytes of all segments that are mapped and not removed."""
 
     def __contains__(self, segment: int) -> bool:
-        return segment in self._segments
+        return segment in self._segments or segment in self.on_device
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -65,10 +81,13 @@ class Mapped:
     ) -> None:
         """Maps a segment, by its descriptor, which is closed here in every case, or by its name, then with `uid` only
         if it belongs to that user. `writable`: fail now, and not at the first write, if it cannot be written."""
-        if segment in self._segments:
+        if segment in self:
             if fd is not None:
                 os.close(fd)
             raise InvalidRequest(f"segment {segment} is mapped already: ids of segments are never used twice")
+        if fd is None and name is not None and cuda.is_device(name):
+            self.on_device[segment] = name, size
+            return
         extent: Extent
         if fd is not None:
             extent = memfd.attach(fd, size, False)
@@ -86,18 +105,28 @@ class Mapped:
     def remove(self, segment: int) -> None:
         mapping = self._segments.pop(segment, None)
         if mapping is None:
-            raise InvalidRequest(f"segment {segment} is not mapped")
+            if self.on_device.pop(segment, None) is None:
+                raise InvalidRequest(f"segment {segment} is not mapped")
+            if self.device is not None:
+                self.device.forget(segment)
+            return
         self.committed -= mapping.size
 
     def close(self) -> None:
         self._segments.clear()
+        self.on_device.clear()
         self.committed = 0
+        device, self.device = self.device, None
+        if device is not None:
+            device.close()
 
     # ------------------------------------------------------------------------------------ handles
 
     def _find(self, handle: Handle) -> _Mapping:
         mapping = self._segments.get(handle.segment)
         if mapping is None:
+            if handle.segment in self.on_device:
+                raise OnDevice("the tensor is on a GPU, where this process does not read it")
             raise HandleLost(f"segment {handle.segment} is not mapped here: its owner has gone or never announced it")
         if handle.offset < 0 or handle.size < 0 or handle.offset + handle.size > mapping.size:
             raise InvalidRequest(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,16 +51,48 @@ def telling(repository: Path, name: str, group: str) -> None:
     (folder.parent / "config.pbtxt").write_text(CONFIG % group)
 
 
+PLAN = 'backend: "tensorrt" instance_group { kind: KIND_GPU gpus: %d }'
+ENSEMBLE = """
+platform: "ensemble" max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: 40000 } output { name: "y" data_type: TYPE_FP32 dims: 40000 }
+ensemble_scheduling { %s }
+"""
+STEP = """step { model_name: "%s" model_version: -1
+input_map { key: "x" value: "%s" } output_map { key: "y" value: "%s" } }"""
+
+
+def planned(repository: Path, name: str, gpu: int) -> None:
+    adder(repository / name, 40_000)
+    (repository / name / "config.pbtxt").write_text(PLAN % gpu)
+
+
+def chained(repository: Path, name: str, *models: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    tensors = ["x", *[f"t{number}" for number in range(len(models) - 1)], "y"]
+    steps = [STEP % step for step in zip(models, tensors, tensors[1:], strict=False)]
+    (repository / name / "config.pbtxt").write_text(ENSEMBLE % "\n".join(steps))
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("journal")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("gpus")
     telling(repository, "on_gpu", "{ kind: KIND_GPU gpus: 1 }")
     telling(repository, "anywhere", "{ count: 1 }")
     telling(repository, "on_cpu", "{ kind: KIND_CPU }")
     telling(repository, "beyond", "{ kind: KIND_GPU gpus: 2 }")
     adder(repository / "plan", 40_000)
+    for name, gpu in (("first", 0), ("second", 0), ("third", 0), ("other", 1)):
+        planned(repository, name, gpu)
+    chained(repository, "same", "first", "second", "third")
+    chained(repository, "apart", "first", "other", "third")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
+        patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         with Server(repository) as server:
@@ -113,3 +146,25 @@ def test_metrics_and_the_log(server: Server, client: shmserve.Client) -> None:
     assert f'nv_gpu_memory_total_bytes{{gpu_uuid="GPU-bb22"}} {80 << 30}' in text
     assert 'nv_gpu_utilization{gpu_uuid="GPU-aa11"} 0.25' in text
     assert "GPU 1: Stand-in, GPU-bb22" in server.log
+
+
+def test_steps_on_one_gpu_hand_over_on_it(journal: Path, client: shmserve.Client) -> None:
+    """What is between steps on the same GPU never leaves it. The answer is the same whichever way it went."""
+    x = np.arange(80_000, dtype=np.float32).reshape(2, 40_000)
+    for ensemble in ("apart", "same"):
+        for path in journal.iterdir():
+            path.unlink()
+        futures = [client.submit(ensemble, {"x": x}) for _ in range(4)]
+        for future in futures:
+            np.testing.assert_array_equal(future.result()["y"], x + 3)
+        done = {path.name.partition("_")[0]: Counter(path.read_text().splitlines()) for path in journal.iterdir()}
+        copies = {
+            name: {kind for kind in ("1", "2", "3") if calls[f"memcpyAsync {kind}"]} for name, calls in done.items()
+        }
+        if ensemble == "apart":
+            assert copies == {"first": {"1", "2"}, "other": {"1", "2"}, "third": {"1", "2"}}
+        else:
+            assert copies == {"first": {"1", "3"}, "second": {"3"}, "third": {"3", "2"}}
+            # Each segment is opened once, whatever number of tensors lies in it.
+            assert done["second"]["ipcOpenMemHandle "] == done["first"]["ipcGetMemHandle "] >= 1
+            assert done["third"]["ipcOpenMemHandle "] == done["second"]["ipcGetMemHandle "] >= 1

@@ -292,7 +292,8 @@ def test_deprecated_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_settings_for_workers(tmp_path: Path) -> None:
     base = ["--model-repository", str(tmp_path)]
-    assert settings.backend_settings(settings.parse(base)) == {KNOB: str(LIMIT_BYTES)}
+    pool = {"pinned-memory-pool-byte-size": str(256 << 20)}
+    assert settings.backend_settings(settings.parse(base)) == {KNOB: str(LIMIT_BYTES)} | pool
     found = settings.parse(
         [
             *base,
@@ -308,6 +309,7 @@ def test_settings_for_workers(tmp_path: Path) -> None:
         "python,a": "2",
         "disable-auto-complete-config": "true",
         KNOB: "1048576",
+        **pool,
     }
 
 

@@ -74,6 +74,8 @@ class Backend:
 
     text = False
     """Whether it wants elements of BYTES as str, and not as bytes."""
+    on_device = False
+    """Whether it reads pieces of inputs, and writes outputs that are `near`, on the GPU of its process."""
     streams: Streams | None = None
     """What its models send by themselves, where they can."""
     probes = False

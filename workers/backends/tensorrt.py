@@ -51,6 +51,8 @@ end_process = os._exit
 
 
 class TensorRT(StackedBackend):
+    on_device = True
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._cuda = Cuda()
@@ -293,7 +295,16 @@ class TensorRT(StackedBackend):
                 size = elements(shapes[index]) * spec.item
                 feed.put(inputs, index, spec.numpy, shapes[index], size, self._input_at[index])
         inputs.computing()
-        targets = {index: self._target(index, made[index], outputs) for index in wanted if -1 not in made[index]}
+        targets: dict[int, tuple[Array, bool]] = {}
+        near: dict[int, int] = {}
+        for index in wanted:
+            if -1 in made[index]:
+                continue  # its place is found when its shape is known
+            address = outputs.near(index, made[index])
+            if address is None:
+                targets[index] = self._target(index, made[index], outputs)
+            else:
+                near[index] = address
         if graph is not None:
             cuda.launch(graph.it, stream)
         elif not profile.run(stream):
@@ -302,7 +313,10 @@ class TensorRT(StackedBackend):
         if self._computed:
             cuda.record(self._computed, stream)
             cuda.wait_for(self._copy_stream, self._computed)
-        self._collect(wanted, made, targets, outputs)
+        for index, address in near.items():
+            size = elements(made[index]) * self._outputs[index].item
+            cuda.copy(address, self._output_at[index], size, cuda.within, self._copy_stream)
+        self._collect([index for index in wanted if index not in near], targets, outputs)
 
     def _target(self, index: int, shape: Shape, outputs: Results) -> tuple[Array, bool]:
         """Where an output goes: to where its callers read it, or into staging, from where they get their shares."""
@@ -317,9 +331,7 @@ class TensorRT(StackedBackend):
             staging = self._staging[index] = Staging(self._cuda, self._pin_outputs)
         return staging.bytes(elements(shape) * spec.item).view(spec.numpy).reshape(shape), False
 
-    def _collect(
-        self, wanted: list[int], made: list[Shape], targets: dict[int, tuple[Array, bool]], outputs: Results
-    ) -> None:
+    def _collect(self, wanted: list[int], targets: dict[int, tuple[Array, bool]], outputs: Results) -> None:
         cuda, stream = self._cuda, self._copy_stream
         for index in wanted:
             allocator = self._allocators.get(index)

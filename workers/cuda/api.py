@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from shmserve.errors import ModelFailed, Unavailable, Unsupported
+from shmserve.errors import HandleLost, ModelFailed, Unavailable, Unsupported
 
 EXTRA = "gpu"
 ALIGN = 256
@@ -98,11 +98,11 @@ class Cuda:
         return address
 
     def open(self, exported: bytes) -> int:
-        """Memory of another process, on the same device; Unavailable where that has gone."""
+        """Memory of another process, on the same device; HandleLost where that has gone."""
         try:
             address: int = self._runtime.ipcOpenMemHandle(exported)
         except self._error as error:
-            raise Unavailable(f"memory on the GPU that another process exports cannot be opened: {error}") from error
+            raise HandleLost(f"memory of another process on the GPU cannot be opened any more: {error}") from error
         return address
 
     def register(self, address: int, size: int, writable: bool) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.shm.views import hold_of
+from shmserve.workers.cuda.shared import DevicePiece
 
 if TYPE_CHECKING:
     from shmserve.shm.pages import Pages
@@ -31,6 +32,10 @@ PINNED_KNOB = "pinned-memory-pool-byte-size"
 def address_of(array: Array) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def _on_device(piece: object) -> bool:
+    return isinstance(piece, DevicePiece)
 
 
 class Staging:
@@ -130,16 +135,22 @@ class Feed:
     def put(self, group: Group, index: int, dtype: Any, shape: tuple[int, ...], size: int, target: int) -> None:
         """Has an input of all requests copied to `target`. Its sources must stay until the stream was waited for."""
         pieces = group.pieces(index)
-        if pieces is None or 0 < self._threshold <= len(pieces):
+        if pieces is None or (0 < self._threshold <= len(pieces) and not any(map(_on_device, pieces))):
             staged = self._staged(index).bytes(size)
             group.copy(index, staged.view(dtype).reshape(shape))
             self._send(target, staged, 0, size)
             return
         offset = begin = 0
         buffer: Array | None = None
+        piece: Any
         for piece in pieces:
             length = piece.nbytes
-            if length >= DIRECT_BYTES:
+            if length and isinstance(piece, DevicePiece):
+                if buffer is not None:
+                    self._send(target, buffer, begin, offset)
+                self._cuda.copy(target + offset, piece.address, length, self._cuda.within, self._stream)
+                begin = offset + length
+            elif length >= DIRECT_BYTES:
                 if buffer is not None:
                     self._send(target, buffer, begin, offset)
                 self._pinned.ensure(piece)

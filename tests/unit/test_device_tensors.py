@@ -1,0 +1,270 @@
+"""Tensors that stay on a GPU: from one instance to the next, on the stand-in for CUDA, which counts what is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.errors import HandleLost, InvalidRequest
+from shmserve.messages import Handle, Row, Tensor, Wanted, Work
+from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput
+from shmserve.shm import cuda as extents
+from shmserve.shm.mapped import Mapped, OnDevice
+from shmserve.workers.arenas import NEAR_KNOB
+from shmserve.workers.backends.identity import Identity
+from tests.gpu_harness import Array, Instance, adder, plan, standins, tensor
+
+WIDTH = 40_000
+HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = 1, 2, 3
+
+
+class Pair:
+    """A producer and a consumer. The test is the broker between them."""
+
+    def __init__(self, runtime: Any, folder: Path, consumer: str = "tensorrt") -> None:
+        from shmserve.workers.backends.tensorrt import TensorRT
+
+        self.runtime = runtime
+        adder(folder / "a", WIDTH)
+        adder(folder / "b", WIDTH)
+        self.producer = Instance(TensorRT, folder / "a", ModelConfig(name="m", backend="tensorrt"))
+        kind: Any = TensorRT if consumer == "tensorrt" else Identity
+        entry = {"data_type": "TYPE_FP32", "dims": (WIDTH,)}
+        config = ModelConfig(
+            name="m",
+            backend=consumer,
+            max_batch_size=8,
+            input=(ModelInput(name="x", **entry),),  # type: ignore[arg-type]
+            output=(ModelOutput(name="y", **entry),),  # type: ignore[arg-type]
+        )
+        self.consumer = Instance(kind, folder / "b", config, owner=8)
+        self._told = 0
+
+    def produce(self, *arrays: Array, near: tuple[str, ...] = ("y",), **more: Any) -> list[Row]:
+        works = [replace(self.producer.work(x=array, **more), near=near) for array in arrays]
+        self.runtime.state.calls.clear()
+        return self.producer.run(*works)
+
+    def pass_on(self, *rows: Row) -> list[Work]:
+        """Maps first, then the handles as inputs."""
+        for message in self.producer.maps[self._told :]:
+            self._told += 1
+            if message.name is not None:
+                self.consumer.mapped.add(message.segment, message.size, name=message.name)
+        works = []
+        for number, row in enumerate(rows, 1000):
+            assert row.error is None, row.error
+            (made,) = row.outputs
+            works.append(Work(number, made.shape[0], (replace(made, name="x"),), None, "internal"))
+        return works
+
+    def give_back(self, *rows: Row) -> None:
+        for row in rows:
+            data = row.outputs[0].data
+            assert isinstance(data, tuple)
+            self.producer.arenas.free(data)
+
+    def copies(self) -> list[tuple[int, int]]:
+        found = [(call[3] // (WIDTH * 4), call[4]) for call in self.runtime.state.named("memcpyAsync")]
+        self.runtime.state.calls.clear()
+        return found
+
+    def close(self) -> None:
+        self.consumer.close()
+        self.producer.close()
+
+
+@pytest.fixture
+def runtime() -> Iterator[Any]:
+    with standins() as (runtime, _):
+        yield runtime
+        assert runtime.state.left() == {}
+
+
+@pytest.fixture
+def pair(runtime: Any, tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(runtime, tmp_path)
+    yield made
+    made.close()
+
+
+def arrays(*shares: int, width: int = WIDTH) -> list[Array]:
+    random = np.random.default_rng(5)
+    return [random.integers(0, 1000, (share, width)).astype(np.float32) for share in shares]
+
+
+@pytest.mark.parametrize("shares", [(1,), (3,), (1, 2, 1)], ids=str)
+def test_nothing_passes_through_the_host(pair: Pair, shares: tuple[int, ...]) -> None:
+    given = arrays(*shares)
+    for _ in range(2):
+        rows = pair.produce(*given)
+        assert {kind for _, kind in pair.copies()} == {HOST_TO_DEVICE, WITHIN}
+        found = pair.consumer.run(*pair.pass_on(*rows))
+        assert pair.copies() == [*[(share, WITHIN) for share in shares], (sum(shares), DEVICE_TO_HOST)]
+        for row, array in zip(found, given, strict=True):
+            np.testing.assert_array_equal(pair.consumer.array(row), array + 2)
+        pair.give_back(*rows)
+    assert pair.producer.arenas.used == 0
+    assert len(pair.runtime.state.opened) == 1  # once for the segment, not for each tensor
+
+
+def test_rows_are_given_back_one_by_one(pair: Pair) -> None:
+    rows = pair.produce(*arrays(1, 1, 1))
+    handles: list[Any] = [row.outputs[0].data[0] for row in rows]  # type: ignore[index]
+    assert len({handle.segment for handle in handles}) == 1
+    assert [handle.size for handle in handles] == [WIDTH * 4] * 3
+    pair.give_back(rows[1])
+    assert pair.producer.arenas.used >= 2 * WIDTH * 4
+    pair.give_back(rows[2], rows[0])
+    assert pair.producer.arenas.used == 0
+
+
+def test_parts_on_the_host_and_on_the_device_in_one_batch(pair: Pair) -> None:
+    first, second = arrays(1, 2)
+    (row,) = pair.produce(first)
+    (work,) = pair.pass_on(row)
+    found = pair.consumer.run(work, pair.consumer.work(x=second), replace(work, request=2000))
+    for one, wanted in zip(found, (first + 2, second + 1, first + 2), strict=True):
+        np.testing.assert_array_equal(pair.consumer.array(one), wanted)
+    pair.give_back(row)
+
+
+def test_an_output_of_ones_own_as_an_input(pair: Pair) -> None:
+    """What the same process exports it does not open."""
+    (x,) = arrays(2)
+    (row,) = pair.produce(x)
+    (made,) = row.outputs
+    (again,) = pair.producer.run(Work(7, 2, (replace(made, name="x"),), None, "internal"))
+    np.testing.assert_array_equal(pair.producer.array(again), x + 2)
+    assert pair.runtime.state.named("ipcOpenMemHandle") == []
+    pair.give_back(row)
+
+
+def test_a_model_that_cannot_read_there_gets_a_copy(runtime: Any, tmp_path: Path) -> None:
+    pair = Pair(runtime, tmp_path, "identity")
+    try:
+        given = arrays(1, 2)
+        rows = pair.produce(*given)
+        pair.copies()
+        found = pair.consumer.run(*pair.pass_on(*rows))
+        assert pair.copies() == [(1, DEVICE_TO_HOST), (2, DEVICE_TO_HOST)]
+        for row, array in zip(found, given, strict=True):
+            np.testing.assert_array_equal(pair.consumer.array(row), array + 1)
+        pair.give_back(*rows)
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("case", ["not asked", "another output", "a place", "small", "full"])
+def test_what_goes_to_the_host_all_the_same(pair: Pair, case: str, tmp_path: Path) -> None:
+    (x,) = arrays(1)
+    near: tuple[str, ...] = ("y",)
+    outputs = None
+    producer = pair.producer
+    if case == "not asked":
+        near = ()
+    elif case == "another output":
+        near = ("z",)
+    elif case == "a place":
+        outputs = (Wanted("y", producer.client.allocate(x.nbytes).handle()),)
+    elif case == "full":
+        producer.arenas.near_limit = 4096
+    elif case == "small":
+        from shmserve.workers.backends.tensorrt import TensorRT
+
+        adder(tmp_path / "small", 8)
+        producer = Instance(TensorRT, tmp_path / "small", ModelConfig(name="m", backend="tensorrt"))
+        (x,) = arrays(1, width=8)
+    (row,) = producer.run(replace(producer.work(x=x, outputs=outputs), near=near))
+    np.testing.assert_array_equal(producer.array(row), x + 1)
+    assert producer.mapped.on_device == {}
+    if producer is not pair.producer:
+        producer.close()
+
+
+def test_what_is_forgotten_is_closed(pair: Pair) -> None:
+    (row,) = pair.produce(*arrays(1))
+    pair.consumer.array(pair.consumer.run(*pair.pass_on(row))[0])
+    (segment,) = pair.consumer.mapped.on_device
+    pair.give_back(row)
+    pair.consumer.mapped.remove(segment)
+    assert pair.runtime.state.opened == {}
+    (failed,) = pair.consumer.run(*pair.pass_on(row))
+    assert failed.error is not None
+    assert failed.error.code == "HANDLE_LOST"
+
+
+def test_handles_that_lie(pair: Pair) -> None:
+    (row,) = pair.produce(*arrays(1))
+    (work,) = pair.pass_on(row)
+    (given,) = work.inputs
+    assert isinstance(given.data, tuple)
+    (handle,) = given.data
+    beyond = Handle(handle.segment, 1 << 40, handle.size)
+    for data, shape in (((beyond,), given.shape), ((replace(handle, size=4),), (1, 1))):
+        tensor = Tensor("x", "FP32", shape, data)
+        (failed,) = pair.consumer.run(Work(1, 1, (tensor,), None, "internal"))
+        assert failed.error is not None
+        assert failed.error.code == "INVALID_ARG"
+    pair.give_back(row)
+
+
+def test_an_owner_that_has_gone(pair: Pair) -> None:
+    (row,) = pair.produce(*arrays(1))
+    (work,) = pair.pass_on(row)
+    pair.runtime.state.failures["ipcOpenMemHandle"] = 201
+    (failed,) = pair.consumer.run(work)
+    assert failed.error is not None
+    assert failed.error.code == "HANDLE_LOST"
+    assert "memory of another process on the GPU cannot be opened" in failed.error.text
+    pair.give_back(row)
+
+
+def test_names() -> None:
+    exported = bytes(range(64))
+    name = extents.name_of(exported)
+    assert extents.is_device(name)
+    assert len(name) <= 128  # what Map takes
+    assert extents.exported_of(name) == exported
+    for wrong in ("cuda:", "cuda:====", "cuda:" + "A" * 40, name[1:], "/shmserve"):
+        with pytest.raises(InvalidRequest, match="does not say what was exported"):
+            extents.exported_of(wrong)
+
+
+def test_a_process_without_a_gpu() -> None:
+    mapped = Mapped()
+    mapped.add(5, 100, name=extents.name_of(bytes(64)))
+    assert 5 in mapped
+    with pytest.raises(InvalidRequest, match="mapped already"):
+        mapped.add(5, 100, name=extents.name_of(bytes(64)))
+    for read in (mapped.memory, mapped.address):
+        with pytest.raises(OnDevice, match="the tensor is on a GPU, where this process does not read it"):
+            read(Handle(5, 0, 10))
+    assert issubclass(OnDevice, HandleLost)
+    mapped.remove(5)
+    assert 5 not in mapped
+    with pytest.raises(InvalidRequest, match="is not mapped"):
+        mapped.remove(5)
+
+
+def test_outputs_whose_shape_only_the_run_tells_go_to_the_host(runtime: Any, tmp_path: Path) -> None:
+    from shmserve.workers.backends.tensorrt import TensorRT
+
+    tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
+    plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
+    given = ModelConfig(
+        name="m",
+        backend="tensorrt",
+        input=(ModelInput(name="x", data_type="TYPE_INT32", dims=(-1,)),),
+        output=(ModelOutput(name="where", data_type="TYPE_INT64", dims=(-1,)),),
+    )
+    x = np.ones(10_000, np.int32)
+    with Instance(TensorRT, tmp_path, given) as instance:
+        (row,) = instance.run(replace(instance.work(x=x), near=("where",)))
+        np.testing.assert_array_equal(instance.array(row), np.arange(10_000))
+    assert NEAR_KNOB == "cuda-memory-pool-byte-size"

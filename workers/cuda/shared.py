@@ -1,0 +1,116 @@
+"""Tensors on this process's GPU that other processes have made, or will read: opened once for each segment, and copied
+on the device; to the host only for a model that can read them nowhere else.
+
+The rule: what is opened stays so until its owner says that nothing of it will be named again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.errors import HandleLost, InvalidRequest
+from shmserve.shm import cuda as extents
+from shmserve.workers.cuda.api import Cuda
+
+if TYPE_CHECKING:
+    from shmserve.messages import Handle
+    from shmserve.shm.mapped import Mapped
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class DevicePiece:
+    """Rows of an input that are on this process's GPU. What looks like an array's is meant as there."""
+
+    __slots__ = ("_memory", "address", "dtype", "nbytes", "shape")
+
+    def __init__(self, memory: DeviceMemory, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._memory = memory
+        self.address = address
+        self.dtype = dtype
+        self.shape = shape
+        self.nbytes = dtype.itemsize
+        for dim in shape:
+            self.nbytes *= dim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def reshape(self, *shape: int) -> DevicePiece:
+        """Only to one dimension, as ragged inputs are."""
+        return DevicePiece(self._memory, self.address, self.dtype, (self.nbytes // self.dtype.itemsize,))
+
+    def host(self) -> Array:
+        """A copy that the host can read."""
+        return self._memory.fetch(self)
+
+
+class DeviceMemory:
+    """The segments on the GPU that this process knows."""
+
+    def __init__(self, mapped: Mapped) -> None:
+        self.cuda = Cuda()
+        self._mapped = mapped
+        self._stream = self.cuda.stream()
+        self._own: dict[int, int] = {}
+        self._opened: dict[int, int] = {}
+
+    def make(self, size: int) -> extents.CudaExtent:
+        return extents.create(size, self.cuda.allocate, self.cuda.export, self.cuda.free)
+
+    def own(self, segment: int, address: int) -> None:
+        """One of ours, which may come back as an input."""
+        self._own[segment] = address
+
+    def piece(self, handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DevicePiece:
+        """Where a handle's bytes are. Nothing is copied."""
+        name, size = self._mapped.on_device[handle.segment]
+        if handle.offset + handle.size > size:
+            raise InvalidRequest(
+                f"handle with offset {handle.offset} and size {handle.size} is outside its segment of {size} bytes"
+            )
+        address = self._own.get(handle.segment) or self._opened.get(handle.segment)
+        if address is None:
+            address = self._opened[handle.segment] = self.cuda.open(extents.exported_of(name))
+        piece = DevicePiece(self, address + handle.offset, dtype, shape)
+        if piece.nbytes != handle.size:
+            raise InvalidRequest(
+                f"a {dtype} tensor of shape {list(shape)} has {piece.nbytes} bytes, its handle {handle.size}"
+            )
+        return piece
+
+    def fetch(self, piece: DevicePiece) -> Array:
+        array = np.empty(piece.shape, piece.dtype)
+        cuda = self.cuda
+        if piece.nbytes:
+            address = array.__array_interface__["data"][0]
+            try:
+                cuda.copy(address, piece.address, piece.nbytes, cuda.to_host, self._stream)
+                cuda.synchronize_stream(self._stream)
+            except cuda.errors as error:
+                raise HandleLost(f"a tensor on the GPU cannot be read any more: {error}") from error
+        return array
+
+    def forget(self, segment: int) -> None:
+        """Its owner will name it no more, and every batch that read it has been waited for."""
+        self._own.pop(segment, None)
+        address = self._opened.pop(segment, None)
+        if address is not None:
+            self.cuda.close_opened(address)
+
+    def close(self) -> None:
+        for segment in list(self._opened):
+            self.forget(segment)
+        self._own.clear()
+        self.cuda.destroy_stream(self._stream)
+
+
+def memory_of(mapped: Mapped) -> DeviceMemory:
+    """That of this process, made when it is first needed."""
+    found = mapped.device
+    if found is None:
+        found = mapped.device = DeviceMemory(mapped)
+    assert isinstance(found, DeviceMemory)
+    return found
