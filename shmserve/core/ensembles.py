@@ -79,7 +79,10 @@ class Ensembles:
     ) -> None:
         if tensor is None:
             (iteration.skipped if skipped else iteration.absent).add(name)
-        elif not run.keep(iteration, name, tensor, made) and made:
+            return
+        if made:
+            tensor = Tensor(name, tensor.dtype, tensor.shape, tensor.data)
+        if not run.keep(iteration, name, tensor, made) and made:
             self._let_go(run, Kept(tensor, 0, made))
 
     # ------------------------------------------------------------------------------------ going on
@@ -100,7 +103,12 @@ class Ensembles:
             try:
                 if run.ready:
                     self._start(run, *run.ready.pop(0), now)
-                elif not self._move_on(run, now):
+                elif run.levels.sources:
+                    if not self._move_on(run, now):
+                        break
+                else:
+                    if not run.open[0][0].left:
+                        self._answer(run, run.open[0][0], now)
                     break
             except ServeError as error:
                 self._fail(run, error)
@@ -144,8 +152,9 @@ class Ensembles:
         """A source: with each answer all that reads it begins once more. The last one may have nothing in it."""
         last = not isinstance(message, Part) or message.last
         if message.outputs or not (last and isinstance(message, Part)):
-            outputs = self._outputs_of(run, index, message.outputs)
-            self._begin_iteration(run, iteration.level + 1, outputs, True, run.members[index].graph is not None)
+            made = {tensor.name: tensor for tensor in message.outputs}
+            found = [(name, made.get(own)) for own, name in run.graph.steps[index].outputs]
+            self._begin_iteration(run, iteration.level + 1, found, True, run.members[index].graph is not None)
         if last:
             del run.sources[iteration.level]
             self._have_read(run, iteration, index)
@@ -163,29 +172,19 @@ class Ensembles:
                 raise InvalidRequest(f"'{name}' of step {index} came for {len(found)} of {len(rows)} rows only")
         return [graph.together(found, policy.max_batch > 0) for found in tensors.values()]
 
-    def _outputs_of(self, run: Run, index: int, outputs: Iterable[Tensor]) -> list[tuple[str, Tensor | None]]:
-        """What a step has made, under the ensemble's names."""
-        made = {tensor.name: tensor for tensor in outputs}
-        found: list[tuple[str, Tensor | None]] = []
-        for own, name in run.graph.steps[index].outputs:
-            tensor = made.get(own)
-            found.append((name, tensor and Tensor(name, tensor.dtype, tensor.shape, tensor.data)))
-        return found
-
     def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
         """It has left its worker: what it read may go, what it made is there."""
+        made = {tensor.name: tensor for tensor in outputs}
         skipped = run.members[index].graph is not None  # an ensemble may have had its reasons
-        for name, tensor in self._outputs_of(run, index, outputs):
-            self._appear(run, iteration, name, tensor, True, skipped)
+        for own, name in run.graph.steps[index].outputs:
+            self._appear(run, iteration, name, made.get(own), True, skipped)
             run.settle(iteration, name)
         self._have_read(run, iteration, index)
 
     def _have_read(self, run: Run, iteration: Iteration, index: int) -> None:
         """The step is over."""
         iteration.left -= 1
-        for name in run.graph.waits[index]:
-            if run.home(iteration, name) is not iteration:
-                continue
+        for name in run.graph.waits[index]:  # what is not there is of a level above, and stays as long as that
             kept = iteration.tensors.get(name)
             if kept is not None:
                 kept.readers -= 1
@@ -213,14 +212,13 @@ class Ensembles:
         if step.condition and not self._holds(run, iteration, step.condition):
             self._skip(run, iteration, index)
             return
-        required = {spec.name for spec in policy.inputs if not spec.optional}
         inputs = []
         for own, name in step.inputs:
-            home = run.home(iteration, name)
-            kept = home.tensors.get(name)
+            kept = run.find(iteration, name)
             if kept is not None:
                 inputs.append((own, name, kept.tensor))
-            elif own in required or name == step.mapped:
+            elif name == step.mapped or any(spec.name == own and not spec.optional for spec in policy.inputs):
+                home = run.home(iteration, name)
                 if name in home.absent:
                     raise Internal(_DEADLOCK)
                 if name in home.skipped:
@@ -264,7 +262,7 @@ class Ensembles:
     # ------------------------------------------------------------------------------------ the end
 
     def _move_on(self, run: Run, now: int) -> bool:
-        """The first iteration of a level may be over. True: it was, and others may go on."""
+        """Of a run with sources the first iteration of a level may be over. True: it was, and others may go on."""
         for level in range(len(run.open) - 1, -1, -1):
             if not run.open[level]:
                 continue
@@ -272,9 +270,6 @@ class Ensembles:
             if not run.is_done(first):
                 return False
             if level == len(run.open) - 1:
-                if not run.levels.sources:
-                    self._answer(run, first, now)
-                    return False
                 if not run.room:
                     return False
                 self._answer_part(run, first, now)

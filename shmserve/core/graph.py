@@ -75,7 +75,7 @@ class Levels:
     """What is done how often: a step whose model answers many times (`many`) is the source of the next level, and each
     of its answers is one iteration of all steps there. A tensor is of the level in which it comes to be."""
 
-    __slots__ = ("_below", "_readers", "sources", "steps", "tensors")
+    __slots__ = ("readers", "reads", "sources", "steps", "tensors", "waits")
 
     def __init__(self, graph: Graph, needed: frozenset[int], many: frozenset[int]) -> None:
         found: dict[int, int] = {}
@@ -104,24 +104,23 @@ class Levels:
                 names = " and ".join(f"'{graph.steps[index].model}'" for index in sources)
                 raise Unavailable(f"{names} answer a request many times, and what is asked for is made of both")
             self.sources += tuple(sources)
-        self._readers = [
+        self.waits = {index: sum(name in graph.maker for name in graph.waits[index]) for index in needed}
+        """For each step how many of the tensors that it waits for are made by others."""
+        self.readers = [
             {
                 name: tuple(index for index in readers if found.get(index) == level)
                 for name, readers in graph.readers.items()
             }
             for level in range(count)
         ]
-        self._below = {
-            name
-            for name, readers in graph.readers.items()
-            if any(found.get(index, 0) > self.tensors.get(name, 0) for index in readers)
-        }
+        """Of each level: tensor -> the steps there that read it."""
+        self.reads = {name: self._reads(name, found, readers) for name, readers in graph.readers.items()}
 
-    def readers(self, name: str, level: int) -> tuple[int, ...]:
-        return self._readers[level].get(name, ())
-
-    def read_below(self, name: str) -> bool:
-        return name in self._below
+    def _reads(self, name: str, found: dict[int, int], readers: list[int]) -> int:
+        """How often the tensor is read before it may go. All that is below counts once."""
+        level = self.tensors.get(name, 0)
+        levels = [found[index] for index in readers if index in found]
+        return levels.count(level) + (max(levels, default=0) > level)
 
 
 def _waits(step: StepPolicy) -> tuple[str, ...]:

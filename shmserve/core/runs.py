@@ -121,21 +121,26 @@ class Run(Struct, eq=False):
 
     def keep(self, iteration: Iteration, name: str, tensor: Tensor, made: bool) -> bool:
         """False: nobody will read it."""
-        below = self.levels.read_below(name) or (made and name in self.wanted)
-        readers = len(self.levels.readers(name, iteration.level)) + below
+        readers = self.levels.reads.get(name, 0) + (made and name in self.wanted)
         if readers:
             iteration.tensors[name] = Kept(tensor, readers, made)
         return readers > 0
 
     def settle(self, iteration: Iteration, name: str) -> None:
         """The tensor is there, or will never be: who waits for it, here or below, waits for one thing less."""
-        first = self.open[iteration.level][0] is iteration  # only that one has any below
-        for level in range(iteration.level, len(self.open) if first else iteration.level + 1):
-            for index in self.levels.readers(name, level):
-                for waiting in (iteration,) if level == iteration.level else self.open[level]:
-                    waiting.pending[index] -= 1
-                    if not waiting.pending[index]:
-                        self.ready.append((waiting, index))
+        level, levels = iteration.level, self.levels
+        self._one_less(iteration, levels.readers[level].get(name, ()))
+        if level < len(levels.sources) and self.open[level][0] is iteration:  # only the first one has any below
+            for below in range(level + 1, len(self.open)):
+                for waiting in self.open[below]:
+                    self._one_less(waiting, levels.readers[below].get(name, ()))
+
+    def _one_less(self, iteration: Iteration, readers: Iterable[int]) -> None:
+        pending = iteration.pending
+        for index in readers:
+            pending[index] -= 1
+            if not pending[index]:
+                self.ready.append((iteration, index))
 
     def begin(self, level: int) -> Iteration:
         iteration = Iteration(level, len(self.levels.steps[level]))
@@ -145,9 +150,11 @@ class Run(Struct, eq=False):
     def wait(self, iteration: Iteration) -> None:
         """Its first tensors are there: what waits for others?"""
         for index in self.levels.steps[iteration.level]:
-            waits = self.graph.waits[index]
             # An input that the caller may leave out, and has left out, is nothing to wait for.
-            count = sum(name in self.graph.maker and not self.home(iteration, name).knows(name) for name in waits)
+            count = self.levels.waits[index]
+            if iteration.level:
+                waits = self.graph.waits[index]
+                count = sum(n in self.graph.maker and not self.home(iteration, n).knows(n) for n in waits)
             iteration.pending[index] = count
             if not count:
                 self.ready.append((iteration, index))
