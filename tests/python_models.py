@@ -1,0 +1,229 @@
+"""Python models for the tests of whole servers: they call others, ask, count and log."""
+
+from __future__ import annotations
+
+LEAF = """\
+import json
+
+import numpy
+import triton_python_backend_utils as pb_utils
+
+copied = []
+copy = numpy.copyto
+
+
+def copyto(target, source, **how):
+    copied.append(source.nbytes)
+    copy(target, source, **how)
+
+
+numpy.copyto = copyto
+
+
+def is_shared(array):
+    while isinstance(array.base, numpy.ndarray):
+        array = array.base
+    return type(array.base).__name__ == "Hold"
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        family = pb_utils.MetricFamily("leaf_requests", "how often", pb_utils.MetricFamily.COUNTER)
+        self.count = family.Metric({"instance": args["model_instance_name"]})
+        self.all = family.Metric()
+
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        self.count.increment(1)
+        self.all.increment(1)
+        wish = json.loads(request.parameters())
+        if "log" in wish:
+            getattr(pb_utils.Logger, wish["log"])("a line\\nand more")
+            print("it prints", flush=True)
+        if "fail" in wish:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError("no", pb_utils.TritonError.UNSUPPORTED))
+        x = request.inputs()[0].as_numpy()
+        before = list(copied)
+        copied.clear()
+        said = {"shared": is_shared(x), "copied": json.dumps(before)}
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2)], parameters=said)
+"""
+
+CALLER = """\
+import asyncio
+import json
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        wish = json.loads(request.parameters())
+        chain = wish.get("chain", "leaf").split()
+        tensor = request.inputs()[0]
+        more = {"chain": " ".join(chain[1:])} if len(chain) > 1 else {}
+        more |= {"fail": True} if wish.get("fail") else {}
+        for _ in range(wish.get("times", 1)):
+            response = pb_utils.InferenceRequest(
+                model_name=chain[0], requested_output_names=["y"], inputs=[pb_utils.Tensor("x", tensor.as_numpy())],
+                parameters=more,
+            ).exec()
+            if response.has_error():
+                return pb_utils.InferenceResponse(error=response.error())
+            tensor = response.output_tensors()[0]
+        assert tensor.name() == "y"
+        return pb_utils.InferenceResponse([tensor], parameters=json.loads(response.parameters()))
+"""
+
+GATHER = """\
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        found = await asyncio.gather(*[self.one(request) for request in requests])
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", array)]) for array in found]
+
+    async def one(self, request):
+        calls = [
+            pb_utils.InferenceRequest(model_name=name, requested_output_names=["y"], inputs=request.inputs())
+            for name in ("leaf", "caller")
+        ]
+        first, second = await asyncio.gather(*[call.async_exec() for call in calls])
+        return first.output_tensors()[0].as_numpy() + second.output_tensors()[0].as_numpy()
+"""
+
+MANY = """\
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for value in request.inputs()[0].as_numpy()[0]:
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", value.reshape(1, 1))]))
+            sender.send(flags=FINAL)
+"""
+
+SUMS = """\
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,)).start()
+
+    def answer(self, request):
+        sender = request.get_response_sender()
+        total = 0
+        call = pb_utils.InferenceRequest(model_name="many", requested_output_names=["y"], inputs=request.inputs())
+        for response in call.exec(decoupled=True):
+            total += response.output_tensors()[0].as_numpy()
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", total)]))
+        sender.send(flags=FINAL)
+"""
+
+WIDE = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def stream(self, request):
+        for number in range(int(request.inputs()[0].as_numpy()[0, 0])):
+            yield pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 5000), number, np.float32))])
+"""
+
+RELAY = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def stream(self, request):
+        call = pb_utils.InferenceRequest(model_name="wide", requested_output_names=["y"], inputs=request.inputs())
+        async for response in await call.async_exec(decoupled=True):
+            yield response
+"""
+
+CONTROL = """\
+import json
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        assert pb_utils.is_model_ready("leaf")
+        x = pb_utils.Tensor("x", np.ones((1, 5000), np.float32))
+        call = pb_utils.InferenceRequest(model_name="leaf", requested_output_names=["y"], inputs=[x])
+        assert (call.exec().output_tensors()[0].as_numpy() == 2).all()
+
+    def execute(self, requests):
+        assert len(requests) == 1
+        if json.loads(requests[0].parameters()).get("files"):
+            return [self.load_files()]
+        before = pb_utils.is_model_ready("spare")
+        if not before:
+            pb_utils.load_model("spare")
+        else:
+            pb_utils.unload_model("spare")
+        after = pb_utils.is_model_ready("spare")
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[before, after]], np.float32))])]
+"""
+
+LOAD_FILES = """
+    def load_files(self):
+        x = {"name": "x", "data_type": "TYPE_FP32", "dims": [-1]}
+        config = {"backend": "python", "max_batch_size": 4, "input": [x], "output": [x | {"name": "y"}]}
+        config["parameters"] = {"stacked": {"string_value": "true"}}
+        source = b"class TritonPythonModel:\\n    def execute(self, inputs):\\n        return {'y': inputs['x'] - 1}\\n"
+        pb_utils.load_model("spare", config=json.dumps(config), files={"file:1/model.py": source})
+        x = pb_utils.Tensor("x", np.zeros((1, 2), np.float32))
+        response = pb_utils.InferenceRequest(model_name="spare", requested_output_names=["y"], inputs=[x]).exec()
+        pb_utils.unload_model("spare")
+        return pb_utils.InferenceResponse(response.output_tensors())
+"""
+
+STACKED = """\
+class TritonPythonModel:
+    def execute(self, inputs):
+        return {"y": inputs["x"] + len(inputs["x"])}
+"""
+
+
+READY = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.said = "yes"
+
+    async def is_ready(self):
+        if self.said == "raise":
+            raise ValueError("it broke")
+        return {"yes": True, "no": False, "one": 1}[self.said]
+
+    def execute(self, requests):
+        self.said = {1: "yes", 2: "no", 3: "one", 4: "raise"}[int(requests[0].inputs()[0].as_numpy()[0, 0])]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
