@@ -38,7 +38,7 @@ ONCE = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
 )
-PREPARED = "-m shmserve.workers.prepared "
+PREPARED = "-m shmserve.workers.prepared"
 """A server has it from the first worker on."""
 PR_SET_CHILD_SUBREAPER = 36
 PIDFD_THREAD = os.O_EXCL

@@ -59,6 +59,7 @@ def main() -> NoReturn:
     worker.prepare(NAME)
     if os.getppid() != broker:
         os._exit(Exit.LINK_LOST)
+    _show([sys.executable, "-m", "shmserve.workers.prepared"])
     try:
         set_threads = _import()
     except Cannot as reason:

@@ -21,7 +21,7 @@ PR_SET_CHILD_SUBREAPER = 36
 ROOM = "-" * 1024
 """An argument that says nothing: the command lines of workers are shown in its place."""
 TIMES = 3
-"""How often it may end by itself before it is not started any more."""
+"""How often it may end by itself, with no worker made meanwhile, before it is not started any more."""
 
 
 class Prepared:
@@ -102,6 +102,7 @@ class Prepared:
             what, _, reason = said.decode(errors="replace").partition(" ")
             descriptors = received(ancillary) if ancillary else []
             if what.isdecimal() and descriptors:
+                self._left = TIMES
                 self._done(self._pending.popleft(), int(what), descriptors[0])
             elif what == "failed":
                 self._done(self._pending.popleft(), 0, -1)
@@ -111,18 +112,24 @@ class Prepared:
                 self.replace("has ended")
 
     def replace(self, why: str) -> None:
-        """Another one may do better, when one is needed next."""
+        """Another one may do better."""
         self._left = max(0, self._left - 1)
         self._say("warning", f"the process that workers are made of {why}", {})
-        self.close()
+        self._close()
+        self._open()
 
     def _give_up(self, reason: str) -> None:
         """It cannot be done here. What has no parent stays ours: there may be workers among it."""
         self._left = 0
         self._say("info", f"workers are started as fresh interpreters: {reason}", {})
-        self.close()
+        self._close()
 
     def close(self) -> None:
+        """For good."""
+        self._left = 0
+        self._close()
+
+    def _close(self) -> None:
         """It ends; what it was asked for and has not done is done the other way."""
         if self._control is not None:
             self._loop.remove_reader(self._control.fileno())
