@@ -6,6 +6,8 @@ Callers send the same lines again and again, to the byte: what was understood on
 
 from __future__ import annotations
 
+from typing import Any
+
 import httptools
 from msgspec import Struct
 
@@ -52,6 +54,8 @@ class _Lines:
         self.target = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
+        self.keep_alive = False
+        self.parser: Any = None
 
     def on_url(self, url: bytes) -> None:
         self.target += url
@@ -63,6 +67,7 @@ class _Lines:
 
     def on_headers_complete(self) -> None:
         self.complete = True
+        self.keep_alive = self.parser.should_keep_alive()  # it forgets that at the end of a request
 
 
 class Heads:
@@ -88,7 +93,7 @@ def parse(block: bytes, metrics: bool = False) -> Head:
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
         raise BadHead(400, "the lines of the request do not end as HTTP says")
     lines = _Lines()
-    parser = httptools.HttpRequestParser(lines)
+    parser = lines.parser = httptools.HttpRequestParser(lines)
     try:
         parser.feed_data(block)
     except httptools.HttpParserUpgrade:
@@ -103,7 +108,7 @@ def parse(block: bytes, metrics: bool = False) -> Head:
         raise BadHead(400, "the request is not HTTP")
     if http not in ("1.1", "1.0"):
         raise BadHead(505, "HTTP/1.1 is spoken here")
-    return _head(method, http, _path(lines.target), lines.headers, parser.should_keep_alive(), metrics)
+    return _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
 
 
 def _path(target: bytes) -> str:
@@ -164,6 +169,6 @@ def _accepted(value: bytes) -> str:
     """The first of gzip and deflate that the caller takes, unless he would rather have none of them."""
     for part in value.lower().decode("latin-1").split(","):
         name, _, quality = part.partition(";")
-        if name.strip() in _ENCODINGS and quality.replace(" ", "").rstrip("0").rstrip(".") != "q=":
+        if name.strip() in _ENCODINGS and quality.replace(" ", "").rstrip("0.") != "q=":
             return name.strip()
     return ""

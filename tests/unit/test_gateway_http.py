@@ -1,0 +1,557 @@
+"""The gateway's HTTP without a socket: heads, chunks, compression, paths, and a connection that is fed in pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.clients.gateway import bodies, documents, flags
+from shmserve.clients.gateway.heads import BadHead, Heads, parse
+from shmserve.clients.gateway.http import Connection
+from shmserve.clients.gateway.limits import Limits
+from shmserve.clients.gateway.routes import NEEDS, Route, resolve
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+
+# ---------------------------------------------------------------------------------------- heads
+
+
+def lines(*headers: str, first: str = "POST /v2/models/m/infer HTTP/1.1") -> bytes:
+    return "\r\n".join((first, "Host: x", *headers, "", "")).encode("latin-1")
+
+
+def test_a_head_of_everything() -> None:
+    head = parse(lines("content-LENGTH: 12", "Inference-Header-Content-Length:  5", "Content-Encoding: GZIP",
+                       "Accept-Encoding: br;q=1, deflate;q=0.5, gzip", "Expect: 100-continue"))  # fmt: skip
+    assert head.route == Route("infer", "m")
+    assert (head.length, head.json_length, head.encoding, head.accepts) == (12, 5, "gzip", "deflate")
+    assert head.keep_alive
+    assert head.expects
+    assert not head.chunked
+
+
+@pytest.mark.parametrize(
+    ("block", "keep_alive"),
+    [
+        (lines(), True),
+        (lines("Connection: close"), False),
+        (lines(first="GET /v2 HTTP/1.0"), False),
+        (lines("Connection: Upgrade", "Upgrade: h2c"), True),
+    ],
+)
+def test_whether_the_connection_stays(block: bytes, keep_alive: bool) -> None:
+    assert parse(block).keep_alive is keep_alive
+
+
+@pytest.mark.parametrize(
+    ("block", "status"),
+    [
+        (lines("Content-Length: 1", "Content-Length: 1"), 400),
+        (lines("Content-Length: 1, 1"), 400),
+        (lines("Content-Length: -1"), 400),
+        (lines("Content-Length: +1"), 400),
+        (lines("Content-Length: 99999999999999999999999"), 400),
+        (lines("Content-Length: 1", "Transfer-Encoding: chunked"), 400),
+        (lines("Transfer-Encoding: gzip, chunked"), 501),
+        (lines("Transfer-Encoding: chunked", "Transfer-Encoding: chunked"), 400),
+        (lines("Inference-Header-Content-Length: -1"), 400),
+        (lines("Inference-Header-Content-Length: 1", "Inference-Header-Content-Length: 2"), 400),
+        (lines("Expect: tea"), 417),
+        (lines(*[f"a{number}: b" for number in range(130)]), 431),
+        (lines("a: b\n c: d"), 400),
+        (lines("a: b\rc: d"), 400),
+        (lines("a b: c"), 400),
+        (lines("Content-Length : 1"), 400),
+        (lines(" folded: c"), 400),
+        (lines(first="GET /v2"), 505),
+        (lines(first="GET /v2 HTTP/2.0"), 505),
+        (lines(first="CONNECT x:1 HTTP/1.1"), 400),
+        (lines(first="GET /v2\xff HTTP/1.1"), 400),
+        (b"\x16\x03\x01\x02\0\x01\0\r\n\r\n", 400),
+    ],
+)
+def test_heads_that_are_refused(block: bytes, status: int) -> None:
+    with pytest.raises(BadHead) as caught:
+        parse(block)
+    assert caught.value.status == status
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_head_or_refused(noise: bytes) -> None:
+    for block in (b"%b", b"GET /v2 HTTP/1.1\r\n%b", b"GET /%b HTTP/1.1"):
+        with contextlib.suppress(BadHead):
+            assert parse(block % noise + b"\r\n\r\n").length >= 0
+
+
+def test_heads_are_remembered_where_they_can_be() -> None:
+    heads = Heads()
+    assert heads.head(lines()) is heads.head(bytes(bytearray(lines())))
+    for number in range(1100):
+        heads.head(lines(f"a: {number}"))
+    assert len(heads._known) <= 1024
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("gzip", "gzip"), ("gzip;q=0, deflate", "deflate"), ("gzip; q=0.0", ""), ("identity, *", ""), ("br", ""),
+     ("deflate;q=1.0, gzip", "deflate")],
+)  # fmt: skip
+def test_what_answers_may_be_compressed_with(value: str, found: str) -> None:
+    assert parse(lines(f"Accept-Encoding: {value}")).accepts == found
+
+
+# ---------------------------------------------------------------------------------------- bodies
+
+
+def chunked(pieces: list[bytes], end: bytes = b"0\r\n\r\n") -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece) + end
+
+
+def feed(chunks: bodies.Chunks, data: bytes, cuts: list[int]) -> bytes:
+    """In pieces that end at `cuts`; gives what is left at the end."""
+    places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
+    left = b""
+    for begin, end in itertools.pairwise(places):
+        left = chunks.feed(left + data[begin:end])
+    return left
+
+
+@given(st.lists(st.binary(max_size=20), max_size=6), st.lists(st.integers(0, 200), max_size=8),
+       st.sampled_from([b"0\r\n\r\n", b"0;a=b\r\nx: y\r\n\r\n"]))  # fmt: skip
+def test_chunks_however_they_come(pieces: list[bytes], cuts: list[int], end: bytes) -> None:
+    chunks = bodies.Chunks(1000)
+    assert feed(chunks, chunked(pieces, end) + b"GET", cuts) == b"GET"
+    assert chunks.done
+    assert bytes(chunks.body) == b"".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\r\n", "its size"),
+        (b"-1\r\n", "its size"),
+        (b"0x1\r\n", "its size"),
+        (b"1" * 17 + b"\r\n", "its size"),
+        (b"1" * 2000, "too long"),
+        (b"2\r\nabc\r\n", "does not end"),
+        (b"1\r\nab", "does not end"),
+        (b"3e9\r\n", "over the limit of 1000"),
+        (b"ffffffffffffffff\r\n", "over the limit of 1000"),
+        (b"0\r\n" + b"a: " + b"b" * 1000 + b"\r\n", None),
+        (b"0\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 40, "over 32768 bytes"),
+    ],
+)
+def test_chunks_that_are_refused(data: bytes, said: str | None) -> None:
+    chunks = bodies.Chunks(1000)
+    if said is None:
+        chunks.feed(data)
+        assert not chunks.done
+        return
+    with pytest.raises(InvalidRequest, match=said):
+        chunks.feed(data)
+
+
+def test_many_chunks() -> None:
+    with pytest.raises(InvalidRequest, match="more than 65536 chunks"):
+        bodies.Chunks(1 << 20).feed(b"1\r\na\r\n" * 65_537)
+
+
+@given(st.binary(max_size=300))
+def test_compression_there_and_back(data: bytes) -> None:
+    assert bodies.inflated("gzip", gzip.compress(data), 300) == data
+    assert bodies.inflated("deflate", zlib.compress(data), 300) == data
+    assert gzip.decompress(bodies.deflated("gzip", [data, memoryview(data)])) == data + data
+    assert zlib.decompress(bodies.deflated("deflate", [data])) == data
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "kind"),
+    [
+        ("br", b"", Unsupported),
+        ("gzip", b"no", InvalidRequest),
+        ("gzip", gzip.compress(b"x" * 50)[:-1], InvalidRequest),
+        ("gzip", gzip.compress(b"x" * 50) * 2, InvalidRequest),
+        ("gzip", gzip.compress(bytes(10_000_000)), InvalidRequest),
+        ("deflate", b"", InvalidRequest),
+    ],
+)
+def test_compression_that_is_refused(encoding: str, body: bytes, kind: type[ServeError]) -> None:
+    with pytest.raises(kind):
+        bodies.inflated(encoding, body, 1000)
+
+
+# ---------------------------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("GET", "/v2", Route("metadata")),
+        ("GET", "/v2/", Route("metadata")),
+        ("GET", "/v2/health/live", Route("live")),
+        ("GET", "/v2/health/ready?x=y", Route("ready")),
+        ("GET", "/v2/models/stats", Route("statistics")),
+        ("GET", "/v2/models/m%2Fn", Route("model_metadata", "m/n")),
+        ("GET", "/v2/models/m/versions/3", Route("model_metadata", "m", "3")),
+        ("GET", "/v2/models/m/ready", Route("model_ready", "m")),
+        ("GET", "/v2/models/m/versions/3/config", Route("config", "m", "3")),
+        ("GET", "/v2/models/stats/stats", Route("statistics", "stats")),
+        ("POST", "/v2/models/m/versions/2/infer", Route("infer", "m", "2")),
+        ("POST", "/v2/models/m/generate_stream", Route("generate", "m")),
+        ("POST", "/v2/repository/index", Route("index")),
+        ("POST", "/v2/repository/models/m/load", Route("load", "m")),
+        ("POST", "/v2/repository/models/m/unload", Route("unload", "m")),
+        ("POST", "/v2/repository/r/models/m/load", Route("named_repository")),
+        ("GET", "/v2/models/m/trace/setting", Route("trace", "m")),
+        ("POST", "/v2/trace/setting", Route("set_trace")),
+        ("POST", "/v2/logging", Route("set_log")),
+        ("GET", "/v2/systemsharedmemory/status", Route("memory_status")),
+        ("GET", "/v2/cudasharedmemory/region/r/status", Route("memory_status")),
+        ("POST", "/v2/systemsharedmemory/region/r/register", Route("memory_register")),
+        ("POST", "/v2/cudasharedmemory/unregister", Route("memory_unregister")),
+    ],
+)
+def test_paths(method: str, path: str, route: Route) -> None:
+    assert resolve(method, path) == route
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v2", 405),
+        ("GET", "/v2/models/m/infer", 405),
+        ("HEAD", "/v2/health/live", 405),
+        ("DELETE", "/v2/repository/models/m/load", 405),
+        ("GET", "/", 404),
+        ("GET", "/v1/models", 404),
+        ("GET", "/v2/models", 404),
+        ("GET", "/v2/models/m/n", 404),
+        ("GET", "/v2/models/m/versions", 404),
+        ("GET", "/metrics", 404),
+        ("POST", "/v2/systemsharedmemory/register", 404),
+        ("GET", "/v2/models//ready", 400),
+        ("GET", "/v2/models/m/versions/0", 400),
+        ("GET", "/v2/models/m/versions/x/ready", 400),
+        ("GET", "/v2/models/m/versions/99999999999999999999", 400),
+        ("GET", "/v2/models/%ff", 400),
+    ],
+)
+def test_paths_that_lead_nowhere(method: str, path: str, status: int) -> None:
+    assert resolve(method, path).status == status
+
+
+def test_the_door_of_metrics_has_one_path() -> None:
+    assert resolve("GET", "/metrics", True) == Route("metrics")
+    assert resolve("GET", "/v2/health/live", True).status == 404
+
+
+def test_roles_that_are_given_by_default_change_nothing() -> None:
+    """Whoever may not operate can neither change what is served nor what the server writes down."""
+    changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
+    assert {action for action, needs in NEEDS.items() if needs == (flags.OPERATE,)} == changing
+
+
+# ---------------------------------------------------------------------------------------- documents
+
+
+def question(action: str, body: bytes = b"", model: str = "") -> documents.Question:
+    found = documents.question_of(Route(action, model), body)
+    assert isinstance(found, documents.Question)
+    return found
+
+
+def test_health_of_what_is_not_there_is_an_answer() -> None:
+    live = question("live")
+    assert live.answer({"live": True}) == (200, b"")
+    assert live.answer({"live": False}) == (400, b"")
+    assert live.failed is not None
+    assert live.failed(Unavailable("gone")) == (400, b"")
+    assert live.failed(NotFound("?")) is None
+    ready = question("model_ready", model="m")
+    assert ready.answer({"ready": False})[0] == 400
+    assert ready.failed is not None
+    assert (ready.failed(NotFound("x")) or (0,))[0] == 400
+
+
+def test_the_index() -> None:
+    models = [
+        {"name": "a", "version": "1", "state": "READY", "reason": "", "pid": 3},
+        {"name": "b", "version": "2", "state": "UNAVAILABLE", "reason": "unloaded"},
+        {"name": "c", "version": "", "state": "", "reason": ""},
+    ]
+    first = {"name": "a", "version": "1", "state": "READY", "reason": ""}
+    second = {"name": "b", "version": "2", "state": "UNAVAILABLE", "reason": "unloaded"}
+    assert json.loads(question("index").answer(models)[1]) == [first, second, {"name": "c"}]
+    assert json.loads(question("index", b'{"ready": true}').answer(models)[1]) == [first]
+
+
+def test_a_load_with_files() -> None:
+    body = {"parameters": {"config": '{"backend": "python"}', "file:1/model.py": "eA=="}}
+    made = question("load", json.dumps(body).encode(), "m").body
+    assert made is not None
+    assert made.take() == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "kind"),
+    [
+        ("load", b'{"parameters": {"file:a": "eA=="}}', InvalidRequest),
+        ("load", b'{"parameters": {"config": "{}", "file:a": "?"}}', InvalidRequest),
+        ("load", b'{"parameters": {"other": "x"}}', InvalidRequest),
+        ("load", b'{"parameters": {"config": "no JSON"}}', InvalidRequest),
+        ("load", b"[" * 5000, InvalidRequest),
+        ("unload", b'{"parameters": {"unload_dependents": "yes"}}', InvalidRequest),
+        ("index", b'{"ready": 1}', InvalidRequest),
+        ("memory_register", b"", Unsupported),
+        ("named_repository", b"", Unsupported),
+        ("trace", b"", Unsupported),
+        ("set_log", b"", Unsupported),
+        ("generate", b"", Unsupported),
+        ("whatever", b"", Unsupported),
+    ],
+)
+def test_questions_that_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
+    with pytest.raises(kind):
+        documents.question_of(Route(action, "m"), body)
+
+
+# ---------------------------------------------------------------------------------------- a connection
+
+
+class Transport:
+    """Notes what is written, and keeps what the loop is asked for."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.closed = False
+        self.pauses: list[bool] = []
+        self.unsent = 0
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.sent += b"".join(parts)
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = write_eof = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def pause_reading(self) -> None:
+        self.pauses.append(True)
+
+    def resume_reading(self) -> None:
+        self.pauses.append(False)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+
+class Echo:
+    """Answers with what it was asked, at once or when `answers` are called."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+        self.answers: list[Callable[[], None]] = []
+
+    def begin(self, connection: Connection, head: Any, body: bytes) -> None:
+        if head.route.status != 200:
+            connection.answer(head.route.status, [b"?"])
+        elif self.at_once:
+            connection.answer(200, [body])
+        else:
+            self.answers.append(lambda: connection.answer(200, [body]))
+
+    def prepare(self, connection: Connection, head: Any, first: bytes) -> None:
+        half = head.length // 2
+        begin, end = bytearray(half), bytearray(head.length - half)
+
+        def whole(left: bytes) -> None:
+            assert not left
+            connection.complete()
+            connection.whole(bytes(begin + end))
+
+        connection.fill([memoryview(begin), memoryview(end)], first, whole)
+
+
+def connected(at_once: bool = True, **limits: int) -> tuple[Connection, Transport, Echo, list[Callable[[], None]]]:
+    later: list[Callable[[], None]] = []
+    echo = Echo(at_once)
+    door: Any = SimpleNamespace(
+        turn=0, stopping=False, heads=Heads(), limits=Limits(**limits), requests=echo, allows=lambda action: True,
+        loop=SimpleNamespace(call_soon=later.append), enter=lambda connection: True, leave=lambda connection: None,
+        hold=lambda size: None, answered=lambda status: None, least_bytes=10, idle_turns=100,
+    )  # fmt: skip
+    connection, transport = Connection(door), Transport()
+    connection.connection_made(transport)
+    return connection, transport, echo, later
+
+
+def receive(connection: Connection, data: bytes) -> None:
+    while data:
+        place = connection.get_buffer(-1)
+        count = min(len(place), len(data))
+        place[:count] = data[:count]
+        data = data[count:]
+        connection.buffer_updated(count)
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    return lines(f"Content-Length: {len(body)}", *headers) + body
+
+
+def answered(sent: bytes) -> list[tuple[int, bytes]]:
+    found = []
+    while sent:
+        head, _, sent = sent.partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        found.append((int(head.split()[1]), sent[:size]))
+        sent = sent[size:]
+    return found
+
+
+BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
+
+
+@settings(max_examples=60)
+@given(
+    BODIES, st.lists(st.integers(1, 800), max_size=10), st.lists(st.booleans(), min_size=5, max_size=5), st.booleans()
+)
+def test_requests_are_the_same_however_they_come(
+    sent: list[bytes], cuts: list[int], as_chunks: list[bool], at_once: bool
+) -> None:
+    stream = b""
+    for body, chunks in zip(sent, as_chunks, strict=False):
+        stream += lines("Transfer-Encoding: chunked") + chunked([body]) if chunks else post(body)
+    connection, transport, echo, later = connected(at_once)
+    places = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
+    for begin, end in itertools.pairwise(places):
+        receive(connection, stream[begin:end])
+        while later:
+            later.pop(0)()
+    while echo.answers:
+        echo.answers.pop(0)()
+        while later:
+            later.pop(0)()
+    assert answered(transport.sent) == [(200, body) for body in sent]
+    assert not transport.closed
+
+
+def test_one_request_at_a_time_and_no_more_read_than_that() -> None:
+    connection, transport, echo, later = connected(False)
+    receive(connection, post(b"one") + post(b"two"))
+    assert len(echo.answers) == 1
+    receive(connection, post(bytes(100_000)))
+    assert transport.pauses == [True], "what is sent while nobody looks is not piled up"
+    for _ in range(3):
+        echo.answers.pop(0)()
+        while later:
+            later.pop(0)()
+    assert transport.pauses[-1:] == [False]
+    assert [len(body) for _, body in answered(transport.sent)] == [3, 3, 100_000]
+
+
+def test_answers_wait_for_callers_who_do_not_read() -> None:
+    connection, transport, _, _ = connected()
+    connection.pause_writing()
+    receive(connection, post(b"one"))
+    assert not transport.sent
+    connection.resume_writing()
+    assert answered(transport.sent) == [(200, b"one")]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\0" * 40_000, 431),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 6000, 431),
+        (b"no HTTP\r\n\r\n", 400),
+        (lines("Content-Length: 1001"), 400),
+        (lines("Transfer-Encoding: chunked") + b"no", None),
+        (lines("Transfer-Encoding: chunked") + b"no\r\n", 400),
+        (lines("Transfer-Encoding: chunked") + b"3e9\r\n", 400),
+        (lines("Content-Length: 1000", first="POST /nowhere HTTP/1.1"), 404),
+    ],
+)
+def test_a_request_that_cannot_go_on_is_the_last(sent: bytes, status: int | None) -> None:
+    connection, transport, _, _ = connected(input_bytes=1000)
+    receive(connection, sent)
+    if status is None:
+        assert not transport.sent
+        return
+    assert [code for code, _ in answered(transport.sent)] == [status]
+    assert b"Connection: close" in transport.sent
+    receive(connection, post(b"more"))
+    assert len(answered(transport.sent)) == 1, "nothing is understood of what comes after it"
+
+
+def test_the_caller_is_told_to_send_the_body() -> None:
+    connection, transport, _, _ = connected()
+    receive(connection, lines("Content-Length: 3", "Expect: 100-continue"))
+    assert transport.sent == b"HTTP/1.1 100 Continue\r\n\r\n"
+    receive(connection, b"abc")
+    assert transport.sent.endswith(b"abc")
+
+
+def test_those_who_keep_others_waiting() -> None:
+    """Half a head, half a body and chunks that drip are given up; an answer that is waited for is not."""
+    for begin, drip in (
+        (b"POST", b"x"),
+        (lines("Content-Length: 50"), b"x"),
+        (lines("Transfer-Encoding: chunked"), b""),
+    ):
+        connection, transport, _, _ = connected()
+        door: Any = connection._door
+        receive(connection, begin)
+        for turn in range(1, 7):
+            door.turn = turn
+            connection.look(4)
+            if not transport.sent:
+                receive(connection, drip)
+        assert [status for status, _ in answered(transport.sent)] == [408]
+    connection, transport, echo, _ = connected(False)
+    receive(connection, post(b"x"))
+    connection._door.turn = 1000
+    connection.look(4)
+    assert not transport.closed
+    echo.answers.pop()()
+    connection._door.turn += 101
+    connection.look(4)
+    assert transport.closed, "an idle one is closed at last"
+
+
+def test_a_caller_who_does_not_read_is_given_up() -> None:
+    connection, transport, _, _ = connected()
+    receive(connection, post(b"x"))
+    for turn in range(1, 7):
+        connection._door.turn = turn
+        transport.unsent = 1000 - turn
+        connection.look(4)
+    assert transport.closed
+
+
+@settings(max_examples=60)
+@given(st.lists(st.binary(max_size=50) | st.sampled_from([b"\r\n", b"\r\n\r\n", lines(), post(b"x")]), max_size=8))
+def test_any_bytes_do_no_harm(pieces: list[bytes]) -> None:
+    connection, transport, _, later = connected()
+    for piece in pieces:
+        receive(connection, piece)
+        while later:
+            later.pop(0)()
+    connection.eof_received()
+    connection.connection_lost(None)
+    for status, _ in answered(transport.sent):
+        assert status in (200, 400, 404, 405, 431, 501, 505)
