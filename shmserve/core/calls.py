@@ -257,10 +257,12 @@ class Calls:
                 self._dispatcher.look_at(caller.version, instance, state.now)
 
     def regard(self, now: int) -> None:
-        """There are fewer instances: those that wait for ever now are told."""
-        for request, text in self._waits.for_ever():
-            if request.state not in _ANSWERED:
-                self._ends.fail_early(request, "UNAVAILABLE", text, now)
+        """Something may have closed a circle of those that wait already: the call in it that came last fails."""
+        while True:
+            request, text = self._waits.last_in_circle()
+            if request is None:
+                return
+            self._ends.fail_early(request, "UNAVAILABLE", text, now)
 
     def ended(self, instance: Instance) -> Caller | None:
         """Its process has ended: the client, if it was one, is told nothing any more."""

@@ -190,8 +190,8 @@ class Core:
     def _settle_all(self, now: int) -> None:
         state = self.state
         self._go_on(now)
-        if state.fewer:
-            state.fewer = False
+        if state.doubt:
+            state.doubt = False
             if state.waiting:
                 self._calls.regard(now)
                 self._go_on(now)

@@ -63,6 +63,8 @@ class Intake:
         if version.graph is not None:
             self.ensembles.begin(request, now)
             return
+        if request.run is not None and (version.order is not None or version.places is not None):
+            self._state.doubt = True
         if version.places is not None:
             self.sequencer.put(version, number, request, now)
             return

@@ -123,7 +123,7 @@ class Lifecycle:
         if instance in version.idle:
             version.idle.remove(instance)
         caller = self._calls.ended(instance)
-        self._state.fewer = True
+        self._state.doubt = True
         named = self._lose_batches(version, instance, event.reason, now)
         if caller is not None:
             self._calls.gone(caller, now)

@@ -323,7 +323,7 @@ class Operations:
     def stop(self, version: Version, instance: Instance) -> None:
         """This instance gets no more requests. It finishes what it has; while it loads there is nothing to finish."""
         state = self._state
-        state.fewer = True
+        state.doubt = True
         if instance.state in (_I.WAITING, _I.BACKOFF):
             instance.move(_I.STOPPED)
             self.remove_stopped(version, instance)

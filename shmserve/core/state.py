@@ -85,8 +85,8 @@ class State:
         """Instances of versions that go on without them, which stay for the sequences that they have."""
         self.waiting: dict[Instance, None] = {}
         """Those that wait for other models, which they have called."""
-        self.fewer = False
-        """An instance has gone, or is about to: somebody who waits may wait for nobody."""
+        self.doubt = False
+        """An instance goes, or a step begins where it has to wait for its turn: somebody may wait for ever."""
         self.traces = Traces()
         self.refused: dict[str, int] = {}
         """Requests that were not admitted, by limit, or by code where it was none."""

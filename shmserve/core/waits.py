@@ -3,12 +3,13 @@
 An instance goes on if all that it waits for is answered. A request is answered if whoever has it goes on or, where
 nobody has it yet, one of those that may run it. What is left when no more can be said to go on waits for ever.
 
-The rule of the file: whenever nobody waits for ever, one more call can only change that for the one who makes it. So
-that one is refused, and nobody else is looked at unless instances go.
+The rule of the file: where nobody waits for ever, one more call can only change that for the one who makes it. So that
+one is refused. Everybody is looked at only when something else may have closed a circle (`State.doubt`).
 """
 
 from __future__ import annotations
 
+from shmserve.core.clients import Caller
 from shmserve.core.instances import Instance
 from shmserve.core.request import Request
 from shmserve.core.runs import Run
@@ -31,10 +32,20 @@ class Waits:
         usual = version.graph is None and version.order is None and version.places is None
         if usual and any(instance.usable and instance not in waiting for instance in version.instances):
             return ""
-        return dict(self.for_ever()).get(request, "")
+        stuck = self._stuck()
+        return self._story(self._path(request, stuck)[0], stuck) if self._blocked_by(request, stuck) is not None else ""
 
-    def for_ever(self) -> list[tuple[Request, str]]:
-        """Calls that will never be answered, each with what to say of it."""
+    def last_in_circle(self) -> tuple[Request | None, str]:
+        """Of the calls that close a circle, if there is one, the newest, and what to say of it."""
+        stuck = self._stuck()
+        for instance in stuck:
+            calls, circle = self._path(self._blocked_call(instance, stuck), stuck)
+            newest = max(calls[circle:], key=_number)
+            return newest, self._story(self._path(newest, stuck)[0], stuck)
+        return None, ""
+
+    def _stuck(self) -> Stuck:
+        """Instances that will never go on."""
         stuck = {i: None for i in self._state.waiting if i.state is not InstanceState.KILLED}  # whose calls end with it
         found = True
         while found:
@@ -43,12 +54,21 @@ class Waits:
                 if all(self._blocked_by(request, stuck) is None for request in _held(instance)):
                     del stuck[instance]
                     found = True
-        return [
-            (request, self._story(instance, request, stuck))
-            for instance in stuck
-            for request in _held(instance)
-            if self._blocked_by(request, stuck) is not None
-        ]
+        return stuck
+
+    def _blocked_call(self, instance: Instance, stuck: Stuck) -> Request:
+        return next(request for request in _held(instance) if self._blocked_by(request, stuck) is not None)
+
+    def _path(self, request: Request, stuck: Stuck) -> tuple[list[Request], int]:
+        """The call, one of whoever it waits for, and so on; and where in this the circle begins."""
+        calls, seen = [request], {_caller(request).instance: 0}
+        while True:
+            blocker = self._blocked_by(calls[-1], stuck)
+            assert blocker is not None
+            if blocker in seen:
+                return calls, seen[blocker]
+            seen[blocker] = len(calls)
+            calls.append(self._blocked_call(blocker, stuck))
 
     def _blocked_by(self, request: Request, stuck: Stuck) -> Instance | None:
         """One of those that are stuck, without which this request is not answered."""
@@ -63,7 +83,7 @@ class Waits:
         return self._runs_at(request, stuck)
 
     def _runs_at(self, request: Request, stuck: Stuck) -> Instance | None:
-        if request.state in _ANSWERED:
+        if request.state in _ANSWERED or (request.chain is not None and request.chain.failure is not None):
             return None
         if request.chain is not None:
             return self._held_up_by(request.chain, stuck)
@@ -91,28 +111,29 @@ class Waits:
         able = [instance for instance in version.instances if not instance.over and not instance.spec.passive]
         return able[0] if able and all(instance in stuck for instance in able) else None
 
-    def _story(self, instance: Instance, request: Request, stuck: Stuck) -> str:
-        names: list[str] = [self._model(instance)]
-        seen = {instance}
-        call: Request = request
-        while True:
-            names.append(call.version.model)
+    def _story(self, calls: list[Request], stuck: Stuck) -> str:
+        names = [_caller(calls[0]).version.model]
+        for call in calls:
             blocker = self._blocked_by(call, stuck)
             assert blocker is not None
-            if self._model(blocker) != names[-1]:  # a step of an ensemble, or before it in the order of answers
-                names.append(self._model(blocker))
-            if blocker in seen:
-                break
-            seen.add(blocker)
-            call = next(held for held in _held(blocker) if self._blocked_by(held, stuck) is not None)
+            assert blocker.caller is not None
+            names += [call.version.model]
+            if blocker.caller.version.model != names[-1]:  # a step of an ensemble, or before it in the order of answers
+                names.append(blocker.caller.version.model)
         return (
             f"model '{names[0]}' would wait for ever for '{names[1]}': {' -> '.join(names)}, and every instance there "
             f"waits for the next one; raise instance_group.count of one of them, or let a decoupled model call from a "
             f"thread of its own, which holds no instance"
         )
 
-    def _model(self, instance: Instance) -> str:
-        return self._state.instances[instance.peer][0].model
+
+def _caller(request: Request) -> Caller:
+    assert isinstance(request.client, Caller)
+    return request.client
+
+
+def _number(request: Request) -> int:
+    return request.number
 
 
 def _held(instance: Instance) -> list[Request]:
