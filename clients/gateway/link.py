@@ -21,7 +21,7 @@ from shmserve.session.memory import Memory
 from shmserve.session.ticket import Array, Kept
 
 _BYTE = np.dtype("uint8")
-RECONNECT_S = 5.0
+RECONNECT_S = 1.0
 """So long callers wait for a server that was there and is being started again."""
 Piece = bytes | bytearray | memoryview | Array
 """The bytes of a tensor; an array is one of `space`, and already where the model can read it."""
