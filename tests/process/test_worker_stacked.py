@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shmserve.messages import Options, Row, Tensor, Wanted
+from shmserve.repo.schema import BatchInput, ModelParameter
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import python_model
 
@@ -123,3 +125,36 @@ def test_what_does_not_load(tmp_path: Path, value: str, text: str) -> None:
     with WorkerProcess(config("python", IN, OUT, parameters={"stacked": value}), tmp_path) as process:
         assert (text or "has no execute method") in process.failed().text
         assert process.ended() != 0
+
+
+RAGGED = """\
+import numpy as np
+
+
+class TritonPythonModel:
+    def execute(self, inputs):
+        assert inputs["x"].ndim == 1
+        return {"y": np.add.reduceat(inputs["x"], inputs["starts"].astype(int)[:-1])[:, None]}
+"""
+
+
+def test_shapes_that_differ(tmp_path: Path) -> None:
+    python_model(tmp_path, RAGGED)
+    settings = config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (1,))}, max_batch=8)
+    starts = BatchInput(
+        kind="BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
+        target_name=("starts",),
+        data_type="TYPE_INT32",
+        source_input=("x",),
+    )
+    (x,) = settings.input
+    settings = replace(
+        settings,
+        input=(replace(x, allow_ragged_batch=True),),
+        batch_input=(starts,),
+        parameters={"stacked": ModelParameter(string_value="true")},
+    )
+    with WorkerProcess(settings, tmp_path) as process:
+        process.loaded()
+        rows = process.run(*[work(number, inputs(process, 1, 1, length=number)) for number in (3, 1, 5)])
+        assert [process.array(row.outputs[0], np.float32).tolist() for row in rows] == [[[3]], [[1]], [[5]]]
