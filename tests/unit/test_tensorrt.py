@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.messages import Wanted
 from shmserve.repo import schema
@@ -185,6 +186,32 @@ def test_without_a_batch_dimension(gpu: Gpu, tmp_path: Path) -> None:
         x = np.arange(6, dtype=np.float16).reshape(2, 3)
         found = instance.run(instance.work(x=x), instance.work(x=x + 1))
         np.testing.assert_array_equal([instance.array(row) for row in found], [x + 1, x + 2])
+
+
+DTYPES = {
+    "FLOAT": "FP32", "HALF": "FP16", "BF16": "BF16", "INT8": "INT8", "INT32": "INT32", "INT64": "INT64", "BOOL": "BOOL",
+    "UINT8": "UINT8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [0, 1, 5, 50_000])
+def test_every_data_type(gpu: Gpu, tmp_path: Path, width: int) -> None:
+    tensors = [tensor("input", f"x{kind}", [-1, -1], kind) for kind in DTYPES]
+    tensors += [tensor("output", f"y{kind}", [-1, -1], kind) for kind in DTYPES]
+    ranges = {f"x{kind}": [[1, 0], [2, 100], [4, 50_000]] for kind in DTYPES}
+    plan(tmp_path, tensors, {f"y{kind}": ["copy", f"x{kind}"] for kind in DTYPES}, ranges)
+    random = np.random.default_rng(1)
+    with gpu.load(tmp_path) as instance:
+        assert [entry.data_type for entry in instance.config.input] == [f"TYPE_{dtype}" for dtype in DTYPES.values()]
+        given = [
+            {f"x{kind}": random.integers(0, 2, (rows, width)).astype(to_numpy(dtype)) for kind, dtype in DTYPES.items()}
+            for rows in (1, 3)
+        ]
+        found = instance.run(*[instance.work(**arrays) for arrays in given])
+        for row, arrays in zip(found, given, strict=True):
+            for index, array in enumerate(arrays.values()):
+                assert row.error is None, row.error
+                assert instance.array(row, index).tolist() == array.tolist()
 
 
 def test_shapes_that_only_the_run_tells(gpu: Gpu, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_UNIT_BYTES = 2 * 1024 * 1024
 
 
 class DevicePiece:
@@ -58,6 +59,8 @@ class DeviceMemory:
         self._opened: dict[int, int] = {}
 
     def make(self, size: int) -> extents.CudaExtent:
+        """At least `size` bytes, in whole units of the driver: what shares a unit is exported together."""
+        size = -(-size // _UNIT_BYTES) * _UNIT_BYTES
         return extents.create(size, self.cuda.allocate, self.cuda.export, self.cuda.free)
 
     def own(self, segment: int, address: int) -> None:
