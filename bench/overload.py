@@ -2,7 +2,8 @@
 
 The model waits: 2 ms and 1 ms for each row, in batches of 8, so that its capacity is its own and hardly the machine's,
 and the simulator can be told the same. What the rest costs (messages, scheduling, a process that is late) is in the
-capacity that is measured, by 32 requests that are always under way.
+capacity that is measured, by 32 requests that are always under way: before each turn, as others on the machine take
+more or less of it.
 
 The rule of the file: a request counts from the moment at which it was to be sent, and not from when that was done.
 """
@@ -54,16 +55,17 @@ def overload(setting: Setting) -> list[Row]:
     seconds = max(2.0, setting.seconds)
     with serving(repository) as server, Child("bench.overload:caller", url=server.lane) as caller:
         caller.ask(rate=0.0, seconds=1.0)  # the server learns how long a batch takes
-        full = partial(_answers, caller, rate=0.0, seconds=seconds)
-        capacity = median(full() for _ in range(3))
+        capacities: list[float] = []
         ways = [(factor, timed) for factor in FACTORS for timed in (True, False)]
-        parties = [
-            partial(_answers, caller, rate=factor * capacity, seconds=seconds, timed=timed) for factor, timed in ways
-        ]
-        capacities, *found = in_turn(setting.rounds, full, *parties)
-    capacity = median([capacity, *capacities])
-    shares = {way: [rate / capacity for rate in rates] for way, rates in zip(ways, found, strict=True)}
-    return [_row(factor, capacity, shares[factor, True], shares[factor, False], seconds) for factor in FACTORS]
+        found = in_turn(setting.rounds, *(partial(_share, caller, capacities, seconds, *way) for way in ways))
+    shares = dict(zip(ways, found, strict=True))
+    return [_row(factor, capacities, shares[factor, True], shares[factor, False], seconds) for factor in FACTORS]
+
+
+def _share(caller: Child, capacities: list[float], seconds: float, factor: float, timed: bool) -> float:
+    """Of what it could do a moment before."""
+    capacities.append(_answers(caller, rate=0.0, seconds=seconds / 2))
+    return _answers(caller, rate=factor * capacities[-1], seconds=seconds, timed=timed) / capacities[-1]
 
 
 def _answers(caller: Child, **order: Any) -> float:
@@ -73,11 +75,12 @@ def _answers(caller: Child, **order: Any) -> float:
     return float(found["per_s"])
 
 
-def _row(factor: float, capacity: float, mine: list[float], plain: list[float], seconds: float) -> Row:
+def _row(factor: float, capacities: list[float], mine: list[float], plain: list[float], seconds: float) -> Row:
     told = simulated(factor, seconds)
     beside = (
-        f"{min(mine):.2f} to {max(mine):.2f}; first come first served {median(plain):.2f}; "
-        f"simulated {told[0]:.2f} and {told[1]:.2f}; capacity {capacity:,.0f}/s"
+        f"{min(mine):.2f} to {max(mine):.2f}; first come first served {median(plain):.2f} ({min(plain):.2f} to "
+        f"{max(plain):.2f}); simulated {told[0]:.2f} and {told[1]:.2f}; capacity {min(capacities):,.0f} to "
+        f"{max(capacities):,.0f}/s"
     )
     bound = 0.9 if factor > 1 else None
     return Row(f"goodput at {factor:g} x capacity", median(mine), "of capacity", at_least=bound, beside=beside)
