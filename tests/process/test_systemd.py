@@ -214,7 +214,7 @@ def install(machine: Machine, wheel: Path) -> None:
     machine.run("mkfifo", f"{GATES}/load", f"{GATES}/run")
     override = machine.path("/etc/systemd/system/shmserve.service.d")
     override.mkdir()
-    (override / "quick.conf").write_text("[Service]\nWatchdogSec=5\n")
+    (override / "quick.conf").write_text("[Service]\nWatchdogSec=5\nEnvironment=SHMSERVE_INSTANCE_MEMORY_LIMIT=4GiB\n")
     machine.run("systemctl", "daemon-reload")
 
 
@@ -315,6 +315,7 @@ def is_shut_in(machine: Machine) -> None:
     main = shown(machine, "MainPID")
     pids = machine.run("cat", f"/proc/{main}/task/{main}/children").split()
     assert len(pids) == 3, "the workers of two models, and the process that they are made of"
+    holds_them_to_their_memory(machine, main, pids)
     user = machine.run("id", "-u", "shmserve").strip()
     for pid in (main, *pids):
         said = machine.run("cat", f"/proc/{pid}/status")
@@ -326,6 +327,27 @@ def is_shut_in(machine: Machine) -> None:
     for pid in pids:
         names = {line.partition("=")[0] for line in machine.run("cat", f"/proc/{pid}/environ").split("\0")}
         assert not names & {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
+
+
+def holds_them_to_their_memory(machine: Machine, main: str, pids: list[str]) -> None:
+    """Where the kernel can: each worker in a group of its own, in that of the service."""
+    groups = {pid: machine.run("cat", f"/proc/{pid}/cgroup").strip().rpartition("::")[2] for pid in (main, *pids)}
+    place = f"{shown(machine, 'ControlGroup')}/"
+    controllers = machine.run("cat", f"/sys/fs/cgroup{place}cgroup.controllers").split()
+    assert all(group.startswith(place.rstrip("/")) for group in groups.values())
+    look = f"from shmserve.broker import cgroups; cgroups._check(cgroups.Path('/sys/fs/cgroup{place}'))"
+    user = ("setpriv", "--reuid=shmserve", "--regid=shmserve", "--clear-groups")
+    said = machine.run(*user, "/opt/shmserve/bin/python", "-c", look, code=None)
+    assert ("does not have the memory controller" in said) is ("memory" not in controllers)
+    assert "was not left to it" not in said
+    if "memory" not in controllers:
+        assert len(set(groups.values())) == 1
+        return
+    found = sorted(group.removeprefix(place) for group in groups.values())
+    assert found[-2:] == ["server", "server"]
+    assert all(name.startswith("instance-") for name in found[:-2])
+    limits = [machine.run("cat", f"/sys/fs/cgroup{place}{name}/memory.max") for name in found[:-2]]
+    assert limits == [f"{4 << 30}\n"] * 2
 
 
 def lets_in_whom_it_should(machine: Machine) -> None:
