@@ -24,7 +24,7 @@ log = logging.getLogger("shmserve.gateway")
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     url = args.url
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
