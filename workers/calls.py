@@ -247,7 +247,8 @@ class Calls:
                 self.cancel(pending)
                 raise
             finally:
-                self._awaited -= 1
+                with self._streams.turn:
+                    self._awaited -= 1
 
     def _wake_all(self) -> None:
         for pending in self._open.values():
@@ -255,7 +256,9 @@ class Calls:
 
     def _read_for_others(self) -> None:
         """For coroutines on a loop of the model's own: who would read the link may be busy running that loop."""
-        self._streams.read_while(lambda: self._awaited > 0)
+        self._streams.read_while(lambda: self._awaited > 0, self._read_no_more)
+
+    def _read_no_more(self) -> None:
         self._reader = None
 
     def cancel(self, pending: Pending) -> None:

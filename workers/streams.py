@@ -240,12 +240,13 @@ class Streams:
         with self._turn:
             self._changed()
 
-    def read_while(self, wanted: Callable[[], bool]) -> None:
-        """For others, who cannot wait themselves. Without the turn."""
+    def read_while(self, wanted: Callable[[], bool], over: Callable[[], None]) -> None:
+        """For others, who cannot wait themselves. Without the turn, which is still had when it is `over`."""
         with self._turn:
             self._hang_bell()
             while wanted() and self.lost is None and not self._stopped:
                 self._wait()
+            over()
 
     def nudge(self) -> None:
         """Something is to be said. In any thread, also within the collector."""
