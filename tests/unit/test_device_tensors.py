@@ -12,7 +12,13 @@ from msgspec.structs import replace
 
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.messages import Handle, Row, Tensor, Wanted, Work
-from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput
+from shmserve.repo.schema import (
+    ModelConfig,
+    ModelInput,
+    ModelOptimizationPolicy,
+    ModelOptimizationPolicyCuda,
+    ModelOutput,
+)
 from shmserve.shm import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
 from shmserve.workers.arenas import NEAR_KNOB
@@ -103,14 +109,34 @@ def test_nothing_passes_through_the_host(pair: Pair, shares: tuple[int, ...]) ->
     given = arrays(*shares)
     for _ in range(2):
         rows = pair.produce(*given)
-        assert {kind for _, kind in pair.copies()} == {HOST_TO_DEVICE, WITHIN}
+        assert {kind for _, kind in pair.copies()} == {HOST_TO_DEVICE}
         found = pair.consumer.run(*pair.pass_on(*rows))
-        assert pair.copies() == [*[(share, WITHIN) for share in shares], (sum(shares), DEVICE_TO_HOST)]
+        gathered = [(share, WITHIN) for share in shares] if len(shares) > 1 else []
+        assert pair.copies() == [*gathered, (sum(shares), DEVICE_TO_HOST)]
         for row, array in zip(found, given, strict=True):
             np.testing.assert_array_equal(pair.consumer.array(row), array + 2)
         pair.give_back(*rows)
     assert pair.producer.arenas.used == 0
     assert len(pair.runtime.state.opened) == 1  # once for the segment, not for each tensor
+
+
+def test_a_graph_writes_where_it_was_recorded(runtime: Any, tmp_path: Path) -> None:
+    from shmserve.workers.backends.tensorrt import TensorRT
+
+    adder(tmp_path, WIDTH)
+    cuda = ModelOptimizationPolicyCuda(graphs=True)
+    config = ModelConfig(name="m", backend="tensorrt", optimization=ModelOptimizationPolicy(cuda=cuda))
+    with Instance(TensorRT, tmp_path, config) as instance:
+        for count, kinds in ((1, {HOST_TO_DEVICE, WITHIN}), (2, {HOST_TO_DEVICE}), (1, {HOST_TO_DEVICE, WITHIN})):
+            (x,) = arrays(count)
+            runtime.state.calls.clear()
+            (row,) = instance.run(replace(instance.work(x=x), near=("y",)))
+            assert {call[4] for call in runtime.state.named("memcpyAsync")} == kinds
+            (made,) = row.outputs
+            (again,) = instance.run(Work(7, count, (replace(made, name="x"),), None, "internal"))
+            np.testing.assert_array_equal(instance.array(again), x + 2)
+            assert isinstance(made.data, tuple)
+            instance.arenas.free(made.data)
 
 
 def test_rows_are_given_back_one_by_one(pair: Pair) -> None:
@@ -185,6 +211,18 @@ def test_what_goes_to_the_host_all_the_same(pair: Pair, case: str, tmp_path: Pat
     assert producer.mapped.on_device == {}
     if producer is not pair.producer:
         producer.close()
+
+
+def test_the_usual_buffers_are_used_again_afterwards(pair: Pair) -> None:
+    """A batch that lay elsewhere leaves nothing behind for the next one."""
+    (x,) = arrays(2)
+    (row,) = pair.produce(x)
+    pair.consumer.run(*pair.pass_on(row))
+    pair.give_back(row)
+    (plain,) = pair.consumer.run(pair.consumer.work(x=x + 5))
+    np.testing.assert_array_equal(pair.consumer.array(plain), x + 6)
+    (plain,) = pair.producer.run(pair.producer.work(x=x + 7))
+    np.testing.assert_array_equal(pair.producer.array(plain), x + 8)
 
 
 def test_what_is_forgotten_is_closed(pair: Pair) -> None:

@@ -291,7 +291,12 @@ class TensorRT(StackedBackend):
         else:
             made = [(rows, *shape[1:]) if rows else shape for shape in graph.outputs]
         for index, spec in enumerate(self._inputs):
-            if index not in self._host:
+            if index in self._host:
+                continue
+            there = feed.already_there(inputs, index) if graph is None else 0
+            if graph is None:
+                profile.address(spec.name, there or self._input_at[index])
+            if not there:
                 size = elements(shapes[index]) * spec.item
                 feed.put(inputs, index, spec.numpy, shapes[index], size, self._input_at[index])
         inputs.computing()
@@ -300,23 +305,30 @@ class TensorRT(StackedBackend):
         for index in wanted:
             if -1 in made[index]:
                 continue  # its place is found when its shape is known
-            address = outputs.near(index, made[index])
+            address = outputs.near(index, made[index]) if index not in self._allocators else None
             if address is None:
                 targets[index] = self._target(index, made[index], outputs)
             else:
                 near[index] = address
         if graph is not None:
             cuda.launch(graph.it, stream)
-        elif not profile.run(stream):
+        elif not self._run_profile(profile, near):
             cuda.synchronize_stream(stream)  # where the device failed, this says so
             raise ModelFailed(f"the engine does not run: {self._logger.last or 'the library gives no reason'}")
         if self._computed:
             cuda.record(self._computed, stream)
             cuda.wait_for(self._copy_stream, self._computed)
-        for index, address in near.items():
+        for index, address in near.items() if graph is not None else ():  # which writes where it always does
             size = elements(made[index]) * self._outputs[index].item
             cuda.copy(address, self._output_at[index], size, cuda.within, self._copy_stream)
         self._collect([index for index in wanted if index not in near], targets, outputs)
+
+    def _run_profile(self, profile: Profile, near: dict[int, int]) -> bool:
+        """Outputs that stay on the device are written where they stay."""
+        for index, spec in enumerate(self._outputs):
+            if index not in self._allocators:
+                profile.address(spec.name, near.get(index) or self._output_at[index])
+        return profile.run(self._stream)
 
     def _target(self, index: int, shape: Shape, outputs: Results) -> tuple[Array, bool]:
         """Where an output goes: to where its callers read it, or into staging, from where they get their shares."""

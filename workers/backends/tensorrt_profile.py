@@ -41,6 +41,7 @@ class Profile:
             raise ModelFailed(f"profile {number} of the engine cannot be chosen")
         self._on_device = [index for index, spec in enumerate(inputs) if spec.name not in engine.on_host]
         self.ranges = {index: engine.range_of(inputs[index].name, number) for index in self._on_device}
+        self._addresses: dict[str, int] = {}
         self._shapes: tuple[Shape, ...] | None = None
         self._made: list[Shape] = []
 
@@ -70,8 +71,12 @@ class Profile:
         return tuple(found)
 
     def address(self, name: str, address: int) -> None:
+        """Where a tensor is from the next run on."""
+        if self._addresses.get(name) == address:
+            return
         if not self.context.set_tensor_address(name, address):
             raise ModelFailed(f"the engine does not take the address of tensor '{name}'")
+        self._addresses[name] = address
 
     def prepare(self, shapes: tuple[Shape, ...]) -> list[Shape]:
         """Sets the shapes of the inputs: those of the outputs, with -1 where only the run will tell."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.shm.views import hold_of
+from shmserve.workers.cuda.api import ALIGN
 from shmserve.workers.cuda.shared import DevicePiece
 
 if TYPE_CHECKING:
@@ -131,6 +132,14 @@ class Feed:
         self._staging: dict[int, Staging] = {}
         self.direct = 0
         """Bytes that were copied without a copy on the host before."""
+
+    def already_there(self, group: Group, index: int) -> int:
+        """The address of an input that is on the device in one piece, and where engines want it; else 0."""
+        pieces: Any = group.pieces(index)
+        if pieces is None or len(pieces) != 1 or not isinstance(pieces[0], DevicePiece):
+            return 0
+        address: int = pieces[0].address
+        return address if address % ALIGN == 0 and pieces[0].nbytes else 0
 
     def put(self, group: Group, index: int, dtype: Any, shape: tuple[int, ...], size: int, target: int) -> None:
         """Has an input of all requests copied to `target`. Its sources must stay until the stream was waited for."""
