@@ -27,7 +27,7 @@ BANNED_CODE = {
     "waiting for time to pass is not waiting for an event": r"\btime\.sleep\b|\bfrom time import\b.*\bsleep\b",
     "unpickling runs what the sender likes": r"\b(c?[Pp]ickle|dill|cloudpickle|marshal|shelve)\b",
     "a shell parses what it is given": r"\bshell\s*=\s*True\b|\bos\.(system|popen)\b",
-    "runs text": r"(?<![.\w])(eval|exec)\s*\(",
+    "runs text": r"(?<![.\w])(?<!def )(eval|exec)\s*\(",  # a method of that name is another matter
     "builds any object": r"\byaml\.(load|unsafe_load|full_load)\b",
 }
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")

@@ -131,7 +131,10 @@ class Broker:
         open_to_group(runtime_dir, access.socket_group)
         self._pings = count(1)
         self._keepalive = loop.call_later(PING_S, self._ping_silent)
-        self._actions: dict[type, Callable[[Any], None]] = {
+        self._actions = self._all_actions()
+
+    def _all_actions(self) -> dict[type, Callable[[Any], None]]:
+        return {
             Send: self._send,
             effects.Spawn: self._spawn,
             effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
