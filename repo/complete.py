@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from shmserve.dtypes import TO_CONFIG
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo import schema
+from shmserve.repo.gpus import Numbers
 from shmserve.repo.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput, ModelTensorReshape
 
 ENSEMBLE = "ensemble"
@@ -230,7 +231,8 @@ def _instance_group(
     config: ModelConfig, group: ModelInstanceGroup, index: int, gpus: Collection[int]
 ) -> ModelInstanceGroup:
     if group.kind == "KIND_AUTO":
-        if gpus and all(gpu in gpus for gpu in group.gpus):
+        able = not (isinstance(gpus, Numbers) and config.backend in gpus.not_for)
+        if gpus and able and all(gpu in gpus for gpu in group.gpus):
             group = replace(group, kind="KIND_GPU")
         else:
             group = replace(group, kind="KIND_CPU", gpus=())

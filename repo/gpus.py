@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTROL = Path("/dev/nvidiactl")
 """There wherever the driver is."""
+
+
+class Numbers(tuple[int, ...]):
+    """Numbers of GPUs. `not_for`: backends that do not use any, as they are installed here."""
+
+    not_for: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, numbers: Iterable[int], not_for: Iterable[str]) -> Numbers:
+        made = cls(numbers)
+        made.not_for = frozenset(not_for)
+        return made
 
 
 class Gpu(NamedTuple):
@@ -34,8 +47,8 @@ class Gpus(NamedTuple):
     why: str = ""
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(gpu.number for gpu in self.found)
+    def numbers(self) -> Numbers:
+        return Numbers.of((gpu.number for gpu in self.found), not_for() if self.found else ())
 
     def uuids(self) -> dict[int, str]:
         return {gpu.number: gpu.uuid for gpu in self.found}
@@ -64,6 +77,24 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
     text = environment.get(VISIBLE)
     shown = every if text is None else visible(every, text)
     return Gpus(tuple(gpu._replace(number=number) for number, gpu in enumerate(shown)))
+
+
+def not_for() -> frozenset[str]:
+    """Backends that run on the CPU only; and those whose package here is the one for the CPU."""
+    found = {"identity", "openvino"}
+    if not _version("onnxruntime-gpu"):
+        found.add("onnxruntime")
+    torch = _version("torch")
+    if not torch or torch.endswith("+cpu"):
+        found.add("pytorch")
+    return frozenset(found)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def visible(every: Sequence[Gpu], text: str) -> list[Gpu]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.broker.gpus import GpuMetrics
-from shmserve.repo.gpus import Gpu, Gpus, discover, visible
+from shmserve.repo.gpus import Gpu, Gpus, discover, not_for, visible
 from tests.gpu_harness import standins
 
 EVERY = [Gpu(number, number, f"GPU-{number:02x}ab", f"0000:0{number}:00.0", "H100") for number in range(4)]
@@ -39,6 +40,7 @@ def test_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == Gpus(
         (Gpu(0, 0, "GPU-aa11", "00000000:3B:00.0", "Stand-in"), Gpu(1, 1, "GPU-bb22", "00000000:AF:00.0", "Stand-in"))
     )
+    assert found.numbers.not_for >= {"identity", "openvino"}
     assert found.numbers == (0, 1)
     assert found.uuids() == {0: "GPU-aa11", 1: "GPU-bb22"}
     assert found.places() == {0: "00000000:3B:00.0", 1: "00000000:AF:00.0"}
@@ -73,6 +75,20 @@ def test_any_text_hides_or_orders(text: str) -> None:
     found = visible(EVERY, text)
     assert len({gpu.uuid for gpu in found}) == len(found)
     assert all(gpu in EVERY for gpu in found)
+
+
+def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"onnxruntime": "1.20.0", "torch": "2.6.0+cpu"}
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert not_for() == {"identity", "openvino", "onnxruntime", "pytorch"}
+    versions |= {"onnxruntime-gpu": "1.20.0", "torch": "2.6.0"}
+    assert not_for() == {"identity", "openvino"}
 
 
 def test_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

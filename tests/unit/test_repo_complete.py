@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.complete import TensorFacts, complete, complete_from_model, needs_completion
+from shmserve.repo.gpus import Numbers
 from shmserve.repo.load import load, parse, verify
 from shmserve.repo.problems import ConfigError
 from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
@@ -121,6 +122,15 @@ def test_sequence_idle() -> None:
 def groups(text: str, gpus: tuple[int, ...] = ()) -> list[Any]:
     config = complete(parse(text), "m", (), BACKENDS, gpus)
     return [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group]
+
+
+def test_a_backend_that_cannot_use_a_gpu_stays_on_the_cpu() -> None:
+    """Unless it was told to: then the load says what it lacks."""
+    gpus = Numbers.of((0, 1), ("onnxruntime",))
+    assert groups('backend: "onnxruntime"', gpus) == [("m_0", "KIND_CPU", 2, ())]
+    assert groups('backend: "python"', gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]
+    text = 'backend: "onnxruntime" instance_group { kind: KIND_GPU }'
+    assert groups(text, gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]
 
 
 @pytest.mark.parametrize(
