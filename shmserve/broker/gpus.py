@@ -14,6 +14,7 @@ from shmserve.broker.families import Page, labels
 from shmserve.repo.gpus import Gpu
 
 INTERVAL_S = 2.0
+PATIENCE_S = 2.0
 
 Sample = tuple[str, str, float]
 """Name of the metric, uuid of the GPU, value."""
@@ -47,7 +48,9 @@ class GpuMetrics:
     def close(self) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(PATIENCE_S)
+            if self._thread.is_alive():
+                return  # a driver that does not answer keeps nobody from the end
             self._thread = None
         if self._nvml is not None:
             self._nvml.nvmlShutdown()

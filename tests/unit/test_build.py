@@ -131,6 +131,22 @@ def test_precision_is_for_the_older_library(
         assert json.loads(out.read_bytes())["built"]["network"] == 0
 
 
+@pytest.mark.usefixtures("libraries")
+def test_a_cache_that_cannot_be_kept(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no reason to lose the plan, unless it was asked for by name."""
+    source, out = model(tmp_path / "m.onnx", [2]), tmp_path / "m.plan"
+    cache.mkdir(parents=True)
+    assert build(source, "-o", out) == 0
+    assert "the timing cache cannot be kept: Is a directory" in capsys.readouterr().out
+    cache.rmdir()
+    cache.parent.rmdir()
+    cache.parent.touch()
+    assert build(source, "-o", out) == 0
+    assert f"no timing cache: {cache}: File exists" in capsys.readouterr().out
+    assert build(source, "-o", out, "--timing-cache", cache) == 1
+    assert "File exists" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("libraries", "cache")
 def test_what_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "m.plan"

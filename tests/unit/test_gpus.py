@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.broker import gpus
 from shmserve.broker.gpus import GpuMetrics
 from shmserve.repo.gpus import Gpu, Gpus, discover, not_for, visible
 from tests.gpu_harness import standins
@@ -143,4 +145,28 @@ def test_without_gpus_there_is_no_thread() -> None:
     made = GpuMetrics(())
     made.start()
     assert made.text() == ""
+    made.close()
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end does not wait for it."""
+    set_up(monkeypatch, *TWO)
+    made = GpuMetrics(discover({}).found, interval_s=0.001)
+    made.start()
+    asked, answers = threading.Event(), threading.Event()
+
+    def look() -> list[Any]:
+        asked.set()
+        answers.wait()
+        return []
+
+    monkeypatch.setattr(made, "_look", look)
+    monkeypatch.setattr(gpus, "PATIENCE_S", 0.01)
+    assert asked.wait(30)
+    made.close()
+    thread = made._thread
+    assert thread is not None
+    assert thread.is_alive()
+    answers.set()
+    thread.join()
     made.close()

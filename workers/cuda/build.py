@@ -155,7 +155,10 @@ def _made(
     cache, words = _timing_cache(order, trt, settings, capability)
     plan = builder.build_serialized_network(network, settings)
     if plan is not None and cache is not None:
-        _write(cache, settings.get_timing_cache().serialize())
+        try:
+            _write(cache, settings.get_timing_cache().serialize())
+        except OSError as error:  # no reason to lose the plan
+            words.append(f"the timing cache cannot be kept: {error.strerror}")
     return plan, words
 
 
@@ -189,8 +192,13 @@ def _timing_cache(order: Order, trt: Any, settings: Any, capability: str) -> tup
     if order.no_timing_cache:
         return None, []
     path = Path(order.timing_cache) if order.timing_cache is not None else _cache_place(trt, capability)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = path.read_bytes() if path.is_file() else b""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = path.read_bytes() if path.is_file() else b""
+    except OSError as error:
+        if order.timing_cache is not None:
+            raise
+        return None, [f"no timing cache: {path}: {error.strerror}"]
     if data and settings.set_timing_cache(settings.create_timing_cache(data), False):
         return path, [f"timing cache: {path}, {len(data)} bytes were there"]
     settings.set_timing_cache(settings.create_timing_cache(b""), False)
