@@ -30,8 +30,8 @@ PASSED_ON = (
     "json",
     "pdb",
     "backend_config",
-    "backend_directory",
     "model_config_name",
+    "backend_directory",
 )
 """Arguments that are fields of the order; `shmserve.workers.solo` knows them by these names."""
 

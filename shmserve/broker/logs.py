@@ -22,7 +22,13 @@ INDENT = "    "
 LAST_WORDS = "last_words"
 """The field with the lines that a worker wrote before it ended."""
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
 _log = logging.getLogger("shmserve")
 
 

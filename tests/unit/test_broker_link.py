@@ -108,11 +108,13 @@ def test_a_pause(ends: Ends) -> None:
 
 
 def test_a_pause_ends_with_the_link(ends: Ends) -> None:
-    ends.link.pause(time.monotonic_ns() + 3_600_000_000_000)
+    ends.theirs.send(wire.encode(LAST))
+    ends.link.pause(time.monotonic_ns() + 1_000_000)
     ends.link.close("enough")
+    behind = ends.loop.create_future()
+    ends.loop.call_later(0.002, behind.set_result, None)
+    ends.loop.run_until_complete(behind)
     assert ends.ended == ["enough"]
-    ends.leave()
-    ends.loop.run_until_complete(asyncio.sleep(0))
     assert not ends.heard
 
 

@@ -52,7 +52,9 @@ def test_levels(given: dict[str, Any], shown: str, capsys: pytest.CaptureFixture
     set_up(settings(**given))
     for level in LEVELS:
         getattr(log, level)("said as %s", level)
-    assert re.findall(r"said as (\w+)\n", capsys.readouterr().err) == shown.split()
+        say(level, f"told as {level}")
+    found = capsys.readouterr().err
+    assert re.findall(r"said as (\w+)\n", found) == re.findall(r"told as (\w+)\n", found) == shown.split()
     assert log.isEnabledFor(logging.DEBUG) is ("debug" in shown)
 
 
