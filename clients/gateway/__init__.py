@@ -6,6 +6,7 @@ are never parsed where requests are scheduled.
     kserve    a request of the KServe protocol as JSON -> a Plan of what the broker is asked
     elements  tensors as JSON, both ways
     answers   replies of the broker -> the JSON and the buffers that are sent
+    regions   shared memory that callers have registered
     documents questions and operations: what is asked, and the document that is answered
     routes    methods and paths of HTTP -> what is wanted
     heads     the first lines of an HTTP request -> a Head

@@ -4,7 +4,7 @@ wanted as binary data are handed on as they lie, and never joined or copied here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from shmserve.clients.gateway.elements import to_json
 from shmserve.clients.gateway.kserve import Plan
-from shmserve.errors import Internal
+from shmserve.errors import Internal, InvalidRequest
 from shmserve.messages import Part, Reply
 
 Buffer = bytes | bytearray | memoryview
@@ -34,8 +34,14 @@ class _Output(Struct, omit_defaults=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    parameters: _Size | None = None
+    parameters: _Size | _Written | None = None
     data: msgspec.Raw | None = None
+
+
+class _Written(Struct, omit_defaults=True):
+    shared_memory_region: str
+    shared_memory_byte_size: int
+    shared_memory_offset: int = 0
 
 
 class _Response(Struct, omit_defaults=True):
@@ -49,8 +55,11 @@ class _Response(Struct, omit_defaults=True):
 _encode = msgspec.json.Encoder().encode
 
 
-def response(model: str, plan: Plan, answer: Reply | Held) -> tuple[int | None, list[Buffer]]:
-    """The length of the JSON, where binary data follows it, else None; and all that is to be sent."""
+def response(
+    model: str, plan: Plan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None
+) -> tuple[int | None, list[Buffer]]:
+    """The length of the JSON, where binary data follows it, else None; and all that is to be sent. `write` puts an
+    output where the plan has a place for it."""
     if type(answer) is Held:
         reply, buffers = answer.reply, answer.buffers
     else:
@@ -60,8 +69,12 @@ def response(model: str, plan: Plan, answer: Reply | Held) -> tuple[int | None, 
     behind: list[Buffer] = []
     binary = False
     for index, tensor in enumerate(reply.outputs):
-        parts = [_inline(tensor.data)] if buffers is None else buffers[index]
-        if plan.is_binary(tensor.name):
+        parts: list[Buffer] = [_inline(tensor.data)] if buffers is None else buffers[index]
+        if write is not None and tensor.name in plan.places:
+            parameters = _written(plan, tensor.name, sum([len(part) for part in parts]))
+            write(tensor.name, parts)
+            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, parameters))
+        elif plan.is_binary(tensor.name):
             binary = True
             behind += parts
             size = _Size(sum([len(part) for part in parts]))
@@ -71,6 +84,16 @@ def response(model: str, plan: Plan, answer: Reply | Held) -> tuple[int | None, 
             outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, None, data))
     text = _encode(_Response(model, str(reply.version), outputs, plan.options.id, reply.parameters or None))
     return (len(text) if binary else None), [text, *behind]
+
+
+def _written(plan: Plan, name: str, size: int) -> _Written:
+    place = plan.places[name]
+    if size > place.size:
+        raise InvalidRequest(
+            f"shared memory size specified with the request for output '{name}' ({place.size} bytes) should be at "
+            f"least {size} bytes to hold the results"
+        )
+    return _Written(place.region, size, place.offset)
 
 
 def _inline(data: Any) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from shmserve.clients.gateway.regions import Order, Regions
 from shmserve.clients.gateway.routes import Route
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.session.body import Body, of_json, of_load
@@ -46,7 +47,7 @@ class _Unload(Struct):
     parameters: _UnloadParameters = msgspec.field(default_factory=_UnloadParameters)
 
 
-def question_of(route: Route, body: bytes) -> Question | tuple[int, bytes]:
+def question_of(route: Route, body: bytes, regions: Regions) -> Question | tuple[int, bytes]:
     """What to ask; or the answer, where there is nothing to ask. Raises what the caller is told."""
     model, version = route.model, route.version
     match route.action:
@@ -70,8 +71,12 @@ def question_of(route: Route, body: bytes) -> Question | tuple[int, bytes]:
             return Question("unload", _nothing, model, body=of_json({"unload_dependents": dependents, "wait": False}),
                             failed=_was_not_there)  # fmt: skip
         case "memory_status":
-            return 200, b"[]"
+            return 200, _encode(regions.status(route.kind, model))
+        case "memory_register":
+            regions.register(route.kind, model, _order(route.kind, body))
+            return 200, b""
         case "memory_unregister":
+            regions.unregister(route.kind, model)
             return 200, b""
     raise refusal(route.action)
 
@@ -79,8 +84,6 @@ def question_of(route: Route, body: bytes) -> Question | tuple[int, bytes]:
 def refusal(action: str) -> ServeError:
     """For what this gateway does not do."""
     match action:
-        case "memory_register":
-            return Unsupported("Client shared memory is disabled")
         case "named_repository":
             return Unsupported("'repository_name' specification is not supported")
         case "trace" | "set_trace":
@@ -155,6 +158,13 @@ def _read(kind: type[Any], body: bytes) -> Any:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def _order(kind: str, body: bytes) -> Order:
+    if kind != "system":
+        return Order("", 0)  # what it says is not looked at
+    found: Order = _read(Order, body or b"{}")
+    return found
 
 
 def _load_body(body: bytes) -> Body:

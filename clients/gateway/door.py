@@ -13,6 +13,7 @@ from shmserve.clients.gateway.heads import Heads
 from shmserve.clients.gateway.http import Connection
 from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink
+from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.requests import Requests
 from shmserve.errors import Unavailable
 
@@ -27,13 +28,13 @@ class Door:
 
     def __init__(
         self, link: GatewayLink, limits: Limits, roles: frozenset[str], *, metrics: bool = False,
-        extra: Callable[[], str] = lambda: "",
+        extra: Callable[[], str] = lambda: "", regions: Regions | None = None,
     ) -> None:  # fmt: skip
         self.link = link
         self.limits = limits
         self.loop = link.bind()
         self.heads = Heads(metrics)
-        self.requests = Requests(link, limits, roles, extra)
+        self.requests = Requests(link, limits, roles, extra, regions or Regions(False))
         self.allows = self.requests.allows
         self.turn = 0
         self.turn_s = limits.read_timeout_s / TURNS

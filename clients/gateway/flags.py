@@ -21,6 +21,8 @@ def add(made: argparse.ArgumentParser) -> None:
     option("--no-metrics", action="store_true", help="no door for Prometheus")
     option("--http-roles", metavar="ROLE,ROLE", type=_roles, default=f"{INFER},{OBSERVE}",
            help=f"what callers may do, of {', '.join(ROLES)} (default: %(default)s)")  # fmt: skip
+    option("--allow-client-shm", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
+           help="callers may register shared memory of this machine (default: false)")  # fmt: skip
     option("--reuse-port", action="store_true", help="several gateways may listen on the same ports")
     option("--http-max-input-size", metavar="BYTES", type=_above_0, default=64 << 20,
            help="of a body, also when it is decompressed (default: %(default)s)")  # fmt: skip
@@ -44,6 +46,12 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port, which is a number from 0 to 65535")
     return int(text)
+
+
+def _bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text == "true"
 
 
 def _above_0(text: str) -> int:

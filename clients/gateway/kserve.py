@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct
 from shmserve.clients.gateway import elements
 from shmserve.clients.gateway.limits import CLASSES, JSON_DEPTH
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.errors import InvalidRequest, NotFound
+from shmserve.errors import InvalidRequest
 from shmserve.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
 from shmserve.session.options import TopK
 
@@ -52,14 +52,27 @@ class _Request(Struct):
 _decode = msgspec.json.Decoder(_Request).decode
 
 
+class Place(Struct, frozen=True):
+    """Where a tensor is, or goes to, in shared memory that the caller has registered."""
+
+    region: str
+    offset: int
+    size: int
+
+
 class Spec(Struct, frozen=True):
-    """An input. `data`: its bytes, where the JSON had them; else `size` bytes of it follow behind the JSON."""
+    """An input. `data`: its bytes, where the JSON had them; or its `place`; else `size` bytes follow the JSON."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
     data: bytes | None = None
+    place: Place | None = None
+
+    @property
+    def follows(self) -> bool:
+        return self.data is None and self.place is None
 
 
 class Options(Struct):
@@ -85,6 +98,8 @@ class Plan(Struct):
     outputs: Sequence[str] | Mapping[str, TopK | None] | None = None
     binary: dict[str, bool] = {}
     """Outputs of which it is said how they are wanted."""
+    places: dict[str, Place] = {}
+    """Outputs that are not sent, but written there."""
 
     def is_binary(self, output: str) -> bool:
         return self.binary.get(output, self.options.binary)
@@ -113,9 +128,11 @@ def plan_of(text: bytes) -> Plan:
     if len(request.inputs) > TENSORS:
         raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(request.inputs)}")
     specs = tuple([_spec(given) for given in request.inputs])
-    outputs, binary = _outputs(request.outputs)
-    total = sum([spec.size for spec in specs if spec.data is None])
-    return Plan(specs, total, options_of(request.id, request.parameters), outputs, binary)
+    total = sum([spec.size for spec in specs if spec.follows])
+    plan = Plan(specs, total, options_of(request.id, request.parameters))
+    if request.outputs:
+        _add_outputs(plan, request.outputs)
+    return plan
 
 
 def _request_of(text: bytes) -> _Request:
@@ -152,9 +169,12 @@ def _spec(given: _Input) -> Spec:
         raise InvalidRequest(f"input '{name}' of shape {list(shape)}: a dim is a number from 0 to {_LARGEST}")
     if given.datatype not in ITEM_BYTES:
         raise InvalidRequest(f"input '{name}' has the unknown data-type '{given.datatype[:40]}'")
-    if parameters:
-        _no_region(parameters)
     size = parameters.get("binary_data_size")
+    place = _place(f"input '{name}'", parameters) if parameters else None
+    if place is not None:
+        if size is not None or given.data is not UNSET:
+            raise InvalidRequest(f"input '{name}' is in a shared memory region, and has data beside that")
+        return Spec(name, given.datatype, shape, place.size, None, place)
     if size is None:
         if given.data is UNSET:
             raise InvalidRequest(f"input '{name}' has neither 'data' nor the parameter 'binary_data_size'")
@@ -165,24 +185,23 @@ def _spec(given: _Input) -> Spec:
     return Spec(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
 
 
-def _outputs(given: list[_Output] | None) -> tuple[Sequence[str] | Mapping[str, TopK | None] | None, dict[str, bool]]:
-    """What is asked for, and of which of them it is said whether they are wanted as binary data."""
-    if not given:
-        return None, {}
+def _add_outputs(plan: Plan, given: list[_Output]) -> None:
+    """What is asked for, and how."""
     if len(given) > TENSORS:
         raise InvalidRequest(f"a request may ask for {TENSORS} outputs, this one asks for {len(given)}")
     wanted: dict[str, TopK | None] = {}
-    binary: dict[str, bool] = {}
+    plan.binary, plan.places = {}, {}
     for output in given:
         name, parameters = check_text("output name", output.name), output.parameters
         if name in wanted:
             raise InvalidRequest(f"output '{name}' is asked for more than once")
         wanted[name] = _classes(name, parameters)
-        if parameters:
-            _no_region(parameters)
+        place = _place(f"output '{name}'", parameters) if parameters else None
+        if place is not None:
+            plan.places[name] = place
         if "binary_data" in parameters:
-            binary[name] = _bool(f"'binary_data' of output '{name}'", parameters["binary_data"])
-    return (wanted if any(wanted.values()) else list(wanted)), binary
+            plan.binary[name] = _bool(f"'binary_data' of output '{name}'", parameters["binary_data"])
+    plan.outputs = wanted if any(wanted.values()) else list(wanted)
 
 
 def _classes(name: str, parameters: dict[str, Value]) -> TopK | None:
@@ -196,10 +215,19 @@ def _classes(name: str, parameters: dict[str, Value]) -> TopK | None:
     return TopK(count)
 
 
-def _no_region(parameters: dict[str, Value]) -> None:
+def _place(what: str, parameters: dict[str, Value]) -> Place | None:
     region = parameters.get("shared_memory_region")
-    if region is not None:
-        raise NotFound(f"Unable to find shared memory region: '{str(region)[:NAME_LENGTH]}'")
+    if region is None:
+        return None
+    if type(region) is not str:
+        raise InvalidRequest(f"'shared_memory_region' of {what} must be a name")
+    if "shared_memory_byte_size" not in parameters:
+        raise InvalidRequest(f"{what} is in a shared memory region, and needs 'shared_memory_byte_size'")
+    return Place(
+        check_text("region name", region),
+        _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0)),
+        _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"]),
+    )
 
 
 # ---------------------------------------------------------------------------------------- parameters

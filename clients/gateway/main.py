@@ -18,6 +18,7 @@ from shmserve.clients.commands_base import Failed, Misuse
 from shmserve.clients.gateway.door import Door
 from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink
+from shmserve.clients.gateway.regions import Regions
 from shmserve.errors import InvalidRequest
 
 log = logging.getLogger("shmserve.gateway")
@@ -50,7 +51,7 @@ async def _serve(args: argparse.Namespace, link: GatewayLink) -> None:
         loop.add_signal_handler(number, stop.set)
     link.bind()
     limits, roles = _limits(args), frozenset(args.http_roles.split(","))
-    http = Door(link, limits, roles)
+    http = Door(link, limits, roles, regions=Regions(args.allow_client_shm))
     doors = [http]
     metrics_address = args.metrics_address or args.http_address
     try:

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.gateway.answers import Held, response
+from shmserve.clients.gateway.answers import Buffer, Held, response
 from shmserve.clients.gateway.documents import Question, error_body, question_of
 from shmserve.clients.gateway.heads import Head
 from shmserve.clients.gateway.http import BINARY, JSON, Connection
-from shmserve.clients.gateway.kserve import Plan, Plans, raw_plan
+from shmserve.clients.gateway.kserve import Plan, Plans, Spec, raw_plan
 from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink, Inputs, Piece, space
+from shmserve.clients.gateway.regions import Region, Regions
 from shmserve.clients.gateway.routes import NEEDS, Route
 from shmserve.errors import Denied, Internal, InvalidRequest, ServeError
 from shmserve.messages import INLINE_BYTES, Reply
@@ -54,15 +55,22 @@ class _Waiting(Ticket):
 
 
 class _Inference(_Waiting):
-    __slots__ = ("_model", "_plan")
+    __slots__ = ("_model", "_plan", "_targets")
 
-    def __init__(self, connection: Connection, model: str, plan: Plan) -> None:
+    def __init__(self, connection: Connection, model: str, plan: Plan, targets: dict[str, Region] | None) -> None:
         self._connection = connection
         self._model = model
         self._plan = plan
+        self._targets = targets
+        """The regions that outputs go to."""
+
+    def _write(self, output: str, parts: list[Buffer]) -> None:
+        assert self._targets is not None
+        self._targets[output].write(self._plan.places[output], parts)
 
     def take(self, answer: Reply | Held) -> None:
-        length, parts = response(self._model, self._plan, answer)
+        write = None if self._targets is None else self._write
+        length, parts = response(self._model, self._plan, answer, write)
         self._connection.answer(200, parts, JSON if length is None else BINARY, length)
 
     def fail(self, error: ServeError) -> None:
@@ -104,8 +112,11 @@ class _Then(_Waiting):
 class Requests:
     """`roles`: what this door gives those who come through it. The broker has its own word on what the gateway may."""
 
-    def __init__(self, link: GatewayLink, limits: Limits, roles: frozenset[str], extra: Callable[[], str]) -> None:
+    def __init__(
+        self, link: GatewayLink, limits: Limits, roles: frozenset[str], extra: Callable[[], str], regions: Regions
+    ) -> None:
         self._link = link
+        self._regions = regions
         self._limits = limits
         self._allowed = {action for action, needs in NEEDS.items() if roles.intersection(needs)}
         self._plan = Plans().plan
@@ -154,8 +165,8 @@ class Requests:
         pieces: list[Piece] = []
         sinks: list[memoryview] = []
         for spec in plan.inputs:
-            if spec.data is not None:
-                pieces.append(spec.data)
+            if not spec.follows:
+                pieces.append(self._given(spec))
             elif spec.size > INLINE_BYTES:
                 place: Array = space(self._link.session.memory, spec.size)
                 pieces.append(place)
@@ -191,7 +202,7 @@ class Requests:
         elif route.action == "metrics":
             self._ask_metrics(connection)
         else:
-            found = question_of(route, body)
+            found = question_of(route, body, self._regions)
             if isinstance(found, Question):
                 self._ask(connection, found)
             else:
@@ -233,12 +244,22 @@ class Requests:
         at = length
         pieces: list[Piece] = []
         for spec in plan.inputs:
-            if spec.data is not None:
-                pieces.append(spec.data)
+            if not spec.follows:
+                pieces.append(self._given(spec))
             else:
                 pieces.append(body[at : at + spec.size])
                 at += spec.size
         self._infer(connection, head.route, plan, pieces)
+
+    def _given(self, spec: Spec) -> Piece:
+        """The bytes of an input that is not in the body."""
+        if spec.place is None:
+            return spec.data or b""
+        region = self._regions.find(spec.place)
+        size = spec.place.size
+        target: Piece = bytearray(size) if size <= INLINE_BYTES else space(self._link.session.memory, size)
+        region.read_into(spec.place, target)
+        return target
 
     def _json_length(self, head: Head, size: int) -> int:
         length = head.json_length or 0
@@ -265,7 +286,8 @@ class Requests:
         inputs = Inputs(link.session.memory)
         for spec, piece in zip(plan.inputs, pieces, strict=True):
             inputs.add(spec.name, spec.dtype, spec.shape, piece)
-        ticket = _Inference(connection, route.model, plan)
+        targets = {name: self._regions.find(place) for name, place in plan.places.items()} if plan.places else None
+        ticket = _Inference(connection, route.model, plan, targets)
         try:
             link.session.infer(
                 ticket, route.model, inputs.made(), NO_TIME, plan.outputs, route.version or None, None, asked.priority,

@@ -46,6 +46,8 @@ class Route(Struct, frozen=True):
     version: str = ""
     status: int = 200
     text: str = ""
+    kind: str = ""
+    """Of memory: system or cuda. `model` is the name of the region then."""
     allow: str = ""
     """The methods that the path has, where another was used."""
 
@@ -104,7 +106,7 @@ def _found(method: str, words: list[str]) -> Route:
         case ["repository", _, "index"] | ["repository", _, "models", _, "load" | "unload"]:
             return _allowed(method, post, Route("named_repository"))
         case [kind, *rest] if kind in _MEMORY:
-            return _memory(method, rest)
+            return _memory(method, kind.removesuffix("sharedmemory"), rest)
     return UNKNOWN
 
 
@@ -132,16 +134,15 @@ def _model(method: str, model: str, rest: list[str]) -> Route:
     return UNKNOWN
 
 
-def _memory(method: str, rest: list[str]) -> Route:
+def _memory(method: str, kind: str, rest: list[str]) -> Route:
+    region = ""
     if rest[:1] == ["region"] and len(rest) > 1:
-        named, rest = True, rest[2:]
-    else:
-        named = False
+        region, rest = rest[1], rest[2:]
     match rest:
         case ["status"]:
-            return _allowed(method, ("GET",), Route("memory_status"))
-        case ["register"] if named:
-            return _allowed(method, ("POST",), Route("memory_register"))
+            return _allowed(method, ("GET",), Route("memory_status", region, kind=kind))
+        case ["register"]:
+            return _allowed(method, ("POST",), Route("memory_register", region, kind=kind))
         case ["unregister"]:
-            return _allowed(method, ("POST",), Route("memory_unregister"))
+            return _allowed(method, ("POST",), Route("memory_unregister", region, kind=kind))
     return UNKNOWN

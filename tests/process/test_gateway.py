@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import posix_ipc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,7 +29,7 @@ from tests.conformance.client_ways import NUMBERS, data
 
 pytestmark = pytest.mark.process
 
-LIMITS = ("--http-max-input-size", "8000000", "--http-max-json-size", "200000", "--http-read-timeout", "0.4")
+LIMITS = ("--http-max-input-size=8000000", "--http-max-json-size=200000", "--http-read-timeout=0.4")
 
 
 class Gateway:
@@ -90,7 +92,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def gateway(server: Server) -> Iterator[Gateway]:
-    made = Gateway(server, *LIMITS)
+    made = Gateway(server, *LIMITS, "--allow-client-shm")
     yield made
     log = made.stop().decode()
     assert "Traceback" not in log
@@ -159,7 +161,7 @@ def test_what_this_door_does_not_do(gateway: Gateway) -> None:
         status, body = gateway.ask("POST", path, b"{}")
         assert status == 403
         assert "needs the role operate" in json.loads(body)["error"]
-    assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", {"key": "/x", "byte_size": 1})[0] == 501
+    assert gateway.ask("POST", "/v2/cudasharedmemory/region/r/register", {"raw_handle": {"b64": ""}})[0] == 501
     assert gateway.ask("GET", "/v2/trace/setting")[0] == 501
     assert gateway.ask("POST", "/v2/models/row/generate", {})[0] == 501
     assert gateway.ask("GET", "/nowhere") == (404, b'{"error":"Not Found"}')
@@ -283,6 +285,38 @@ def test_chunks(gateway: Gateway) -> None:
         assert outputs(made.getresponse())[1]["o_FP32"] == rows(50_000)["i_FP32"][2]
 
 
+@pytest.mark.parametrize("width", [4, 70_000])
+def test_tensors_in_memory_that_is_registered(gateway: Gateway, width: int) -> None:
+    x, size = rows(width)["i_FP32"][2], 4 * width
+    key = f"/h-{os.getpid()}-{secrets.token_hex(8)}"
+    memory = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=3 * size)
+    try:
+        os.pwrite(memory.fd, x, size)
+        region = {"key": key, "byte_size": 2 * size, "offset": size}
+        assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", region) == (200, b"")
+        status = json.loads(gateway.ask("GET", "/v2/systemsharedmemory/region/r/status")[1])
+        assert status == [region | {"name": "r"}]
+        place = {"shared_memory_region": "r", "shared_memory_byte_size": size}
+        for offset, code, said in ((size, 200, None), (size + 4, 400, "Invalid offset + byte size")):
+            there = place | {"shared_memory_offset": offset}
+            asked = {
+                "inputs": [{"name": "i_FP32", "shape": [1, width], "datatype": "FP32", "parameters": place}],
+                "outputs": [{"name": "o_FP32", "parameters": there}],
+            }
+            found, answer = gateway.ask("POST", "/v2/models/row/infer", asked)
+            assert found == code, answer
+            if said is None:
+                assert json.loads(answer)["outputs"][0]["parameters"] == there
+                assert os.pread(memory.fd, size, 2 * size) == x
+            else:
+                assert said in json.loads(answer)["error"]
+        assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/unregister") == (200, b"")
+        assert gateway.ask("GET", "/v2/systemsharedmemory/status") == (200, b"[]")
+    finally:
+        memory.close_fd()
+        posix_ipc.unlink_shared_memory(key)
+
+
 # ---------------------------------------------------------------------------------------- mistakes
 
 
@@ -303,7 +337,7 @@ def wrong() -> dict[str, tuple[str, bytes, dict[str, str], int, str]]:
         "compressed otherwise": ("row", small, {"Content-Encoding": "br"}, 501, "Unsupported compression type"),
         "half": ("row", b"%b" % rows(5)["i_FP32"][2][:-1], {"Inference-Header-Content-Length": "0"}, 400, "19 bytes"),
         "region": ("row", json.dumps({"inputs": [{"name": "i_FP32", "shape": [1, 1], "datatype": "FP32",
-                   "parameters": {"shared_memory_region": "r"}}]}).encode(), {}, 404,
+                   "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 4}}]}).encode(), {}, 404,
                    "Unable to find shared memory region: 'r'"),
         "with an id": ("row", b'{"id":"me",' + (text % (b"x", b"FP32"))[1:], {}, 400, "[request id: me] "),
     }  # fmt: skip

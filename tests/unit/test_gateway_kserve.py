@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 
 from shmserve.clients.gateway import elements, status
 from shmserve.clients.gateway.answers import Held, response
-from shmserve.clients.gateway.kserve import Options, Plan, Plans, Spec, plan_of, raw_plan
+from shmserve.clients.gateway.kserve import Options, Place, Plan, Plans, Spec, plan_of, raw_plan
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, ConnectionLost, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.messages import Handle, Reply, Tensor
@@ -126,11 +126,37 @@ def test_what_is_refused(text: bytes, said: str) -> None:
         plan_of(text)
 
 
-def test_a_region_that_is_not_there() -> None:
-    with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
-        plan_of(one_input(parameters={"shared_memory_region": "r", "shared_memory_byte_size": 8}))
-    with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
-        plan_of(request(outputs=[{"name": "p", "parameters": {"shared_memory_region": "r"}}]))
+def region(**more: Any) -> dict[str, Any]:
+    return {"shared_memory_region": "r", "shared_memory_byte_size": 8} | more
+
+
+def test_tensors_in_shared_memory() -> None:
+    found = plan_of(
+        request(
+            inputs=[{"name": "x", "shape": [2], "datatype": "FP32", "parameters": region(shared_memory_offset=4)}],
+            outputs=[{"name": "p", "parameters": region()}, {"name": "q"}],
+        )
+    )
+    assert found.inputs == (Spec("x", "FP32", (2,), 8, None, Place("r", 4, 8)),)
+    assert found.binary_bytes == 0
+    assert found.places == {"p": Place("r", 0, 8)}
+    assert found.outputs == ["p", "q"]
+
+
+@pytest.mark.parametrize(
+    "given_input",
+    [
+        {"parameters": region(), "data": [1, 2]},
+        {"parameters": region(binary_data_size=8)},
+        {"parameters": region(shared_memory_byte_size=-1)},
+        {"parameters": region(shared_memory_offset=2**63)},
+        {"parameters": region(shared_memory_region=1)},
+        {"parameters": {"shared_memory_region": "r"}},
+    ],
+)
+def test_tensors_that_cannot_be_in_shared_memory(given_input: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        plan_of(one_input(**given_input))
 
 
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
@@ -229,6 +255,22 @@ def test_an_answer_in_shared_memory_is_not_copied() -> None:
     assert parts[2] is views[1]
     length, parts = response("m", Plan((), 0, Options()), Held(reply, [list(views)]))
     assert json.loads(bytes(parts[0]))["outputs"][0]["data"] == [0, 1, 2, 3, 4, 5, 0, 1]
+
+
+def test_an_answer_that_is_written_to_a_place() -> None:
+    written = {}
+    reply = Reply(1, 1, (Tensor("p", "UINT8", (4,), b"abcd"), Tensor("q", "UINT8", (1,), b"e")))
+    plan = Plan((), 0, Options(), None, {}, {"p": Place("r", 3, 6)})
+    length, parts = response("m", plan, reply, lambda name, buffers: written.update({name: b"".join(buffers)}))
+    assert length is None
+    assert written == {"p": b"abcd"}
+    first, second = json.loads(bytes(parts[0]))["outputs"]
+    place = {"shared_memory_region": "r", "shared_memory_byte_size": 4, "shared_memory_offset": 3}
+    assert first == {"name": "p", "datatype": "UINT8", "shape": [4], "parameters": place}
+    assert second["data"] == [101]
+    small = Plan((), 0, Options(), None, {}, {"p": Place("r", 0, 3)})
+    with pytest.raises(InvalidRequest, match=r"output 'p' \(3 bytes\) should be at least 4 bytes to hold"):
+        response("m", small, reply, lambda name, buffers: None)
 
 
 # ---------------------------------------------------------------------------------------- raw requests

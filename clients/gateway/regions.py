@@ -1,0 +1,142 @@
+"""Shared memory that callers have registered: their tensors are taken from it, and answers written to it. The rule
+of the file: nothing of it is ever mapped, only read and written by calls, so that a caller who cuts it short harms
+nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import posix_ipc
+from msgspec import Struct
+
+from shmserve.clients.gateway.answers import Buffer
+from shmserve.clients.gateway.kserve import Place, check_text
+from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.shm.posix import PREFIX
+
+_KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
+_MOST = 1024
+_LARGEST = 2**63 - 1
+
+
+class Order(Struct):
+    """What a caller says of a region."""
+
+    key: str
+    byte_size: int
+    offset: int = 0
+
+
+class Region:
+    """One of them. Its descriptor is closed when nobody refers to it any more, also no request in flight."""
+
+    def __init__(self, name: str, order: Order, descriptor: int) -> None:
+        self.name = name
+        self.order = order
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def check(self, place: Place) -> None:
+        if place.offset >= self.order.byte_size:
+            raise InvalidRequest(f"Invalid offset for shared memory region: '{self.name}'")
+        if place.offset + place.size > self.order.byte_size:
+            raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{self.name}'")
+
+    def read_into(self, place: Place, target: Any) -> None:
+        at, left = self.order.offset + place.offset, memoryview(target)
+        while len(left):
+            count = os.preadv(self._descriptor, [left], at)
+            if not count:
+                raise self._shorter()
+            at, left = at + count, left[count:]
+
+    def write(self, place: Place, parts: Sequence[Buffer]) -> None:
+        at = self.order.offset + place.offset
+        end = at + sum([len(part) for part in parts])
+        if os.fstat(self._descriptor).st_size < end:  # to write behind the end would make it longer
+            raise self._shorter()
+        for part in parts:
+            left = memoryview(part)
+            while len(left):
+                count = os.pwrite(self._descriptor, left, at)
+                at, left = at + count, left[count:]
+
+    def _shorter(self) -> InvalidRequest:
+        return InvalidRequest(f"the memory of region '{self.name}' is shorter than when it was registered")
+
+
+class Regions:
+    """`allowed` false: nothing can be registered."""
+
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed
+        self._regions: dict[str, Region] = {}
+
+    def register(self, kind: str, name: str, order: Order) -> None:
+        if not self._allowed:
+            raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway allows it")
+        if kind != "system":
+            raise Unsupported("CUDA shared memory cannot be registered here")
+        if not name:
+            raise InvalidRequest("a shared memory region needs a name")
+        check_text("region name", name)
+        if name in self._regions:
+            raise AlreadyExists(f"shared memory region '{name}' already in manager")
+        if len(self._regions) >= _MOST:
+            raise Unavailable(f"{_MOST} shared memory regions are registered, which is the limit")
+        if not 0 <= order.offset <= _LARGEST or not 0 < order.byte_size <= _LARGEST - order.offset:
+            raise _invalid(name)
+        self._regions[name] = Region(name, order, _opened(name, order))
+
+    def unregister(self, kind: str, name: str) -> None:
+        """Without a name all. One that is not there is no mistake."""
+        if kind != "system":
+            return
+        if name:
+            self._regions.pop(name, None)
+        else:
+            self._regions.clear()
+
+    def status(self, kind: str, name: str) -> list[dict[str, Any]]:
+        found = list(self._regions.values()) if kind == "system" else []
+        if name:
+            found = [region for region in found if region.name == name]
+            if not found:
+                raise NotFound(f"Unable to find {kind} shared memory region: '{name}'")
+        return [
+            {"name": r.name, "key": r.order.key, "offset": r.order.offset, "byte_size": r.order.byte_size}
+            for r in found
+        ]  # fmt: skip
+
+    def find(self, place: Place) -> Region:
+        """The region that the place is in, as a whole."""
+        region = self._regions.get(place.region)
+        if region is None:
+            raise NotFound(f"Unable to find shared memory region: '{place.region}'")
+        region.check(place)
+        return region
+
+
+def _opened(name: str, order: Order) -> int:
+    key = order.key
+    if not _KEY.fullmatch(key) or key.strip("/") in (".", "..") or ("/" + key.lstrip("/")).startswith(PREFIX):
+        raise InvalidRequest(f"'{key[:80]}' is no key of a shared memory region of a client's own")
+    try:
+        descriptor: int = posix_ipc.SharedMemory("/" + key.lstrip("/")).fd
+    except (posix_ipc.Error, OSError, ValueError):
+        raise InvalidRequest(f"Unable to open shared memory region: '{key}'") from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size < order.offset + order.byte_size:
+        os.close(descriptor)
+        raise _invalid(name)
+    return descriptor
+
+
+def _invalid(name: str) -> InvalidRequest:
+    return InvalidRequest(f"failed to register shared memory region '{name}': invalid args")

@@ -1,0 +1,247 @@
+"""One connection of the gateway's HTTP, fed in pieces by a transport that only notes what is done with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.clients.gateway.heads import Heads
+from shmserve.clients.gateway.http import Connection
+from shmserve.clients.gateway.limits import Limits
+from tests.unit.test_gateway_http import chunked, lines
+
+
+class Transport:
+    """Notes what is written, and keeps what the loop is asked for."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.closed = False
+        self.pauses: list[bool] = []
+        self.unsent = 0
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.sent += b"".join(parts)
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = write_eof = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def pause_reading(self) -> None:
+        self.pauses.append(True)
+
+    def resume_reading(self) -> None:
+        self.pauses.append(False)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+
+class Echo:
+    """Answers with what it was asked, at once or when `answers` are called."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+        self.answers: list[Callable[[], None]] = []
+
+    def begin(self, connection: Connection, head: Any, body: bytes) -> None:
+        if head.route.status != 200:
+            connection.answer(head.route.status, [b"?"])
+        elif self.at_once:
+            connection.answer(200, [body])
+        else:
+            self.answers.append(lambda: connection.answer(200, [body]))
+
+    def prepare(self, connection: Connection, head: Any, first: bytes) -> None:
+        half = head.length // 2
+        begin, end = bytearray(half), bytearray(head.length - half)
+
+        def whole(left: bytes) -> None:
+            assert not left
+            connection.complete()
+            connection.whole(bytes(begin + end))
+
+        connection.fill([memoryview(begin), memoryview(end)], first, whole)
+
+
+def connected(at_once: bool = True, **limits: int) -> tuple[Connection, Transport, Echo, list[Callable[[], None]]]:
+    later: list[Callable[[], None]] = []
+    echo = Echo(at_once)
+    door: Any = SimpleNamespace(
+        turn=0, stopping=False, heads=Heads(), limits=Limits(**limits), requests=echo, allows=lambda action: True,
+        loop=SimpleNamespace(call_soon=later.append), enter=lambda connection: True, leave=lambda connection: None,
+        hold=lambda size: None, answered=lambda status: None, least_bytes=10, idle_turns=100,
+    )  # fmt: skip
+    connection, transport = Connection(door), Transport()
+    connection.connection_made(transport)
+    return connection, transport, echo, later
+
+
+def receive(connection: Connection, data: bytes) -> None:
+    while data:
+        place = connection.get_buffer(-1)
+        count = min(len(place), len(data))
+        place[:count] = data[:count]
+        data = data[count:]
+        connection.buffer_updated(count)
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    return lines(f"Content-Length: {len(body)}", *headers) + body
+
+
+def answered(sent: bytes) -> list[tuple[int, bytes]]:
+    found = []
+    while sent:
+        head, _, sent = sent.partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        found.append((int(head.split()[1]), sent[:size]))
+        sent = sent[size:]
+    return found
+
+
+BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
+
+
+@settings(max_examples=60)
+@given(
+    BODIES, st.lists(st.integers(1, 800), max_size=10), st.lists(st.booleans(), min_size=5, max_size=5), st.booleans()
+)
+def test_requests_are_the_same_however_they_come(
+    sent: list[bytes], cuts: list[int], as_chunks: list[bool], at_once: bool
+) -> None:
+    stream = b""
+    for body, chunks in zip(sent, as_chunks, strict=False):
+        stream += lines("Transfer-Encoding: chunked") + chunked([body]) if chunks else post(body)
+    connection, transport, echo, later = connected(at_once)
+    places = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
+    for begin, end in itertools.pairwise(places):
+        receive(connection, stream[begin:end])
+        while later:
+            later.pop(0)()
+    while echo.answers:
+        echo.answers.pop(0)()
+        while later:
+            later.pop(0)()
+    assert answered(transport.sent) == [(200, body) for body in sent]
+    assert not transport.closed
+
+
+def test_one_request_at_a_time_and_no_more_read_than_that() -> None:
+    connection, transport, echo, later = connected(False)
+    receive(connection, post(b"one") + post(b"two"))
+    assert len(echo.answers) == 1
+    receive(connection, post(bytes(100_000)))
+    assert transport.pauses == [True], "what is sent while nobody looks is not piled up"
+    for _ in range(3):
+        echo.answers.pop(0)()
+        while later:
+            later.pop(0)()
+    assert transport.pauses[-1:] == [False]
+    assert [len(body) for _, body in answered(transport.sent)] == [3, 3, 100_000]
+
+
+def test_answers_wait_for_callers_who_do_not_read() -> None:
+    connection, transport, _, _ = connected()
+    connection.pause_writing()
+    receive(connection, post(b"one"))
+    assert not transport.sent
+    connection.resume_writing()
+    assert answered(transport.sent) == [(200, b"one")]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\0" * 40_000, 431),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 6000, 431),
+        (b"no HTTP\r\n\r\n", 400),
+        (lines("Content-Length: 1001"), 400),
+        (lines("Transfer-Encoding: chunked") + b"no", None),
+        (lines("Transfer-Encoding: chunked") + b"no\r\n", 400),
+        (lines("Transfer-Encoding: chunked") + b"3e9\r\n", 400),
+        (lines("Content-Length: 1000", first="POST /nowhere HTTP/1.1"), 404),
+    ],
+)
+def test_a_request_that_cannot_go_on_is_the_last(sent: bytes, status: int | None) -> None:
+    connection, transport, _, _ = connected(input_bytes=1000)
+    receive(connection, sent)
+    if status is None:
+        assert not transport.sent
+        return
+    assert [code for code, _ in answered(transport.sent)] == [status]
+    assert b"Connection: close" in transport.sent
+    receive(connection, post(b"more"))
+    assert len(answered(transport.sent)) == 1, "nothing is understood of what comes after it"
+
+
+def test_the_caller_is_told_to_send_the_body() -> None:
+    connection, transport, _, _ = connected()
+    receive(connection, lines("Content-Length: 3", "Expect: 100-continue"))
+    assert transport.sent == b"HTTP/1.1 100 Continue\r\n\r\n"
+    receive(connection, b"abc")
+    assert transport.sent.endswith(b"abc")
+
+
+def test_those_who_keep_others_waiting() -> None:
+    """Half a head, half a body and chunks that drip are given up; an answer that is waited for is not."""
+    for begin, drip in (
+        (b"POST", b"x"),
+        (lines("Content-Length: 50"), b"x"),
+        (lines("Transfer-Encoding: chunked"), b""),
+    ):
+        connection, transport, _, _ = connected()
+        door: Any = connection._door
+        receive(connection, begin)
+        for turn in range(1, 7):
+            door.turn = turn
+            connection.look(4)
+            if not transport.sent:
+                receive(connection, drip)
+        assert [status for status, _ in answered(transport.sent)] == [408]
+    connection, transport, echo, _ = connected(False)
+    receive(connection, post(b"x"))
+    connection._door.turn = 1000
+    connection.look(4)
+    assert not transport.closed
+    echo.answers.pop()()
+    connection._door.turn += 101
+    connection.look(4)
+    assert transport.closed, "an idle one is closed at last"
+
+
+def test_a_caller_who_does_not_read_is_given_up() -> None:
+    connection, transport, _, _ = connected()
+    receive(connection, post(b"x"))
+    for turn in range(1, 7):
+        connection._door.turn = turn
+        transport.unsent = 1000 - turn
+        connection.look(4)
+    assert transport.closed
+
+
+@settings(max_examples=60)
+@given(st.lists(st.binary(max_size=50) | st.sampled_from([b"\r\n", b"\r\n\r\n", lines(), post(b"x")]), max_size=8))
+def test_any_bytes_do_no_harm(pieces: list[bytes]) -> None:
+    connection, transport, _, later = connected()
+    for piece in pieces:
+        receive(connection, piece)
+        while later:
+            later.pop(0)()
+    connection.eof_received()
+    connection.connection_lost(None)
+    for status, _ in answered(transport.sent):
+        assert status in (200, 400, 404, 405, 431, 501, 505)
