@@ -102,9 +102,9 @@ class Dispatcher:
         if version.trial is not None:
             return
         instance = version.quarantine
-        if instance is None or instance.over:
+        if instance is None or instance.over or instance.waits:
             instance = version.quarantine = next(
-                (i for i in version.instances if not i.over and not i.spec.passive), None
+                (i for i in version.instances if not i.over and not i.spec.passive and not i.waits), None
             )
         if instance is None or not instance.usable or not instance.idle or not self.may_start(version, instance):
             return

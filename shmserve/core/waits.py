@@ -88,7 +88,9 @@ class Waits:
         if request.chain is not None:
             return self._held_up_by(request.chain, stuck)
         instance, batch = request.instance, request.batch
-        if instance is None or (batch is not None and batch.state is BatchState.OPEN):  # it can still go elsewhere
+        if instance is None and request.suspect:  # which are run one at a time
+            instance = request.version.trial
+        elif instance is None or (batch is not None and batch.state is BatchState.OPEN):  # it can still go elsewhere
             sequence = request.sequence
             while sequence is not None and sequence.before is not None:
                 sequence = sequence.before

@@ -62,6 +62,10 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--service", action="append", metavar="[MODEL=]TIME", help="what a batch takes (default: 1ms)", default=[]
     )
+    model.add_argument(
+        "--calls", type=_calls, action="append", default=[], metavar="NAME=NAME,...",
+        help="this model calls these for each request, one after the other, before it computes",
+    )  # fmt: skip
     model.add_argument("--service-ms", type=_number, metavar="MS", help="the same, in ms, for every batch")
 
     load = made.add_argument_group("the load")
@@ -139,6 +143,12 @@ def _fault(text: str) -> tuple[str, float]:
     return name, _number(value)
 
 
+def _calls(text: str) -> tuple[str, tuple[str, ...]]:
+    name, _, called = text.partition("=")
+    found = tuple(word for word in called.split(",") if word)
+    return (name, found) if name and found else _wrong(f"'{text}' is not NAME=NAME,...")
+
+
 def _services(args: argparse.Namespace) -> dict[str, Service]:
     found: dict[str, Service] = {}
     if args.service_ms is not None:
@@ -168,6 +178,8 @@ def _plain(args: argparse.Namespace, services: dict[str, Service]) -> SimModel:
 def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimModel], list[str]]:
     """All that are needed, and the names of those that are asked."""
     services = _services(args)
+    if args.calls and not args.repository:
+        raise InvalidRequest("--calls is for models of a repository")
     if not args.repository:
         made = _plain(args, services)
         return [made], [made.policy.name]
@@ -178,7 +190,13 @@ def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimMod
     found = list(asked) or ([args.model] if args.model else names(args.repository))
     if not asked and len(found) != 1:
         raise InvalidRequest(f"--model says which one is asked; there are {', '.join(found) or 'none'}")
-    return models(args.repository, found, services, args.instances or 0), found
+    calls = dict(args.calls)
+    unknown = calls.keys() - set(names(args.repository))
+    if unknown:
+        raise InvalidRequest(f"there is no model '{sorted(unknown)[0]}', which --calls names")
+    needed = [*found, *(called for each in calls.values() for called in each)]
+    known = models(args.repository, needed, services, args.instances or 0)
+    return [replace(model, calls=calls.get(model.policy.name, ())) for model in known], found
 
 
 def _plan(args: argparse.Namespace, rate: float) -> Plan:

@@ -30,6 +30,8 @@ class SimModel(Struct, frozen=True):
     """Of outputs of one BOOL: how often it is true."""
     answers: tuple[int, int] = (1, 1)
     runs: int = 1
+    calls: tuple[str, ...] = ()
+    """Models that it calls for each request, one after the other, before it computes. Its instance waits for them."""
 
 
 class Plan(Struct, frozen=True):

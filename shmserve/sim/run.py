@@ -77,6 +77,7 @@ class Simulation:
         """Requests without an answer, and those of sequences that are still to come."""
         self.last_answer = START
         self._spins = 0
+        self._last_turn = START
         self._log: list[str] = []
         for model in plan.models:
             policy = model.policy
@@ -167,7 +168,8 @@ class Simulation:
         if every and self._turns % every == 0:
             self.core.check()
         self._arm()
-        self._spins = 0 if leaves > self.now or (self._heap and self._heap[0][0] > self.now) else self._spins + 1
+        self._spins = 0 if self.now > self._last_turn else self._spins + 1
+        self._last_turn = self.now
         assert self._spins < SPINS, f"time stands still at {self.now}: turn follows turn"
 
     def _rare(self, effect: Any, there: int) -> None:
@@ -280,6 +282,7 @@ class Simulation:
 
     def deploy(self) -> None:
         """All models, and waits until they are READY."""
+        _check_calls(self.plan.models)
         names = list(dict.fromkeys(model.policy.name for model in self.plan.models))
         for name in names:
             self._deploy(name, False)
@@ -384,3 +387,14 @@ class Simulation:
         return Result(
             self._results, seconds, self._turns, self.owed, self.digest.text(), self._log, cache.hits, cache.misses
         )
+
+
+def _check_calls(models: tuple[SimModel, ...]) -> None:
+    known = {model.policy.name for model in models}
+    for model in models:
+        name = model.policy.name
+        lacking = [called for called in model.calls if called not in known]
+        if lacking:
+            raise InvalidRequest(f"model '{name}' calls '{lacking[0]}', which the plan does not have")
+        if model.calls and (model.policy.steps is not None or model.policy.decoupled or model.runs > 1):
+            raise InvalidRequest(f"model '{name}' cannot call others here: it does not answer once, by itself")

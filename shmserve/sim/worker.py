@@ -31,6 +31,7 @@ from shmserve.messages import (
     Withdrawn,
     Work,
 )
+from shmserve.sim.calling import ANSWERS, Calling
 from shmserve.sim.faults import Fate
 from shmserve.sim.plan import SimModel
 from shmserve.sim.results import ModelResult
@@ -65,6 +66,7 @@ class Stream(Struct):
 
 class Worker:
     __slots__ = (
+        "_calling",
         "_draws",
         "_fate",
         "_last",
@@ -95,6 +97,8 @@ class Worker:
         self._runs: dict[int, int] = {}
         self._places: dict[int | str, tuple[int, int]] = {}
         """Of a sequence the slot, and its newest request."""
+        called = [next(m for m in world.plan.models if m.policy.name == name) for name in model.calls]
+        self._calling = Calling(world, peer, called, draws) if called else None
         self._several = model.policy.decoupled or model.runs > 1
         self._stopping = False
         self.peer = peer
@@ -123,6 +127,8 @@ class Worker:
                 self._stopping = True
             elif kind is Ping:
                 self._say(Pong(message.number))
+            elif self._calling is not None and kind in ANSWERS:
+                self._calling.hear(message)
             else:
                 assert kind in (Map, Unmap, EndSequences, Load), message
         if self.running is None:
@@ -205,7 +211,10 @@ class Worker:
                 if what == "crash":
                     world.at(world.now + round(time * where), self._crash, batch)
                 return
-        world.at(world.now + time, self._finish, batch)
+        if self._calling is not None:
+            self._calling.begin(works, lambda: world.at(world.now + time, self._finish, batch))
+        else:
+            world.at(world.now + time, self._finish, batch)
 
     def _verify_sequences(self, works: list[Work]) -> None:
         """One request of each at most, in their order, at one worker from START on, and where direct in one place."""
@@ -245,6 +254,9 @@ class Worker:
         rows = tuple([Row(work.request, make(work, draws)) for work in works])
         if self._fate.of_answers:
             rows = tuple([self._perhaps_failed(row) for row in rows])
+        if self._calling is not None:
+            failed = self._calling.failed
+            rows = tuple([self._without(row, failed[row.request]) if row.request in failed else row for row in rows])
         if self._outputs.new:
             self._announce()
         done = Done(batch.number, rows, (batch.began, batch.began, now, now), again=again)
@@ -260,6 +272,13 @@ class Worker:
         if any(isinstance(tensor.data, tuple) for tensor in row.outputs) or not self._fate.answer_fails():
             return row
         return Row(row.request, (), Failure("MODEL_FAILED", "the model has failed, as it was told to"))
+
+    def _without(self, row: Row, failure: Failure) -> Row:
+        """In place of an answer the error of a model that it has called."""
+        for tensor in row.outputs:
+            for handle in tensor.data if isinstance(tensor.data, tuple) else ():
+                self._outputs.out.discard((handle.segment, handle.offset))
+        return Row(row.request, (), failure)
 
     def _announce(self) -> None:
         for segment, audience in self._outputs.new:

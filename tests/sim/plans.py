@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 from msgspec.structs import replace
@@ -173,10 +174,27 @@ def some_models(draw: Random) -> tuple[SimModel, ...]:
     return (SimModel(known, made.instances, made.service, Constant(5 * MS), answers=(0, 9), runs=runs),)
 
 
-def some_plan(seed: int, seconds: float = 0.5, check_every: int = 1) -> Plan:
+def calling(draw: Random) -> tuple[SimModel, ...]:
+    """Models that call each other, also in circles, and an ensemble that one of them may call."""
+    wide, small = ((tensor("x", (2000,)),), (tensor("y", (2000,)),)), ((tensor("x"),), (tensor("y"),))
+    names = ("m", "n", "k")
+    found = []
+    for name in names:
+        known = policy(name, draw.choice((1, 4)), some_batching(draw), *draw.choice((wide, small)))
+        calls = tuple(draw.choice((*names, "both")) for _ in range(draw.randint(0, 2)))
+        found.append(replace(served(known, draw.randint(1, 3), some_service(draw)), calls=calls))
+    own = policy("own", 4, BatchPolicy(preserve_ordering=draw.random() < 0.5))
+    steps = StepPolicy("own", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("own", 0, (("x", "t"),), (("y", "y"),))
+    others = replace(served(own, 2), calls=draw.choice(((), ("k",)))), SimModel(policy("both", 4, steps=steps))
+    return (*others, *reversed(found))
+
+
+def some_plan(
+    seed: int, seconds: float = 0.5, check_every: int = 1, kind: Callable[[Random], tuple[SimModel, ...]] = some_models
+) -> Plan:
     """Anything, with anything going wrong."""
     draw = Random(seed)
-    models = some_models(draw)
+    models = kind(draw)
     loads = tuple(some_load(draw, models[-1]) for _ in range(draw.randint(1, 2)))
     costs = draw.choice(((0, 0, 0), (20_000, 20_000, 4_000), (500_000, 300_000, 10_000)))
     reload = draw.choice((0.0, 0.0, 0.1))

@@ -36,7 +36,7 @@ from shmserve.sim import (
     simulate,
 )
 from shmserve.sim.tensors import Inputs
-from tests.sim.plans import MS, pipeline, policy, served, some_plan, tensor
+from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
 
 ROOT = Path(__file__).parents[2]
 SEEDS = int(os.environ.get("SHMSERVE_SIM_SEEDS", "20"))
@@ -308,6 +308,35 @@ def test_an_ensemble_with_a_decoupled_step_answers_as_often() -> None:
     assert result.models["both"].answered == 100
     assert result.models["both"].parts > 300
     assert result.models["next"].batches
+
+
+def test_a_model_that_calls_takes_as_long_as_all_of_it() -> None:
+    """One request after the other: its own time, and that of both that it calls."""
+    models = (
+        replace(served(policy("m"), 1, Constant(MS)), calls=("n", "k")),
+        served(policy("n"), 1, Constant(3 * MS)),
+        served(policy("k"), 1, Constant(5 * MS)),
+    )
+    result = simulate(at_once(models, (Load("m", Regular(50)),), requests=20, check_every=1))
+    accounted(result)
+    assert result.models["m"].answered == 20
+    assert result.models["m"].latency.mean == pytest.approx(9 * MS)
+    assert sum(result.models["k"].batches.values()) == 20
+
+
+def test_while_one_waits_another_instance_runs_what_it_has() -> None:
+    """Two instances of a caller, and a model that takes long: batches are not run one behind the other."""
+    caller = replace(served(policy("m", 1), 2, Constant(MS)), calls=("n",))
+    models = caller, served(policy("n", 1), 2, Constant(9 * MS))
+    result = simulate(at_once(models, (Load("m", Closed(2)),), requests=100, check_every=1))
+    accounted(result)
+    assert result.models["m"].elapsed_s == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [*range(min(SEEDS, 6)), 234])
+def test_models_that_call_each_other_also_in_circles_lose_nothing(seed: int) -> None:
+    result = simulate(some_plan(seed, 0.3, kind=calling))
+    accounted(result)
 
 
 def test_bursts_come_at_once_and_share_batches() -> None:

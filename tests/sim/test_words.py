@@ -140,6 +140,16 @@ def test_an_ensemble_brings_its_steps(capsys: pytest.CaptureFixture[str]) -> Non
     assert told["models"]["sentiment"]["latency_ms"]["p50"] > 5
 
 
+def test_a_model_brings_those_that_it_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--repository", str(ROOT / "repo" / "examples"), "--model", "add_sub", "--requests", "40", "--json")
+    told = json.loads(run(capsys, *words, "--calls", "add_sub=mlp,cnn", "--service", "cnn=5ms", "--service", "1ms"))
+    models = told["models"]
+    assert models["add_sub"]["answered"] == 40
+    for name in ("mlp", "cnn"):
+        assert sum(int(rows) * count for rows, count in models[name]["batches"].items()) == 40
+    assert models["add_sub"]["latency_ms"]["p50"] > 7
+
+
 def test_a_recording_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
     path.write_text("".join(f'{{"at": {index / 100}, "model": "m", "rows": 2}}\n' for index in range(50)))
@@ -155,6 +165,10 @@ def test_a_recording_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: P
         ["--repository", "repo/examples"],
         ["--repository", "repo/examples", "--model", "nobody"],
         ["--repository", "repo/examples", "--model", "mlp", "--max-batch", "4"],
+        ["--repository", "repo/examples", "--model", "mlp", "--calls", "nobody=mlp"],
+        ["--repository", "repo/examples", "--model", "mlp", "--calls", "mlp=nobody"],
+        ["--repository", "repo/examples", "--model", "sentiment", "--calls", "sentiment=mlp"],
+        ["--calls", "model=other"],
         ["--callers", "4", "--compare"],
         ["--recording", "no/such/file"],
     ],
@@ -170,7 +184,9 @@ def test_what_cannot_be_simulated_is_told_in_a_line(
     assert not told.out
 
 
-@pytest.mark.parametrize("words", ["--rate 1 --callers 2", "--rows 3-1", "--fault x=1", "--rate 0", "--sweep 1,x"])
+@pytest.mark.parametrize(
+    "words", ["--rate 1 --callers 2", "--rows 3-1", "--fault x=1", "--rate 0", "--sweep 1,x", "--calls mlp"]
+)
 def test_words_that_are_wrong_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words.split())

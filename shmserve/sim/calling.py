@@ -1,0 +1,105 @@
+"""A simulated model that calls others, for each request of a batch, before it computes.
+
+The rule of the file: what its calls are answered with is given back at once; the instance goes on when all have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from shmserve.messages import (
+    OWNER_SHIFT,
+    Call,
+    Fail,
+    FailHeld,
+    Failure,
+    Map,
+    Options,
+    Part,
+    Released,
+    Reply,
+    Return,
+    Work,
+)
+from shmserve.sim.plan import SimModel, answers_many
+from shmserve.sim.tensors import MANY, Inputs
+
+if TYPE_CHECKING:
+    from shmserve.sim.run import Simulation
+
+ANSWERS = frozenset((Reply, Part, Fail, FailHeld, Released))
+_OWN = 1 << 20
+"""The lower half of the number of the segment for what it asks with: far from those of its outputs."""
+_ENOUGH = 1 << 20
+"""Room for answers of those that give many."""
+
+
+class Calling:
+    """`models`: those that it calls, one after the other."""
+
+    def __init__(self, world: Simulation, peer: int, models: list[SimModel], draws: Random) -> None:
+        self._world = world
+        self._peer = peer
+        self._models = models
+        self._draws = draws
+        self._inputs = [Inputs(model.policy, 1) for model in models]
+        self._segment = (peer << OWNER_SHIFT) + _OWN
+        self._announced = False
+        self._last = 0
+        self._step = 0
+        self._works: list[Work] = []
+        self._open: dict[int, int] = {}
+        """Call -> the request that it is made for."""
+        self._done: Callable[[], None] = lambda: None
+        self.failed: dict[int, Failure] = {}
+        """Requests whose calls have failed."""
+
+    def begin(self, works: list[Work], done: Callable[[], None]) -> None:
+        """`done` is called when the last answer has come."""
+        self._works, self._done, self._step = works, done, 0
+        self.failed.clear()
+        self._ask()
+
+    def _ask(self) -> None:
+        model, inputs = self._models[self._step], self._inputs[self._step]
+        policy = model.policy
+        window = _ENOUGH if answers_many(model, self._world.plan.models) else 0
+        for work in self._works:
+            if work.request in self.failed:
+                continue
+            self._last = number = self._last + 1
+            tensors = inputs.make(1, self._segment, self._draws)
+            if not self._announced and any(isinstance(tensor.data, tuple) for tensor in tensors):
+                self._announced = True
+                self._world.say(self._peer, Map(self._segment, MANY, None, "internal"))
+            options = Options(window=window) if window else None
+            if policy.sequence is not None:
+                options = Options(window=window, sequence=(self._peer << 32) + number)
+                options.sequence_start = options.sequence_end = True
+            self._open[number] = work.request
+            self._world.say(self._peer, Call(number, work.request, policy.name, 0, tensors, None, 0, options))
+        if not self._open:
+            self._done()
+
+    def hear(self, message: Any) -> None:
+        kind = type(message)
+        if kind is Released:
+            return
+        if kind is Reply or kind is Part:
+            handles = [part for tensor in message.outputs if isinstance(tensor.data, tuple) for part in tensor.data]
+            if handles:
+                self._world.say(self._peer, Return(tuple(handles)))
+            if kind is Part and not message.last:
+                return
+        request = self._open.pop(message.request)
+        if kind is Fail or kind is FailHeld:
+            self.failed[request] = Failure(message.code, message.text)
+        if self._open:
+            return
+        self._step += 1
+        if self._step < len(self._models):
+            self._ask()
+        else:
+            self._done()
