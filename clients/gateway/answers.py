@@ -34,14 +34,8 @@ class _Output(Struct, omit_defaults=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    parameters: _Size | _Written | None = None
+    parameters: _Size | None = None
     data: msgspec.Raw | None = None
-
-
-class _Written(Struct, omit_defaults=True):
-    shared_memory_region: str
-    shared_memory_byte_size: int
-    shared_memory_offset: int = 0
 
 
 class _Response(Struct, omit_defaults=True):
@@ -71,9 +65,10 @@ def response(
     for index, tensor in enumerate(reply.outputs):
         parts: list[Buffer] = [_inline(tensor.data)] if buffers is None else buffers[index]
         if write is not None and tensor.name in plan.places:
-            parameters = _written(plan, tensor.name, sum([len(part) for part in parts]))
+            _check_room(plan, tensor.name, sum([len(part) for part in parts]))
             write(tensor.name, parts)
-            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, parameters))
+            # Nothing is said of the place: clients take any parameters for those of binary data.
+            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape))
         elif plan.is_binary(tensor.name):
             binary = True
             behind += parts
@@ -86,14 +81,13 @@ def response(
     return (len(text) if binary else None), [text, *behind]
 
 
-def _written(plan: Plan, name: str, size: int) -> _Written:
+def _check_room(plan: Plan, name: str, size: int) -> None:
     place = plan.places[name]
     if size > place.size:
         raise InvalidRequest(
             f"shared memory size specified with the request for output '{name}' ({place.size} bytes) should be at "
             f"least {size} bytes to hold the results"
         )
-    return _Written(place.region, size, place.offset)
 
 
 def _inline(data: Any) -> bytes:

@@ -265,8 +265,7 @@ def test_an_answer_that_is_written_to_a_place() -> None:
     assert length is None
     assert written == {"p": b"abcd"}
     first, second = json.loads(bytes(parts[0]))["outputs"]
-    place = {"shared_memory_region": "r", "shared_memory_byte_size": 4, "shared_memory_offset": 3}
-    assert first == {"name": "p", "datatype": "UINT8", "shape": [4], "parameters": place}
+    assert first == {"name": "p", "datatype": "UINT8", "shape": [4]}
     assert second["data"] == [101]
     small = Plan((), 0, Options(), None, {}, {"p": Place("r", 0, 3)})
     with pytest.raises(InvalidRequest, match=r"output 'p' \(3 bytes\) should be at least 4 bytes to hold"):
