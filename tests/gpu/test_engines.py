@@ -1,0 +1,113 @@
+"""The other engines on a real GPU: ONNX Runtime with CUDA, a Python model with CuPy, PyTorch. Each is skipped where its
+package is not there, or not the one for CUDA.
+
+The rule: numpy says what is right, and each model says which GPU it has seen.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.repo.gpus import discover
+from shmserve.testing import Server
+from tests.worker_models import Graph
+
+pytestmark = [pytest.mark.gpu, pytest.mark.process]
+
+WIDTH = 50_000
+GROUP = "instance_group { kind: KIND_GPU gpus: 0 }\n"
+TENSORS = """
+max_batch_size: 8
+input {{ name: "{}" data_type: TYPE_FP32 dims: 50000 }} output {{ name: "{}" data_type: TYPE_FP32 dims: 50000 }}
+"""
+CUPY = """\
+import cupy
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        assert cupy.cuda.runtime.getDeviceCount() == 1
+        assert args["model_instance_kind"] == "GPU"
+        self.device = cupy.cuda.Device(int(args["model_instance_device_id"]))
+
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        with self.device:
+            x = cupy.asarray(pb_utils.get_input_tensor_by_name(request, "x").as_numpy())
+            y = cupy.asnumpy(x + 1)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])
+"""
+
+
+def onnx_model(repository: Path) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("this ONNX Runtime is not the one for CUDA")
+    graph = Graph().input("x", "FP32", [-1, WIDTH]).output("y", "FP32", [-1, WIDTH])
+    graph.weight("one", np.ones(1, np.float32)).node("Add", ["x", "one"], ["y"]).save(repository / "model")
+    (repository / "model" / "config.pbtxt").write_text(f'backend: "onnxruntime"\n{GROUP}')
+
+
+def cupy_model(repository: Path) -> None:
+    pytest.importorskip("cupy")
+    (repository / "model" / "1").mkdir(parents=True)
+    (repository / "model" / "1" / "model.py").write_text(CUPY)
+    (repository / "model" / "config.pbtxt").write_text(f'backend: "python"\n{TENSORS.format("x", "y")}{GROUP}')
+
+
+def torch_model(repository: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch is not one for CUDA")
+    (repository / "model" / "1").mkdir(parents=True)
+
+    class AddOne(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return x + 1
+
+    torch.jit.trace(AddOne(), torch.zeros(1, WIDTH)).save(str(repository / "model" / "1" / "model.pt"))
+    names = TENSORS.format("INPUT__0", "OUTPUT__0")
+    (repository / "model" / "config.pbtxt").write_text(f'backend: "pytorch"\n{names}{GROUP}')
+
+
+MODELS = {"onnxruntime": onnx_model, "python": cupy_model, "pytorch": torch_model}
+
+
+@pytest.fixture(params=MODELS)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    if not discover().found:
+        pytest.skip("there is no GPU here, or nvidia-ml-py is not installed")
+    MODELS[request.param](tmp_path)
+    with Server(tmp_path, "--exit-on-error", "true", start_timeout=300) as server:
+        yield server
+
+
+def test_every_request_gets_its_rows(server: Server) -> None:
+    random = np.random.default_rng(6)
+    xs = [random.integers(0, 1000, (rows, WIDTH)).astype(np.float32) for rows in (1, 3, 2, 1, 1)]
+    with server.client() as client:
+        metadata = client.metadata("model")
+        (given,) = [tensor["name"] for tensor in metadata["inputs"]]
+        (made,) = [tensor["name"] for tensor in metadata["outputs"]]
+        for _ in range(3):
+            futures = [client.submit("model", {given: x}) for x in xs]
+            for x, future in zip(xs, futures, strict=True):
+                np.testing.assert_array_equal(future.result()[made], x + 1)
+
+
+def test_names_of_the_libraries() -> None:
+    """What workers/cuda/api.py calls exists in the cupy that is installed."""
+    pytest.importorskip("cupy")
+    if not discover().found:
+        pytest.skip("there is no GPU here, or nvidia-ml-py is not installed")
+    api = importlib.import_module("shmserve.workers.cuda.api")
+    assert api.Cuda().devices >= 1
