@@ -192,7 +192,7 @@ class Requests:
             connection.answer(route.status, [error_body(route.text)], more=more)
             return
         if route.action not in self._allowed:
-            needs = " or ".join(NEEDS[route.action])
+            needs = " or ".join(NEEDS.get(route.action, ("of nobody",)))
             raise Denied(
                 f"this needs the role {needs}, which this door does not give; --http-roles of the gateway says what it "
                 "gives"

@@ -7,16 +7,19 @@ import gzip
 import itertools
 import json
 import zlib
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.clients.gateway import bodies, documents, flags
-from shmserve.clients.gateway.heads import BadHead, Heads, parse
+from shmserve.clients.gateway.heads import BadHead, Head, Heads, parse
+from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.regions import Regions
+from shmserve.clients.gateway.requests import Requests
 from shmserve.clients.gateway.routes import NEEDS, Route, resolve
-from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.errors import Denied, InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 
 # ---------------------------------------------------------------------------------------- heads
 
@@ -254,6 +257,19 @@ def test_roles_that_are_given_by_default_change_nothing() -> None:
     """Whoever may not operate can neither change what is served nor what the server writes down."""
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
     assert {action for action, needs in NEEDS.items() if needs == (flags.OPERATE,)} == changing
+
+
+@pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
+def test_who_has_none_of_the_roles_is_refused_before_anything_else(action: str) -> None:
+    """Every action against every set of roles; one that is not in the table nobody has."""
+    nothing: Any = None
+    for roles in (set(some) for count in range(4) for some in itertools.combinations(flags.ROLES, count)):
+        requests = Requests(nothing, Limits(), frozenset(roles), str, Regions(True))
+        allowed = bool(roles & set(NEEDS.get(action, ())))
+        assert requests.allows(action) is allowed
+        if not allowed:
+            with pytest.raises(Denied):
+                requests.begin(nothing, Head(Route(action), True), b"")
 
 
 # ---------------------------------------------------------------------------------------- documents
