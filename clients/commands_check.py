@@ -29,7 +29,7 @@ TICK_S = 0.2
 """How often people see where loading is."""
 LOG_LINES = 20
 """So many of the last lines of a worker are shown."""
-_OF_WORKER = re.compile(r"\S+ \S+ [A-Z]+ \[(?P<group>.+?)_\d+\] (?:error: (?:  )?)?(?P<text>.*)")
+_OF_WORKER = re.compile(r"\S+ \S+ (?P<ours>ERROR)?[A-Z]* \[(?P<group>.+?)_\d+\] (?(ours)(?:  )?)(?P<text>.*)")
 _CLEAR = "\r\x1b[K"
 
 Entry = Mapping[str, Any]
