@@ -5,6 +5,7 @@ are never parsed where requests are scheduled.
     status    errors of the server as status codes and texts of the doors
     kserve    a request of the KServe protocol as JSON -> a Plan of what the broker is asked
     elements  tensors as JSON, both ways
+    generate  the generate extension
     answers   replies of the broker -> the JSON and the buffers that are sent
     regions   shared memory that callers have registered
     documents questions and operations: what is asked, and the document that is answered

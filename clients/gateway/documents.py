@@ -90,8 +90,6 @@ def refusal(action: str) -> ServeError:
             return Unsupported("the server does not support tracing")
         case "log" | "set_log":
             return Unsupported("the server does not support changing or showing its log settings")
-        case "generate":
-            return Unsupported("the generate extension is not there yet; use infer")
     return Unsupported("this gateway does not do that")
 
 

@@ -33,6 +33,8 @@ class Head(Struct):
     """gzip or deflate: how the body is compressed."""
     accepts: str = ""
     """The same, for how the answer may be."""
+    old: bool = False
+    """HTTP/1.0, which knows no chunks."""
     is_head: bool = False
     """The caller wants the lines of the answer alone."""
     expects: bool = False
@@ -124,7 +126,9 @@ def _path(target: bytes) -> str:
 def _head(
     method: str, http: str, target: str, headers: list[tuple[bytes, bytes]], keep_alive: bool, metrics: bool
 ) -> Head:
-    found = Head(resolve(method, target, metrics), keep_alive and http == "1.1", is_head=method == "HEAD")
+    found = Head(
+        resolve(method, target, metrics), keep_alive and http == "1.1", old=http == "1.0", is_head=method == "HEAD"
+    )
     seen: set[bytes] = set()
     for name, value in headers:
         if name in (b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding"):

@@ -47,6 +47,8 @@ class Connection(asyncio.BufferedProtocol):
         self._head: Head | None = None
         self._keep_alive = True
         self._ticket: Ticket | None = None
+        self._resume: Callable[[], None] | None = None
+        """For an answer in parts, while the caller did not read."""
         self._sink: memoryview | None = None
         self._filled = 0
         self._sinks: list[memoryview] = []
@@ -85,7 +87,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._writable = True
-        self._go_on()
+        if self._resume is not None:
+            self._resume()
+        else:
+            self._go_on()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         sink = self._sink
@@ -253,8 +258,9 @@ class Connection(asyncio.BufferedProtocol):
         except ServeError as error:
             self.fail(error)
 
-    def wait_for(self, ticket: Ticket) -> None:
+    def wait_for(self, ticket: Ticket, resume: Callable[[], None] | None = None) -> None:
         self._ticket = ticket
+        self._resume = resume
 
     def _drop(self) -> None:
         """The caller is gone, or gets no answer any more."""
@@ -264,7 +270,7 @@ class Connection(asyncio.BufferedProtocol):
         self._let_go()
 
     def _let_go(self) -> None:
-        self._sink = self._then = self._head = self._chunks = None
+        self._sink = self._then = self._head = self._chunks = self._resume = None
         self._sinks = []
         if self._held_bytes:
             self._door.hold(-self._held_bytes)
@@ -309,16 +315,46 @@ class Connection(asyncio.BufferedProtocol):
             transport.write(b"".join([lines, *parts]))
         else:
             transport.writelines([lines, *parts])
+        self._end(unread)
+
+    def _end(self, unread: bool) -> None:
+        """The answer is sent."""
         self._let_go()
         if unread:
             self._drain()
         elif not self._keep_alive:
             self._phase = DRAIN
-            transport.close()
+            self._transport.close()
         else:
             self._phase = HEAD
             if self._rest or not self._reading:
                 self._door.loop.call_soon(self._go_on)
+
+    # ------------------------------------------------------------------------------------ answers in parts
+
+    @property
+    def writable(self) -> bool:
+        """Whether the caller reads what he is sent, and is there at all."""
+        return self._writable and self._transport is not None
+
+    def begin_events(self) -> None:
+        self._door.answered(200)
+        more = b"" if self._keep_alive else b"Connection: close\r\n"
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+            b"Transfer-Encoding: chunked\r\n%b\r\n" % more
+        )
+
+    def send_event(self, data: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end_events(self) -> None:
+        self._ticket = None
+        self.turn = self._door.turn
+        self._transport.write(b"0\r\n\r\n")
+        self._end(unread=False)
+
+    # ------------------------------------------------------------------------------------ the next request
 
     def _go_on(self) -> None:
         """With requests that came while one was answered, or while the caller did not read."""

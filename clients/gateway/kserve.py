@@ -323,7 +323,7 @@ def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, by
             f"Raw request must only have 1 input (found {len(inputs)}) to be deduced but got {len(inputs)} inputs in "
             f"'{model}' model configuration"
         )
-    name, dtype = inputs[0]["name"], inputs[0]["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+    name, dtype = inputs[0]["name"], tensor_type(inputs[0])
     dims = [int(dim) for dim in inputs[0]["dims"]]
     lead = (1,) if config.get("max_batch_size", 0) else ()
     prefix = b""
@@ -336,6 +336,12 @@ def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, by
         dims = _fitted(name, dims, size, ITEM_BYTES[dtype])
     spec = Spec(name, dtype, (*lead, *dims), len(prefix) + size)
     return Plan((spec,), spec.size, Options(binary=True)), prefix
+
+
+def tensor_type(config: Mapping[str, Any]) -> str:
+    """Of an input in a model's configuration."""
+    found: str = config["data_type"].removeprefix("TYPE_")
+    return "BYTES" if found == "STRING" else found
 
 
 def _fitted(name: str, dims: list[int], size: int, item: int) -> list[int]:

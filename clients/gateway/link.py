@@ -14,10 +14,11 @@ from shmserve.clients.gateway.answers import Buffer, Held
 from shmserve.clients.loop_link import LoopLink, flusher
 from shmserve.clients.transport import address_of
 from shmserve.errors import Internal, InvalidRequest, ServeError
-from shmserve.messages import INLINE_BYTES, Reply, Tensor
-from shmserve.session import Session, Ticket
+from shmserve.messages import INLINE_BYTES, Part, Reply, Tensor
+from shmserve.session import Session, StreamTicket, Ticket
 from shmserve.session.inputs import MESSAGE_BYTES
 from shmserve.session.memory import Memory
+from shmserve.session.outputs import give_back
 from shmserve.session.ticket import Array, Kept
 
 _BYTE = np.dtype("uint8")
@@ -33,6 +34,21 @@ class GatewaySession(Session):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._tensors = _as_they_are
+
+    def _on_part(self, part: Part, frames: Sequence[Any]) -> None:
+        ticket = self.tickets.get(part.request)
+        if part.last and ticket is not None:
+            self._forget(ticket)
+        if not isinstance(ticket, StreamTicket):
+            give_back(part, self.memory)
+            return
+        try:
+            found: Any = Held(part, [_buffers(tensor, self.memory) for tensor in part.outputs])
+        except ServeError as error:
+            self.cancel(ticket)
+            ticket.fail(error)
+            return
+        ticket.part(found if part.outputs or not part.last else None, part.last)
 
     def _settle_slowly(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
         kept, ticket.kept = ticket.kept, None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.gateway.answers import Buffer, Held, response
 from shmserve.clients.gateway.documents import Question, error_body, question_of
+from shmserve.clients.gateway.generate import ONE, event, generate_plan, generated
 from shmserve.clients.gateway.heads import Head
 from shmserve.clients.gateway.http import BINARY, JSON, Connection
 from shmserve.clients.gateway.kserve import Plan, Plans, Spec, raw_plan
@@ -17,9 +18,10 @@ from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink, Inputs, Piece, space
 from shmserve.clients.gateway.regions import Region, Regions
 from shmserve.clients.gateway.routes import NEEDS, Route
-from shmserve.errors import Denied, Internal, InvalidRequest, ServeError
+from shmserve.clients.gateway.status import http_text_of
+from shmserve.errors import Denied, Internal, InvalidRequest, ServeError, Unsupported
 from shmserve.messages import INLINE_BYTES, Reply
-from shmserve.session import Ticket
+from shmserve.session import WINDOW, StreamTicket, Ticket
 
 if TYPE_CHECKING:
     from shmserve.session.ticket import Array
@@ -107,6 +109,79 @@ class _Then(_Waiting):
 
     def take(self, answer: Any) -> None:
         self._go_on(answer)
+
+
+class _Generation(StreamTicket):
+    """One answer as the body, or all of them as events."""
+
+    __slots__ = ("_as_events", "_connection", "_link", "_model", "_plan", "_sent")
+
+    def __init__(self, connection: Connection, link: GatewayLink, model: str, plan: Plan, as_events: bool) -> None:
+        super().__init__()
+        self._connection = connection
+        self._link = link
+        self._model = model
+        self._plan = plan
+        self._as_events = as_events
+        self._sent = False
+
+    def settle(self, answer: Any) -> None:
+        """All of it at once."""
+        if type(answer) is Reply:
+            answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
+        self.part(answer, True)
+
+    def news(self) -> None:
+        try:
+            if self._as_events:
+                self._send_on()
+            else:
+                self._answer_once()
+        except ServeError as error:
+            self._fail(error)
+        except Exception:
+            log.exception("an answer could not be passed on")
+            self._fail(Internal("the gateway could not pass the answer on; its log says why"))
+
+    def _answer_once(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if len(self.parts) > 1 or (self.ended and not self.parts):
+            raise InvalidRequest(ONE)
+        if self.ended:
+            part: Any = self.parts.popleft()
+            self._connection.answer(200, [generated(self._model, self._plan, part)])
+
+    def _send_on(self) -> None:
+        """What has come, as far as the caller reads it."""
+        connection, session = self._connection, self._link.session
+        while self.parts and connection.writable:
+            part: Any = session.next_part(self)
+            text = generated(self._model, self._plan, part)
+            if not self._sent:
+                self._sent = True
+                connection.begin_events()
+            connection.send_event(event(text))
+        if session.outbox.messages:
+            self._link.send_soon()
+        if self.ended and not self.parts:
+            if self.error is not None:
+                raise self.error
+            if not self._sent:
+                connection.begin_events()
+            connection.end_events()
+
+    def _fail(self, error: ServeError) -> None:
+        """Nothing more of it is wanted."""
+        if not self.ended:
+            self._link.cancel(self)
+        self.ended = True
+        self.parts.clear()
+        if self._sent:
+            self._connection.send_event(event(error_body(http_text_of(error, self._plan.options.id))))
+            self._connection.end_events()
+        else:
+            self._connection.fail(error, self._plan.options.id)
 
 
 class Requests:
@@ -199,6 +274,8 @@ class Requests:
             )
         if route.action == "infer":
             self._begin_infer(connection, head, body)
+        elif route.action in ("generate", "generate_stream"):
+            self._begin_generate(connection, head, body)
         elif route.action == "metrics":
             self._ask_metrics(connection)
         else:
@@ -299,6 +376,37 @@ class Requests:
         connection.wait_for(ticket)
         link.send_soon()
 
+    def _begin_generate(self, connection: Connection, head: Head, body: bytes) -> None:
+        route, link = head.route, self._link
+        as_events = route.action == "generate_stream"
+        if head.encoding:
+            raise Unsupported(f"Unsupported compression type '{head.encoding[:40]}': generate takes none")
+        if as_events and head.old:
+            raise Unsupported("generate_stream needs HTTP/1.1")
+        if len(body) > self._limits.json_bytes:
+            raise self._json_too_large(len(body))
+
+        def go_on(config: Any) -> None:
+            plan = generate_plan(body, config)
+            inputs, asked = Inputs(link.session.memory), plan.options
+            for spec in plan.inputs:
+                inputs.add(spec.name, spec.dtype, spec.shape, spec.data or b"")
+            ticket = _Generation(connection, link, route.model, plan, as_events)
+            link.session.infer(
+                ticket, route.model, inputs.made(), NO_TIME, None, route.version or None, None, asked.priority,
+                asked.sequence, asked.sequence_start, asked.sequence_end, asked.parameters, asked.id or None, WINDOW,
+            )  # fmt: skip
+            connection.wait_for(ticket, ticket.news)
+            link.send_soon()
+
+        self._ask_config(connection, route, go_on)
+
+    def _ask_config(self, connection: Connection, route: Route, go_on: Callable[[Any], None]) -> None:
+        ticket = _Then(connection, go_on)
+        self._link.session.ask(ticket, "config", NO_TIME, route.model, route.version or None)
+        connection.wait_for(ticket)
+        self._link.send_soon()
+
     def _infer_raw(self, connection: Connection, head: Head, body: Piece) -> None:
         """A body without JSON: the model's configuration says what it is."""
         route = head.route
@@ -308,7 +416,4 @@ class Requests:
             piece = body if not prefix else prefix + bytes(body)
             self._infer(connection, route, plan, [piece])
 
-        ticket = _Then(connection, go_on)
-        self._link.session.ask(ticket, "config", NO_TIME, route.model, route.version or None)
-        connection.wait_for(ticket)
-        self._link.send_soon()
+        self._ask_config(connection, route, go_on)

@@ -24,6 +24,7 @@ NEEDS = {
     "metrics": (OBSERVE, OPERATE),
     "infer": (INFER,),
     "generate": (INFER,),
+    "generate_stream": (INFER,),
     "load": (OPERATE,),
     "unload": (OPERATE,),
     "trace": (OBSERVE, OPERATE),
@@ -54,7 +55,7 @@ class Route(Struct, frozen=True):
 
 _HEALTH = {"live": "live", "ready": "ready"}
 _OF_MODEL = {"": "model_metadata", "ready": "model_ready", "config": "config", "stats": "statistics"}
-_TO_MODEL = {"infer": "infer", "generate": "generate", "generate_stream": "generate"}
+_TO_MODEL = {"infer": "infer", "generate": "generate", "generate_stream": "generate_stream"}
 _OPERATIONS = {"load": "load", "unload": "unload"}
 _MEMORY = ("systemsharedmemory", "cudasharedmemory")
 

@@ -205,7 +205,7 @@ def test_compression_that_is_refused(encoding: str, body: bytes, kind: type[Serv
         ("GET", "/v2/models/m/versions/3/config", Route("config", "m", "3")),
         ("GET", "/v2/models/stats/stats", Route("statistics", "stats")),
         ("POST", "/v2/models/m/versions/2/infer", Route("infer", "m", "2")),
-        ("POST", "/v2/models/m/generate_stream", Route("generate", "m")),
+        ("POST", "/v2/models/m/generate_stream", Route("generate_stream", "m")),
         ("POST", "/v2/repository/index", Route("index")),
         ("POST", "/v2/repository/models/m/load", Route("load", "m")),
         ("POST", "/v2/repository/models/m/unload", Route("unload", "m")),
@@ -327,7 +327,6 @@ def test_a_load_with_files() -> None:
         ("named_repository", b"", Unsupported),
         ("trace", b"", Unsupported),
         ("set_log", b"", Unsupported),
-        ("generate", b"", Unsupported),
         ("whatever", b"", Unsupported),
     ],
 )
