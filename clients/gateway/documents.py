@@ -94,6 +94,8 @@ def refusal(action: str) -> ServeError:
 
 
 def error_body(text: str) -> bytes:
+    if not text.isascii():  # it may say what the caller said, and that may be half a character
+        text = text.encode(errors="replace").decode()
     return _encode({"error": text})
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shmserve.clients.gateway.answers import Held
+from shmserve.clients.gateway.documents import error_body
 from shmserve.clients.gateway.generate import event, generate_plan, generated
 from shmserve.clients.gateway.kserve import Options, Plan, Spec
 from shmserve.errors import InvalidRequest
@@ -24,8 +27,8 @@ TEXT = config(4, text=("STRING", ["1"]), many=("FP32", ["-1"]), image=("UINT8", 
 
 
 def test_inputs_and_parameters() -> None:
-    given = {"text": "hé", "many": [1, 2.5], "id": "me", "priority": 2, "temperature": 0.5, "parameters": {"top": 3}}
-    found = generate_plan(json.dumps(given).encode(), TEXT)
+    asked = {"text": "hé", "many": [1, 2.5], "id": "me", "priority": 2, "temperature": 0.5, "parameters": {"top": 3}}
+    found = generate_plan(json.dumps(asked).encode(), TEXT)
     assert found.inputs == (
         Spec("text", "BYTES", (1, 1), 7, b"\x03\0\0\0h\xc3\xa9"),
         Spec("many", "FP32", (1, 2), 8, np.array([1, 2.5], np.float32).tobytes()),
@@ -80,6 +83,32 @@ def test_a_model_without_batches() -> None:
 def test_what_is_refused(text: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         generate_plan(text, TEXT)
+
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)
+KEYS = st.sampled_from(["text", "many", "image", "free", "id", "priority", "parameters"]) | TEXTS
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.dictionaries(
+        st.sampled_from(["text", "many", "image", "free", "id", "priority", "parameters"]) | st.text(), JSON
+    )
+)
+def test_any_object_is_a_plan_or_refused_in_words(given_object: dict[str, Any]) -> None:
+    """Also where the words have half a character in them."""
+    try:
+        plan = generate_plan(json.dumps(given_object).encode(), TEXT)
+    except InvalidRequest as error:
+        said = json.loads(error_body(str(error)))["error"]
+    else:
+        said = repr(plan)
+    assert said
 
 
 def test_an_answer() -> None:
