@@ -25,6 +25,7 @@ EXTENSIONS = (
     "schedule_policy",
     "model_configuration",
     "parameters",
+    "sequence",
     "statistics",
 )
 """Of the KServe protocol: what of them is here."""
