@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +90,8 @@ def not_for() -> frozenset[str]:
 
 
 def _version(package: str) -> str:
+    from importlib import metadata  # workers import this file, and have no use for that
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
