@@ -294,6 +294,7 @@ class Work(Struct, array_like=True, gc=False):
     """One request of a batch. `request` is the broker's number. `rows` is its share of axis 0; 0: not batched.
 
     `near`: outputs whose readers are all on this worker's GPU and can read them there.
+    `aliases`: only workers read the outputs, so that an input, wherever it is, may be an output as it is.
     `slot`: where in the batch its sequence stands; -1: anywhere. `inline` false: small outputs are put into
     shared memory, too, but for those of one byte."""
 
@@ -306,6 +307,7 @@ class Work(Struct, array_like=True, gc=False):
     slot: int = -1
     inline: bool = True
     near: tuple[Name, ...] = ()
+    aliases: bool = False
 
 
 class Execute(Struct, array_like=True, tag=65, gc=False):

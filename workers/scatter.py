@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.dtypes import ITEM_BYTES, elements, from_numpy
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
-from shmserve.messages import FIELD_BYTES, INLINE_BYTES, Failure, Handle, Row, Tensor
+from shmserve.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.classify import Top, classify, refusal
 
@@ -205,6 +205,24 @@ class Results:
         if self._columns[index] is not None:
             raise ModelFailed(f"output '{name}' was given twice")
         self.put(index, array)
+
+    def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
+        """An output that is the input of that name, as it is: where only workers read it, it need not be copied. False:
+        it must be."""
+        spec, arenas = self._scatter.specs[index], self._scatter.arenas
+        self._check_shape(spec, shape)
+        column = []
+        for position, work in enumerate(self._works):
+            tensor = next((tensor for tensor in work.inputs if tensor.name == source), None)
+            if tensor is None or not work.aliases or not spec.item or not isinstance(tensor.data, tuple):
+                return False
+            if self._place(index, position) is not None or tensor.dtype != spec.dtype:
+                return False
+            if any(arenas.owns(part.segment) or not part.segment >> OWNER_SHIFT for part in tensor.data):
+                return False
+            column.append(Tensor(spec.name, spec.dtype, tensor.shape, tensor.data))
+        self._columns[index] = column
+        return True
 
     def omit(self, index: int) -> None:
         """This output does not exist this time; requests get their rows without it."""

@@ -224,7 +224,7 @@ class Dispatcher:
             works.append(
                 Work(
                     request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
-                    request.slot, not request.outside, request.near,
+                    request.slot, not request.outside, request.near, request.aliases,
                 )
             )  # fmt: skip
             if request.state is not _QUEUED:  # else it is the usual, legal move
@@ -422,7 +422,10 @@ class Dispatcher:
                 return False
             for handle in data:
                 owner = handle.segment >> OWNER_SHIFT
-                if caller is not None and ledger.may_pass_on(caller, handle, request.audience):
+                if request.aliases and owner not in (0, instance.peer) and _is_input(request, handle):
+                    if owner != client.number:
+                        handles.append(handle)
+                elif caller is not None and ledger.may_pass_on(caller, handle, request.audience):
                     handles.append(handle)
                 elif owner == instance.peer:
                     if handle in handles or not ledger.is_new(handle, request.audience):
@@ -461,3 +464,7 @@ class Dispatcher:
         about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
         self._state.log("error", text, **about)
         self._state.effects.append(Kill(instance.peer, reason))
+
+
+def _is_input(request: Request, handle: Handle) -> bool:
+    return any(isinstance(tensor.data, tuple) and handle in tensor.data for tensor in request.inputs)

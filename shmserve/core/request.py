@@ -60,6 +60,8 @@ class Request(Struct, eq=False, gc=False):
     """All its outputs are to be in shared memory."""
     near: tuple[str, ...] = ()
     """Outputs that may stay on the GPU of the instance: who reads them is there, too."""
+    aliases: bool = False
+    """Only other steps read what it is answered with: that may be what it was asked with."""
     cache_key: tuple[Any, ...] | None = None
     """The answer is to be kept under this."""
     sequence: Sequence | None = None

@@ -108,6 +108,7 @@ class Steps:
             signature, segments, (), (), now, level, deadline=parent.deadline,
             audience=parent.audience if final else INTERNAL, run=run, spot=spot, outside=outside,
             special=True, near=self._near(run, index, member) if policy.on_device and not final else (),
+            aliases=not (final or step.mapped or member.cached),
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
         if source:

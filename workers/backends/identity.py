@@ -1,6 +1,7 @@
 """Outputs are inputs: the reference that other backends are held against, and a stand-in for models in tests.
 
-The rule: every output is copied exactly once, from where the caller has the input to where it will read the output.
+The rule: every output is copied exactly once, from where the caller has the input to where it will read the output;
+and not at all between the steps of an ensemble.
 
 Model parameters: `delay_us` or `execute_delay_ms` (each batch takes that long), `fail` (each batch fails with that
 text), `triggers` "1" (requests may carry the parameters fail, exit, crash, hang and delay_us, which do what they say).
@@ -28,6 +29,7 @@ class Identity(StackedBackend):
         self._delay_s = _number(parameters, "delay_us") / 1e6 + _number(parameters, "execute_delay_ms") / 1e3
         self._fail = parameters.get("fail", "")
         self._triggers = parameters.get("triggers", "0") == "1"
+        self._names = [entry.name for entry in config.input]
         self._sources = [_source(config, index) for index in range(len(config.output))]
 
     def execute(self, inputs: Group, outputs: Results) -> None:
@@ -44,6 +46,8 @@ class Identity(StackedBackend):
             shape = inputs.shape(source)
             if shape is None:
                 outputs.omit(index)
+            elif outputs.alias(index, self._names[source], shape):
+                continue
             elif outputs.direct(index, shape):
                 inputs.copy(source, outputs.place(index, shape))
             else:
