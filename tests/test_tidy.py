@@ -11,6 +11,7 @@ import subprocess
 import tokenize
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield path.relative_to(ROOT).as_posix(), data.decode()
 
 
+@cache
 def without_words(source: str) -> str:
     """The code alone: no comments, and strings emptied."""
     lines: dict[int, list[str]] = {}

@@ -434,9 +434,13 @@ def of_page(line: str, server: Server, place: Path) -> None:
 
 
 OPERATING = [line for line in COMMANDS if line.split()[1] in ("load", "unload", "restart")]
+ELSEWHERE = ("serve", "gateway", "build")
+"""Those that run until they are stopped, and the one that needs a GPU, have their own tests."""
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line not in OPERATING and line.split()[1] != "serve"])
+@pytest.mark.parametrize(
+    "line", [line for line in COMMANDS if line not in OPERATING and line.split()[1] not in ELSEWHERE]
+)
 def test_every_command_of_the_page(line: str, server: Server, place: Path) -> None:
     of_page(line, server, place)
 

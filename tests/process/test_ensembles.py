@@ -135,6 +135,12 @@ def ensemble(root: Path, name: str, inputs: str, outputs: str, *texts: str, more
 BATCHES = "max_batch_size: 64 dynamic_batching { }"
 
 
+def write_chain(root: Path) -> None:
+    for index in range(3):
+        model(root, f"pass{index}")
+    ensemble(root, "chain", "x", "z", "pass0(x:x)->(y:a)", "pass1(x:a)->(y:b)", "pass2(x:b)->(y:z)")
+
+
 def write(root: Path) -> None:
     """The ensembles come first in the order of names, before the models that they need."""
     write_chain(root)
@@ -206,31 +212,6 @@ def test_large_tensors_go_by_handles(server: Server, way: str) -> None:
     mapped = [line for line in maps if "memfd:shmserve" in line or "/dev/shm/shmserve" in line]
     sizes = [int(end, 16) - int(start, 16) for start, end in (line.split()[0].split("-") for line in mapped)]
     assert all(size < 4 << 20 or " ---p " in line for size, line in zip(sizes, mapped, strict=True)), mapped
-
-
-def own_segments(server: Server, name: str) -> int:
-    """How many segments a worker has made: it alone keeps their descriptors."""
-    for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
-        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if f"{name}_0_0" in command:
-            return sum("memfd:shmserve" in os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
-    raise AssertionError(f"{name} has no worker")
-
-
-def test_between_steps_nothing_is_copied(tmp_path: Path) -> None:
-    """Identities: only the last one makes anything, which is the caller's."""
-    write_chain(tmp_path)
-    with Server(tmp_path, "--exit-on-error", "true") as server, server.client() as client:
-        x = numbers(1 << 20)
-        for _ in range(3):
-            assert (client.infer("chain", {"x": x})["z"] == x).all()
-        assert [own_segments(server, f"pass{index}") for index in range(3)] == [0, 0, 1]
-
-
-def write_chain(root: Path) -> None:
-    for index in range(3):
-        model(root, f"pass{index}")
-    ensemble(root, "chain", "x", "z", "pass0(x:x)->(y:a)", "pass1(x:a)->(y:b)", "pass2(x:b)->(y:z)")
 
 
 def test_frames(server: Server) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.dtypes import to_numpy
-from shmserve.workers import pb_utils
+from shmserve.workers import pb_host, pb_utils
 from shmserve.workers.pb_tensor import NAMES
 
 
@@ -149,7 +149,8 @@ def test_requests_that_a_model_makes() -> None:
         lambda: pb_utils.is_model_ready("m"),
     ],
 )
-def test_what_needs_a_server_says_so(call: Any) -> None:
+def test_what_needs_a_server_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pb_host._Current, "host", None)  # another test may have loaded a model in this process
     with pytest.raises(pb_utils.TritonModelException, match="no model is loaded in this process"):
         call()
 
