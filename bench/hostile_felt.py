@@ -1,7 +1,8 @@
 """What one honest caller feels beside hostile clients, against what it feels beside processes that only burn as much.
 
-In turn: a hostile client on each link; burners that take the processor time which those took, and which the server took
-for them; nobody. The rule of the file: a burner is a process, and takes its time in slices, as what it stands for did.
+In turn: a hostile client on each link; burners that take the processor time which those took, at the times at which
+they took it, and what the server took for them, evenly; nobody. The rule of the file: a burner is a process, as what it
+stands for was.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from threading import Event
 from time import perf_counter, process_time
+from typing import Any
 
 from bench import models
 from bench.child import Answer, Child, Handler, Team
 from bench.loading import TURN, Party, busy_seconds
+from bench.processes import descendants
 from bench.setting import Setting, serving
 
 SLICE_S = 0.005
@@ -21,19 +24,16 @@ LINKS = {"lane": "lane.sock", "zmq": "broker.sock"}
 
 
 def burner() -> Handler:
-    """Takes that share of one core, slice by slice; what it did not get in one slice, as others ran, it takes later."""
+    """Has taken so much processor time at each time of the profile; what others took from it, it takes later."""
     wait = Event().wait
 
-    def handle(seconds: float, share: float) -> Answer:
+    def handle(seconds: float, profile: list[tuple[float, float]]) -> Answer:
         start, begun = perf_counter(), process_time()
-        slices = 0
-        while (now := perf_counter()) < start + seconds:
-            due = share * (now + SLICE_S - start)
+        for at, due in profile:
             while process_time() - begun < due and perf_counter() < start + seconds:
                 pass
-            wait(max(0.0, now + SLICE_S - perf_counter()))
-            slices += 1
-        return {"slices": slices}
+            wait(max(0.0, start + min(at, seconds) - perf_counter()))
+        return {}
 
     return handle
 
@@ -66,15 +66,17 @@ def run_felt(setting: Setting) -> Felt:
         Team([Child("bench.hostile_felt:burner") for _ in range(len(LINKS) + 1)]) as burners,
     ):
         caller.ready()
-        pids = [server.broker_pid(), *(child.pid for child in (*attacks.children, *burners.children))]
+        serving_pids = [server.broker_pid(), *descendants(server.broker_pid())]
+        pids = [*serving_pids, *(child.pid for child in (*attacks.children, *burners.children))]
 
-        def turn(party: Party, beside: Team | None, orders: list[dict[str, float]]) -> list[float]:
-            """The processor time per second that each process took."""
+        def turn(party: Party, beside: Team | None, orders: list[dict[str, Any]]) -> tuple[float, list[Any]]:
+            """The processor time per second that the server took, and what the others answered."""
             before, start = [busy_seconds(pid) for pid in pids], perf_counter()
             for child, order in zip(beside.children if beside else (), orders, strict=True):
                 child.tell(seconds=seconds, **order)
             felt = caller.ask(seconds=seconds)
-            found.packets += sum(child.answer().get("sent", 0) for child in (beside.children if beside else ()))
+            answers = [child.answer() for child in (beside.children if beside else ())]
+            found.packets += sum(answer.get("sent", 0) for answer in answers)
             took = perf_counter() - start
             shares = [(busy_seconds(pid) - was) / took for pid, was in zip(pids, before, strict=True)]
             party.p50_us.append(felt["median_us"])
@@ -83,13 +85,15 @@ def run_felt(setting: Setting) -> Felt:
             party.calls += felt["calls"]
             party.failed += felt["failed"]
             party.first += felt["first"]
-            return shares
+            return sum(shares[: len(serving_pids)]), answers
 
         for _ in range(setting.rounds):
-            (idle, *_) = turn(found.nothing, None, [])
-            server_share, *shares = turn(found.hostile, attacks, [{"count": 1 << 40}] * len(LINKS))
-            shares = [max(0.0, server_share - idle), *shares[: len(LINKS)]]
-            turn(found.burning, burners, [{"share": share} for share in shares])
+            idle, _ = turn(found.nothing, None, [])
+            busy, answers = turn(found.hostile, attacks, [{"count": 1 << 40}] * len(LINKS))
+            share = max(0.0, busy - idle)
+            evenly = [(n * SLICE_S, (n + 1) * SLICE_S * share) for n in range(int(seconds / SLICE_S) + 1)]
+            profiles = [evenly, *(answer["profile"] for answer in answers)]
+            turn(found.burning, burners, [{"profile": profile} for profile in profiles])
     return found
 
 

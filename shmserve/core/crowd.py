@@ -16,9 +16,11 @@ from shmserve.errors import Unavailable
 from shmserve.messages import FIELD_BYTES
 
 SECOND = 1_000_000_000
-EXPELLED_NS = SECOND // 20
+EXPELLED_NS = SECOND // 4
 EXPULSIONS = 4
 """So many clients of a user may be sent away at once, and one each EXPELLED_NS, before the next ones must wait."""
+LONGEST_NS = 2 * SECOND
+"""What the next one waits at the most."""
 
 
 class Crowd:
@@ -55,7 +57,7 @@ class Crowd:
     def expelled(self, client: Client, now: int) -> None:
         """It is sent away for what it did. Whoever comes next in its user's name waits, or it would come at once."""
         until = max(self._expelled.get(client.user, 0), now) + EXPELLED_NS
-        if self._fine and until - now <= PATIENCE_S * SECOND:
+        if self._fine and until - now <= EXPULSIONS * EXPELLED_NS + LONGEST_NS:
             self._expelled[client.user] = until
 
     def leave(self, client: Client) -> None:
