@@ -46,7 +46,8 @@ QUEUE = 1000
 SWEEP_S = 1.0
 """A connection may end before its process, and a worker may still be about to open what a request of its names."""
 BURST = 64
-"""Messages read before the others have their turn."""
+BURST_NS = 1_000_000
+"""So many messages, or as many as take so long, are read before the others have their turn."""
 UNHEARD = 1000
 """Messages that are kept of a client that is not heard for a while."""
 SENT_AWAY = 4096
@@ -143,7 +144,8 @@ class ZmqDoor:
 
     def _readable(self) -> None:
         """The descriptor tells only that something changed, so read until there is nothing."""
-        receive = self._socket.recv_multipart
+        receive, now = self._socket.recv_multipart, time.monotonic_ns
+        end = now() + BURST_NS
         for _ in range(BURST):
             try:
                 parts = receive(zmq.NOBLOCK)
@@ -152,6 +154,8 @@ class ZmqDoor:
                     self._retry()
                 return
             self._take(parts)
+            if now() > end:
+                break
         self._loop.call_soon(self.look)
 
     def look(self) -> None:
