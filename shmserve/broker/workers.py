@@ -33,7 +33,7 @@ STDERR_LINES = 20
 LINE_BYTES = 4096
 _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "error"}
 """How a line begins that has a level (workers.say), and what the log calls it. Other lines are what a model prints."""
-REAP_S = 10.0
+REAP_S = 2.0
 """How often to look for processes that models have started and left."""
 MAKING_S = 2.0
 """Who is to be killed and has no process yet waits for one so long."""
