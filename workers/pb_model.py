@@ -17,6 +17,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.gpus import VISIBLE
 from shmserve.repo.schema import as_triton_json
 from shmserve.workers import pb_utils
+from shmserve.workers.device import device_of
 
 if TYPE_CHECKING:
     from shmserve.repo.schema import ModelConfig
@@ -65,7 +66,7 @@ class ModelFile:
         return module
 
     def arguments(self, config: ModelConfig) -> dict[str, str]:
-        kind, number = device(config, self.context.instance)
+        kind, number = device_of(config, self.context.instance)
         if kind == "GPU" and os.environ.get(VISIBLE, "").startswith("GPU-"):
             number = 0  # of all GPUs this process sees its own, and that is the first
         return {
@@ -77,21 +78,6 @@ class ModelFile:
             "model_version": str(self.context.version),
             "model_name": self.context.model,
         }
-
-
-def device(config: ModelConfig, instance: str) -> tuple[str, int]:
-    """The kind of an instance and the number of its device. Instances are numbered through the groups of one name,
-    in each group through its devices."""
-    name, _, number = instance.rpartition("_")
-    devices = [
-        (group.kind.removeprefix("KIND_"), device)
-        for group in config.instance_group
-        if group.name == name
-        for device in (group.gpus if group.kind == "KIND_GPU" else (0,))
-        for _ in range(group.count)
-    ]
-    place = int(number) if number.isdecimal() else len(devices)
-    return devices[place] if place < len(devices) else ("CPU", 0)
 
 
 def has_generator(kind: Any, model: str, decoupled: bool) -> bool:

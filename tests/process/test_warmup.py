@@ -16,9 +16,9 @@ from shmserve.errors import InvalidRequest
 from shmserve.messages import Options, Tensor, Wanted
 from shmserve.repo.schema import ModelConfig, ModelInstanceGroup, ModelWarmup, ModelWarmupInput
 from shmserve.shm.strings import encode_bytes
-from shmserve.workers import pb_model
 from shmserve.workers.backends import Context
 from shmserve.workers.backends.onnx import Onnx
+from shmserve.workers.device import device_of
 from shmserve.workers.exits import Exit
 from shmserve.workers.model import THREADS, _threads
 from shmserve.workers.specs import inputs_of
@@ -319,7 +319,7 @@ def test_kind_and_device(instance: str, kind: str, device: str) -> None:
         ModelInstanceGroup(name="b", kind="KIND_MODEL", count=1),
         ModelInstanceGroup(name="a", kind="KIND_GPU", gpus=(2, 5), count=2),
     )
-    assert pb_model.device(ModelConfig(instance_group=groups), instance) == (kind, int(device))
+    assert device_of(ModelConfig(instance_group=groups), instance) == (kind, int(device))
 
 
 def test_classes_of_a_python_model(tmp_path: Path) -> None:

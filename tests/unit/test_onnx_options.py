@@ -26,7 +26,6 @@ from shmserve.workers.backends.onnx_options import (
     Plan,
     default_max_batch,
     markdown,
-    place_of,
     plan,
     visible,
 )
@@ -40,6 +39,7 @@ from shmserve.workers.backends.onnx_providers import (
     TENSORRT_OPTIONS,
     XNNPACK,
 )
+from shmserve.workers.device import device_of
 
 ALL = (TENSORRT, CUDA, OPENVINO, XNNPACK, DNNL, CPU)
 Accelerator = ModelOptimizationPolicyExecutionAcceleratorsAccelerator
@@ -400,7 +400,8 @@ def test_the_place_of_an_instance() -> None:
         ModelInstanceGroup(name="b", kind="KIND_CPU", count=1),
     )
     grouped = ModelConfig(name="m", instance_group=groups)
-    places = [place_of(grouped, name) for name in ("a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "x", "a_?")]
+    found = [device_of(grouped, name) for name in ("a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "x", "a_?")]
+    places = [(f"KIND_{kind}", number) for kind, number in found]
     assert places == [("KIND_GPU", n) for n in (2, 2, 5, 5)] + [("KIND_CPU", 0)] * 4
 
 

@@ -15,11 +15,13 @@ import onnxruntime as ort
 from shmserve.errors import ModelFailed, NotFound, ServeError, Unsupported
 from shmserve.repo.complete import complete_from_model
 from shmserve.workers.backends import Context, StackedBackend
-from shmserve.workers.backends.onnx_facts import facts_of, match, said, unknown
+from shmserve.workers.backends.facts import unknown
+from shmserve.workers.backends.onnx_facts import facts_of, match, said
 from shmserve.workers.backends.onnx_graphs import Graphs
-from shmserve.workers.backends.onnx_options import Plan, default_max_batch, place_of, plan, visible
+from shmserve.workers.backends.onnx_options import Plan, default_max_batch, plan, visible
 from shmserve.workers.backends.onnx_providers import lost
 from shmserve.workers.backends.onnx_run import Binding, Target, needs_own_binding, runner_of
+from shmserve.workers.device import device_of
 from shmserve.workers.say import say
 from shmserve.workers.specs import inputs_of, model_inputs_of, model_outputs_of, outputs_of
 
@@ -147,11 +149,11 @@ class Onnx(StackedBackend):
 
     def planned(self, config: ModelConfig) -> Plan:
         """How this instance is to run the model."""
-        kind, device = place_of(config, self.context.instance)
+        kind, device = device_of(config, self.context.instance)
         device = visible(device, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         # More threads than this process may use cores only take turns.
         threads = self.context.threads or len(os.sched_getaffinity(0))
-        return plan(config, kind, device, ort.get_available_providers(), threads, self._setting)
+        return plan(config, f"KIND_{kind}", device, ort.get_available_providers(), threads, self._setting)
 
     def _open(self, config: ModelConfig) -> Any:
         if self._session is None:

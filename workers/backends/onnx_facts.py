@@ -60,12 +60,6 @@ def _why(kind: str) -> str:
     return "only tensors travel; an exporter's switch (zipmap, for classifiers) or an operator at its end makes it one"
 
 
-def unknown(facts: list[TensorFacts], known: Sequence[Spec], declared: Sequence[Spec]) -> list[TensorFacts]:
-    """Without those that callers neither give nor get, unless the configuration says that they do."""
-    names = {spec.name for spec in known} - {spec.name for spec in declared}
-    return [fact for fact in facts if fact.name not in names]
-
-
 def match(
     model: str, kind: str, specs: Sequence[Spec], facts: list[TensorFacts], optional: list[TensorFacts] | None
 ) -> None:

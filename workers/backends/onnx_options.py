@@ -117,21 +117,6 @@ class Plan(Struct, frozen=True):
         return not any(name in (CUDA, TENSORRT) for name, _ in self.providers)
 
 
-def place_of(config: ModelConfig, instance: str) -> tuple[str, int]:
-    """The kind of an instance, and the number of its device as the server counts them. Instances are numbered through
-    the groups of one name, in each group through its devices."""
-    name, _, number = instance.rpartition("_")
-    places = [
-        (group.kind, device)
-        for group in config.instance_group
-        if group.name == name
-        for device in (group.gpus if group.kind == "KIND_GPU" else (0,))
-        for _ in range(group.count)
-    ]
-    place = int(number) if number.isdecimal() else len(places)
-    return places[place] if place < len(places) else ("KIND_CPU", 0)
-
-
 def visible(device: int, variable: str) -> int:
     """The number that CUDA has for a device, where CUDA_VISIBLE_DEVICES may show this process one only."""
     return 0 if len([name for name in variable.split(",") if name.strip()]) == 1 else device
