@@ -15,5 +15,6 @@ are never parsed where requests are scheduled.
     link      the lane to the broker, for tensors that stay bytes
     http      one connection of HTTP
     door      all connections of one listening socket
+    child     what is different if a server has started it
     main      the process
 """

@@ -39,7 +39,10 @@ def add(made: argparse.ArgumentParser) -> None:
            help="for requests in flight at the end (default: %(default)g)")  # fmt: skip
     option("--memory-bytes", metavar="BYTES", type=_above_0, default=4 << 30,
            help="the most shared memory for tensors that come in (default: %(default)s)")  # fmt: skip
-    option("--ready-fd", metavar="N", type=int, help="a descriptor to which the line READY and the ports are written")
+    option(
+        "--ready-fd", metavar="N", type=int, help="a descriptor to which READY is written, and DOOR=PORT for each door"
+    )
+    option("--parent", metavar="PID", type=int, help=argparse.SUPPRESS)
 
 
 def _port(text: str) -> int:

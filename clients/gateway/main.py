@@ -15,6 +15,7 @@ import sys
 import uvloop
 
 from shmserve.clients.commands_base import Failed, Misuse
+from shmserve.clients.gateway.child import ServerLog, end_with
 from shmserve.clients.gateway.door import Door
 from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink
@@ -25,7 +26,9 @@ log = logging.getLogger("shmserve.gateway")
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    _log_to_stderr(of_server=args.parent is not None)
+    if args.parent is not None:
+        end_with(args.parent)
     url = args.url
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
@@ -35,6 +38,12 @@ def run(args: argparse.Namespace) -> int:
         raise Misuse(str(error)) from error
     uvloop.run(_serve(args, link))
     return 0
+
+
+def _log_to_stderr(of_server: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ServerLog() if of_server else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _limits(args: argparse.Namespace) -> Limits:
@@ -55,18 +64,18 @@ async def _serve(args: argparse.Namespace, link: GatewayLink) -> None:
     doors = [http]
     metrics_address = args.metrics_address or args.http_address
     try:
-        ports = [await _open(http, args.http_address, args.http_port, args.reuse_port)]
-        log.info("HTTP on %s, port %d, for %s", args.http_address, ports[0], args.http_roles.replace(",", " and "))
+        ports = {"http": await _open(http, args.http_address, args.http_port, args.reuse_port)}
+        log.info("HTTP on %s, port %d, for %s", args.http_address, ports["http"], args.http_roles.replace(",", " and "))
         if not args.no_metrics:
             metrics = Door(link, limits, frozenset({"observe"}), metrics=True, extra=lambda: _metrics(http))
             doors.append(metrics)
-            ports.append(await _open(metrics, metrics_address, args.metrics_port, args.reuse_port))
-            log.info("Prometheus on %s, port %d, path /metrics", metrics_address, ports[1])
+            ports["metrics"] = await _open(metrics, metrics_address, args.metrics_port, args.reuse_port)
+            log.info("Prometheus on %s, port %d, path /metrics", metrics_address, ports["metrics"])
         for address in {args.http_address, metrics_address}:
             _warn(address)
         if args.ready_fd is not None:
             with open(args.ready_fd, "w") as ready:
-                ready.write(f"READY {' '.join(map(str, ports))}\n")
+                ready.write(f"READY {' '.join(f'{door}={port}' for door, port in ports.items())}\n")
         await stop.wait()
         log.info("no new requests are taken; those in flight have %g s", limits.exit_timeout_s)
     finally:

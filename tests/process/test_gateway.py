@@ -44,7 +44,8 @@ class Gateway:
         with open(reader) as ready:
             words = ready.readline().split()
         assert words[:1] == ["READY"], self.process.communicate()
-        self.http, self.metrics = map(int, words[1:])
+        ports = dict(word.split("=") for word in words[1:])
+        self.http, self.metrics = int(ports["http"]), int(ports.get("metrics", 0))
 
     def connection(self, port: int = 0) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", port or self.http, timeout=30)

@@ -1,0 +1,32 @@
+"""A gateway that a server has started: it ends with the server, and its log goes into the server's.
+
+The rule of the file: however the server ends, its ports are free for the next one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+
+from shmserve.clients.commands_base import Failed
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """The kernel ends this process when its parent, of that pid, has ended."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise Failed(f"the kernel does not tell when the server ends: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent:
+        raise Failed(f"the server, process {parent}, has ended before its gateway could begin")
+
+
+class ServerLog(logging.Formatter):
+    """`level: text`, a line each, as workers write it; the server adds the time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = super().format(record).splitlines() or [""]
+        level = record.levelname.lower()
+        return "\n".join(f"{level}: {line}" for line in lines)
