@@ -15,8 +15,8 @@ import pstats
 from time import perf_counter_ns
 from typing import Any
 
+from shmserve.access import EVERYTHING
 from shmserve.core import events
-from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
 from shmserve.core.effects import Send
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec

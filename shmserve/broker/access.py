@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from shmserve.core.access import EVERYTHING, INFER, NOBODY, OBSERVE, ROLES
+from shmserve.access import EVERYTHING, INFER, NOBODY, OBSERVE, ROLES
 
 FORM = "WHO=ROLE,ROLE with WHO one of uid:N, gid:N, user:NAME, group:NAME, key:PUBLIC-KEY, *"
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")

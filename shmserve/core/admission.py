@@ -1,13 +1,13 @@
 """What clients say: they come, announce memory, ask, cancel, give back, and go.
 
-The rule of the file: whoever wants something is looked up in core.access here, whatever door it came through.
+The rule of the file: whoever wants something is looked up in shmserve.access here, whatever door it came through.
 """
 
 from __future__ import annotations
 
 import re
 
-from shmserve.core import access
+from shmserve import access
 from shmserve.core.clients import Client
 from shmserve.core.crowd import SECOND, Crowd
 from shmserve.core.effects import Close, Forget, Free, Query

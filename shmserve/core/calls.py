@@ -10,7 +10,7 @@ nothing else.
 
 from __future__ import annotations
 
-from shmserve.core import access
+from shmserve import access
 from shmserve.core.admission import Admission
 from shmserve.core.clients import Caller
 from shmserve.core.crowd import Crowd

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Client(Struct, eq=False):
     """`outputs` is how it takes large answers: memfd, posix or frames; empty until it has said Hello.
 
-    Answers are placed for its `audience`: whoever shares it may map them. `roles` are bits of core.access; it has them
+    Answers are placed for its `audience`: whoever shares it may map them. `roles` are bits of access.ROLES; it has them
     from its Hello on, and until it is sent away (`leaving`). Its connection counts for its `user`.
     """
 

@@ -6,7 +6,7 @@ that asks for little is served while another floods. A total can so be exceeded,
 
 from __future__ import annotations
 
-from shmserve.core.access import OPERATE
+from shmserve.access import OPERATE
 from shmserve.core.clients import Client
 from shmserve.core.effects import Pause
 from shmserve.core.limits import BURST_S, PATIENCE_S

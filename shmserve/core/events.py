@@ -12,7 +12,7 @@ from shmserve.messages import Handle, Infer, Map
 
 class Opened(Struct):
     """A client has connected. `audience` names who may map what it is answered with; `plane` is its kind of link;
-    `roles` are bits of core.access."""
+    `roles` are bits of shmserve.access."""
 
     peer: int
     audience: str

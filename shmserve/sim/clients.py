@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from shmserve.access import EVERYTHING
 from shmserve.core import events
-from shmserve.core.access import EVERYTHING
 from shmserve.messages import (
     OWNER_SHIFT,
     Cancel,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.access import EVERYTHING
 from shmserve.core import events
-from shmserve.core.access import EVERYTHING
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Pause, Query, Send, Settled, Spawn
 from shmserve.core.limits import Limits

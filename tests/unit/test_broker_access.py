@@ -19,10 +19,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.access import EVERYTHING, INFER, NOBODY, OBSERVE, OPERATE
 from shmserve.broker import lane
 from shmserve.broker.access import Access, Principal, Rule, rule
 from shmserve.broker.lane import LaneDoor, give, open_to_group, peer, room_for
-from shmserve.core.access import EVERYTHING, INFER, NOBODY, OBSERVE, OPERATE
 from shmserve.errors import Denied
 
 ME = pwd.getpwuid(os.geteuid())

@@ -10,8 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
-from shmserve.core import access, events
-from shmserve.core.access import INFER, OBSERVE, OPERATE, ROLES
+from shmserve import access
+from shmserve.access import INFER, OBSERVE, OPERATE, ROLES
+from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Effect, Forget, Log, Query, Send
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec

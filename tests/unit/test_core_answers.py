@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
+from shmserve.access import EVERYTHING
 from shmserve.core import events
-from shmserve.core.access import EVERYTHING
 from shmserve.core.effects import Close, Forget, Kill, Log, Query, Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmserve.access import EVERYTHING, INFER
 from shmserve.core import events
-from shmserve.core.access import EVERYTHING, INFER
 from shmserve.core.crowd import EXPELLED_NS, EXPULSIONS
 from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits, defaults, shown
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec

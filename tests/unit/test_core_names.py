@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.core.access import EVERYTHING
+from shmserve.access import EVERYTHING
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Effect, Forget, Log, Send
 from shmserve.core.events import Opened

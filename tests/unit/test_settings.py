@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.access import INFER, OBSERVE
 from shmserve.broker import flags, settings
 from shmserve.broker.access import Rule
 from shmserve.broker.cores import host_policy
 from shmserve.broker.flags import FLAGS, Flag
-from shmserve.core.access import INFER, OBSERVE
 from shmserve.core.limiter import ANY, SHARED
 from shmserve.core.limits import Limits
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES
