@@ -27,11 +27,12 @@ from shmserve.broker.link import Link, close_all
 from shmserve.broker.logs import say
 from shmserve.broker.metrics import Metrics
 from shmserve.broker.operations import Operations
+from shmserve.broker.own import Own
 from shmserve.broker.probes import Probes
 from shmserve.broker.segments import Segments
 from shmserve.broker.tallies import Tallies
 from shmserve.broker.workers import Workers
-from shmserve.broker.zmqdoor import Outbox, ZmqDoor, free
+from shmserve.broker.zmqdoor import Outbox, ZmqDoor
 from shmserve.core import effects, events
 from shmserve.core.core import Core
 from shmserve.core.effects import Effect, Send
@@ -56,8 +57,6 @@ from shmserve.messages import (
     Reply,
 )
 from shmserve.paths import BROKER, LANE
-from shmserve.shm import memfd
-from shmserve.shm.arena import Arena, Segment
 
 log = logging.getLogger("shmserve")
 
@@ -90,11 +89,12 @@ class Broker:
         self._catalog = catalog
         self._control = control
         self._segments = Segments()
-        self._arena = Arena(
-            0, memfd.create, limit_bytes=arena_bytes, announce=self._own_segment, knob="broker-arena-bytes"
+        kept_bytes = core.state.limits.cache_bytes
+        self._own = Own(
+            self._segments, arena_bytes, kept_bytes, lambda message: self._put(0, events.OwnSegment(message))
         )
-        core.look_with(self._arena.look)
-        metrics = Metrics(core.state, self._arena, arena_bytes, self.process_of, control.server_ready)
+        core.copy_with(self._own)
+        metrics = Metrics(core.state, self._own.frames, arena_bytes, self.process_of, control.server_ready)
         instances = core.state.instances
         self._tallies = Tallies(lambda model: any(version.model == model for version, _ in instances.values()))
         self._probes = Probes(loop, self.tell)
@@ -120,7 +120,7 @@ class Broker:
             runtime_dir / BROKER,
             loop,
             self._segments,
-            self._arena,
+            self._own.frames,
             self._zmq_opened,
             self._deliver,
             self._ended,
@@ -140,7 +140,7 @@ class Broker:
             effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
             effects.Close: self._close,
             effects.Pause: self._pause,
-            effects.Free: lambda effect: free(self._arena, effect.handles),
+            effects.Free: lambda effect: self._own.free(effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
             effects.Log: lambda effect: say(effect.level, effect.text, effect.fields),
             effects.Compose: self._compose,
@@ -183,7 +183,7 @@ class Broker:
             self._send(Send(outbox.peer, Ping(next(self._pings))))
         for outbox in lost:
             outbox.close("it has not answered for two pings")
-        for segment in self._arena.trim(keep_one=False):
+        for segment in self._own.trim():
             self._put(0, events.OwnSegmentGone(segment))
         self._flush()
         self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
@@ -270,11 +270,6 @@ class Broker:
         except (ServeError, msgspec.MsgspecError) as error:
             self._workers.kill(peer, "its completed configuration is wrong")
             return LoadFailed("INVALID_ARG", f"the completed configuration is wrong: {error}")
-
-    def _own_segment(self, segment: Segment) -> None:
-        message = segment.map("internal")
-        self._segments.lend(message, segment.fd)
-        self._put(0, events.OwnSegment(message))
 
     # ------------------------------------------------------------------------------------ the turn
 
@@ -453,4 +448,4 @@ class Broker:
                 link.close("")
         self._door.close()
         self._segments.close()
-        self._arena.close()
+        self._own.close()

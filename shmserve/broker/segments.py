@@ -1,6 +1,7 @@
 """The descriptors of segments that others own. The broker keeps them to pass them on; it maps no client's memory.
 
-Only worker outputs for clients that take frames are ever mapped here, read-only.
+Only worker outputs for clients that take frames are ever mapped here, read-only. What the response cache needs is read
+by calls.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class Segments:
         if segment not in self._mapped:
             self._mapped.add(segment, self._sizes[segment], fd=os.dup(self._descriptors[segment]))
         return bytes(self._mapped.memory(handle))
+
+    def copy(self, handle: Handle) -> bytes | None:
+        """The bytes as they are now, without mapping what others may write to. None: it has a name, or is on a GPU."""
+        descriptor = self._descriptors.get(handle.segment)
+        return os.pread(descriptor, handle.size, handle.offset) if descriptor is not None else None
 
     def forget(self, segment: int) -> None:
         descriptor = self._descriptors.pop(segment, None)

@@ -14,6 +14,7 @@ from shmserve.core.effects import Close, Forget, Free, Query
 from shmserve.core.ends import Ends
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.intake import Intake
+from shmserve.core.ledger import INTERNAL
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.states import RequestState
@@ -106,7 +107,7 @@ class Admission:
             client.outputs = message.outputs
             client.roles = client.granted
             client.name = message.name
-            client.audience = {"memfd": "", "posix": "posix:", "frames": "internal"}[message.outputs] + (
+            client.audience = {"memfd": "", "posix": "posix:", "frames": INTERNAL}[message.outputs] + (
                 client.audience if message.outputs != "frames" else ""
             )
             limits = self._state.limits
@@ -346,7 +347,7 @@ class Admission:
     # ------------------------------------------------------------------------------------ memory and the rest
 
     def own_segment(self, peer: int, event: OwnSegment, now: int) -> None:
-        self._state.ledger.announce(0, event.announcement, "internal")
+        self._state.ledger.announce(0, event.announcement, INTERNAL)
 
     def more(self, peer: int, message: More, now: int) -> None:
         """Of a request that has been answered meanwhile nothing more comes."""

@@ -19,6 +19,7 @@ from shmserve.core.effects import Query
 from shmserve.core.ends import Ends
 from shmserve.core.instances import Instance
 from shmserve.core.intake import Intake
+from shmserve.core.ledger import INTERNAL
 from shmserve.core.operations import Operations
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, State, Timer
@@ -30,8 +31,6 @@ from shmserve.core.waits import Waits
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.messages import Ask, Call, Cancel, Fail, Handle, More, Return
 
-INTERNAL = "internal"
-"""The audience of what only workers read."""
 USER = "worker"
 """Of sequences that models begin."""
 

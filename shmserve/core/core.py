@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from shmserve.core import events
 from shmserve.core.admission import Admission
+from shmserve.core.cache import Copies
 from shmserve.core.calls import Calls
 from shmserve.core.crowd import Crowd
 from shmserve.core.dispatch import Dispatcher
@@ -43,7 +44,6 @@ from shmserve.messages import (
     Call,
     Cancel,
     Done,
-    Handle,
     Hello,
     Infer,
     LoadFailed,
@@ -135,9 +135,9 @@ class Core:
             Pong: admission.pong,
         }
 
-    def look_with(self, look: Callable[[Handle], memoryview]) -> None:
-        """How what lies in the broker's own memory is seen. Needed for nothing but keeping answers to it."""
-        self.state.cache.look = look
+    def copy_with(self, copies: Copies) -> None:
+        """How shared memory is read and kept. Needed for nothing but keeping answers to it."""
+        self.state.cache.copies = copies
 
     # ------------------------------------------------------------------------------------ the three calls
 

@@ -81,7 +81,8 @@ class Intake:
             return False
         entry = cache.find(key)
         if entry is None:
-            request.cache_key = key
+            if cache.hold_still(key, request):
+                request.cache_key = key
             return False
         version.statistics.cache_hit(now - request.arrived)
         self._ends.pass_on(request, entry.handles)

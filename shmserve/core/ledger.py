@@ -21,6 +21,8 @@ from shmserve.core.effects import Effect, Forget, Free, Send
 from shmserve.errors import InvalidRequest
 from shmserve.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return, Unmap
 
+INTERNAL = "internal"
+"""The audience of what only workers and the broker may read."""
 Place = tuple[int, int]
 """(segment, offset): two live blocks never share one."""
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from shmserve.core import graph
 from shmserve.core.intake import Intake
+from shmserve.core.ledger import INTERNAL
 from shmserve.core.request import Request
 from shmserve.core.runs import Held, Run, Spot
 from shmserve.core.state import State
@@ -16,8 +17,6 @@ from shmserve.core.versions import Version
 from shmserve.errors import HandleLost, Unavailable, Unsupported
 from shmserve.messages import Options, Tensor, Wanted
 
-INTERNAL = "internal"
-"""The audience of what only workers read."""
 WINDOW = 16
 """So many answers of a step that answers many times may be under way to the caller."""
 

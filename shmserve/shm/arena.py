@@ -8,7 +8,8 @@ full size. One thread at a time may call it.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,8 @@ class Block:
 
 class Arena:
     """`make(size)` creates an extent, `announce(segment)` is called before the first handle into it is given out,
-    `withdraw(id)` after the arena itself gave a segment up to make room. `knob` is the name of what sets the limit."""
+    `withdraw(id)` after the arena itself gave a segment up to make room. `knob` is the name of what sets the limit.
+    `numbers`: those of its segments, where an owner has several arenas."""
 
     def __init__(
         self,
@@ -105,6 +107,7 @@ class Arena:
         announce: Callable[[Segment], object] | None = None,
         withdraw: Callable[[int], object] | None = None,
         knob: str = "limit_bytes",
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self._owner = owner
         self._make = make
@@ -113,7 +116,7 @@ class Arena:
         self._announce = announce
         self._withdraw = withdraw
         self._knob = knob
-        self._count = 0
+        self._numbers = numbers if numbers is not None else count(1)
         self._segments: dict[int, Segment] = {}
         self._warm: Segment | None = None  # where a block was freed or allocated last
         self._closed = False
@@ -235,8 +238,7 @@ class Arena:
             if size == needed:
                 raise
             extent = self._make(needed)  # the machine is nearly full: take no more than must be
-        self._count += 1
-        segment = Segment((self._owner << OWNER_SHIFT) | self._count, extent)
+        segment = Segment((self._owner << OWNER_SHIFT) | next(self._numbers), extent)
         if self._announce is not None:
             try:
                 self._announce(segment)
@@ -274,8 +276,7 @@ class Arena:
         segments = self.segments
         self._segments = {}
         for segment in segments:
-            self._count += 1
-            segment.id = (owner << OWNER_SHIFT) | self._count
+            segment.id = (owner << OWNER_SHIFT) | next(self._numbers)
             self._segments[segment.id] = segment
         if self._announce is not None:
             for segment in segments:

@@ -1,4 +1,4 @@
-"""The response cache of a real server: what came in frames is compared, shared memory of clients is not looked at."""
+"""The response cache of a real server: what came in frames, or lies in shared memory of clients, is copied and compared."""
 
 from __future__ import annotations
 
@@ -32,10 +32,14 @@ class TritonPythonModel:
 """
 
 
+MANY = NUMBER.replace("np.full(1,", "np.full(50_000,")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     model(root, "number", NUMBER, "response_cache { enable: true }")
+    model(root, "many", MANY, "response_cache { enable: true }")
     with Server(root, "--cache-config", "local,size=4MiB", "--exit-on-error", "true") as running:
         yield running
 
@@ -59,9 +63,40 @@ def test_what_comes_in_frames(server: Server, size: int) -> None:
 
 
 def test_shared_memory_of_clients(server: Server) -> None:
-    x = np.arange(100_000, dtype=np.float32) + 0.5
-    with server.client() as client:
+    """Compared by what lies there, whatever array it is; what its owner writes later is another request."""
+    with server.client() as client, server.client() as other:
+        before = hits(client)
+        x = client.empty((100_000,), np.float32)
+        x[:] = np.arange(100_000)
+        x[0] = 0.5
+        first, again = (client.infer("number", {"x": x})["y"][0] for _ in range(2))
+        assert again == first
+        assert other.infer("number", {"x": x.copy()})["y"][0] == first
+        x[-1] = 0
+        assert client.infer("number", {"x": x})["y"][0] == first + 1
+        assert other.infer("number", {"x": x})["y"][0] == first + 1
+        assert hits(client) - before == 3
+
+
+def test_memory_with_a_name_is_not_read(server: Server) -> None:
+    x = np.arange(100_000, dtype=np.float32) + 0.25
+    with shmserve.Client(server.zmq_url) as client:
         before = hits(client)
         first, again = (client.infer("number", {"x": x})["y"][0] for _ in range(2))
         assert again == first + 1
         assert hits(client) == before
+
+
+def test_large_answers_are_kept_in_the_broker(server: Server) -> None:
+    """They outlive the worker's memory, are given to whoever asks, and nobody can write to them."""
+    x = np.arange(5, dtype=np.float32)
+    with server.client() as client, server.client() as other:
+        first = client.infer("many", {"x": x})["y"]
+        again = other.infer("many", {"x": x})["y"]
+        assert np.array_equal(first, np.full(50_000, first[0]))
+        assert np.array_equal(again, first)
+        assert not again.flags.writeable
+        own = Seen(client.metrics())("shmserve_segment_bytes", owner="broker")
+        assert own >= again.nbytes
+        del first
+        assert np.array_equal(client.infer("many", {"x": x})["y"], again)

@@ -115,7 +115,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
         process.loaded()
         for audience in ("internal", "uid:1"):  # makes all memory that the tests need
             broker = Broker(process)
-            broker.arena._count = next(segments)
+            broker.arena._numbers = segments
             broker.send("computed", large(), audience)
             call = broker.call()
             process.send(Reply(call.call, 1, (broker.output(large()),)))
@@ -128,7 +128,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
 @pytest.fixture
 def broker(module: WorkerProcess) -> Iterator[Broker]:
     found = Broker(module)
-    found.arena._count = next(segments)
+    found.arena._numbers = segments
     try:
         yield found
         found.returned()

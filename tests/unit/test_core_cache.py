@@ -9,8 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.core import events
+from shmserve.core.cache import Placed
+from shmserve.core.ledger import INTERNAL
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.state import WORKERS_FROM
 from shmserve.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Reply, Return, Tensor, Wanted
 from tests.unit.core_fakes import FakeClient, references
 from tests.unit.core_world import World
@@ -128,19 +131,71 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     assert world.runs == 5
 
 
-class Framing(Caching):
-    """Tensors come in frames: in the broker's own memory, which the core can look into."""
+class Memory:
+    """Shared memory of everybody, and what the broker puts into its own."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, bytearray] = {}
+        self.placed: dict[str, list[Handle]] = {}
+        self.full = False
+        self.reads = 0
+
+    def write(self, segment: int, offset: int, data: bytes) -> None:
+        found = self.bytes.setdefault(segment, bytearray())
+        found.extend(bytes(max(0, offset + len(data) - len(found))))
+        found[offset : offset + len(data)] = data
+
+    def read(self, parts: Any) -> bytes | None:
+        self.reads += 1
+        found = [self._read(part) for part in parts]
+        return None if None in found else b"".join(data for data in found if data is not None)
+
+    def _read(self, part: Handle) -> bytes | None:
+        if part.segment >> OWNER_SHIFT >= WORKERS_FROM:  # whatever a fake worker would have made
+            return (str(part).encode() * part.size)[: part.size]
+        known = self.bytes.get(part.segment)
+        return bytes(known[part.offset : part.offset + part.size]) if known is not None else None
+
+    def place(self, data: bytes, audience: str) -> Placed | None:
+        if self.full:
+            return None
+        placed = self.placed.setdefault(audience, [])
+        number = 100 + list(self.placed).index(audience)
+        handle = Handle(number, sum(handle.size for handle in placed), len(data))
+        placed.append(handle)
+        self.write(number, handle.offset, data)
+        return Placed(handle, Map(number, 1 << 30, None, audience) if len(placed) == 1 else None)
+
+
+class Copying(Caching):
+    def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
+        super().__init__(limit, large, policy)
+        self.memory = Memory()
+        self.core.copy_with(self.memory)
+
+    def own(self, client: FakeClient, tensor: Tensor, offset: int = 0) -> Tensor:
+        """The same in memory of the client."""
+        if not client.own:
+            self.turn([(client.peer, self.own_segment(client, 1 << 20))])
+        (segment,) = client.own
+        assert isinstance(tensor.data, bytes)
+        self.memory.write(segment, offset, tensor.data)
+        return Tensor(tensor.name, tensor.dtype, tensor.shape, (Handle(segment, offset, len(tensor.data)),))
+
+
+class Framing(Copying):
+    """Tensors come in frames: in the broker's own memory."""
 
     def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
         super().__init__(limit, large, policy)
-        self.own = bytearray()
+        self.used = 0
         self.turn([(0, events.OwnSegment(Map(7, 1 << 30)))])
-        self.core.look_with(lambda handle: memoryview(self.own)[handle.offset : handle.offset + handle.size])
 
     def frame(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor.data, bytes)
-        handle = Handle(7, len(self.own), len(tensor.data))
-        self.own += tensor.data
+        handle = Handle(7, self.used, len(tensor.data))
+        self.memory.write(7, self.used, tensor.data)
+        self.used += len(tensor.data)
         return Tensor(tensor.name, tensor.dtype, tensor.shape, (handle,))
 
     def ask_in_frames(self, client: FakeClient, inputs: tuple[Tensor, ...]) -> Any:
@@ -155,7 +210,7 @@ class Framing(Caching):
             self.settle()
         assert self.freed[freed:] == list(blocks), "the cache has its own copy"
         for block in blocks:  # which something else may be written to now
-            self.own[block.offset : block.offset + block.size] = b"\xff" * block.size
+            self.memory.write(7, block.offset, b"\xff" * block.size)
         return client.answers[self.last]
 
 
@@ -182,15 +237,15 @@ def test_it_is_the_same_in_a_frame_and_inside_of_the_message() -> None:
     assert world.runs == 1
 
 
-def test_frames_larger_than_the_cache_are_not_copied() -> None:
+def test_what_is_larger_than_the_cache_is_not_read() -> None:
     world = Framing(limit=4 * KIB)
-    client = world.connect("a", "zmq", "frames")
-    looked = world.core.state.cache.look
-    world.core.look_with(lambda handle: pytest.fail("nobody has to look"))
+    client, sharer = world.connect("a", "zmq", "frames"), world.connect("b")
+    many = x(*range(2000))
     for _ in range(2):
-        world.ask_in_frames(client, (x(*range(2000)),))
-    assert looked is not None
-    assert world.runs == 2
+        world.ask_in_frames(client, (many,))
+        world.ask(sharer, (world.own(sharer, many),))
+    assert world.runs == 4
+    assert not world.memory.reads
     assert not len(world.core.state.cache)
 
 
@@ -206,22 +261,77 @@ def test_steps_with_what_came_in_frames() -> None:
     assert world.runs == 3
 
 
-def test_memory_that_others_can_write_to_is_not_looked_at() -> None:
-    """A client could change its own while it is hashed, and after. The broker does not map what workers make."""
-    world = Framing(large="y")
-    world.core.look_with(lambda handle: pytest.fail("nobody may look"))
+def test_memory_of_clients_is_compared_and_run_as_it_was_copied() -> None:
+    """Whatever its owner writes there later: the worker reads the copy, and so do those who are answered from it."""
+    world = Copying()
+    client, other = world.connect("a"), world.connect("b")
+    (worker,) = world.workers.values()
+    read: list[Handle] = []
+    worker.watch = lambda worker, batch: read.extend(references(batch.works[0].inputs))
+    first = world.ask(client, (world.own(client, x(1, 2)),))
+    assert read == world.memory.placed[INTERNAL]
+    assert world.memory.read(read) == x(1, 2).data
+    world.own(client, x(8, 9))
+    assert world.ask(other, (world.own(other, x(1, 2)),)).outputs == first.outputs
+    assert world.ask(other, (x(1, 2),)).outputs == first.outputs
+    assert world.runs == 1
+    world.ask(client, (world.own(client, x(8, 9)),))
+    assert world.runs == 2
+    assert world.freed == world.memory.placed[INTERNAL], "copies are for one run, and hits need none"
+
+
+def test_without_room_for_a_copy_it_is_run_and_not_kept() -> None:
+    """Also where there was room for one of two inputs."""
+    world = Copying()
+    client = world.connect("a")
+    world.memory.full = True
+    for _ in range(2):
+        world.ask(client, (world.own(client, x(1)),))
+    assert world.runs == 2
+    world.memory.full = False
+    inputs = world.own(client, x(1)), Tensor("i", "INT32", (1, 1), (Handle(next(iter(client.own)), 64, 4),))
+    placed = world.memory.place
+    world.memory.place = lambda data, audience: placed(data, audience) if data != INT else None  # type: ignore[method-assign]
+    world.memory.write(next(iter(client.own)), 64, INT)
+    world.ask(client, inputs)
+    assert world.runs == 3
+    assert world.freed == world.memory.placed[INTERNAL]
+    assert not len(world.core.state.cache)
+
+
+def test_memory_that_cannot_be_read_is_not_compared() -> None:
+    """It is on a GPU, or has a name."""
+    world = Copying()
     client = world.connect("a")
     world.turn([(client.peer, world.own_segment(client, 4096))])
-    (own,) = client.own
     for _ in range(2):
-        made = world.ask(client, (Tensor("x", "FP32", (1, 1), (Handle(own, 0, 4),)),))
+        world.ask(client, (Tensor("x", "FP32", (1, 1), (Handle(next(iter(client.own)), 0, 4),)),))
     assert world.runs == 2
-    (given,) = references(made.outputs)
-    assert given.segment >> OWNER_SHIFT not in (0, client.peer)
-    for _ in range(2):
-        world.ask(client, (Tensor("x", "FP32", (1, 1), (given,)),))
-    assert world.runs == 4
     assert not len(world.core.state.cache)
+
+
+def test_answers_are_kept_in_the_memory_of_the_broker() -> None:
+    world = Copying(large="y")
+    client, other, stranger = world.connect("a"), world.connect("b"), world.connect("c", audience="uid:2000")
+    first = world.ask(client, (x(1),))
+    (made,) = references(first.outputs)
+    world.turn([(client.peer, Return((made,)))])
+    client.holds.clear()
+    (worker,) = world.workers.values()
+    assert not sum(worker.out.values()), "no worker's memory is bound"
+    kept = made
+    for holder in (client, other):
+        (kept,) = references(world.ask(holder, (x(1),)).outputs)
+        assert kept == world.memory.placed["uid:1000"][0]
+        assert world.memory.read((kept,)) == world.memory.read((made,))
+        world.turn([(holder.peer, Return((kept,)))])
+        holder.holds.clear()
+    world.ask(stranger, (x(1),))
+    assert world.runs == 2
+    assert kept.segment not in stranger.mapped
+    assert not world.freed
+    world.turn([(0, events.Deploy("m", ()))])
+    assert kept in world.freed
 
 
 def test_failures_and_placed_outputs_are_not_kept() -> None:

@@ -384,15 +384,20 @@ class CoreMachine(RuleBasedStateMachine):
         assert not world.core.state.ledger.holds
         for worker in world.workers.values():
             assert not worker.out, f"never went back to {worker.name}: {worker.out}"
-        assert sorted(world.freed, key=lambda handle: handle.offset) == self.blocks
+        freed = sorted(world.freed, key=lambda handle: (handle.segment, handle.offset))
+        assert freed == self.blocks + self.copies(), "what the broker had in its own memory"
         world.turn([(0, events.Drain(10 * MS))])
         self._let_all_go_on()
         assert world.drained
         assert not world.workers
         for client in list(self.clients):
             world.gone(client)
-        assert set(world.core.state.ledger.segments) == {BROKER_SEGMENT}
+        assert set(world.core.state.ledger.segments) == {BROKER_SEGMENT, *(copy.segment for copy in self.copies())}
         assert len(set(world.forgotten)) == len(world.forgotten)
+
+    def copies(self) -> list[Handle]:
+        """All that the broker has copied, in order."""
+        return []
 
     def _let_all_go_on(self) -> None:
         world = self.world

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.limits import Limits
-from shmserve.messages import Infer, Map, More, Options, Wanted
+from shmserve.messages import Handle, Infer, Map, More, Options, Wanted
 from tests.unit.core_everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.unit.core_fakes import FakeClient, references
 from tests.unit.test_core_machine import BROKER_SEGMENT, LIMITS
@@ -287,6 +287,9 @@ class EverythingMachine(OperatedMachine):
             if quiet and not world.core.state.requests and not world.core.state.sequences:
                 return
         raise AssertionError("it never becomes quiet")
+
+    def copies(self) -> list[Handle]:
+        return sorted(self.world.own_memory.placed, key=lambda handle: (handle.segment, handle.offset))
 
     def teardown(self) -> None:
         self.send([], False)
