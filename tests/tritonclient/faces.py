@@ -1,0 +1,139 @@
+"""The four clients of `tritonclient`, behind one way to call them. Rule: it runs where that package is installed, and
+nothing of ours is imported but other files of this folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from tritonclient.utils import InferenceServerException
+from tritonclient.utils import shared_memory as shm
+
+from tests.tritonclient.methods import CLASSES, CLIENTS, FUNCTIONS
+
+A = np.arange(16, dtype=np.int32).reshape(1, 16)
+B = np.full((1, 16), 3, np.int32)
+BYTES = A.nbytes
+ABSENT = "nothing"
+
+
+class Face:
+    """One client class at one port."""
+
+    def __init__(self, name: str, http: str, grpc: str) -> None:
+        self.name = name
+        self.module: Any = importlib.import_module(f"tritonclient.{name}")
+        self.grpc, self.aio = name.startswith("grpc"), name.endswith("aio")
+        self.url = grpc if self.grpc else http
+        self.client: Any = None
+
+    def made(self, **options: Any) -> Any:
+        return self.module.InferenceServerClient(self.url, **options)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Face]:
+        self.client = self.made()
+        try:
+            yield self
+        finally:
+            await done(self.client.close())
+
+    async def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        return await done(getattr(self.client, method)(*args, **options))
+
+    async def document(self, method: str, *args: Any, **options: Any) -> Any:
+        """As JSON, which gRPC only gives when it is asked to."""
+        return await self.ask(method, *args, **options, **({"as_json": True} if self.grpc else {}))
+
+    async def refused(self, allowed: str, method: str, *args: Any, **options: Any) -> str:
+        """What an error says; `allowed` are its statuses as HTTP has them, with | between."""
+        try:
+            said = await self.ask(method, *args, **options)
+        except InferenceServerException as error:
+            said = error
+        assert isinstance(said, InferenceServerException), f"{method} was answered: {said}"
+        names = {"400": "INVALID_ARGUMENT", "404": "NOT_FOUND", "500": "INTERNAL"}
+        expected = [f"StatusCode.{names[one]}" if self.grpc else one for one in allowed.split("|")]
+        assert said.status() in expected, said
+        return str(said.message())
+
+    # ------------------------------------------------------------------------------------ the model `simple`
+
+    def inputs(self) -> list[Any]:
+        found = []
+        for name, array in (("INPUT0", A), ("INPUT1", B)):
+            found.append(self.module.InferInput(name, list(array.shape), "INT32"))
+            found[-1].set_data_from_numpy(array)
+        return found
+
+    def outputs(self) -> list[Any]:
+        return [self.module.InferRequestedOutput(name) for name in ("OUTPUT0", "OUTPUT1")]
+
+    def one(self, name: str, array: Any, dtype: str) -> Any:
+        made = self.module.InferInput(name, list(array.shape), dtype)
+        made.set_data_from_numpy(array)
+        return made
+
+
+async def done(said: Any) -> Any:
+    return await said if inspect.isawaitable(said) else said
+
+
+def right(result: Any) -> None:
+    """What `simple` answers to A and B."""
+    np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), A + B)
+    np.testing.assert_array_equal(result.as_numpy("OUTPUT1"), A - B)
+
+
+class Region:
+    """Shared memory with a name of its own, in the system and at the server."""
+
+    _made = 0
+
+    def __init__(self, size: int = BYTES) -> None:
+        Region._made += 1
+        self.name, self.size = f"region{Region._made}", size
+        self.key = f"/tritonclient-{os.getpid()}-{Region._made}"
+        self.handle = shm.create_shared_memory_region(self.name, self.key, size)
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shm.destroy_shared_memory_region(self.handle)
+
+    def put(self, *arrays: Any) -> None:
+        shm.set_shared_memory_region(self.handle, list(arrays))
+
+    def array(self, offset: int = 0) -> Any:
+        return shm.get_contents_as_numpy(self.handle, np.int32, [1, 16], offset)
+
+
+def found_methods() -> set[str]:
+    """What the package has in public: the same names as METHODS, unless one of them has changed."""
+    names = set()
+    for face in CLIENTS:
+        names |= _public(face, importlib.import_module(f"tritonclient.{face}").InferenceServerClient)
+    for name in CLASSES:
+        module, _, kind = name.rpartition(".")
+        home = "grpc._client" if name == "grpc.CallContext" else module
+        made = _public(name, getattr(importlib.import_module(f"tritonclient.{home}"), kind))
+        names |= made or {f"{name}.use"}
+    for module in FUNCTIONS:
+        here = importlib.import_module(f"tritonclient.{module}")
+        names |= {
+            f"{module}.{name}"
+            for name, thing in vars(here).items()
+            if inspect.isfunction(thing) and thing.__module__ == here.__name__ and not name.startswith("_")
+        }
+    return names
+
+
+def _public(prefix: str, kind: type) -> set[str]:
+    return {f"{prefix}.{name}" for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}

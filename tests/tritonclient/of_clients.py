@@ -1,0 +1,404 @@
+"""A case for each method of the clients, the same for all four. The rule of the file: a function has the name of the
+method that it is about, and what it leaves at the server it takes away again.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+
+from tests.tritonclient.faces import ABSENT, BYTES, A, B, Face, Region, done, right
+
+WAIT_S = 20
+
+
+# ---------------------------------------------------------------------------------------- questions
+
+
+async def is_server_live(face: Face) -> None:
+    assert await face.ask("is_server_live") is True
+    assert await face.ask("is_server_live", headers={"test": "1"}) is True
+
+
+async def is_server_ready(face: Face) -> None:
+    assert await face.ask("is_server_ready") is True
+
+
+async def is_model_ready(face: Face) -> None:
+    assert await face.ask("is_model_ready", "simple") is True
+    assert await face.ask("is_model_ready", "simple", "1") is True
+    assert await face.ask("is_model_ready", ABSENT) is False
+    assert await face.ask("is_model_ready", "simple", "7") is False
+
+
+async def get_server_metadata(face: Face) -> None:
+    said = await face.document("get_server_metadata")
+    assert said["name"] == "triton"
+    assert {"classification", "sequence", "model_repository", "statistics", "parameters"} <= set(said["extensions"])
+
+
+async def get_model_metadata(face: Face) -> None:
+    said = await face.document("get_model_metadata", "simple")
+    assert (said["name"], said["versions"], said["platform"]) == ("simple", ["1"], "python")
+    tensors = [(one["name"], one["datatype"], [int(dim) for dim in one["shape"]]) for one in said["inputs"]]
+    assert tensors == [("INPUT0", "INT32", [-1, 16]), ("INPUT1", "INT32", [-1, 16])]
+    assert [one["name"] for one in said["outputs"]] == ["OUTPUT0", "OUTPUT1"]
+    assert "nothing" in await face.refused("404", "get_model_metadata", ABSENT)
+
+
+async def get_model_config(face: Face) -> None:
+    said = await face.document("get_model_config", "simple")
+    config = said["config"] if face.grpc else said
+    assert (config["name"], config["max_batch_size"]) == ("simple", 8)
+    assert [one["dims"] for one in config["input"]] == ([["16"]] * 2 if face.grpc else [[16]] * 2)
+    await face.refused("404", "get_model_config", ABSENT)
+
+
+async def get_model_repository_index(face: Face) -> None:
+    said = await face.document("get_model_repository_index")
+    states = {one["name"]: one.get("state") for one in (said["models"] if face.grpc else said)}
+    assert (states["simple"], states["simple_identity"]) == ("READY", "READY")
+
+
+async def get_inference_statistics(face: Face) -> None:
+    async def count() -> int:
+        said = await face.document("get_inference_statistics", "simple", "1")
+        (stats,) = said["model_stats"]
+        assert (stats["name"], stats["version"]) == ("simple", "1")
+        return int(stats["inference_stats"]["success"].get("count", 0))
+
+    before = await count()
+    right(await face.ask("infer", "simple", face.inputs()))
+    assert await count() == before + 1
+    names = {one["name"] for one in (await face.document("get_inference_statistics"))["model_stats"]}
+    assert {"simple", "simple_identity"} <= names
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def _values(said: Any, name: str) -> Any:
+    """Of the settings of traces, which gRPC has as lists of texts."""
+    if "settings" not in said:
+        return said[name]
+    values = said["settings"][name]["value"]
+    return values if name == "trace_level" else values[0]
+
+
+async def get_trace_settings(face: Face) -> None:
+    for model in (None, "simple"):
+        said = await face.document("get_trace_settings", model)
+        assert _values(said, "trace_level") == ["OFF"]
+        assert _values(said, "trace_rate") == "1000"
+    await face.refused("400|404", "get_trace_settings", ABSENT)
+
+
+async def update_trace_settings(face: Face) -> None:
+    said = await face.document("update_trace_settings", "simple", {"trace_rate": "500"})
+    assert _values(said, "trace_rate") == "500"
+    assert _values(await face.document("get_trace_settings"), "trace_rate") == "1000"
+    said = await face.document("update_trace_settings", "simple", {"trace_rate": None})
+    assert _values(said, "trace_rate") == "1000"
+
+
+async def get_log_settings(face: Face) -> None:
+    said = await face.document("get_log_settings")
+    assert _setting(said, "log_info") is True
+    assert _setting(said, "log_verbose_level") == 0
+
+
+async def update_log_settings(face: Face) -> None:
+    said = await face.document("update_log_settings", {"log_verbose_level": 1, "log_warning": False})
+    assert (_setting(said, "log_verbose_level"), _setting(said, "log_warning")) == (1, False)
+    said = await face.document("update_log_settings", {"log_verbose_level": 0, "log_warning": True})
+    assert (_setting(said, "log_verbose_level"), _setting(said, "log_warning")) == (0, True)
+
+
+def _setting(said: Any, name: str) -> Any:
+    if "settings" not in said:
+        return said[name]
+    (value,) = said["settings"][name].values()
+    return value
+
+
+# ---------------------------------------------------------------------------------------- models come and go
+
+
+async def load_model(face: Face) -> None:
+    await face.ask("load_model", "simple_string", config=json.dumps({"max_batch_size": 16}))
+    said = await face.document("get_model_config", "simple_string")
+    assert (said["config"] if face.grpc else said)["max_batch_size"] == 16
+    await face.ask("unload_model", "simple_string")
+    await face.ask("load_model", "simple_string")
+    said = await face.document("get_model_config", "simple_string")
+    assert (said["config"] if face.grpc else said)["max_batch_size"] == 8
+    config = {
+        "backend": "identity" if await _is_ours(face) else "python",
+        "max_batch_size": 2,
+        "input": [{"name": "IN", "data_type": "TYPE_INT32", "dims": [16]}],
+        "output": [{"name": "OUT", "data_type": "TYPE_INT32", "dims": [16]}],
+    }
+    if config["backend"] == "identity":
+        await face.ask("load_model", "sent", config=json.dumps(config), files={"file:1/weights": b"\x00\xff"})
+        result = await face.ask("infer", "sent", [face.one("IN", A, "INT32")])
+        np.testing.assert_array_equal(result.as_numpy("OUT"), A)
+        await face.ask("unload_model", "sent")
+    assert "failed to load" in await face.refused("400|404|500", "load_model", ABSENT)
+
+
+async def _is_ours(face: Face) -> bool:
+    said = await face.document("get_model_config", "simple_identity")
+    return bool((said["config"] if face.grpc else said)["backend"] == "identity")
+
+
+async def unload_model(face: Face) -> None:
+    await face.ask("load_model", "simple_string")
+    await face.ask("unload_model", "simple_string", unload_dependents=True)
+    assert await face.ask("is_model_ready", "simple_string") is False
+    await face.ask("unload_model", ABSENT)
+
+
+# ---------------------------------------------------------------------------------------- shared memory
+
+
+async def register_system_shared_memory(face: Face) -> None:
+    with Region(2 * BYTES) as given, Region(2 * BYTES) as got:
+        given.put(A, B)
+        for region in (given, got):
+            await face.ask("register_system_shared_memory", region.name, region.key, region.size)
+        await face.refused("400|500", "register_system_shared_memory", "bad", given.key, 1 << 30)
+        inputs, outputs = face.inputs(), face.outputs()
+        for index in range(2):
+            inputs[index].set_shared_memory(given.name, BYTES, index * BYTES)
+            outputs[index].set_shared_memory(got.name, BYTES, index * BYTES)
+        await face.ask("infer", "simple", inputs, outputs=outputs)
+        np.testing.assert_array_equal(got.array(), A + B)
+        np.testing.assert_array_equal(got.array(BYTES), A - B)
+        for region in (given, got):
+            await face.ask("unregister_system_shared_memory", region.name)
+
+
+async def get_system_shared_memory_status(face: Face) -> None:
+    with Region() as region:
+        await face.ask("register_system_shared_memory", region.name, region.key, BYTES // 2, offset=0)
+        said = await face.document("get_system_shared_memory_status")
+        (one,) = said["regions"].values() if face.grpc else said
+        assert (one["name"], one["key"], int(one["byte_size"])) == (region.name, region.key, BYTES // 2)
+        said = await face.document("get_system_shared_memory_status", region.name)
+        assert len(said["regions"] if face.grpc else said) == 1
+        await face.ask("unregister_system_shared_memory", region.name)
+    said = await face.document("get_system_shared_memory_status")
+    assert (said.get("regions", {}) if face.grpc else said) in ({}, [])
+
+
+async def unregister_system_shared_memory(face: Face) -> None:
+    with Region() as one, Region() as other:
+        for region in (one, other):
+            await face.ask("register_system_shared_memory", region.name, region.key, BYTES)
+        inputs = face.inputs()
+        inputs[0].set_shared_memory(one.name, BYTES)
+        await face.ask("unregister_system_shared_memory", one.name)
+        assert one.name in await face.refused("404", "infer", "simple", inputs)
+        await face.ask("unregister_system_shared_memory")
+    said = await face.document("get_system_shared_memory_status")
+    assert (said.get("regions", {}) if face.grpc else said) in ({}, [])
+
+
+async def register_cuda_shared_memory(face: Face) -> None:
+    """A handle that no driver has made is refused; what a real one does needs a GPU."""
+    try:
+        await face.ask("register_cuda_shared_memory", "cuda", b"A" * 88, 0, BYTES)
+    except face.module.InferenceServerException:
+        return
+    raise AssertionError("a made-up handle was taken")
+
+
+async def get_cuda_shared_memory_status(face: Face) -> None:
+    said = await face.document("get_cuda_shared_memory_status")
+    assert (said.get("regions", {}) if face.grpc else said) in ({}, [])
+
+
+async def unregister_cuda_shared_memory(face: Face) -> None:
+    await face.ask("unregister_cuda_shared_memory", "cuda")
+    await face.ask("unregister_cuda_shared_memory")
+
+
+# ---------------------------------------------------------------------------------------- inference
+
+
+async def infer(face: Face) -> None:
+    right(await face.ask("infer", "simple", face.inputs()))
+    result = await face.ask("infer", "simple", face.inputs(), "1", outputs=face.outputs()[1:], request_id="me")
+    np.testing.assert_array_equal(result.as_numpy("OUTPUT1"), A - B)
+    assert result.as_numpy("OUTPUT0") is None
+    response = result.get_response()
+    assert (response.id if face.grpc else response["id"]) == "me"
+    for algorithm in ("gzip", "deflate"):
+        ways = (
+            ["compression_algorithm"]
+            if face.grpc
+            else [f"{way}_compression_algorithm" for way in ("request", "response")]
+        )
+        options = dict.fromkeys(ways, algorithm)
+        right(await face.ask("infer", "simple", face.inputs(), priority=1, timeout=5_000_000, **options))
+    classes = face.module.InferRequestedOutput("OUTPUT0", class_count=2)
+    (found,) = (await face.ask("infer", "simple", face.inputs(), outputs=[classes])).as_numpy("OUTPUT0")
+    assert [text.split(b":") for text in found] == [[found[0].split(b":")[0], b"15"], [found[1].split(b":")[0], b"14"]]
+    large = np.arange(400_000, dtype=np.int32).reshape(1, -1)
+    result = await face.ask("infer", "custom_identity_int32", [face.one("INPUT0", large, "INT32")])
+    np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), large)
+    words = np.array([[b"he\x00llo", b"", "wörld".encode()]], object)
+    result = await face.ask("infer", "simple_identity", [face.one("INPUT0", words, "BYTES")])
+    np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), words)
+    await _mistakes(face)
+    for sequence in (42, "of words"):
+        for value, start, end in ((5, True, False), (6, False, False), (7, False, True)):
+            given = [face.one("INPUT", np.array([[value]], np.int32), "INT32")]
+            result = await face.ask(
+                "infer", "simple_sequence", given, sequence_id=sequence, sequence_start=start, sequence_end=end
+            )
+            assert result.as_numpy("OUTPUT").tolist() == [[value + start]]
+
+
+async def _mistakes(face: Face) -> None:
+    await face.refused("404", "infer", ABSENT, face.inputs())
+    assert "expected 2 inputs but got 1" in await face.refused("400", "infer", "simple", face.inputs()[:1])
+    wide = [face.one(name, np.zeros((1, 17), np.int32), "INT32") for name in ("INPUT0", "INPUT1")]
+    assert "unexpected shape for input" in await face.refused("400", "infer", "simple", wide)
+    many = [face.one(name, np.zeros((9, 16), np.int32), "INT32") for name in ("INPUT0", "INPUT1")]
+    assert "<= 8" in await face.refused("400", "infer", "simple", many)
+
+
+async def async_infer(face: Face) -> None:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    if not face.grpc:
+        requests = [face.client.async_infer("simple", face.inputs()) for _ in range(4)]
+        for request in requests:
+            right(request.get_result(timeout=WAIT_S))
+        return
+    for _ in range(4):
+        face.client.async_infer("simple", face.inputs(), lambda result, error: answers.put((result, error)))
+    for _ in range(4):
+        result, error = answers.get(timeout=WAIT_S)
+        assert error is None
+        right(result)
+    face.client.async_infer(ABSENT, face.inputs(), lambda result, error: answers.put((result, error)))
+    result, error = answers.get(timeout=WAIT_S)
+    assert result is None
+    assert error.status() == "StatusCode.NOT_FOUND"
+
+
+def _repeat(face: Face) -> list[Any]:
+    arrays = {"IN": np.array([7, 8, 9], np.int32), "DELAY": np.zeros(3, np.uint32), "WAIT": np.zeros(1, np.uint32)}
+    return [face.one(name, array, "INT32" if name == "IN" else "UINT32") for name, array in arrays.items()]
+
+
+async def start_stream(face: Face) -> None:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    face.client.start_stream(lambda result, error: answers.put((result, error)), headers={"test": "1"})
+    face.client.async_stream_infer("simple", face.inputs())
+    right(answers.get(timeout=WAIT_S)[0])
+    face.client.stop_stream()
+    face.client.start_stream(lambda result, error: answers.put((result, error)))
+    face.client.stop_stream()
+
+
+async def async_stream_infer(face: Face) -> None:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    face.client.start_stream(lambda result, error: answers.put((result, error)))
+    face.client.async_stream_infer("simple", face.inputs(), request_id="1")
+    face.client.async_stream_infer(ABSENT, face.inputs(), request_id="2")
+    face.client.async_stream_infer("repeat_int32", _repeat(face), request_id="3", enable_empty_final_response=True)
+    result, error = answers.get(timeout=WAIT_S)
+    assert error is None
+    right(result)
+    assert "nothing" in answers.get(timeout=WAIT_S)[1].message()
+    found: list[int] = []
+    last = False
+    while not last:
+        result, error = answers.get(timeout=WAIT_S)
+        assert error is None
+        response = result.get_response()
+        last = response.parameters["triton_final_response"].bool_param
+        found += [] if result.as_numpy("OUT") is None else result.as_numpy("OUT").tolist()
+    assert found == [7, 8, 9]
+    for value, start, end in ((5, True, False), (6, False, True)):
+        given = [face.one("INPUT", np.array([[value]], np.int32), "INT32")]
+        face.client.async_stream_infer("simple_sequence", given, sequence_id=9, sequence_start=start, sequence_end=end)
+    assert [answers.get(timeout=WAIT_S)[0].as_numpy("OUTPUT").item() for _ in range(2)] == [6, 6]
+    face.client.stop_stream()
+
+
+async def stop_stream(face: Face) -> None:
+    """It waits for what is under way, or takes it back."""
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    for cancel in (False, True):
+        face.client.start_stream(lambda result, error: answers.put((result, error)))
+        face.client.async_stream_infer("simple", face.inputs())
+        face.client.stop_stream(cancel_requests=cancel)
+        if not cancel:
+            right(answers.get(timeout=WAIT_S)[0])
+    assert face.client.is_server_live()
+
+
+async def stream_infer(face: Face) -> None:
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": "simple", "inputs": face.inputs()}
+        yield {"model_name": ABSENT, "inputs": face.inputs()}
+        yield {"model_name": "repeat_int32", "inputs": _repeat(face)}
+
+    found = [answer async for answer in face.client.stream_infer(requests())]
+    right(found[0][0])
+    assert "nothing" in found[1][1].message()
+    assert [result.as_numpy("OUT").item() for result, error in found[2:] if error is None] == [7, 8, 9]
+
+
+async def generate_request_body(face: Face) -> None:
+    """A body that is sent by other means."""
+    body, length = face.module.InferenceServerClient.generate_request_body(face.inputs(), outputs=face.outputs())
+    asked = urllib.request.Request(f"http://{face.url}/v2/models/simple/infer", bytes(body))
+    asked.add_header("Content-Type", "application/octet-stream")
+    asked.add_header("Inference-Header-Content-Length", str(length))
+    with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
+        length = int(answer.headers["Inference-Header-Content-Length"])
+        right(face.module.InferenceServerClient.parse_response_body(answer.read(), header_length=length))
+
+
+parse_response_body = generate_request_body
+
+
+# ---------------------------------------------------------------------------------------- the client itself
+
+
+async def close(face: Face) -> None:
+    client = face.made()
+    assert await done(client.is_server_live()) is True
+    await done(client.close())
+
+
+async def plugin(face: Face) -> None:
+    """A plug-in sees every request, and what it adds is sent."""
+    seen: list[str] = []
+
+    class Marks(face.module.InferenceServerClientPlugin):  # type: ignore[misc, name-defined]
+        def __call__(self, request: Any) -> None:
+            request.headers["x-mark"] = "7"
+            seen.append("asked")
+
+    made = Marks()
+    face.client.register_plugin(made)
+    assert face.client.plugin() is made
+    assert await face.ask("is_server_live") is True
+    right(await face.ask("infer", "simple", face.inputs()))
+    face.client.unregister_plugin()
+    assert face.client.plugin() is None
+    assert await face.ask("is_server_live") is True
+    assert seen == ["asked", "asked"]
+
+
+register_plugin = unregister_plugin = plugin

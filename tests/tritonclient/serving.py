@@ -1,0 +1,54 @@
+"""A server with the models of `client_models` and a gateway beside it, and the Python that has `tritonclient`.
+
+The rule of the file: nothing outlives the `with` block.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shmserve.repo import client_models
+from shmserve.testing import Server
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("SHMSERVE_TRITONCLIENT") or ROOT / "build" / "tritonclient-env" / "bin" / "python")
+"""Of the environment that `make tritonclient` makes."""
+ABSENT = "no environment with tritonclient: `make tritonclient` makes it where the package registry can be reached"
+END_S = 60
+
+
+@contextmanager
+def serving(repository: Path, names: list[str], load: str = "*", **ports: int) -> Iterator[dict[str, str]]:
+    """Door -> host and port. The server calls itself what some clients expect; all roles are given."""
+    client_models.build(repository, names)
+    control = ("--model-control-mode", "explicit", "--load-model", load)
+    with Server(repository, "--id", "triton", *control) as server, _gateway(server, ports) as doors:
+        yield doors
+
+
+@contextmanager
+def _gateway(server: Server, ports: dict[str, int]) -> Iterator[dict[str, str]]:
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
+    command += ["--http-port", str(ports.get("http", 0)), "--metrics-port", "0"]
+    command += ["--http-roles", "infer,observe,operate", "--allow-client-shm", "--ready-fd", str(writer)]
+    with open(reader) as ready:
+        process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)
+        os.close(writer)
+        try:
+            words = ready.readline().split()
+            if words[:1] != ["READY"]:
+                raise RuntimeError(f"the gateway has not come up:\n{process.communicate()[1].decode()}")
+            named = (word.partition("=") for word in words[1:])
+            yield {door: f"127.0.0.1:{port}" for door, _, port in named}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            log = process.communicate(timeout=END_S)[1].decode()
+    if process.returncode or "Traceback" in log:
+        raise RuntimeError(f"the gateway ended with code {process.returncode}:\n{log}")

@@ -1,0 +1,43 @@
+"""Every public method of `tritonclient`, as it is installed from the registry, against a live gateway. All of them are
+called by one process of the environment that has it; each is a test here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.tritonclient.methods import METHODS
+from tests.tritonclient.serving import ABSENT, END_S, PYTHON, ROOT, serving
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not PYTHON.exists(), reason=ABSENT)]
+
+MODELS = ["simple", "simple_string", "simple_identity", "custom_identity_int32", "simple_sequence", "repeat_int32"]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Case -> what went wrong."""
+    with serving(tmp_path_factory.mktemp("models"), MODELS) as doors:
+        command = [str(PYTHON), "-m", "tests.tritonclient.calls", doors["http"], doors.get("grpc", "")]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=4 * END_S, check=False)
+        assert found.returncode == 0, found.stderr.decode()
+        lines = [json.loads(line) for line in found.stdout.splitlines()]
+        yield {line["case"]: line["failed"] for line in lines}
+
+
+def test_every_public_method_has_a_case(said: dict[str, str]) -> None:
+    assert said["inspection"] == ""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method(said: dict[str, str], method: str) -> None:
+    if method not in said:
+        pytest.skip("the gateway has no door for gRPC")
+    if said[method] and method.endswith(("_log_settings", "_trace_settings")):
+        pytest.skip("the server does not do this")
+    if said[method]:
+        pytest.fail(said[method], pytrace=False)
