@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 SAMPLES := build/samples
 ALL_SAMPLES := build/all
+TRITONCLIENT := build/tritonclient-env
 # Their wheels hold networks. What the packages themselves need to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
 VAD := silero-vad==6.2.3
@@ -15,13 +16,14 @@ TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test check fmt chaos bench proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test tritonclient check fmt chaos bench proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
 	@echo 'make serve       set up if needed, then serve the sample models; Ctrl-C stops'
 	@echo 'make samples     set up more, then write the larger samples too, to $(ALL_SAMPLES); docs/examples.md'
 	@echo 'make test        set up if needed, then run the whole test suite     (ARGS="-k name" for some of it)'
+	@echo 'make tritonclient  the clients of Triton, for the tests that need them, in $(TRITONCLIENT); part of make test'
 	@echo 'make check       linter, formatter, types, import directions'
 	@echo 'make fmt         format the code'
 	@echo 'make chaos       kill, stop and fuzz for half an hour; SHMSERVE_SEED=N for another course'
@@ -40,8 +42,12 @@ samples: $(VENV)/.samples
 	@echo 'all sample models, in $(ALL_SAMPLES):'
 	@$(BIN)/python -m shmserve.repo.samples $(ALL_SAMPLES) all
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev tritonclient
 	@$(BIN)/python -m pytest $(ARGS)
+
+tritonclient: $(VENV)/.made
+	@test -e $(TRITONCLIENT)/.made || $(MAKE) --no-print-directory $(TRITONCLIENT)/.made \
+	  || echo 'tritonclient could not be had; its tests will be skipped'
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff check .
@@ -153,4 +159,12 @@ $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml
 	@echo 'installing the tools for tests and checks (about a minute) ...'
 	@$(PIP) --editable '.[cpu,dev]'
 	@$(PIP) '$(TORCH)' || echo 'PyTorch could not be had; its tests will be skipped'
+	@touch $@
+
+# Its own: what it needs is no concern of ours. The folder is there only when it is whole.
+$(TRITONCLIENT)/.made:
+	@echo 'installing the clients of Triton in $(TRITONCLIENT) (a minute) ...'
+	@rm -rf $(TRITONCLIENT) && $(PYTHON) -m venv $(TRITONCLIENT)
+	@$(TRITONCLIENT)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --retries 1 \
+	  'tritonclient[all]==2.73.0' || { rm -rf $(TRITONCLIENT); exit 1; }
 	@touch $@
