@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
@@ -28,16 +29,13 @@ NEAR = "@gpu"
 """Behind the audience, in the name of an arena on the GPU."""
 NEAR_BYTES = 1024 * 1024 * 1024
 NEAR_KNOB = "cuda-memory-pool-byte-size"
-_IDS = 1 << 20
-"""Ids of segments that each arena has for itself, below OWNER_SHIFT."""
 
 
 class _AudienceArena(Arena):
-    """An arena that shares its owner's ids with other arenas: it counts from its own first one."""
+    """An arena that shares its owner's ids with other arenas."""
 
     def __init__(
         self,
-        number: int,
         owner: int,
         make: Callable[[int], Extent],
         arenas: Arenas,
@@ -52,8 +50,8 @@ class _AudienceArena(Arena):
             announce=lambda segment: arenas.announce(segment, audience, near),
             withdraw=None if near else arenas.withdraw,
             knob=NEAR_KNOB if near else KNOB,
+            numbers=arenas.numbers,
         )
-        self._count = number * _IDS
 
     def give_up_idle(self) -> list[int]:
         """Gives up every segment in which nothing is allocated, and says which. Trim would keep one."""
@@ -70,6 +68,8 @@ class Arenas:
     def __init__(self, owner: int, outbox: Outbox, mapped: Mapped, limit: int = LIMIT_BYTES) -> None:
         self.limit = limit
         self.near_limit = NEAR_BYTES
+        self.numbers = count(1)
+        """Of the segments of all arenas."""
         self._owner = owner
         self._outbox = outbox
         self._mapped = mapped
@@ -125,7 +125,7 @@ class Arenas:
             # Its own user may open it; another one only by way of the service's group, and only to read.
             uid = audience.rpartition(":")[2]
             make = self._posix_private if uid in ("", str(os.geteuid())) else self._posix_group
-        arena = _AudienceArena(len(self._arenas), self._owner, make, self, audience)
+        arena = _AudienceArena(self._owner, make, self, audience)
         self._arenas[audience] = arena
         return arena
 
@@ -133,7 +133,7 @@ class Arenas:
         from shmserve.workers.cuda.shared import memory_of  # few models need it
 
         made = memory_of(self._mapped).make
-        arena = _AudienceArena(len(self._arenas), self._owner, made, self, audience, NEAR)
+        arena = _AudienceArena(self._owner, made, self, audience, NEAR)
         self._arenas[audience + NEAR] = arena
         return arena
 
