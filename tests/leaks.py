@@ -20,7 +20,7 @@ import signal
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ SHM = Path("/dev/shm")
 PREFIX = "shmserve"
 OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
 """A name of ours begins with the pid and the start time of its owner."""
+MAPPING = re.compile(rb"^(\S+) \S+ \S+ \S+ ([0-9]+) +(/(?:memfd:|dev/shm/).*)$", re.MULTILINE)
 STANDARD = ("0", "1", "2")
 """pytest's capture turns these descriptors to and fro."""
 
@@ -41,6 +42,8 @@ ONCE = (
 )
 PREPARED = "-m shmserve.workers.prepared"
 """A server has it from the first worker on."""
+LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+"""Whether this kernel lists the children of a thread."""
 PR_SET_CHILD_SUBREAPER = 36
 PIDFD_THREAD = os.O_EXCL
 
@@ -103,27 +106,55 @@ def _stat(pid: str) -> tuple[str, int, int] | None:
     return fields[0].decode(), int(fields[1]), int(fields[19])
 
 
+def _everybodys_children() -> Callable[[int], Iterable[int]]:
+    """For a kernel that does not list the children of a thread: from the parent of every process there is."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        found = _stat(name) if name.isdigit() else None
+        if found:
+            children.setdefault(found[1], []).append(int(name))
+    return lambda pid: children.get(pid, ())
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for tid in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{tid}/children", "rb", 0) as file:
+                found += map(int, file.read().split())
+    except OSError:
+        return found  # the thread or the process ended meanwhile
+    return found
+
+
 def _processes() -> Generator[Thing, None, None]:
     """All descendants. Orphans among them are ours too, as this process is a subreaper.
 
     The children of a server that runs for several tests stand in for each other: it starts its workers anew."""
     if not _has_children():
         return
-    children: dict[int, list[tuple[int, str, int]]] = {}
-    for name in os.listdir("/proc"):
-        found = _stat(name) if name.isdigit() else None
-        if found:
-            children.setdefault(found[1], []).append((int(name), found[0], found[2]))
+    children = _children if LISTED else _everybodys_children()
+    seen: set[int] = set()
     todo = [os.getpid()]
     while todo:
         parent = todo.pop()
-        for pid, state, started in children.get(parent, ()):
-            todo.append(pid)
-            command = _command(pid)
-            if not any(part in command for part in ONCE) and not (parent != os.getpid() and PREPARED in command):
-                what = f"zombie {pid}, never waited for" if state == "Z" else f"process {pid}: {command}"
-                kind = str(pid) if parent == os.getpid() else f"child of {parent}"
-                yield Thing("process", ("process", pid, started), kind, what)
+        for pid in children(parent):
+            if pid not in seen:
+                seen.add(pid)
+                todo.append(pid)
+                found = _stat(str(pid))
+                if found:
+                    yield from _process(pid, parent, *found)
+        if not todo and parent != os.getpid():
+            todo.append(os.getpid())  # whoever has lost its parent meanwhile
+
+
+def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
+    command = _command(pid)
+    if not any(part in command for part in ONCE) and not (parent != os.getpid() and PREPARED in command):
+        what = f"zombie {pid}, never waited for" if state == "Z" else f"process {pid}: {command}"
+        kind = str(pid) if parent == os.getpid() else f"child of {parent}"
+        yield Thing("process", ("process", pid, started), kind, what)
 
 
 def _command(pid: int) -> str:
@@ -142,8 +173,14 @@ def _names() -> Generator[Thing, None, None]:
             yield Thing("shm", ("shm", name), kind, f"shared memory {SHM / name}")
 
 
+_strangers: set[str] = set()
+"""Names of theirs; they stay theirs when their owner has died."""
+
+
 def _of_a_stranger(name: str) -> bool:
     """Whether a live process that does not descend from this one owns it: another server, or suite, on the machine."""
+    if name in _strangers:
+        return True
     owner = OWNER.match(name)
     found = _stat(owner[1]) if owner else None
     if owner is None or found is None or found[2] != int(owner[2]):
@@ -151,21 +188,19 @@ def _of_a_stranger(name: str) -> bool:
     pid = int(owner[1])
     while pid != os.getpid():
         found = _stat(str(pid))
-        if found is None or found[1] == 0:
-            return found is not None
+        if found is None:
+            return False
+        if found[1] == 0:
+            _strangers.add(name)
+            return True
         pid = found[1]
     return False
 
 
 def _mappings() -> Generator[Thing, None, None]:
-    data = Path("/proc/self/maps").read_bytes()
-    if b"/memfd:" not in data and b"/dev/shm/" not in data:
-        return
-    for line in data.splitlines():
-        fields = line.split(None, 5)
-        if len(fields) == 6 and fields[5].startswith((b"/memfd:", b"/dev/shm/")):
-            place, path = fields[0].decode(), fields[5].decode(errors="replace")
-            yield Thing("map", ("map", place, fields[4]), path, f"mapping of {path} ({int(fields[4])})")
+    for place, number, name in MAPPING.findall(Path("/proc/self/maps").read_bytes()):
+        path = name.decode(errors="replace")
+        yield Thing("map", ("map", place, number), path, f"mapping of {path} ({int(number)})")
 
 
 SORTS: tuple[Callable[[], Generator[Thing, None, None]], ...] = (
@@ -260,22 +295,27 @@ def _wait(things: list[Thing], seconds: float) -> None:
         os.close(descriptor)
 
 
-def _settled(before: Things, seconds: float) -> list[Thing]:
-    """What is left after everything that can still end has ended."""
-    left = grown(before, snapshot())
+def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
+    """What is left after everything that can still end has ended, and all that there is then."""
+    left, now = _look(before)
     if not left:
-        return []
+        return [], now
     gc.collect()
-    left = grown(before, snapshot())
+    left, now = _look(before)
     if any(thing.sort in ("thread", "process") for thing in left):
         _wait(left, seconds)
         _reap_orphans()
-        left = grown(before, snapshot())
+        left, now = _look(before)
         end = monotonic() + seconds
         while any(_waits_for_another(thing) for thing in left) and monotonic() < end:
             select.select((), (), (), 0.02)  # nothing tells when a process has waited for its child
-            left = grown(before, snapshot())
-    return left
+            left, now = _look(before)
+    return left, now
+
+
+def _look(before: Things) -> tuple[list[Thing], Things]:
+    now = snapshot()
+    return grown(before, now), now
 
 
 def _waits_for_another(thing: Thing) -> bool:
@@ -310,30 +350,34 @@ class Watch:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.before: dict[Any, Things] = {}
+        self.last: Things | None = None
+        """What there is, while nothing has run since it was looked at: after a test, before the next one."""
 
     def begin(self, node: Any) -> None:
         if node in self.before:
             return
-        self.before[node] = snapshot()
+        self.before[node] = dict(self.last or snapshot())
         node.addfinalizer(lambda: self.end(node))  # the first one added is the last to run
 
     def end(self, node: Any) -> None:
-        left = _settled(self.before.pop(node), self.seconds)
+        left, self.last = _settled(self.before.pop(node), self.seconds)
         if not left:
             return
         _clear(left)
-        after = snapshot()
+        self.last = snapshot()
         for before in self.before.values():
-            before.update(after)  # told once is enough
+            before.update(self.last)  # told once is enough
         raise Leaked(f"{node.nodeid or 'the session'} left behind:\n" + "\n".join(f"  {thing.text}" for thing in left))
 
     def belongs_to_wider(self, node: Any, before: Things) -> None:
         """What a fixture of `node` has created is none of the narrower nodes' business."""
         chain = node.listchain()
-        created = {key: thing for key, thing in snapshot().items() if key not in before}
-        for watched, known in self.before.items():
-            if watched not in chain:
-                known.update(created)
+        now = snapshot()
+        created = {key: thing for key, thing in now.items() if key not in before}
+        narrower = [known for watched, known in self.before.items() if watched not in chain]
+        for known in narrower:
+            known.update(created)
+        self.last = None if narrower else now
 
 
 _watch = pytest.StashKey[Watch]()
@@ -360,6 +404,7 @@ def pytest_fixture_setup(
     watch = request.config.stash[_watch]
     watch.begin(request.node)
     before = snapshot() if fixturedef.scope != "function" else None
+    watch.last = None
     try:
         return (yield)
     finally:
@@ -369,5 +414,7 @@ def pytest_fixture_setup(
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    item.config.stash[_watch].begin(item)
+    watch = item.config.stash[_watch]
+    watch.begin(item)
+    watch.last = None
     return (yield)

@@ -60,7 +60,7 @@ class Echo:
             assert tensor.dtype == dtype
             assert tensor.shape == expected.shape
             found = self.worker.array(tensor, to_numpy(dtype))
-            assert found.tolist() == expected.tolist()
+            assert np.array_equal(found, expected), tensor.name
             # Small ones are in the message, large ones are not, and what is ours goes back.
             if isinstance(tensor.data, bytes):
                 assert len(tensor.data) <= INLINE_BYTES
@@ -209,7 +209,7 @@ def test_outputs_in_the_callers_memory(batched: Echo, together: int) -> None:
         assert row.error is None, row.error
         for tensor, want, dtype in zip(row.outputs, wanted, dtypes, strict=True):
             assert tensor.data == (want.place,)
-            assert batched.worker.array(tensor, to_numpy(dtype)).tolist() == arrays[dtype].tolist()
+            assert np.array_equal(batched.worker.array(tensor, to_numpy(dtype)), arrays[dtype])
 
 
 def test_without_a_batch_dimension(plain: Echo) -> None:
