@@ -24,11 +24,13 @@ END_S = 60
 
 
 @contextmanager
-def serving(repository: Path, names: list[str], load: str = "*", **ports: int) -> Iterator[dict[str, str]]:
+def serving(
+    repository: Path, names: list[str], load: str = "*", ports: dict[str, int] | None = None
+) -> Iterator[dict[str, str]]:
     """Door -> host and port. The server calls itself what some clients expect; all roles are given."""
     client_models.build(repository, names)
     control = ("--model-control-mode", "explicit", "--load-model", load)
-    with Server(repository, "--id", "triton", *control) as server, _gateway(server, ports) as doors:
+    with Server(repository, "--id", "triton", *control) as server, _gateway(server, ports or {}) as doors:
         yield doors
 
 

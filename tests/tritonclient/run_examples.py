@@ -1,0 +1,113 @@
+"""`python -m tests.tritonclient.run_examples DIRECTORY`: runs the published example programs of `tritonclient`, which
+are no part of this project, as they lie there, against a server of ours, and prints a table of what came of each.
+
+The rule of the file: an example passes when it ends with 0 and does not print FAIL; nothing in it is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from shmserve.repo.client_models import MODELS
+from tests.tritonclient.serving import ABSENT, PYTHON, serving
+
+PATTERNS = ("simple_http_*.py", "simple_grpc_*.py", "grpc_explicit_*.py", "reuse_infer_objects_client.py",
+            "memory_growth_test.py")  # fmt: skip
+HTTP, GRPC = 8000, 8001
+"""Where some examples look, whatever they are told."""
+EXAMPLE_S = 60
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+    protocol: str
+    arguments: tuple[str, ...] = ()
+    fixed: bool = False
+    """It has its port written in it."""
+
+    @property
+    def text(self) -> str:
+        return " ".join([self.path.name, *self.arguments])
+
+
+def runs(folder: Path) -> Iterator[Run]:
+    for path in sorted({path for pattern in PATTERNS for path in folder.glob(pattern)}):
+        name = path.stem
+        if name.startswith(("reuse", "memory")):
+            for protocol in ("http", "grpc"):
+                yield Run(path, protocol, ("-i", protocol), name.startswith("memory"))
+            continue
+        protocol = "http" if "http" in name else "grpc"
+        yield Run(path, protocol)
+        if "_sequence_" in name:
+            yield Run(path, protocol, ("-d",))
+
+
+def models_for(run: Run) -> list[str]:
+    """The examples of model control count the models of the repository."""
+    return list(MODELS)[: 7 if run.protocol == "http" else 8]
+
+
+def attempt(run: Run, python: Path, doors: dict[str, str]) -> str:
+    """Nothing, or what went wrong."""
+    if run.protocol not in doors:
+        return f"no door for {run.protocol}"
+    command = [str(python), str(run.path), *run.arguments, *(() if run.fixed else ("-u", doors[run.protocol]))]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=EXAMPLE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not done after {EXAMPLE_S} s"
+    said = (found.stdout + found.stderr).strip().splitlines() or [""]
+    bad = [line for line in said if line.startswith("FAIL")]
+    if found.returncode == 0 and not bad:
+        return ""
+    return f"code {found.returncode}: {(bad or said)[-1][:200]}"
+
+
+def results(found: list[Run], python: Path) -> Iterator[tuple[Run, str, float]]:
+    with tempfile.TemporaryDirectory() as work:
+        usual = [run for run in found if "model_control" not in run.path.name and "cudashm" not in run.path.name]
+        ports = {"http": HTTP, "grpc": GRPC} if any(run.fixed for run in usual) else {}
+        with serving(Path(work) / "all", list(MODELS), ports=ports) as doors:
+            for run in usual:
+                started = perf_counter()
+                yield run, attempt(run, python, doors), perf_counter() - started
+        for run in found:
+            if "model_control" in run.path.name:
+                names = models_for(run)
+                with serving(Path(work) / run.protocol, names, load="simple") as doors:
+                    started = perf_counter()
+                    yield run, attempt(run, python, doors), perf_counter() - started
+            elif "cudashm" in run.path.name:
+                yield run, "not run: it needs a GPU", 0.0
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.tritonclient.run_examples", description=__doc__)
+    parser.add_argument("folder", type=Path, help="the examples: src/python/examples of the repository of the clients")
+    parser.add_argument("--python", type=Path, default=PYTHON, help="a Python that has tritonclient")
+    parser.add_argument("--only", default="", metavar="TEXT", help="those with this in their name")
+    chosen = parser.parse_args(words)
+    found = [run for run in runs(chosen.folder) if chosen.only in run.path.name]
+    if not found or not chosen.python.exists():
+        print(ABSENT if found else "none of the examples is there", file=sys.stderr)
+        return 2
+    wrong = 0
+    print("| example | result | seconds |\n| --- | --- | --- |")
+    for run, failed, seconds in results(found, chosen.python):
+        wrong += bool(failed) and not failed.startswith("not run")
+        print(f"| {run.text} | {failed.replace('|', '/') or 'ok'} | {seconds:.1f} |", flush=True)
+    print(f"\n{len(found)} runs, {wrong} failed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
