@@ -10,10 +10,17 @@ are never parsed where requests are scheduled.
     regions   shared memory that callers have registered
     documents questions and operations: what is asked, and the document that is answered
     routes    methods and paths of HTTP -> what is wanted
+    access    who may do what
+    tokens    bearer tokens, and their file
+    restrict  groups of what can be wanted, behind a header
+    headers   headers that go on to models
+    tls       certificates
+    guards    all of this, as the flags say, for each door
     heads     the first lines of an HTTP request -> a Head
     bodies    chunked and compressed bodies
     link      the lane to the broker, for tensors that stay bytes
     http      one connection of HTTP
+    listen    sockets that callers connect to
     door      all connections of one listening socket
     child     what is different if a server has started it
     main      the process

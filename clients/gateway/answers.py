@@ -65,7 +65,7 @@ def response(
     for index, tensor in enumerate(reply.outputs):
         parts: list[Buffer] = [_inline(tensor.data)] if buffers is None else buffers[index]
         if write is not None and tensor.name in plan.places:
-            _check_room(plan, tensor.name, sum([len(part) for part in parts]))
+            check_room(plan, tensor.name, sum([len(part) for part in parts]))
             write(tensor.name, parts)
             # Nothing is said of the place: clients take any parameters for those of binary data.
             outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape))
@@ -81,7 +81,7 @@ def response(
     return (len(text) if binary else None), [text, *behind]
 
 
-def _check_room(plan: Plan, name: str, size: int) -> None:
+def check_room(plan: Plan, name: str, size: int) -> None:
     place = plan.places[name]
     if size > place.size:
         raise InvalidRequest(

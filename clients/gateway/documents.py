@@ -1,5 +1,5 @@
 """Questions and operations: what the broker is asked, and the document that the caller gets. The rule of the file: no
-socket is known here; a request comes as a route and bytes, an answer as what the broker's JSON said.
+door is known here; a request comes as a route and its arguments, an answer as what the broker's JSON said.
 """
 
 from __future__ import annotations
@@ -17,18 +17,164 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, U
 from shmserve.session.body import Body, of_json, of_load
 
 _FILE = "file:"
+_SETTINGS_BYTES = 16 * 1024
 _encode = msgspec.json.Encoder().encode
 
 
+class Flag(Struct):
+    """Yes, or no and why."""
+
+    yes: bool
+    text: str = ""
+
+
+def _same(said: Any) -> Any:
+    return said
+
+
+def _raise(error: ServeError) -> Any:
+    raise error
+
+
 class Question(Struct):
-    """`answer` makes status and body of what the broker said; `failed`, where it is not the usual, of an error."""
+    """`show` makes the document of what the broker said: a Flag, None for nothing, or what can be JSON. `failed` makes
+    it of an error that is an answer as well, and raises others."""
 
     what: str
-    answer: Callable[[Any], tuple[int, bytes]]
+    show: Callable[[Any], Any] = _same
     model: str = ""
     version: str = ""
     body: Body | None = None
-    failed: Callable[[ServeError], tuple[int, bytes] | None] | None = None
+    failed: Callable[[ServeError], Any] = _raise
+
+
+class Known(Struct):
+    """A document for which nobody has to be asked."""
+
+    document: Any
+
+
+class Arguments(Struct):
+    """What callers say beside the route. Each has those of what he asks for."""
+
+    only_ready: bool = False
+    config: str | None = None
+    files: dict[str, bytes] = {}
+    unload_dependents: bool = False
+    order: Order | None = None
+    settings: dict[str, Any] | None = None
+
+
+def question_of(route: Route, given: Arguments, regions: Regions) -> Question | Known:
+    """What to ask; or the answer, where there is nothing to ask. Raises what the caller is told."""
+    model, version = route.model, route.version
+    match route.action:
+        case "live" | "ready":
+            return Question(route.action, _flag(route.action), failed=_not_there)
+        case "model_ready":
+            return Question("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
+        case "metadata":
+            return Question("metadata", _server)
+        case "model_metadata":
+            return Question("metadata", _same, model, version)
+        case "config" | "statistics":
+            return Question(route.action, _same, model, version)
+        case "index":
+            return Question("models", _index(given.only_ready))
+        case "load":
+            return Question("load", _nothing, model, body=_load_body(given))
+        case "unload":
+            body = of_json({"unload_dependents": given.unload_dependents, "wait": False})
+            return Question("unload", _nothing, model, body=body, failed=_was_not_there)
+        case "trace" | "log":
+            return Question(route.action, _same, model)
+        case "set_trace" | "set_log":
+            return Question(route.action, _same, model, body=of_json(given.settings or {}))
+        case "memory_status":
+            return Known(regions.status(route.kind, model))
+        case "memory_register":
+            regions.register(route.kind, model, given.order or Order("", 0))
+            return Known(None)
+        case "memory_unregister":
+            regions.unregister(route.kind, model)
+            return Known(None)
+        case "named_repository":
+            raise Unsupported("'repository_name' specification is not supported")
+    raise Unsupported("this gateway does not do that")
+
+
+# ---------------------------------------------------------------------------------------- as HTTP has it
+
+
+def error_body(text: str) -> bytes:
+    if not text.isascii():  # it may say what the caller said, and that may be half a character
+        text = text.encode(errors="replace").decode()
+    return _encode({"error": text})
+
+
+def http_answer(document: Any) -> tuple[int, bytes]:
+    """Status and body."""
+    if document is None:
+        return 200, b""
+    if type(document) is Flag:
+        if document.yes:
+            return 200, b""
+        return 400, error_body(document.text) if document.text else b""
+    return 200, _encode(document)
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+
+def _server(said: Any) -> Any:
+    """With what doors add."""
+    return said | {"extensions": [*said["extensions"], "binary_tensor_data"]}
+
+
+def _nothing(said: Any) -> Any:
+    return None
+
+
+def _flag(name: str, otherwise: str = "") -> Callable[[Any], Any]:
+    return lambda said: Flag(True) if said[name] else Flag(False, otherwise)
+
+
+def _not_there(error: ServeError) -> Any:
+    """Health of a server that is not there, or about to stop, is an answer and no error."""
+    if isinstance(error, Unavailable):
+        return Flag(False)
+    raise error
+
+
+def _not_ready(error: ServeError) -> Any:
+    if isinstance(error, NotFound):
+        return Flag(False, f"Model version not ready: {error}")
+    raise error
+
+
+def _was_not_there(error: ServeError) -> Any:
+    """To unload what is not there is no mistake."""
+    if isinstance(error, NotFound):
+        return None
+    raise error
+
+
+def _index(only_ready: bool) -> Callable[[Any], Any]:
+    def show(said: Any) -> Any:
+        found = []
+        for model in said:
+            if only_ready and model["state"] != "READY":
+                continue
+            if model["state"]:
+                found.append({name: model[name] for name in ("name", "version", "state", "reason")})
+            else:
+                found.append({"name": model["name"]})
+        return found
+
+    return show
+
+
+# ---------------------------------------------------------------------------------------- what comes along
 
 
 class _Filter(Struct):
@@ -47,111 +193,25 @@ class _Unload(Struct):
     parameters: _UnloadParameters = msgspec.field(default_factory=_UnloadParameters)
 
 
-def question_of(route: Route, body: bytes, regions: Regions) -> Question | tuple[int, bytes]:
-    """What to ask; or the answer, where there is nothing to ask. Raises what the caller is told."""
-    model, version = route.model, route.version
+def arguments_of(route: Route, body: bytes) -> Arguments:
+    """Of a body of JSON."""
     match route.action:
-        case "live" | "ready":
-            return Question(route.action, _flag(route.action, b""), failed=_not_there)
-        case "model_ready":
-            text = error_body("Model version not ready")
-            return Question("ready", _flag("ready", text), model, version, failed=_not_ready)
-        case "metadata":
-            return Question("metadata", _server)
-        case "model_metadata":
-            return Question("metadata", _json, model, version)
-        case "config" | "statistics":
-            return Question(route.action, _json, model, version)
         case "index":
-            return Question("models", _index(_read(_Filter, body).ready))
+            return Arguments(only_ready=_read(_Filter, body).ready)
         case "load":
-            return Question("load", _nothing, model, body=_load_body(body))
+            return _of_load(_read(_Load, body).parameters)
         case "unload":
-            dependents = _read(_Unload, body).parameters.unload_dependents
-            return Question("unload", _nothing, model, body=of_json({"unload_dependents": dependents, "wait": False}),
-                            failed=_was_not_there)  # fmt: skip
-        case "memory_status":
-            return 200, _encode(regions.status(route.kind, model))
-        case "memory_register":
-            regions.register(route.kind, model, _order(route.kind, body))
-            return 200, b""
-        case "memory_unregister":
-            regions.unregister(route.kind, model)
-            return 200, b""
-    raise refusal(route.action)
+            return Arguments(unload_dependents=_read(_Unload, body).parameters.unload_dependents)
+        case "memory_register" if route.kind == "system":  # of others nothing is looked at
+            return Arguments(order=_read(Order, body or b"{}"))
+        case "set_trace" | "set_log":
+            if len(body) > _SETTINGS_BYTES:
+                raise InvalidRequest(f"settings may have {_SETTINGS_BYTES} bytes, these have {len(body)}")
+            return Arguments(settings=_read(dict[str, Any], body))
+    return Arguments()
 
 
-def refusal(action: str) -> ServeError:
-    """For what this gateway does not do."""
-    match action:
-        case "named_repository":
-            return Unsupported("'repository_name' specification is not supported")
-        case "trace" | "set_trace":
-            return Unsupported("the server does not support tracing")
-        case "log" | "set_log":
-            return Unsupported("the server does not support changing or showing its log settings")
-    return Unsupported("this gateway does not do that")
-
-
-def error_body(text: str) -> bytes:
-    if not text.isascii():  # it may say what the caller said, and that may be half a character
-        text = text.encode(errors="replace").decode()
-    return _encode({"error": text})
-
-
-# ---------------------------------------------------------------------------------------- answers
-
-
-def _json(said: Any) -> tuple[int, bytes]:
-    return 200, _encode(said)
-
-
-def _server(said: Any) -> tuple[int, bytes]:
-    """With what this door adds."""
-    return 200, _encode(said | {"extensions": [*said["extensions"], "binary_tensor_data"]})
-
-
-def _nothing(said: Any) -> tuple[int, bytes]:
-    return 200, b""
-
-
-def _flag(name: str, otherwise: bytes) -> Callable[[Any], tuple[int, bytes]]:
-    return lambda said: (200, b"") if said[name] else (400, otherwise)
-
-
-def _not_there(error: ServeError) -> tuple[int, bytes] | None:
-    """Health of a server that is not there, or about to stop, is an answer and no error."""
-    return (400, b"") if isinstance(error, Unavailable) else None
-
-
-def _not_ready(error: ServeError) -> tuple[int, bytes] | None:
-    return (400, error_body(f"Model version not ready: {error}")) if isinstance(error, NotFound) else None
-
-
-def _was_not_there(error: ServeError) -> tuple[int, bytes] | None:
-    """To unload what is not there is no mistake."""
-    return (200, b"") if isinstance(error, NotFound) else None
-
-
-def _index(only_ready: bool) -> Callable[[Any], tuple[int, bytes]]:
-    def answer(said: Any) -> tuple[int, bytes]:
-        found = []
-        for model in said:
-            if only_ready and model["state"] != "READY":
-                continue
-            if model["state"]:
-                found.append({name: model[name] for name in ("name", "version", "state", "reason")})
-            else:
-                found.append({"name": model["name"]})
-        return 200, _encode(found)
-
-    return answer
-
-
-# ---------------------------------------------------------------------------------------- what comes along
-
-
-def _read(kind: type[Any], body: bytes) -> Any:
+def _read(kind: Any, body: bytes) -> Any:
     if not body.strip():
         return kind()
     try:
@@ -160,27 +220,27 @@ def _read(kind: type[Any], body: bytes) -> Any:
         raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
 
 
-def _order(kind: str, body: bytes) -> Order:
-    if kind != "system":
-        return Order("", 0)  # what it says is not looked at
-    found: Order = _read(Order, body or b"{}")
-    return found
-
-
-def _load_body(body: bytes) -> Body:
+def _of_load(parameters: dict[str, str]) -> Arguments:
     """`config`, and files under the names "file:PATH", in base64."""
-    config: str | None = None
-    files: dict[str, bytes] = {}
-    for name, value in _read(_Load, body).parameters.items():
+    found = Arguments(files={})
+    for name, value in parameters.items():
         if name == "config":
-            config = value
+            found.config = value
         elif name.startswith(_FILE):
             try:
-                files[name.removeprefix(_FILE)] = binascii.a2b_base64(value, strict_mode=True)
+                found.files[name.removeprefix(_FILE)] = binascii.a2b_base64(value, strict_mode=True)
             except (binascii.Error, ValueError):
                 raise InvalidRequest(f"load parameter '{name[:80]}' is not base64") from None
         else:
-            raise InvalidRequest(f"Unrecognized load parameter '{name[:80]}'; known are 'config' and 'file:PATH'")
-    if files and config is None:
+            raise unknown_of_load(name)
+    return found
+
+
+def unknown_of_load(name: str) -> InvalidRequest:
+    return InvalidRequest(f"Unrecognized load parameter '{name[:80]}'; known are 'config' and 'file:PATH'")
+
+
+def _load_body(given: Arguments) -> Body:
+    if given.files and given.config is None:
         raise InvalidRequest("files need the parameter 'config': a model that is sent is not looked for anywhere else")
-    return of_load(config, files)
+    return of_load(given.config, given.files)

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 from collections import Counter
 from collections.abc import Callable
 
+from shmserve.clients.gateway.access import Access
+from shmserve.clients.gateway.headers import Forward
 from shmserve.clients.gateway.heads import Heads
 from shmserve.clients.gateway.http import Connection
 from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink
+from shmserve.clients.gateway.listen import Listener
 from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.requests import Requests
 from shmserve.errors import Unavailable
@@ -27,15 +31,14 @@ class Door:
     """`metrics`: the door of Prometheus, and no other path. `extra` gives what is added to the broker's metrics."""
 
     def __init__(
-        self, link: GatewayLink, limits: Limits, roles: frozenset[str], *, metrics: bool = False,
-        extra: Callable[[], str] = lambda: "", regions: Regions | None = None,
+        self, link: GatewayLink, limits: Limits, access: Access, *, metrics: bool = False,
+        extra: Callable[[], str] = lambda: "", regions: Regions | None = None, forward: Forward | None = None,
     ) -> None:  # fmt: skip
         self.link = link
         self.limits = limits
         self.loop = link.bind()
-        self.heads = Heads(metrics)
-        self.requests = Requests(link, limits, roles, extra, regions or Regions(False))
-        self.allows = self.requests.allows
+        self.heads = Heads(access, metrics, forward)
+        self.requests = Requests(link, limits, extra, regions or Regions(False))
         self.turn = 0
         self.turn_s = limits.read_timeout_s / TURNS
         self.least_bytes = max(1, int(LEAST_RATE * self.turn_s))
@@ -45,17 +48,18 @@ class Door:
         self.answers: Counter[int] = Counter()
         self._held = 0
         self._connections: set[Connection] = set()
-        self._server: asyncio.Server | None = None
+        self._listener = Listener(self.loop, lambda: Connection(self))
         self._empty: asyncio.Event = asyncio.Event()
         self._clock = self.loop.call_later(self.turn_s, self._tick)
 
-    async def open(self, address: str, port: int, share: bool) -> int:
-        """Listens, and says on which port. `share`: others may listen there as well, and the kernel spreads callers."""
-        self._server = await self.loop.create_server(
-            lambda: Connection(self), address, port, reuse_port=share or None, backlog=1024
-        )
-        found: int = self._server.sockets[0].getsockname()[1]
-        return found
+    async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
+        return await self._listener.open(address, port, share, tls)
+
+    async def renew(self, tls: ssl.SSLContext | None) -> None:
+        """Certificates and tokens have been read again."""
+        self.heads.forget()
+        if tls is not None:
+            await self._listener.reopen(tls)
 
     @property
     def connections(self) -> int:
@@ -98,8 +102,7 @@ class Door:
     async def close(self) -> None:
         """Takes no new requests, and waits for the answers to those that are here, as long as the limit says."""
         self.stopping = True
-        if self._server is not None:
-            self._server.close()
+        self._listener.close()
         for connection in list(self._connections):
             connection.stop()
         if self._connections:

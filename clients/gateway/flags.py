@@ -1,10 +1,14 @@
-"""The options of `shmserve gateway`. The rule of the file: only argparse is imported, as `shmserve --help` has to be
+"""The options of `shmserve gateway`. The rule of the file: next to nothing is imported, as `shmserve --help` has to be
 quick.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.clients.gateway import restrict
 
 INFER, OBSERVE, OPERATE = "infer", "observe", "operate"
 ROLES = (INFER, OBSERVE, OPERATE)
@@ -13,17 +17,26 @@ ROLES = (INFER, OBSERVE, OPERATE)
 
 def add(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
+    option("--allow-http", metavar="BOOL", type=_bool, nargs="?", const=True, default=True,
+           help="a door for HTTP (default: true)")  # fmt: skip
     option("--http-address", metavar="ADDRESS", default="127.0.0.1",
            help="where HTTP is listened for (default: %(default)s, this machine alone)")  # fmt: skip
     option("--http-port", metavar="N", type=_port, default=8000, help="its port (default: %(default)s; 0: any)")
+    option("--allow-metrics", metavar="BOOL", type=_bool, nargs="?", const=True, default=True,
+           help="a door for Prometheus (default: true)")  # fmt: skip
     option("--metrics-address", metavar="ADDRESS", help="where Prometheus is listened for (default: as --http-address)")
     option("--metrics-port", metavar="N", type=_port, default=8002, help="its port (default: %(default)s; 0: any)")
-    option("--no-metrics", action="store_true", help="no door for Prometheus")
-    option("--http-roles", metavar="ROLE,ROLE", type=_roles, default=f"{INFER},{OBSERVE}",
-           help=f"what callers may do, of {', '.join(ROLES)} (default: %(default)s)")  # fmt: skip
+    option("--no-metrics", dest="allow_metrics", action="store_false", help="as --allow-metrics=false")
+    option("--http-roles", metavar="ROLE,ROLE", type=_roles,
+           help=f"what callers may do, of {', '.join(ROLES)} (default: {INFER},{OBSERVE}; with --tokens-file nothing, "
+           "but for those with a token)")  # fmt: skip
+    option("--grpc-roles", metavar="ROLE,ROLE", type=_roles, help="the same for gRPC")
     option("--allow-client-shm", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
            help="callers may register shared memory of this machine (default: false)")  # fmt: skip
-    option("--reuse-port", action="store_true", help="several gateways may listen on the same ports")
+    option("--reuse-port", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
+           help="several gateways may listen on the same ports (default: false)")  # fmt: skip
+    option("--reuse-http-port", dest="reuse_port", metavar="BOOL", type=_bool, nargs="?", const=True,
+           help="the same", default=argparse.SUPPRESS)  # fmt: skip
     option("--http-max-input-size", metavar="BYTES", type=_above_0, default=64 << 20,
            help="of a body, also when it is decompressed (default: %(default)s)")  # fmt: skip
     option("--http-max-json-size", metavar="BYTES", type=_above_0, default=16 << 20,
@@ -39,10 +52,57 @@ def add(made: argparse.ArgumentParser) -> None:
            help="for requests in flight at the end (default: %(default)g)")  # fmt: skip
     option("--memory-bytes", metavar="BYTES", type=_above_0, default=4 << 30,
            help="the most shared memory for tensors that come in (default: %(default)s)")  # fmt: skip
+    _add_guards(made.add_argument_group("who may come in"))
     option(
         "--ready-fd", metavar="N", type=int, help="a descriptor to which READY is written, and DOOR=PORT for each door"
     )
     option("--parent", metavar="PID", type=int, help=argparse.SUPPRESS)
+
+
+def _add_guards(made: Any) -> None:
+    option = made.add_argument
+    option("--tls-cert", metavar="FILE", help="TLS at all doors with this certificate, and those up to the root (PEM)")
+    option("--tls-key", metavar="FILE", help="its private key, where it is not in the same file")
+    option("--tls-client-ca", metavar="FILE", help="callers need a certificate that one of these has signed")
+    option("--grpc-use-ssl", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
+           help="TLS of its own for gRPC")  # fmt: skip
+    option("--grpc-server-cert", metavar="FILE", help="its certificate")
+    option("--grpc-server-key", metavar="FILE", help="its private key")
+    option("--grpc-use-ssl-mutual", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
+           help="callers of gRPC need a certificate, too")  # fmt: skip
+    option("--grpc-root-cert", metavar="FILE", help="who has to have signed it")
+    option(
+        "--tokens-file",
+        metavar="FILE",
+        help="who has a token, and his roles; read again at SIGHUP, as are certificates",
+    )
+    option("--new-token", metavar="NAME=ROLE,ROLE", type=_new_token,
+           help="make a token, say it, print the line for --tokens-file, and exit")  # fmt: skip
+    option("--http-restricted-api", metavar="API,API:HEADER=VALUE", type=_restriction(""), action="append", default=[],
+           help="these APIs want this header; may be given more than once")  # fmt: skip
+    option("--grpc-restricted-protocol", metavar="API,API:KEY=VALUE", type=_restriction(restrict.RPC_PREFIX),
+           action="append", default=[],
+           help=f"the same for gRPC, where the header is called {restrict.RPC_PREFIX}KEY")  # fmt: skip
+    option("--http-header-forward-pattern", metavar="REGEX",
+           help="headers with such names go on to the model, as parameters")  # fmt: skip
+    option("--grpc-header-forward-pattern", metavar="REGEX", help="the same for gRPC")
+
+
+def _restriction(prefix: str) -> Callable[[str], restrict.Restriction]:
+    def read(text: str) -> restrict.Restriction:
+        try:
+            return restrict.read(text, prefix)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _new_token(text: str) -> tuple[str, str]:
+    name, equals, roles = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ROLE,ROLE")
+    return name, _roles(roles)
 
 
 def _port(text: str) -> int:

@@ -11,12 +11,16 @@ from typing import Any
 import httptools
 from msgspec import Struct
 
+from shmserve.clients.gateway.access import Access, Unauthenticated
+from shmserve.clients.gateway.headers import Forward
 from shmserve.clients.gateway.limits import HEADERS
 from shmserve.clients.gateway.routes import Route, resolve
+from shmserve.errors import ServeError
 
 _REMEMBERED = 1024
 _REMEMBERED_BYTES = 2048
 _ENCODINGS = ("gzip", "deflate")
+_TO_MODEL = ("infer", "generate", "generate_stream")
 
 
 class Head(Struct):
@@ -39,6 +43,10 @@ class Head(Struct):
     """The caller wants the lines of the answer alone."""
     expects: bool = False
     """The caller waits to be told that he may send the body."""
+    refusal: ServeError | None = None
+    """Why he may not do what he wants."""
+    forwarded: dict[str, str] | None = None
+    """Headers that go on to the model."""
 
 
 class BadHead(Exception):
@@ -63,7 +71,7 @@ class _Lines:
         self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        self.headers.append((name, value))
         if len(self.headers) > HEADERS:
             raise BadHead(431, f"the request has more than {HEADERS} headers")
 
@@ -75,23 +83,31 @@ class _Lines:
 class Heads:
     """`metrics`: the paths of that door."""
 
-    def __init__(self, metrics: bool = False) -> None:
+    def __init__(self, access: Access, metrics: bool = False, forward: Forward | None = None) -> None:
         self._metrics = metrics
+        self._access = access
+        self._forward = forward
         self._known: dict[bytes, Head] = {}
 
     def head(self, block: bytes) -> Head:
         """`block` is all up to the empty line, and that."""
         found = self._known.get(block)
         if found is None:
-            found = parse(block, self._metrics)
-            if len(block) <= _REMEMBERED_BYTES:
+            found = parse(block, self._metrics, self._access, self._forward)
+            if len(block) <= _REMEMBERED_BYTES and not isinstance(found.refusal, Unauthenticated):
                 if len(self._known) >= _REMEMBERED:
                     self._known.clear()
                 self._known[block] = found
         return found
 
+    def forget(self) -> None:
+        """Who may do what has changed."""
+        self._known.clear()
 
-def parse(block: bytes, metrics: bool = False) -> Head:
+
+def parse(
+    block: bytes, metrics: bool = False, access: Access | None = None, forward: Forward | None = None
+) -> Head:  # fmt: skip
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
         raise BadHead(400, "the lines of the request do not end as HTTP says")
     lines = _Lines()
@@ -110,7 +126,33 @@ def parse(block: bytes, metrics: bool = False) -> Head:
         raise BadHead(400, "the request is not HTTP")
     if http not in ("1.1", "1.0"):
         raise BadHead(505, "HTTP/1.1 is spoken here")
-    return _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
+    found = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
+    if found.route.status == 200 and (access is not None or forward is not None):
+        _guard(found, [(_text(name), _text(value).strip()) for name, value in lines.headers], access, forward)
+    return found
+
+
+def _guard(head: Head, headers: list[tuple[str, str]], access: Access | None, forward: Forward | None) -> None:
+    by_name: dict[str, str] = {}
+    for name, value in headers:
+        low = name.lower()
+        if low == "authorization" and low in by_name:
+            raise BadHead(400, "the request has more than one authorization")
+        by_name[low] = f"{by_name[low]}, {value}" if low in by_name else value
+    try:
+        if access is not None:
+            access.check(head.route.action, by_name.get)
+        if forward is not None and head.route.action in _TO_MODEL:
+            head.forwarded = forward.of(headers)
+    except ServeError as error:
+        head.refusal = error.with_traceback(None)  # it is kept
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
 
 
 def _path(target: bytes) -> str:
@@ -130,7 +172,8 @@ def _head(
         resolve(method, target, metrics), keep_alive and http == "1.1", old=http == "1.0", is_head=method == "HEAD"
     )
     seen: set[bytes] = set()
-    for name, value in headers:
+    for written, value in headers:
+        name = written.lower()
         if name in (b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding"):
             if name in seen:
                 raise BadHead(400, f"the request has more than one {name.decode()}")

@@ -160,7 +160,7 @@ class Connection(asyncio.BufferedProtocol):
             self._phase = BUSY
             self.whole(data[end:until])
             return data[until:]
-        if head.route.status != 200 or not self._door.allows(head.route.action):
+        if head.route.status != 200 or head.refusal is not None:
             self._refused(head)  # without reading its body first
             return None
         if head.expects and len(data) == end:
@@ -279,7 +279,9 @@ class Connection(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------------------------ answers
 
     def fail(self, error: ServeError, request_id: str = "") -> None:
-        self.answer(http_of(error), [error_body(http_text_of(error, request_id))])
+        status = http_of(error)
+        more = b"WWW-Authenticate: Bearer\r\n" if status == 401 else b""
+        self.answer(status, [error_body(http_text_of(error, request_id))], more=more)
 
     def answer(
         self,
@@ -368,7 +370,8 @@ class Connection(asyncio.BufferedProtocol):
         self._take(data)
 
     def _refuse_for(self, error: ServeError) -> None:
-        self._refuse(http_of(error), http_text_of(error))
+        self._phase = FILL
+        self.fail(error)
 
     def _refuse(self, status: int, text: str) -> None:
         """Of a request that was not read to its end: the connection is of no more use."""

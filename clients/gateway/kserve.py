@@ -131,7 +131,7 @@ def plan_of(text: bytes) -> Plan:
     total = sum([spec.size for spec in specs if spec.follows])
     plan = Plan(specs, total, options_of(request.id, request.parameters))
     if request.outputs:
-        _add_outputs(plan, request.outputs)
+        add_outputs(plan, [(output.name, output.parameters) for output in request.outputs])
     return plan
 
 
@@ -161,16 +161,24 @@ def _unreadable(error: Exception) -> InvalidRequest:
 # ---------------------------------------------------------------------------------------- tensors
 
 
-def _spec(given: _Input) -> Spec:
-    name, shape, parameters = check_text("input name", given.name), tuple(given.shape), given.parameters
+def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """What is said of an input, beside its data. Gives the shape."""
+    check_text("input name", name)
     if len(shape) > DIMS:
         raise InvalidRequest(f"input '{name}' has {len(shape)} dims; a tensor may have {DIMS}")
-    if any(not 0 <= dim <= _LARGEST for dim in shape):
-        raise InvalidRequest(f"input '{name}' of shape {list(shape)}: a dim is a number from 0 to {_LARGEST}")
-    if given.datatype not in ITEM_BYTES:
-        raise InvalidRequest(f"input '{name}' has the unknown data-type '{given.datatype[:40]}'")
+    found = tuple(shape)
+    if any(not 0 <= dim <= _LARGEST for dim in found):
+        raise InvalidRequest(f"input '{name}' of shape {list(found)}: a dim is a number from 0 to {_LARGEST}")
+    if dtype not in ITEM_BYTES:
+        raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype[:40]}'")
+    return found
+
+
+def _spec(given: _Input) -> Spec:
+    name, parameters = given.name, given.parameters
+    shape = check_tensor(name, given.datatype, given.shape)
     size = parameters.get("binary_data_size")
-    place = _place(f"input '{name}'", parameters) if parameters else None
+    place = place_of(f"input '{name}'", parameters) if parameters else None
     if place is not None:
         if size is not None or given.data is not UNSET:
             raise InvalidRequest(f"input '{name}' is in a shared memory region, and has data beside that")
@@ -185,18 +193,18 @@ def _spec(given: _Input) -> Spec:
     return Spec(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
 
 
-def _add_outputs(plan: Plan, given: list[_Output]) -> None:
-    """What is asked for, and how."""
+def add_outputs(plan: Plan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
+    """What is asked for, and how: names with their parameters."""
     if len(given) > TENSORS:
         raise InvalidRequest(f"a request may ask for {TENSORS} outputs, this one asks for {len(given)}")
     wanted: dict[str, TopK | None] = {}
     plan.binary, plan.places = {}, {}
-    for output in given:
-        name, parameters = check_text("output name", output.name), output.parameters
+    for name, parameters in given:
+        check_text("output name", name)
         if name in wanted:
             raise InvalidRequest(f"output '{name}' is asked for more than once")
         wanted[name] = _classes(name, parameters)
-        place = _place(f"output '{name}'", parameters) if parameters else None
+        place = place_of(f"output '{name}'", parameters) if parameters else None
         if place is not None:
             plan.places[name] = place
         if "binary_data" in parameters:
@@ -204,7 +212,7 @@ def _add_outputs(plan: Plan, given: list[_Output]) -> None:
     plan.outputs = wanted if any(wanted.values()) else list(wanted)
 
 
-def _classes(name: str, parameters: dict[str, Value]) -> TopK | None:
+def _classes(name: str, parameters: Mapping[str, Value]) -> TopK | None:
     count = parameters.get("classification")
     if count is None:
         return None
@@ -215,7 +223,7 @@ def _classes(name: str, parameters: dict[str, Value]) -> TopK | None:
     return TopK(count)
 
 
-def _place(what: str, parameters: dict[str, Value]) -> Place | None:
+def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
     region = parameters.get("shared_memory_region")
     if region is None:
         return None

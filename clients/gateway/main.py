@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import logging
 import os
 import signal
 import sys
+from typing import NamedTuple
 
 import uvloop
 
 from shmserve.clients.commands_base import Failed, Misuse
+from shmserve.clients.gateway import tokens
 from shmserve.clients.gateway.child import ServerLog, end_with
 from shmserve.clients.gateway.door import Door
+from shmserve.clients.gateway.guards import Guard, Guards
 from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink
 from shmserve.clients.gateway.regions import Regions
@@ -26,9 +28,12 @@ log = logging.getLogger("shmserve.gateway")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.new_token is not None:
+        return _new_token(*args.new_token)
     _log_to_stderr(of_server=args.parent is not None)
     if args.parent is not None:
         end_with(args.parent)
+    guards = Guards(args)
     url = args.url
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
@@ -36,7 +41,17 @@ def run(args: argparse.Namespace) -> int:
         link = GatewayLink(url, args.runtime_dir, f"gateway of {os.getpid()}", args.memory_bytes)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
-    uvloop.run(_serve(args, link))
+    uvloop.run(_serve(args, link, guards))
+    return 0
+
+
+def _new_token(name: str, roles: str) -> int:
+    try:
+        token, line = tokens.new(name, roles)
+    except tokens.BadTokens as error:
+        raise Misuse(f"--new-token: {error}") from error
+    print(f"the token of {name}, which is said this once: {token}", file=sys.stderr)
+    print(line)
     return 0
 
 
@@ -53,56 +68,77 @@ def _limits(args: argparse.Namespace) -> Limits:
     )  # fmt: skip
 
 
-async def _serve(args: argparse.Namespace, link: GatewayLink) -> None:
+class Opening(NamedTuple):
+    """A door, what stands before it, and where it is."""
+
+    name: str
+    title: str
+    door: Door
+    guard: Guard
+    address: str
+    port: int
+
+
+def _openings(args: argparse.Namespace, link: GatewayLink, limits: Limits, guards: Guards) -> list[Opening]:
+    made = []
+    regions = Regions(args.allow_client_shm)
+    guard = guards.http
+    http = Door(link, limits, guard.access, regions=regions, forward=guard.forward)
+    if args.allow_http:
+        made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
+    if args.allow_metrics:
+        guard = guards.metrics
+        metrics = Door(link, limits, guard.access, metrics=True, extra=lambda: _metrics(http))
+        address = args.metrics_address or args.http_address
+        made.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
+    return made
+
+
+async def _serve(args: argparse.Namespace, link: GatewayLink, guards: Guards) -> None:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    told: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, told.put_nowait, number)
     link.bind()
-    limits, roles = _limits(args), frozenset(args.http_roles.split(","))
-    http = Door(link, limits, roles, regions=Regions(args.allow_client_shm))
-    doors = [http]
-    metrics_address = args.metrics_address or args.http_address
+    limits = _limits(args)
+    openings = _openings(args, link, limits, guards)
+    ports = {}
     try:
-        ports = {"http": await _open(http, args.http_address, args.http_port, args.reuse_port)}
-        log.info("HTTP on %s, port %d, for %s", args.http_address, ports["http"], args.http_roles.replace(",", " and "))
-        if not args.no_metrics:
-            metrics = Door(link, limits, frozenset({"observe"}), metrics=True, extra=lambda: _metrics(http))
-            doors.append(metrics)
-            ports["metrics"] = await _open(metrics, metrics_address, args.metrics_port, args.reuse_port)
-            log.info("Prometheus on %s, port %d, path /metrics", metrics_address, ports["metrics"])
-        for address in {args.http_address, metrics_address}:
-            _warn(address)
+        for opening in openings:
+            ports[opening.name] = await _open(opening, args.reuse_port)
+        for lack in {opening.guard.lack(opening.address) for opening in openings} - {None}:
+            log.warning("%s; or listen on 127.0.0.1, behind a proxy that does this", lack)
         if args.ready_fd is not None:
             with open(args.ready_fd, "w") as ready:
                 ready.write(f"READY {' '.join(f'{door}={port}' for door, port in ports.items())}\n")
-        await stop.wait()
+        while await told.get() == signal.SIGHUP:
+            await _renew(openings, guards)
         log.info("no new requests are taken; those in flight have %g s", limits.exit_timeout_s)
     finally:
-        for door in doors:
-            await door.close()
+        for opening in openings:
+            await opening.door.close()
         await link.close()
 
 
-async def _open(door: Door, address: str, port: int, share: bool) -> int:
+async def _open(opening: Opening, share: bool) -> int:
+    address, guard = opening.address, opening.guard
     try:
-        return await door.open(address, port, share)
+        port = await opening.door.open(address, opening.port, share, guard.tls)
     except OSError as error:
-        raise Failed(f"cannot listen on {address}, port {port}: {error.strerror or error}") from error
+        raise Failed(f"cannot listen on {address}, port {opening.port}: {error.strerror or error}") from error
+    log.info("%s on %s, port %d%s, %s", opening.title, address, port, " with TLS" if guard.tls else "", guard.access)
+    return port
 
 
-def _warn(address: str) -> None:
-    """Whoever reaches the port may use it: that is said where it is more than this machine."""
+async def _renew(openings: list[Opening], guards: Guards) -> None:
     try:
-        local = ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        local = address == "localhost"
-    if not local:
-        log.warning(
-            "%s is not this machine alone: whoever reaches the port may use it, and what is sent can be read on the "
-            "way; put a proxy with TLS and a login before it, or listen on 127.0.0.1",
-            address,
-        )
+        guards.read_again()
+        for opening in openings:
+            await opening.door.renew(opening.guard.tls)
+    except (Failed, OSError) as error:
+        log.error("%s; what was read before goes on", error)
+    else:
+        log.info("certificates and tokens have been read again")
 
 
 def _metrics(door: Door) -> str:

@@ -4,53 +4,38 @@ of the file: whatever goes wrong with one request is answered to it, and to nobo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.gateway.answers import Buffer, Held, response
-from shmserve.clients.gateway.documents import Question, error_body, question_of
+from shmserve.clients.gateway.asking import Asker, Waiting, not_passed_on
+from shmserve.clients.gateway.documents import Question, arguments_of, error_body, http_answer, question_of
 from shmserve.clients.gateway.generate import ONE, event, generate_plan, generated
 from shmserve.clients.gateway.heads import Head
 from shmserve.clients.gateway.http import BINARY, JSON, Connection
-from shmserve.clients.gateway.kserve import Plan, Plans, Spec, raw_plan
+from shmserve.clients.gateway.kserve import Plan, Plans, raw_plan
 from shmserve.clients.gateway.limits import Limits
-from shmserve.clients.gateway.link import GatewayLink, Inputs, Piece, space
+from shmserve.clients.gateway.link import GatewayLink, Piece, space
 from shmserve.clients.gateway.regions import Region, Regions
-from shmserve.clients.gateway.routes import NEEDS, Route
+from shmserve.clients.gateway.routes import Route
 from shmserve.clients.gateway.status import http_text_of
-from shmserve.errors import Denied, Internal, InvalidRequest, ServeError, Unsupported
+from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.messages import INLINE_BYTES, Reply
-from shmserve.session import WINDOW, StreamTicket, Ticket
+from shmserve.session import WINDOW, StreamTicket
 
 if TYPE_CHECKING:
     from shmserve.session.ticket import Array
 
-log = logging.getLogger("shmserve.gateway")
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
-NO_TIME = 0.0
-"""The session looks at the time only of what has a timeout of its own, which requests of this door do not have."""
 
 
-class _Waiting(Ticket):
+class _Waiting(Waiting):
     """A question whose answer a connection waits for."""
 
     __slots__ = ("_connection",)
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-
-    def settle(self, answer: Any) -> None:
-        try:
-            self.take(answer)
-        except ServeError as error:
-            self.fail(error)
-        except Exception:
-            log.exception("an answer could not be passed on")
-            self.fail(Internal("the gateway could not pass the answer on; its log says why"))
-
-    def take(self, answer: Any) -> None:
-        raise NotImplementedError
 
     def fail(self, error: ServeError) -> None:
         self._connection.fail(error)
@@ -87,15 +72,16 @@ class _Asked(_Waiting):
         self._question = question
 
     def take(self, answer: Any) -> None:
-        status, body = self._question.answer(answer)
+        status, body = http_answer(self._question.show(answer))
         self._connection.answer(status, [body])
 
     def fail(self, error: ServeError) -> None:
-        otherwise = self._question.failed(error) if self._question.failed is not None else None
-        if otherwise is None:
-            self._connection.fail(error)
+        try:
+            status, body = http_answer(self._question.failed(error))
+        except ServeError as failure:
+            self._connection.fail(failure)
         else:
-            self._connection.answer(otherwise[0], [otherwise[1]])
+            self._connection.answer(status, [body])
 
 
 class _Then(_Waiting):
@@ -140,8 +126,7 @@ class _Generation(StreamTicket):
         except ServeError as error:
             self._fail(error)
         except Exception:
-            log.exception("an answer could not be passed on")
-            self._fail(Internal("the gateway could not pass the answer on; its log says why"))
+            self._fail(not_passed_on())
 
     def _answer_once(self) -> None:
         if self.error is not None:
@@ -185,20 +170,14 @@ class _Generation(StreamTicket):
 
 
 class Requests:
-    """`roles`: what this door gives those who come through it. The broker has its own word on what the gateway may."""
+    """What callers may do is said by their heads. The broker has its own word on what the gateway may."""
 
-    def __init__(
-        self, link: GatewayLink, limits: Limits, roles: frozenset[str], extra: Callable[[], str], regions: Regions
-    ) -> None:
+    def __init__(self, link: GatewayLink, limits: Limits, extra: Callable[[], str], regions: Regions) -> None:
         self._link = link
-        self._regions = regions
+        self._asker = Asker(link, regions)
         self._limits = limits
-        self._allowed = {action for action, needs in NEEDS.items() if roles.intersection(needs)}
         self._plan = Plans().plan
         self._extra = extra
-
-    def allows(self, action: str) -> bool:
-        return action in self._allowed
 
     # ------------------------------------------------------------------------------------ bodies in place
 
@@ -241,7 +220,7 @@ class Requests:
         sinks: list[memoryview] = []
         for spec in plan.inputs:
             if not spec.follows:
-                pieces.append(self._given(spec))
+                pieces.append(self._asker.given(spec))
             elif spec.size > INLINE_BYTES:
                 place: Array = space(self._link.session.memory, spec.size)
                 pieces.append(place)
@@ -253,7 +232,7 @@ class Requests:
 
         def whole(left: bytes) -> None:
             connection.complete()
-            self._infer(connection, head.route, plan, pieces)
+            self._infer(connection, head, plan, pieces)
 
         connection.fill(sinks, first, whole)
 
@@ -266,12 +245,9 @@ class Requests:
             more = b"Allow: %b\r\n" % route.allow.encode() if route.allow else b""
             connection.answer(route.status, [error_body(route.text)], more=more)
             return
-        if route.action not in self._allowed:
-            needs = " or ".join(NEEDS.get(route.action, ("of nobody",)))
-            raise Denied(
-                f"this needs the role {needs}, which this door does not give; --http-roles of the gateway says what it "
-                "gives"
-            )
+        if head.refusal is not None:
+            connection.fail(head.refusal)
+            return
         if route.action == "infer":
             self._begin_infer(connection, head, body)
         elif route.action in ("generate", "generate_stream"):
@@ -279,29 +255,28 @@ class Requests:
         elif route.action == "metrics":
             self._ask_metrics(connection)
         else:
-            found = question_of(route, body, self._regions)
-            if isinstance(found, Question):
-                self._ask(connection, found)
-            else:
-                connection.answer(found[0], [found[1]])
+            self._begin_question(connection, route, body)
 
-    def _ask(self, connection: Connection, question: Question) -> None:
-        ticket = _Asked(connection, question)
-        link = self._link
-        link.session.ask(
-            ticket, question.what, NO_TIME, question.model, question.version or None, None, question.body
-        )  # fmt: skip
-        connection.wait_for(ticket)
-        link.send_soon()
+    def _begin_question(self, connection: Connection, route: Route, body: bytes) -> None:
+        found = question_of(route, arguments_of(route, body), self._asker.regions)
+        if isinstance(found, Question):
+            ticket = _Asked(connection, found)
+            self._asker.ask(ticket, found)
+            connection.wait_for(ticket)
+        else:
+            status, text = http_answer(found.document)
+            connection.answer(status, [text])
 
     def _ask_metrics(self, connection: Connection) -> None:
         def show(answer: Any) -> None:
             connection.answer(200, [str(answer).encode(), self._extra().encode()], TEXT)
 
-        ticket = _Then(connection, show)
-        self._link.session.ask(ticket, "metrics", NO_TIME)
+        self._ask_first(connection, Question("metrics"), show)
+
+    def _ask_first(self, connection: Connection, question: Question, go_on: Callable[[Any], None]) -> None:
+        ticket = _Then(connection, go_on)
+        self._asker.ask(ticket, question)
         connection.wait_for(ticket)
-        self._link.send_soon()
 
     # ------------------------------------------------------------------------------------ inference
 
@@ -322,21 +297,11 @@ class Requests:
         pieces: list[Piece] = []
         for spec in plan.inputs:
             if not spec.follows:
-                pieces.append(self._given(spec))
+                pieces.append(self._asker.given(spec))
             else:
                 pieces.append(body[at : at + spec.size])
                 at += spec.size
-        self._infer(connection, head.route, plan, pieces)
-
-    def _given(self, spec: Spec) -> Piece:
-        """The bytes of an input that is not in the body."""
-        if spec.place is None:
-            return spec.data or b""
-        region = self._regions.find(spec.place)
-        size = spec.place.size
-        target: Piece = bytearray(size) if size <= INLINE_BYTES else space(self._link.session.memory, size)
-        region.read_into(spec.place, target)
-        return target
+        self._infer(connection, head, plan, pieces)
 
     def _json_length(self, head: Head, size: int) -> int:
         length = head.json_length or 0
@@ -358,23 +323,15 @@ class Requests:
             text = f"unexpected additional input data for model '{model}'"
             raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, and {size} do")
 
-    def _infer(self, connection: Connection, route: Route, plan: Plan, pieces: list[Piece]) -> None:
-        link, asked = self._link, plan.options
-        inputs = Inputs(link.session.memory)
-        for spec, piece in zip(plan.inputs, pieces, strict=True):
-            inputs.add(spec.name, spec.dtype, spec.shape, piece)
-        targets = {name: self._regions.find(place) for name, place in plan.places.items()} if plan.places else None
-        ticket = _Inference(connection, route.model, plan, targets)
+    def _infer(self, connection: Connection, head: Head, plan: Plan, pieces: list[Piece]) -> None:
+        asker, route, request_id = self._asker, head.route, plan.options.id
+        ticket = _Inference(connection, route.model, plan, asker.targets(plan))
         try:
-            link.session.infer(
-                ticket, route.model, inputs.made(), NO_TIME, plan.outputs, route.version or None, None, asked.priority,
-                asked.sequence, asked.sequence_start, asked.sequence_end, asked.parameters, asked.id or None,
-            )  # fmt: skip
+            asker.infer(ticket, route.model, route.version, plan, pieces, request_id, head.forwarded)
         except ServeError as error:
-            connection.fail(error, asked.id)
+            connection.fail(error, request_id)
             return
         connection.wait_for(ticket)
-        link.send_soon()
 
     def _begin_generate(self, connection: Connection, head: Head, body: bytes) -> None:
         route, link = head.route, self._link
@@ -388,24 +345,14 @@ class Requests:
 
         def go_on(config: Any) -> None:
             plan = generate_plan(body, config)
-            inputs, asked = Inputs(link.session.memory), plan.options
-            for spec in plan.inputs:
-                inputs.add(spec.name, spec.dtype, spec.shape, spec.data or b"")
             ticket = _Generation(connection, link, route.model, plan, as_events)
-            link.session.infer(
-                ticket, route.model, inputs.made(), NO_TIME, None, route.version or None, None, asked.priority,
-                asked.sequence, asked.sequence_start, asked.sequence_end, asked.parameters, asked.id or None, WINDOW,
+            pieces = [spec.data or b"" for spec in plan.inputs]
+            self._asker.infer(
+                ticket, route.model, route.version, plan, pieces, plan.options.id, head.forwarded, WINDOW
             )  # fmt: skip
             connection.wait_for(ticket, ticket.news)
-            link.send_soon()
 
-        self._ask_config(connection, route, go_on)
-
-    def _ask_config(self, connection: Connection, route: Route, go_on: Callable[[Any], None]) -> None:
-        ticket = _Then(connection, go_on)
-        self._link.session.ask(ticket, "config", NO_TIME, route.model, route.version or None)
-        connection.wait_for(ticket)
-        self._link.send_soon()
+        self._ask_first(connection, Question("config", model=route.model, version=route.version), go_on)
 
     def _infer_raw(self, connection: Connection, head: Head, body: Piece) -> None:
         """A body without JSON: the model's configuration says what it is."""
@@ -414,6 +361,6 @@ class Requests:
         def go_on(config: Any) -> None:
             plan, prefix = raw_plan(route.model, config, len(body))
             piece = body if not prefix else prefix + bytes(body)
-            self._infer(connection, route, plan, [piece])
+            self._infer(connection, head, plan, [piece])
 
-        self._ask_config(connection, route, go_on)
+        self._ask_first(connection, Question("config", model=route.model, version=route.version), go_on)

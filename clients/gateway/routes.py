@@ -1,16 +1,17 @@
-"""Methods and paths of HTTP -> what is wanted. The rule of the file: one table, and who may do what stands beside it.
+"""Methods and paths of HTTP -> what is wanted. The rule of the file: one table of paths, and beside it one of who may
+do what.
 
 What is wanted has one name here, whatever the path; whether this door gives it is looked up by that name.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from urllib.parse import unquote
 
 from msgspec import Struct
 
 from shmserve.clients.gateway.flags import INFER, OBSERVE, OPERATE, ROLES
-from shmserve.errors import InvalidRequest
 
 NEEDS = {
     "live": ROLES,
@@ -35,6 +36,7 @@ NEEDS = {
     "memory_register": (INFER, OPERATE),
     "memory_unregister": (INFER, OPERATE),
     "named_repository": (OPERATE,),
+    "openapi": ROLES,
 }
 """What is wanted -> the roles of which the door has to give one. What is not here nobody gets."""
 
@@ -53,97 +55,103 @@ class Route(Struct, frozen=True):
     """The methods that the path has, where another was used."""
 
 
-_HEALTH = {"live": "live", "ready": "ready"}
-_OF_MODEL = {"": "model_metadata", "ready": "model_ready", "config": "config", "stats": "statistics"}
-_TO_MODEL = {"infer": "infer", "generate": "generate", "generate_stream": "generate_stream"}
-_OPERATIONS = {"load": "load", "unload": "unload"}
-_MEMORY = ("systemsharedmemory", "cudasharedmemory")
+class Path(Struct, frozen=True):
+    """`template`: its words, of which those in braces are any. `wants`: method -> what is wanted."""
+
+    template: str
+    wants: dict[str, str]
+    kind: str = ""
+
+
+_MODEL = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
+_GET, _POST = "GET", "POST"
+
+
+def _paths() -> list[Path]:
+    """All of them; of two that fit, the first is meant."""
+    found = [
+        Path("/v2", {_GET: "metadata"}),
+        Path("/v2/openapi.json", {_GET: "openapi"}),
+        Path("/v2/health/live", {_GET: "live"}),
+        Path("/v2/health/ready", {_GET: "ready"}),
+        Path("/v2/models/stats", {_GET: "statistics"}),
+        Path("/v2/models/{model}/trace/setting", {_GET: "trace", _POST: "set_trace"}),
+    ]
+    for model in _MODEL:
+        found += [
+            Path(model, {_GET: "model_metadata"}),
+            Path(f"{model}/ready", {_GET: "model_ready"}),
+            Path(f"{model}/config", {_GET: "config"}),
+            Path(f"{model}/stats", {_GET: "statistics"}),
+            Path(f"{model}/infer", {_POST: "infer"}),
+            Path(f"{model}/generate", {_POST: "generate"}),
+            Path(f"{model}/generate_stream", {_POST: "generate_stream"}),
+        ]
+    found += [
+        Path("/v2/trace/setting", {_GET: "trace", _POST: "set_trace"}),
+        Path("/v2/logging", {_GET: "log", _POST: "set_log"}),
+        Path("/v2/repository/index", {_POST: "index"}),
+        Path("/v2/repository/models/{model}/load", {_POST: "load"}),
+        Path("/v2/repository/models/{model}/unload", {_POST: "unload"}),
+        Path("/v2/repository/{repository}/index", {_POST: "named_repository"}),
+        Path("/v2/repository/{repository}/models/{model}/load", {_POST: "named_repository"}),
+        Path("/v2/repository/{repository}/models/{model}/unload", {_POST: "named_repository"}),
+    ]
+    for kind in ("system", "cuda"):
+        memory = f"/v2/{kind}sharedmemory"
+        found += [
+            Path(f"{memory}/status", {_GET: "memory_status"}, kind),
+            Path(f"{memory}/unregister", {_POST: "memory_unregister"}, kind),
+            Path(f"{memory}/region/{{region}}/status", {_GET: "memory_status"}, kind),
+            Path(f"{memory}/region/{{region}}/register", {_POST: "memory_register"}, kind),
+            Path(f"{memory}/region/{{region}}/unregister", {_POST: "memory_unregister"}, kind),
+        ]
+    return found
+
+
+PATHS = _paths()
+METRICS = [Path("/metrics", {_GET: "metrics"})]
+"""Of the door of Prometheus, which has nothing else."""
 
 UNKNOWN = Route("", status=404, text="Not Found")
+_Table = dict[int, list[tuple[list[str], Path]]]
+
+
+def _by_length(paths: list[Path]) -> _Table:
+    found: _Table = defaultdict(list)
+    for path in paths:
+        words = path.template.strip("/").split("/")
+        found[len(words)].append((words, path))
+    return dict(found)
+
+
+_PATHS, _METRICS = _by_length(PATHS), _by_length(METRICS)
 
 
 def resolve(method: str, target: str, metrics: bool = False) -> Route:
-    """`target` as it stands in the request. `metrics`: at the door of Prometheus, which has nothing else."""
+    """`target` as it stands in the request. `metrics`: at the door of Prometheus."""
     path = target.partition("?")[0].partition("#")[0]
     try:
         words = [unquote(word, errors="strict") for word in path.strip("/").split("/")]
     except UnicodeDecodeError:
         return Route("", status=400, text="the path is not UTF-8")
-    try:
-        if metrics:
-            return _allowed(method, ("GET",), Route("metrics")) if words == ["metrics"] else UNKNOWN
-        return _found(method, words) if words[0] == "v2" else UNKNOWN
-    except InvalidRequest as error:
-        return Route("", status=400, text=str(error))
-
-
-def _allowed(method: str, methods: tuple[str, ...], route: Route) -> Route:
-    if method in methods:
-        return route
-    return Route("", status=405, text=f"Method Not Allowed: use {' or '.join(methods)}", allow=", ".join(methods))
-
-
-def _found(method: str, words: list[str]) -> Route:
-    get, post = ("GET",), ("POST",)
-    match words[1:]:
-        case []:
-            return _allowed(method, get, Route("metadata"))
-        case ["health", word] if word in _HEALTH:
-            return _allowed(method, get, Route(_HEALTH[word]))
-        case ["models", "stats"]:
-            return _allowed(method, get, Route("statistics"))
-        case ["models", model, "trace", "setting"]:
-            return _setting(method, "trace", _named(model))
-        case ["models", model, *rest]:
-            return _model(method, _named(model), rest)
-        case ["trace", "setting"]:
-            return _setting(method, "trace", "")
-        case ["logging"]:
-            return _setting(method, "log", "")
-        case ["repository", "index"]:
-            return _allowed(method, post, Route("index"))
-        case ["repository", "models", model, word] if word in _OPERATIONS:
-            return _allowed(method, post, Route(_OPERATIONS[word], _named(model)))
-        case ["repository", _, "index"] | ["repository", _, "models", _, "load" | "unload"]:
-            return _allowed(method, post, Route("named_repository"))
-        case [kind, *rest] if kind in _MEMORY:
-            return _memory(method, kind.removesuffix("sharedmemory"), rest)
+    for template, found in (_METRICS if metrics else _PATHS).get(len(words), ()):
+        if all(wanted == word or wanted[0] == "{" for wanted, word in zip(template, words, strict=True)):
+            return _route(method, found, dict(zip(template, words, strict=True)))
     return UNKNOWN
 
 
-def _named(model: str) -> str:
-    if not model:
-        raise InvalidRequest("the name of the model is missing in the path")
-    return model
-
-
-def _setting(method: str, what: str, model: str) -> Route:
-    return _allowed(method, ("GET", "POST"), Route(what if method == "GET" else f"set_{what}", model))
-
-
-def _model(method: str, model: str, rest: list[str]) -> Route:
-    version = ""
-    if rest[:1] == ["versions"] and len(rest) > 1:
-        version, rest = rest[1], rest[2:]
-        if not (version.isascii() and version.isdecimal() and 0 < int(version[:20]) < 2**63):
-            return Route("", status=400, text=f"version '{version[:40]}' of the path is not a number from 1 on")
-    word = "/".join(rest)
-    if word in _OF_MODEL:
-        return _allowed(method, ("GET",), Route(_OF_MODEL[word], model, version))
-    if word in _TO_MODEL:
-        return _allowed(method, ("POST",), Route(_TO_MODEL[word], model, version))
-    return UNKNOWN
-
-
-def _memory(method: str, kind: str, rest: list[str]) -> Route:
-    region = ""
-    if rest[:1] == ["region"] and len(rest) > 1:
-        region, rest = rest[1], rest[2:]
-    match rest:
-        case ["status"]:
-            return _allowed(method, ("GET",), Route("memory_status", region, kind=kind))
-        case ["register"]:
-            return _allowed(method, ("POST",), Route("memory_register", region, kind=kind))
-        case ["unregister"]:
-            return _allowed(method, ("POST",), Route("memory_unregister", region, kind=kind))
-    return UNKNOWN
+def _route(method: str, path: Path, words: dict[str, str]) -> Route:
+    action = path.wants.get(method)
+    if action is None:
+        methods = list(path.wants)
+        text = f"Method Not Allowed: use {' or '.join(methods)}"
+        return Route("", status=405, text=text, allow=", ".join(methods))
+    if action == "named_repository":
+        return Route(action)
+    version = words.get("{version}")
+    if version is not None and not (version.isascii() and version.isdecimal() and 0 < int(version[:20]) < 2**63):
+        return Route("", status=400, text=f"version '{version[:40]}' of the path is not a number from 1 on")
+    if words.get("{model}") == "":
+        return Route("", status=400, text="the name of the model is missing in the path")
+    return Route(action, words.get("{model}") or words.get("{region}") or "", version or "", kind=path.kind)

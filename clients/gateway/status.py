@@ -14,6 +14,7 @@ BY_CODE = {
     "NOT_FOUND": (404, "NOT_FOUND"),
     "ALREADY_EXISTS": (400, "ALREADY_EXISTS"),
     "UNSUPPORTED": (501, "UNIMPLEMENTED"),
+    "UNAUTHENTICATED": (401, "UNAUTHENTICATED"),
     "DENIED": (403, "PERMISSION_DENIED"),
     "UNAVAILABLE": (503, "UNAVAILABLE"),
     "QUEUE_TIMEOUT": (503, "UNAVAILABLE"),
@@ -30,10 +31,12 @@ BY_CODE = {
 UNREACHABLE = "the server behind this gateway cannot be reached, or ended before it had answered"
 DECOUPLED = "has a decoupled transaction policy"
 NO_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+NO_DECOUPLED_RPC = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 REASONS = {
     200: "OK",
     400: "Bad Request",
+    401: "Unauthorized",
     403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
@@ -72,3 +75,9 @@ def http_text_of(error: ServeError, request_id: str = "") -> str:
     """The same for HTTP, which cannot answer more than once."""
     text = text_of(error, request_id)
     return f"{NO_DECOUPLED}: {text}" if error.code == "UNSUPPORTED" and DECOUPLED in text else text
+
+
+def grpc_text_of(error: ServeError, request_id: str = "") -> str:
+    """The same for gRPC, where one call can."""
+    text = text_of(error, request_id)
+    return f"{NO_DECOUPLED_RPC}: {text}" if error.code == "UNSUPPORTED" and DECOUPLED in text else text

@@ -163,7 +163,6 @@ def test_what_this_door_does_not_do(gateway: Gateway) -> None:
         assert status == 403
         assert "needs the role operate" in json.loads(body)["error"]
     assert gateway.ask("POST", "/v2/cudasharedmemory/region/r/register", {"raw_handle": {"b64": ""}})[0] == 501
-    assert gateway.ask("GET", "/v2/trace/setting")[0] == 501
     assert gateway.ask("GET", "/nowhere") == (404, b'{"error":"Not Found"}')
     assert gateway.ask("PUT", "/v2/health/live")[0] == 405
     assert gateway.ask("GET", "/v2/models/nothing/config")[0] == 404

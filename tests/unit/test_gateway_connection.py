@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmserve.clients.gateway.access import Access
+from shmserve.clients.gateway.flags import ROLES
 from shmserve.clients.gateway.heads import Heads
 from shmserve.clients.gateway.http import Connection
 from shmserve.clients.gateway.limits import Limits
@@ -81,7 +83,7 @@ def connected(at_once: bool = True, **limits: int) -> tuple[Connection, Transpor
     later: list[Callable[[], None]] = []
     echo = Echo(at_once)
     door: Any = SimpleNamespace(
-        turn=0, stopping=False, heads=Heads(), limits=Limits(**limits), requests=echo, allows=lambda action: True,
+        turn=0, stopping=False, heads=Heads(Access(ROLES)), limits=Limits(**limits), requests=echo,
         loop=SimpleNamespace(call_soon=later.append), enter=lambda connection: True, leave=lambda connection: None,
         hold=lambda size: None, answered=lambda status: None, least_bytes=10, idle_turns=100,
     )  # fmt: skip

@@ -7,19 +7,19 @@ import gzip
 import itertools
 import json
 import zlib
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.clients.gateway import bodies, documents, flags
-from shmserve.clients.gateway.heads import BadHead, Head, Heads, parse
-from shmserve.clients.gateway.limits import Limits
+from shmserve.clients.gateway.access import Access
+from shmserve.clients.gateway.heads import BadHead, Heads, parse
 from shmserve.clients.gateway.regions import Regions
-from shmserve.clients.gateway.requests import Requests
 from shmserve.clients.gateway.routes import NEEDS, Route, resolve
-from shmserve.errors import Denied, InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+
+EVERYBODY = Access(flags.ROLES)
 
 # ---------------------------------------------------------------------------------------- heads
 
@@ -92,7 +92,7 @@ def test_any_bytes_are_a_head_or_refused(noise: bytes) -> None:
 
 
 def test_heads_are_remembered_where_they_can_be() -> None:
-    heads = Heads()
+    heads = Heads(EVERYBODY)
     assert heads.head(lines()) is heads.head(bytes(bytearray(lines())))
     for number in range(1100):
         heads.head(lines(f"a: {number}"))
@@ -259,39 +259,29 @@ def test_roles_that_are_given_by_default_change_nothing() -> None:
     assert {action for action, needs in NEEDS.items() if needs == (flags.OPERATE,)} == changing
 
 
-@pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
-def test_who_has_none_of_the_roles_is_refused_before_anything_else(action: str) -> None:
-    """Every action against every set of roles; one that is not in the table nobody has."""
-    nothing: Any = None
-    for roles in (set(some) for count in range(4) for some in itertools.combinations(flags.ROLES, count)):
-        requests = Requests(nothing, Limits(), frozenset(roles), str, Regions(True))
-        allowed = bool(roles & set(NEEDS.get(action, ())))
-        assert requests.allows(action) is allowed
-        if not allowed:
-            with pytest.raises(Denied):
-                requests.begin(nothing, Head(Route(action), True), b"")
-
-
 # ---------------------------------------------------------------------------------------- documents
 
 
 def question(action: str, body: bytes = b"", model: str = "") -> documents.Question:
-    found = documents.question_of(Route(action, model), body, Regions(False))
+    route = Route(action, model)
+    found = documents.question_of(route, documents.arguments_of(route, body), Regions(False))
     assert isinstance(found, documents.Question)
     return found
 
 
 def test_health_of_what_is_not_there_is_an_answer() -> None:
     live = question("live")
-    assert live.answer({"live": True}) == (200, b"")
-    assert live.answer({"live": False}) == (400, b"")
-    assert live.failed is not None
-    assert live.failed(Unavailable("gone")) == (400, b"")
-    assert live.failed(NotFound("?")) is None
+    assert documents.http_answer(live.show({"live": True})) == (200, b"")
+    assert documents.http_answer(live.show({"live": False})) == (400, b"")
+    assert documents.http_answer(live.failed(Unavailable("gone"))) == (400, b"")
+    with pytest.raises(NotFound):
+        live.failed(NotFound("?"))
     ready = question("model_ready", model="m")
-    assert ready.answer({"ready": False})[0] == 400
-    assert ready.failed is not None
-    assert (ready.failed(NotFound("x")) or (0,))[0] == 400
+    assert documents.http_answer(ready.show({"ready": False}))[0] == 400
+    assert documents.http_answer(ready.failed(NotFound("x")))[0] == 400
+    with pytest.raises(InvalidRequest):
+        ready.failed(InvalidRequest("?"))
+    assert documents.http_answer(question("unload", model="m").failed(NotFound("x"))) == (200, b"")
 
 
 def test_the_index() -> None:
@@ -302,8 +292,17 @@ def test_the_index() -> None:
     ]
     first = {"name": "a", "version": "1", "state": "READY", "reason": ""}
     second = {"name": "b", "version": "2", "state": "UNAVAILABLE", "reason": "unloaded"}
-    assert json.loads(question("index").answer(models)[1]) == [first, second, {"name": "c"}]
-    assert json.loads(question("index", b'{"ready": true}').answer(models)[1]) == [first]
+    assert question("index").show(models) == [first, second, {"name": "c"}]
+    status, text = documents.http_answer(question("index", b'{"ready": true}').show(models))
+    assert (status, json.loads(text)) == (200, [first])
+
+
+def test_settings_go_on_to_the_server() -> None:
+    made = question("set_trace", b'{"trace_rate": "1", "trace_level": ["TIMESTAMPS"], "log_frequency": null}', "m")
+    assert (made.what, made.model) == ("set_trace", "m")
+    assert made.body is not None
+    assert json.loads(made.body.take()) == {"trace_rate": "1", "trace_level": ["TIMESTAMPS"], "log_frequency": None}
+    assert question("log").body is None
 
 
 def test_a_load_with_files() -> None:
@@ -325,11 +324,11 @@ def test_a_load_with_files() -> None:
         ("index", b'{"ready": 1}', InvalidRequest),
         ("memory_register", b'{"key": "/x", "byte_size": 1}', Unsupported),
         ("named_repository", b"", Unsupported),
-        ("trace", b"", Unsupported),
-        ("set_log", b"", Unsupported),
+        ("set_trace", b"[]", InvalidRequest),
+        ("set_log", b'{"log_file": "' + b"x" * 20_000 + b'"}', InvalidRequest),
         ("whatever", b"", Unsupported),
     ],
 )
 def test_questions_that_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
-        documents.question_of(Route(action, "m"), body, Regions(False))
+        question(action, body, "m")

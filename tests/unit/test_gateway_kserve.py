@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from shmserve.clients.gateway import elements, status
+from shmserve.clients.gateway.access import Unauthenticated
 from shmserve.clients.gateway.answers import Held, response
 from shmserve.clients.gateway.kserve import Options, Place, Plan, Plans, Spec, plan_of, raw_plan
 from shmserve.dtypes import ITEM_BYTES, to_numpy
@@ -319,7 +320,7 @@ def test_a_raw_request_that_cannot_be(given_config: dict[str, Any], size: int, s
 
 
 def test_every_error_has_a_status() -> None:
-    assert set(status.BY_CODE) == set(BY_CODE)
+    assert set(status.BY_CODE) == {*BY_CODE, Unauthenticated.code}
     for http, grpc in status.BY_CODE.values():
         assert http in status.REASONS
         assert grpc.isupper()

@@ -1,0 +1,90 @@
+"""Asks the broker for those who came through any door. The rule of the file: whatever goes wrong with one request is
+answered to it, and to nobody else; how, is known by the door.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from shmserve.clients.gateway.documents import Question
+from shmserve.clients.gateway.headers import merged
+from shmserve.clients.gateway.kserve import Plan, Spec
+from shmserve.clients.gateway.link import GatewayLink, Inputs, Piece, space
+from shmserve.clients.gateway.regions import Region, Regions
+from shmserve.errors import Internal, ServeError
+from shmserve.messages import INLINE_BYTES
+from shmserve.session import Ticket
+
+log = logging.getLogger("shmserve.gateway")
+NO_TIME = 0.0
+"""The session looks at the time only of what has a timeout of its own, which requests of doors do not have."""
+
+
+class Waiting(Ticket):
+    """A question whose answer somebody waits for."""
+
+    __slots__ = ()
+
+    def settle(self, answer: Any) -> None:
+        try:
+            self.take(answer)
+        except ServeError as error:
+            self.fail(error)
+        except Exception:
+            self.fail(not_passed_on())
+
+    def take(self, answer: Any) -> None:
+        raise NotImplementedError
+
+
+def not_passed_on() -> Internal:
+    """For a mistake of ours, called where it was caught."""
+    log.exception("an answer could not be passed on")
+    return Internal("the gateway could not pass the answer on; its log says why")
+
+
+class Asker:
+    """Of one door. `regions` are those of all doors."""
+
+    def __init__(self, link: GatewayLink, regions: Regions) -> None:
+        self.link = link
+        self.regions = regions
+
+    def ask(self, ticket: Ticket, question: Question) -> None:
+        link = self.link
+        link.session.ask(
+            ticket, question.what, NO_TIME, question.model, question.version or None, None, question.body
+        )  # fmt: skip
+        link.send_soon()
+
+    def given(self, spec: Spec) -> Piece:
+        """The bytes of an input that came neither behind nor beside the request."""
+        if spec.place is None:
+            return spec.data or b""
+        region = self.regions.find(spec.place)
+        size = spec.place.size
+        target: Piece = bytearray(size) if size <= INLINE_BYTES else space(self.link.session.memory, size)
+        region.read_into(spec.place, target)
+        return target
+
+    def targets(self, plan: Plan) -> dict[str, Region] | None:
+        """The regions that outputs go to."""
+        return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
+
+    def infer(
+        self, ticket: Ticket, model: str, version: str, plan: Plan, pieces: Sequence[Piece],
+        request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
+    ) -> None:  # fmt: skip
+        """Raises what the caller is told. `forwarded`: headers that the model gets to see."""
+        link, asked = self.link, plan.options
+        inputs = Inputs(link.session.memory)
+        for spec, piece in zip(plan.inputs, pieces, strict=True):
+            inputs.add(spec.name, spec.dtype, spec.shape, piece)
+        parameters = asked.parameters if forwarded is None else merged(asked.parameters, forwarded)
+        link.session.infer(
+            ticket, model, inputs.made(), NO_TIME, plan.outputs, version or None, None, asked.priority, asked.sequence,
+            asked.sequence_start, asked.sequence_end, parameters, request_id or None, window,
+        )  # fmt: skip
+        link.send_soon()

@@ -1,0 +1,62 @@
+"""The listening sockets of one door. The rule of the file: certificates are changed under them without closing them, so
+that nobody who is connecting notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.clients.gateway.tls import HANDSHAKE_S
+
+BACKLOG = 1024
+_GOODBYE_S = 5.0
+"""For the caller's last word of TLS."""
+
+
+class Listener:
+    """`made` makes the protocol of a new connection."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, made: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._loop = loop
+        self._made = made
+        self._servers: list[asyncio.Server] = []
+
+    async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
+        """Listens, and says on which port. `share`: others may listen there as well, and the kernel spreads callers."""
+        server = await self._loop.create_server(
+            self._made, address, port, reuse_port=share or None, backlog=BACKLOG, **_with(tls)
+        )
+        self._servers = [server]
+        found: int = server.sockets[0].getsockname()[1]
+        return found
+
+    async def reopen(self, tls: ssl.SSLContext) -> None:
+        """With other certificates for who comes from now on. On OSError the old ones stay."""
+        made: list[asyncio.Server] = []
+        try:
+            for old in self._servers:
+                for listening in old.sockets:
+                    same = socket.socket(fileno=os.dup(listening.fileno()))
+                    made.append(await self._loop.create_server(self._made, sock=same, backlog=BACKLOG, **_with(tls)))
+        except OSError:
+            for server in made:
+                server.close()
+            raise
+        self.close()
+        self._servers = made
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers = []
+
+
+def _with(tls: ssl.SSLContext | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": _GOODBYE_S}

@@ -1,0 +1,102 @@
+"""Certificates -> what a door speaks TLS with. The rule of the file: an error names the file that was given, and the
+flag that gave it; old versions of TLS are not spoken.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from typing import NamedTuple
+
+HANDSHAKE_S = 10.0
+"""Who has not got to the first request by then is let go."""
+
+
+class BadCertificate(Exception):
+    """The files cannot be used."""
+
+
+class Given(NamedTuple):
+    """A file, and the flag that it was given with."""
+
+    path: str
+    flag: str
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.path}"
+
+
+class Files(NamedTuple):
+    """`key`: where it is not in the file of the certificate. `client_ca`: callers need a certificate that one of these
+    has signed."""
+
+    certificate: Given
+    key: Given | None = None
+    client_ca: Given | None = None
+
+
+def context(files: Files, alpn: str) -> ssl.SSLContext:
+    """`alpn`: the one protocol that is spoken, http/1.1 or h2."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+    made.set_alpn_protocols([alpn])
+    for given in files:
+        if given is not None:
+            _readable(given)
+    key = files.key or files.certificate
+    _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files.certificate)  # whose error says more
+    try:
+        made.load_cert_chain(files.certificate.path, key.path, password=_no_password)
+    except _Encrypted:
+        raise BadCertificate(f"{key}: the key is encrypted, and nobody is here to be asked for the password") from None
+    except (ssl.SSLError, ValueError) as error:
+        raise BadCertificate(f"{key}: {_reason(error, 'there is no private key in it that can be read')}") from None
+    if files.client_ca is not None:
+        _load_authorities(made, files.client_ca)
+        made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def exposed(files: Files) -> str | None:
+    """What has to be said of the key, which others must not be able to read."""
+    key = files.key or files.certificate
+    mode = os.stat(key.path).st_mode
+    if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        return f"{key}: the private key can be read or changed by others than its owner: chmod 600"
+    return None
+
+
+def _load_authorities(context: ssl.SSLContext, given: Given) -> None:
+    try:
+        context.load_verify_locations(given.path)
+    except (ssl.SSLError, ValueError) as error:
+        raise BadCertificate(f"{given}: {_reason(error, 'there is no certificate in it')}") from None
+
+
+class _Encrypted(Exception):
+    """Its password is asked for."""
+
+
+def _no_password() -> str:
+    raise _Encrypted
+
+
+def _readable(given: Given) -> None:
+    try:
+        with open(given.path, "rb"):
+            pass
+    except OSError as error:
+        raise BadCertificate(f"{given}: {error.strerror or error}") from error
+
+
+_REASONS = {
+    "KEY_VALUES_MISMATCH": "the key does not belong to the certificate",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "there is no certificate in it",
+}
+
+
+def _reason(error: Exception, otherwise: str) -> str:
+    name = getattr(error, "reason", None)
+    return _REASONS.get(name, name.lower().replace("_", " ")) if isinstance(name, str) else otherwise

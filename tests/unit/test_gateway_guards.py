@@ -1,0 +1,428 @@
+"""Who may do what at the gateway's doors: roles, tokens, restricted APIs, headers for models, certificates."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import re
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.clients.cli import parser
+from shmserve.clients.commands_base import Failed, Misuse
+from shmserve.clients.gateway import flags, headers, restrict, tls, tokens
+from shmserve.clients.gateway.access import OPEN, Access, Unauthenticated
+from shmserve.clients.gateway.guards import Guards
+from shmserve.clients.gateway.heads import BadHead, Heads, parse
+from shmserve.clients.gateway.routes import NEEDS
+from shmserve.clients.gateway.tls import Files, Given
+from shmserve.errors import Denied, InvalidRequest
+from shmserve.messages import PARAMETERS
+
+
+def nothing(name: str) -> None:
+    return None
+
+
+def lines(*named: str, path: str = "/v2/models/m/infer", method: str = "POST") -> bytes:
+    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: x", *named, "", "")).encode("latin-1")
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- roles
+
+
+@pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
+def test_who_has_none_of_the_roles_is_refused(action: str) -> None:
+    """Every action against every set of roles; one that is not in the table nobody has."""
+    for roles in (set(some) for count in range(4) for some in itertools.combinations(flags.ROLES, count)):
+        access = Access(roles)
+        if roles & set(NEEDS.get(action, ())):
+            access.check(action, nothing)
+        else:
+            with pytest.raises(Denied, match="needs the role"):
+                access.check(action, nothing)
+
+
+@pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
+def test_tokens_give_their_roles_and_nobody_else_has_any(action: str) -> None:
+    known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in flags.ROLES))
+    access = Access((), known)
+    for role in flags.ROLES:
+        bearer = {"authorization": f"Bearer {role}"}
+        if role in NEEDS.get(action, ()):
+            access.check(action, bearer.get)
+        else:
+            with pytest.raises(Denied, match="neither this token nor this door gives"):
+                access.check(action, bearer.get)
+    for given_ in (None, "", "Bearer", "Bearer infe", "Basic infer", "infer", f"Bearer {digest('infer')}"):
+        headers_: dict[str, Any] = {"authorization": given_}
+        if action in OPEN:
+            access.check(action, headers_.get)
+        else:
+            with pytest.raises(Unauthenticated):
+                access.check(action, headers_.get)
+
+
+def test_a_token_adds_to_what_the_door_gives_and_a_wrong_one_is_said() -> None:
+    access = Access(["observe"], tokens.Tokens(f"a infer {digest('t')}"))
+    access.check("statistics", nothing)
+    access.check("statistics", {"authorization": "bearer t"}.get)
+    access.check("infer", {"authorization": "BEARER  t"}.get)
+    with pytest.raises(Unauthenticated):
+        access.check("statistics", {"authorization": "Bearer u"}.get)
+    with pytest.raises(Denied, match="operate"):
+        access.check("load", {"authorization": "Bearer t"}.get)
+    assert str(access) == "for observe, and for 1 with a token"
+
+
+# ---------------------------------------------------------------------------------------- tokens
+
+
+def test_a_new_token_is_one() -> None:
+    token, line = tokens.new("alice", "infer,observe")
+    assert token not in line
+    assert len(token) >= 40
+    assert tokens.Tokens(f"# people\n\n{line}\n").roles(f"Bearer {token}") == frozenset({"infer", "observe"})
+    assert tokens.new("alice", "infer")[0] != token
+    with pytest.raises(tokens.BadTokens):
+        tokens.new("a b", "infer")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("alice infer", "NAME ROLE,ROLE SHA256"),
+        ("alice infer secret", "the token itself does not belong here"),
+        (f"alice root {digest('x')}", "'root' is no role"),
+        (f"al/ce infer {digest('x')}", "a name has"),
+        (f"a infer {digest('x')}\nb infer {digest('x')}", "line 2: the same token"),
+    ],
+)
+def test_lines_of_tokens_that_are_none(line: str, said: str) -> None:
+    with pytest.raises(tokens.BadTokens, match=said) as caught:
+        tokens.Tokens(line)
+    assert "secret" not in str(caught.value)
+
+
+def test_nobody_else_may_write_the_file_of_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"a infer {digest('x')}\n")
+    path.chmod(0o640)
+    assert len(tokens.load(str(path))) == 1
+    path.chmod(0o660)
+    with pytest.raises(tokens.BadTokens, match="chmod go-w"):
+        tokens.load(str(path))
+    path.chmod(0o600)
+    path.write_bytes(b"\xff")
+    with pytest.raises(tokens.BadTokens, match="UTF-8"):
+        tokens.load(str(path))
+    path.write_bytes(b"#" * (tokens.FILE_BYTES + 1))
+    with pytest.raises(tokens.BadTokens, match="over"):
+        tokens.load(str(path))
+    with pytest.raises(tokens.BadTokens, match="No such file"):
+        tokens.load(str(tmp_path / "none"))
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_tokens_or_not(text: str) -> None:
+    with contextlib.suppress(tokens.BadTokens):
+        assert tokens.Tokens(text).roles("Bearer x") is None
+
+
+# ---------------------------------------------------------------------------------------- restricted APIs
+
+
+def test_every_action_is_in_one_group() -> None:
+    grouped = [action for actions in restrict.GROUPS.values() for action in actions]
+    assert sorted(grouped) == sorted(set(NEEDS) - {"metrics"})
+
+
+def test_a_group_wants_its_header() -> None:
+    given_ = [restrict.read("health,model-repository:Admin-Key=a=b"), restrict.read("inference:user=u")]
+    found = restrict.Restrictions(given_)
+    assert found.headers == {"admin-key", "user"}
+    assert found.refusal("live", {"admin-key": "a=b"}.get) is None
+    assert found.refusal("infer", {"user": "u"}.get) is None
+    assert found.refusal("config", nothing) is None
+    text = "This API is restricted, expecting header 'Admin-Key'"
+    for wrong in ({}, {"admin-key": "a"}, {"admin-key": "a=b "}, {"user": "u"}, {"admin-key": "é\udc80"}):
+        assert found.refusal("load", wrong.get) == text
+    rpc = restrict.Restrictions([restrict.read("inference:k=v", restrict.RPC_PREFIX)], "protocol")
+    assert rpc.refusal("infer", {"triton-grpc-protocol-k": "v"}.get) is None
+    text = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
+    assert rpc.refusal("infer", {"k": "v"}.get) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "health", "health:k", "health:=v", "health:k=", "cooking:k=v", ":k=v", "health,:k=v", "health:a b=v",
+             "health:k=\x01", "health:k= v", "health:k=é"],
+)  # fmt: skip
+def test_restrictions_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        restrict.read(text)
+
+
+def test_a_group_is_restricted_once() -> None:
+    with pytest.raises(ValueError, match="health is restricted more than once"):
+        restrict.Restrictions([restrict.read("health:a=b"), restrict.read("trace,health:c=d")])
+
+
+def test_roles_come_first_and_restrictions_with_them() -> None:
+    access = Access(["infer"], None, restrict.Restrictions([restrict.read("inference,statistics:k=v")]))
+    access.check("infer", {"k": "v"}.get)
+    with pytest.raises(Denied, match="restricted, expecting header 'k'"):
+        access.check("infer", nothing)
+    with pytest.raises(Denied, match="needs the role"):
+        access.check("statistics", {"k": "v"}.get)
+
+
+# ---------------------------------------------------------------------------------------- headers for models
+
+
+def test_headers_that_fit_go_on() -> None:
+    forward = headers.Forward("x-.*|User", ["x-key"])
+    assert forward.of([("X-A", "1"), ("x-key", "2"), ("x-a", "3"), ("USER", "4"), ("ax-b", "5")]) == {
+        "X-A": "1, 3", "USER": "4",
+    }  # fmt: skip
+    assert forward.of([("Host", "x")]) is None
+    assert headers.Forward("(?-i)X-.*").of([("x-a", "1"), ("X-a", "2")]) == {"X-a": "2"}
+
+
+def test_what_means_something_to_the_server_does_not() -> None:
+    forward = headers.Forward(".*")
+    names = ["Timeout", "priority", "sequence_id", "Sequence_Start", "sequence_end", "triton_x", "headers",
+             "binary_data_output", "n" * 129]  # fmt: skip
+    assert forward.of((name, "1") for name in names) is None
+    with pytest.raises(InvalidRequest, match="headers go on to the model"):
+        forward.of((f"a{number}", "") for number in range(PARAMETERS + 1))
+
+
+def test_a_hostile_name_takes_no_longer_than_another() -> None:
+    """With Python's own `re` this would not end."""
+    forward = headers.Forward("(a+)+(b+)+(.*.*.*.*.*.*)+c")
+    assert forward.of([("a" * 120, "")]) is None
+    with pytest.raises(ValueError, match="the limit is"):
+        headers.Forward("a" * 2000)
+    with pytest.raises(ValueError, match="missing"):
+        headers.Forward("(a")
+    with pytest.raises(ValueError):
+        headers.Forward("(((((a{100}){100}){100}){100}){100})")
+
+
+def test_a_header_stands_for_the_parameter_of_its_name() -> None:
+    given_ = {"a": 1, "x-user": "of the body"}
+    assert headers.merged(given_, None) is given_
+    assert headers.merged(None, {"b": "c"}) == {"b": "c"}
+    assert headers.merged(given_, {"X-User": "of the head"}) == {"a": 1, "X-User": "of the head"}
+    assert given_ == {"a": 1, "x-user": "of the body"}
+    with pytest.raises(InvalidRequest, match="with its headers"):
+        headers.merged({f"a{number}": 1 for number in range(PARAMETERS)}, {"b": "c"})
+
+
+# ---------------------------------------------------------------------------------------- heads
+
+
+def test_heads_say_who_may_and_what_goes_on() -> None:
+    access = Access((), tokens.Tokens(f"a infer {digest('t')}"))
+    heads = Heads(access, forward=headers.Forward("x-.*"))
+    good = lines("Authorization: Bearer t", "X-User: J\xf6rg", "x-user: b")
+    head = heads.head(good)
+    assert head.refusal is None
+    assert head.forwarded == {"X-User": "J\xf6rg, b"}
+    assert heads.head(good) is head
+    bad = lines("Authorization: Bearer u")
+    refused = heads.head(bad)
+    assert isinstance(refused.refusal, Unauthenticated)
+    assert refused.refusal.__traceback__ is None
+    assert heads.head(bad) is not refused
+    assert heads.head(lines(path="/v2", method="GET")).refusal is not None
+    assert heads.head(lines(path="/v2/health/live", method="GET")).refusal is None
+    access.tokens = tokens.Tokens("")
+    heads.forget()
+    assert isinstance(heads.head(good).refusal, Unauthenticated)
+
+
+def test_two_authorizations_are_none() -> None:
+    with pytest.raises(BadHead, match="more than one authorization"):
+        parse(lines("Authorization: Bearer a", "authorization: Bearer b"), access=Access(flags.ROLES))
+
+
+# ---------------------------------------------------------------------------------------- certificates
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def files(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
+    issued = authority.issue_cert("localhost")
+    issued.private_key_pem.write_to_path(str(tmp_path / "key"))
+    (tmp_path / "key").chmod(0o600)
+    issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both"))
+    issued.cert_chain_pems[0].write_to_path(str(tmp_path / "cert"))
+    authority.issue_cert("localhost").private_key_pem.write_to_path(str(tmp_path / "other"))
+    authority.cert_pem.write_to_path(str(tmp_path / "ca"))
+    (tmp_path / "noise").write_bytes(b"noise")
+    return {path.name: str(path) for path in tmp_path.iterdir()} | {"none": str(tmp_path / "none")}
+
+
+def test_certificates_make_a_context(files: dict[str, str]) -> None:
+    made = tls.context(Files(Given(files["cert"], "--c"), Given(files["key"], "--k")), "h2")
+    assert made.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert made.verify_mode == ssl.CERT_NONE
+    both = Files(Given(files["both"], "--c"), None, Given(files["ca"], "--a"))
+    assert tls.context(both, "h2").verify_mode == ssl.CERT_REQUIRED
+    assert tls.exposed(Files(Given(files["cert"], "--c"), Given(files["key"], "--k"))) is None
+    Path(files["key"]).chmod(0o644)
+    assert "chmod 600" in (tls.exposed(Files(Given(files["cert"], "--c"), Given(files["key"], "--k"))) or "")
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "ca", "flags_", "said"),
+    [
+        ("none", "key", None, "--c", "No such file"),
+        ("cert", "none", None, "--k", "No such file"),
+        ("cert", "key", "none", "--a", "No such file"),
+        ("noise", "key", None, "--c", "no certificate in it"),
+        ("cert", "noise", None, "--k", "no private key"),
+        ("cert", "other", None, "--k", "does not belong"),
+        ("cert", None, None, "--c", "no private key"),
+        ("cert", "key", "noise", "--a", "no certificate"),
+    ],
+)
+def test_files_that_are_no_certificates(
+    files: dict[str, str], cert: str, key: str | None, ca: str | None, flags_: str, said: str
+) -> None:
+    chosen = Files(
+        Given(files[cert], "--c"), Given(files[key], "--k") if key else None, Given(files[ca], "--a") if ca else None
+    )
+    with pytest.raises(tls.BadCertificate, match=said) as caught:
+        tls.context(chosen, "h2")
+    assert flags_ in str(caught.value)
+
+
+def test_an_encrypted_key_asks_nobody(files: dict[str, str], tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    key = serialization.load_pem_private_key(Path(files["key"]).read_bytes(), None)
+    locked = tmp_path / "locked"
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
+        )
+    )
+    with pytest.raises(tls.BadCertificate, match="encrypted"):
+        tls.context(Files(Given(files["cert"], "--c"), Given(str(locked), "--k")), "h2")
+
+
+# ---------------------------------------------------------------------------------------- flags
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return parser().parse_args(["gateway", *words])
+
+
+def test_doors_without_a_guard_say_so() -> None:
+    guards = Guards(arguments())
+    assert guards.http.tls is guards.metrics.tls is guards.rpc.tls is None
+    assert guards.http.lack("127.0.0.1") is guards.http.lack("localhost") is guards.http.lack("::1") is None
+    told = guards.http.lack("0.0.0.0") or ""
+    assert "whoever reaches the port may use it" in told
+    assert "can be read on the way" in told
+    guards.http.access.check("infer", nothing)
+    guards.metrics.access.check("metrics", nothing)
+    with pytest.raises(Denied):
+        guards.metrics.access.check("infer", nothing)
+
+
+def test_what_is_lacking_where(files: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"a infer {digest('x')}\n")
+    secure, known = ("--tls-cert", files["both"]), ("--tokens-file", str(path))
+    assert Guards(arguments(*secure, *known)).http.lack("0.0.0.0") is None
+    assert Guards(arguments(*secure, "--tls-client-ca", files["ca"])).http.lack("::") is None
+    assert "read on the way" not in (Guards(arguments(*secure)).http.lack("0.0.0.0") or "")
+    told = Guards(arguments(*known)).http.lack("example.org") or ""
+    assert "may use it" not in told
+    assert "tokens too, can be read" in told
+
+
+def test_tritons_flags_are_for_grpc_alone(files: dict[str, str]) -> None:
+    given_ = ("--grpc-use-ssl", "true", "--grpc-server-cert", files["cert"], "--grpc-server-key", files["key"])
+    guards = Guards(arguments(*given_))
+    assert guards.http.tls is None
+    assert guards.rpc.tls is not None
+    assert guards.rpc.tls.verify_mode == ssl.CERT_NONE
+    mutual = Guards(arguments(*given_, "--grpc-use-ssl-mutual=true", "--grpc-root-cert", files["ca"]))
+    assert mutual.rpc.tls is not None
+    assert mutual.rpc.tls.verify_mode == ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tls-key", "x"), "--tls-key is of no use"),
+        (("--tls-client-ca", "x"), "--tls-client-ca is of no use"),
+        (("--grpc-server-cert", "x"), "of no use without --grpc-use-ssl"),
+        (("--grpc-use-ssl",), "--grpc-use-ssl needs --grpc-server-cert"),
+        (("--grpc-use-ssl-mutual", "--grpc-server-cert", "x"), "needs --grpc-root-cert"),
+        (("--http-header-forward-pattern", "(a"), "--http-header-forward-pattern: missing"),
+        (("--http-restricted-api", "health:a=b", "--http-restricted-api", "health:a=b"), "more than once"),
+    ],
+)
+def test_flags_that_do_not_go_together(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(Misuse, match=re.escape(said)):
+        Guards(arguments(*words))
+
+
+def test_files_are_read_again_as_a_whole(files: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"a infer {digest('x')}\n")
+    guards = Guards(arguments("--tls-cert", files["both"], "--tokens-file", str(path)))
+    before, known = guards.http.tls, guards.http.access.tokens
+    path.write_text(f"a infer {digest('y')}\n")
+    certificate = Path(files["both"]).read_bytes()
+    Path(files["both"]).write_bytes(b"")
+    with pytest.raises(Failed, match="--tls-cert"):
+        guards.read_again()
+    assert guards.http.tls is before
+    assert guards.http.access.tokens is known
+    Path(files["both"]).write_bytes(certificate)
+    guards.read_again()
+    assert guards.http.tls is not before
+    guards.http.access.check("infer", {"authorization": "Bearer y"}.get)
+    with pytest.raises(Unauthenticated):
+        guards.http.access.check("infer", {"authorization": "Bearer x"}.get)
+
+
+def test_keys_are_not_for_models(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"a infer {digest('x')}\n")
+    words = [
+        "--tokens-file",
+        str(path),
+        "--http-restricted-api",
+        "health:admin=x",
+        "--http-header-forward-pattern",
+        ".*",
+    ]
+    words += ["--grpc-restricted-protocol", "health:k=x", "--grpc-header-forward-pattern", ".*"]
+    guards = Guards(arguments(*words))
+    for guard in (guards.http, guards.rpc):
+        assert guard.forward is not None
+        secret = [("Authorization", "Bearer x"), ("Admin", "x"), ("triton-grpc-protocol-k", "x")]
+        assert guard.forward.of([*secret, ("y", "z")]) == {"y": "z"}
