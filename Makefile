@@ -43,7 +43,7 @@ samples: $(VENV)/.samples
 	@$(BIN)/python -m shmserve.repo.samples $(ALL_SAMPLES) all
 
 test: $(VENV)/.dev tritonclient
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m tests $(ARGS)
 
 tritonclient: $(VENV)/.made
 	@test -e $(TRITONCLIENT)/.made || $(MAKE) --no-print-directory $(TRITONCLIENT)/.made \

@@ -175,6 +175,10 @@ def _names() -> Generator[Thing, None, None]:
 
 _strangers: set[str] = set()
 """Names of theirs; they stay theirs when their owner has died."""
+_known: set[str] = set()
+"""Names whose owner was seen alive."""
+_alone = True
+"""Whether a name is ours if nobody can tell any more whose it was."""
 
 
 def _of_a_stranger(name: str) -> bool:
@@ -182,9 +186,12 @@ def _of_a_stranger(name: str) -> bool:
     if name in _strangers:
         return True
     owner = OWNER.match(name)
-    found = _stat(owner[1]) if owner else None
-    if owner is None or found is None or found[2] != int(owner[2]):
+    if owner is None:
         return False
+    found = _stat(owner[1])
+    if found is None or found[2] != int(owner[2]):
+        return not _alone and name not in _known
+    _known.add(name)
     pid = int(owner[1])
     while pid != os.getpid():
         found = _stat(str(pid))
@@ -385,6 +392,7 @@ _watch = pytest.StashKey[Watch]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leaks_wait", "seconds that threads and processes get to end after a test", default="5")
+    parser.addini("leaks_alone", "no other suite runs beside this one", type="bool", default=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -394,6 +402,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     _note_spawns()
+    global _alone
+    _alone = config.getini("leaks_alone")
     config.stash[_watch] = Watch(float(config.getini("leaks_wait")))
 
 

@@ -7,6 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+DEAD = """
+    import os, subprocess, sys
+
+    WORDS = "import os; print(os.getpid(), open('/proc/self/stat').read().rpartition(')')[2].split()[19])"
+
+    def test_name_of_a_dead_one():
+        pid, started = subprocess.check_output([sys.executable, "-c", WORDS], text=True).split()
+        os.close(os.open(f"/dev/shm/shmserve-{pid}-{started}-test-leaks", os.O_CREAT))
+        print(f"\\nleft /dev/shm/shmserve-{pid}-{started}-test-leaks")
+"""
 CONFTEST = 'pytest_plugins = ("tests.leaks",)'
 
 LEAKY = """
@@ -221,3 +231,16 @@ def test_a_child_that_is_started_anew_is_no_leak(pytester: pytest.Pytester, monk
     result = run(pytester, monkeypatch, SERVER, "-o", "leaks_wait=0.2")
     result.assert_outcomes(passed=2, errors=1)
     result.stdout.fnmatch_lines(["*test_one_more left behind:*", "*process * -c input()*"])
+
+
+def test_names_of_the_dead_are_ours_unless_there_are_others(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = run(pytester, monkeypatch, DEAD, "-s", "-o", "leaks_alone=false")
+    try:
+        beside.assert_outcomes(passed=1)
+        run(pytester, monkeypatch, DEAD).assert_outcomes(passed=1, errors=1)
+    finally:
+        for line in beside.outlines:
+            if line.startswith("left "):
+                Path(line.split()[-1]).unlink(missing_ok=True)
