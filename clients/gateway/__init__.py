@@ -9,6 +9,7 @@ are never parsed where requests are scheduled.
     answers   replies of the broker -> the JSON and the buffers that are sent
     regions   shared memory that callers have registered
     documents questions and operations: what is asked, and the document that is answered
+    asking    the broker is asked, for whoever came through any door
     routes    methods and paths of HTTP -> what is wanted
     access    who may do what
     tokens    bearer tokens, and their file
@@ -20,6 +21,9 @@ are never parsed where requests are scheduled.
     bodies    chunked and compressed bodies
     link      the lane to the broker, for tensors that stay bytes
     http      one connection of HTTP
+    grpc_*    the services of gRPC: codes and messages, the bytes of a request and an answer (wire, plans), the calls
+              (rpcs, calls, stream), and which path is which (services)
+    zmqtcp*   ZeroMQ over tcp: the options (start), who is let in (keys), one client (peer), and all of them
     listen    sockets that callers connect to
     door      all connections of one listening socket
     child     what is different if a server has started it

@@ -1,5 +1,5 @@
-"""Tensors as JSON, both ways. The rule of the file: numbers are never rounded to make them fit; what has no exact place
-in the type, but for the precision of floats, is refused.
+"""Tensors as JSON, both ways, and as the typed contents of gRPC. The rule of the file: numbers are never rounded to make
+them fit; what has no exact place in the type, but for the precision of floats, is refused.
 """
 
 from __future__ import annotations
@@ -44,6 +44,45 @@ def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
             return np.array(values, to_numpy(dtype)).tobytes()
     except (OverflowError, ValueError) as error:
         raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype} ({error})") from error
+
+
+CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""Data-type -> the list of InferTensorContents that has its elements."""
+_CONTENTS = {"int_contents": "INT32", "uint_contents": "UINT32"}
+
+
+def contents_to_bytes(name: str, dtype: str, contents: Any) -> bytes:
+    """The elements of an InferTensorContents in the tensor's own form."""
+    field = CONTENTS.get(dtype)
+    if field is None:
+        raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")
+    for other in dict.fromkeys(CONTENTS.values()):
+        if other != field and len(getattr(contents, other)):
+            raise InvalidRequest(f"input '{name}' is of {dtype}, whose elements are in {field}, and {other} has some")
+    values = getattr(contents, field)
+    if dtype == "BYTES":
+        return bytes(strings.encode_bytes(np.array(list(values), object)))
+    array = np.fromiter(values, to_numpy(_CONTENTS.get(field, dtype)), len(values))
+    kind = to_numpy(dtype)
+    if array.dtype != kind:
+        narrow = array.astype(kind)
+        if not np.array_equal(narrow, array):
+            raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype}")
+        array = narrow
+    return array.tobytes()
 
 
 def _flat(name: str, data: Any) -> list[Any]:
