@@ -48,6 +48,16 @@ class Question(Struct):
     failed: Callable[[ServeError], Any] = _raise
 
 
+class BadLoad(InvalidRequest):
+    """What came along with a load is no model. Programs look for these words."""
+
+    def __init__(self, model: str, error: InvalidRequest) -> None:
+        text = str(error)
+        if not text.startswith("failed to load"):
+            text = f"failed to load '{model}', failed to poll from model repository: {text}"
+        super().__init__(text)
+
+
 class Known(Struct):
     """A document for which nobody has to be asked."""
 
@@ -82,7 +92,7 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> Question | 
         case "index":
             return Question("models", _index(given.only_ready))
         case "load":
-            return Question("load", _nothing, model, body=_load_body(given))
+            return Question("load", _nothing, model, body=_load_body(model, given), failed=_not_loaded(model))
         case "unload":
             body = of_json({"unload_dependents": given.unload_dependents, "wait": False})
             return Question("unload", _nothing, model, body=body, failed=_was_not_there)
@@ -157,6 +167,13 @@ def _was_not_there(error: ServeError) -> Any:
     if isinstance(error, NotFound):
         return None
     raise error
+
+
+def _not_loaded(model: str) -> Callable[[ServeError], Any]:
+    def failed(error: ServeError) -> Any:
+        raise BadLoad(model, error) if isinstance(error, InvalidRequest) else error
+
+    return failed
 
 
 def _index(only_ready: bool) -> Callable[[Any], Any]:
@@ -240,7 +257,10 @@ def unknown_of_load(name: str) -> InvalidRequest:
     return InvalidRequest(f"Unrecognized load parameter '{name[:80]}'; known are 'config' and 'file:PATH'")
 
 
-def _load_body(given: Arguments) -> Body:
-    if given.files and given.config is None:
-        raise InvalidRequest("files need the parameter 'config': a model that is sent is not looked for anywhere else")
-    return of_load(given.config, given.files)
+def _load_body(model: str, given: Arguments) -> Body:
+    try:
+        if given.files and given.config is None:
+            raise InvalidRequest("files need the parameter 'config': a model that is sent is looked for nowhere else")
+        return of_load(given.config, given.files)
+    except InvalidRequest as error:
+        raise BadLoad(model, error) from error

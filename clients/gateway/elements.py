@@ -1,5 +1,5 @@
-"""Tensors as JSON, both ways, and as the typed contents of gRPC. The rule of the file: numbers are never rounded to make
-them fit; what has no exact place in the type, but for the precision of floats, is refused.
+"""Tensors as JSON, both ways, and as the typed contents of gRPC. The rule of the file: numbers are never rounded to
+make them fit; what has no exact place in the type, but for the precision of floats, is refused.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from shmserve.clients.gateway.documents import BadLoad
 from shmserve.clients.gateway.status import grpc_of, grpc_text_of
 from shmserve.errors import ServeError
 
@@ -38,7 +39,7 @@ class RpcError(Exception):
 
 
 def code_of(error: ServeError) -> Code:
-    return Code[grpc_of(error)]
+    return Code.INTERNAL if isinstance(error, BadLoad) else Code[grpc_of(error)]
 
 
 def rpc_error(error: ServeError, request_id: str = "") -> RpcError:

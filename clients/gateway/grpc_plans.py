@@ -17,6 +17,7 @@ from shmserve.clients.gateway.kserve import (
     Value,
     add_outputs,
     check_tensor,
+    check_version,
     options_of,
     place_of,
 )
@@ -81,7 +82,7 @@ def plan_of(head: bytes) -> RpcPlan:
     if len(request.outputs):
         add_outputs(plan, [_output(one) for one in request.outputs[: TENSORS + 1]])
     raw = sum([spec.follows for spec in specs])
-    return RpcPlan(request.model_name, request.model_version, plan, raw, contents, empty_final)
+    return RpcPlan(request.model_name, check_version(request.model_version), plan, raw, contents, empty_final)
 
 
 def _output(one: Any) -> tuple[str, dict[str, Value]]:

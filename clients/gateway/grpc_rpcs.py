@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from shmserve.clients.gateway.documents import Arguments, unknown_of_load
 from shmserve.clients.gateway.grpc_messages import INFERENCE, message_class, methods
+from shmserve.clients.gateway.kserve import check_version
 from shmserve.clients.gateway.regions import Order
 from shmserve.clients.gateway.routes import Route
 from shmserve.errors import InvalidRequest
@@ -37,7 +38,7 @@ def _plain(action: str) -> Callable[[Any], Asked]:
 
 
 def _of_model(action: str) -> Callable[[Any], Asked]:
-    return lambda message: (Route(action, message.name, message.version), Arguments())
+    return lambda message: (Route(action, message.name, check_version(message.version)), Arguments())
 
 
 def _index(message: Any) -> Asked:

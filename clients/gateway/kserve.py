@@ -302,6 +302,14 @@ def _bool(what: str, value: Value) -> bool:
     return value
 
 
+def check_version(version: str) -> str:
+    if version and not (version.isascii() and version.isdecimal() and 0 < int(version[:20]) <= _LARGEST):
+        raise InvalidRequest(
+            f"failed to get model version from specified version string '{version[:40]}': it is not a number from 1 on"
+        )
+    return version
+
+
 def check_text(what: str, text: str) -> str:
     """A name that the wire can carry."""
     if len(text) > NAME_LENGTH:
