@@ -94,6 +94,7 @@ class Private:
         for repository in self._repositories:
             command += ["--model-repository", str(repository.resolve())]
         command += ["--strict-readiness", "false", "--exit-on-error", "false", "--exit-timeout-secs", "0"]
+        command.append("--no-gateway")
         self._reader, writer = os.pipe()
         try:
             with self._log_file.open("ab") as log:

@@ -34,6 +34,8 @@ from shmserve.paths import BROKER, LANE
 
 _SHM = Path("/dev/shm")
 _KILLED_S = 30.0
+ANY_PORTS = ("--http-port", "0", "--metrics-port", "0")
+"""Whatever ports are free, for the doors of a gateway."""
 
 
 class Server:
@@ -42,7 +44,8 @@ class Server:
     `options` are those of `shmserve serve`, e.g. `Server("models", "--exit-on-error", "true")`: without that one, a
     model that fails to load does not keep the others from being served. With `runtime_dir` the sockets are there
     instead of in a temporary directory. `start_timeout` and `stop_timeout` are seconds; a server that needs longer is
-    killed, and the error shows its log.
+    killed, and the error shows its log. With `gateway=True` there are doors to the network too, on ports that are free:
+    `doors` says which.
     """
 
     def __init__(
@@ -52,12 +55,15 @@ class Server:
         runtime_dir: str | os.PathLike[str] | None = None,
         start_timeout: float = 60.0,
         stop_timeout: float = 60.0,
+        gateway: bool = False,
     ) -> None:
         self._repository = Path(model_repository)
         self._options = options
         self._named = None if runtime_dir is None else Path(runtime_dir)
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
+        self._doors = ANY_PORTS if gateway else ("--no-gateway",)
+        self._ports: dict[str, int] = {}
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log = ""
@@ -78,6 +84,11 @@ class Server:
     def zmq_url(self) -> str:
         """The ZeroMQ socket, for `Client(url)`."""
         return f"ipc://{self.runtime_dir / BROKER}"
+
+    @property
+    def doors(self) -> dict[str, str]:
+        """With `gateway=True`: door -> address, e.g. {"http": "127.0.0.1:41234", "metrics": "127.0.0.1:41235"}."""
+        return {door: f"127.0.0.1:{port}" for door, port in self._ports.items()}
 
     @property
     def pid(self) -> int:
@@ -156,7 +167,8 @@ class Server:
         reader, writer = os.pipe()
         try:
             command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(self._repository)]
-            command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer), *self._options]
+            command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer)]
+            command += [*self._doors, *self._options]
             environment = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
             with self._log_file().open("ab") as log:
                 self._process = subprocess.Popen(
@@ -165,7 +177,9 @@ class Server:
             os.close(writer)
             writer = -1
             readable = select.select([reader], [], [], self._start_timeout)[0]
-            if readable and os.read(reader, 16) == b"READY\n":
+            said = os.read(reader, 4096).decode().split() if readable else []
+            if said[:1] == ["READY"]:
+                self._ports = {door: int(port) for door, _, port in (word.partition("=") for word in said[1:])}
                 return
         finally:
             os.close(reader)

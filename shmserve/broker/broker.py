@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,10 @@ class Broker:
     def use_gpus(self, uuids: Mapping[int, str]) -> None:
         """Workers that are started from now on see the one that is theirs."""
         self._workers.gpus = uuids
+
+    def waited_elsewhere(self, pids: Set[int]) -> None:
+        """Of children that are no workers: as long as they are in the set, somebody else waits for their end."""
+        self._workers.others = pids
 
     # ------------------------------------------------------------------------------------ doors
 

@@ -32,7 +32,7 @@ _FALSE = ("false", "0", "no", "off")
 class Flag(Struct, frozen=True):
     """`kind`: boolean, whole, bytes, seconds, text, path, choice, setting, policy, access, group, limit, cache or
     resource. `triton`: its default there, where ours differs, and why. `instead`: deprecated, what to say now.
-    `private`: for programs that start us."""
+    `private`: for programs that start us. `gateway`: the option of `shmserve gateway` that it is passed on as."""
 
     name: str
     kind: str
@@ -48,6 +48,7 @@ class Flag(Struct, frozen=True):
     triton: str = ""
     instead: str = ""
     private: bool = False
+    gateway: str = ""
 
     @property
     def dest(self) -> str:
@@ -72,7 +73,8 @@ class Flag(Struct, frozen=True):
 
 MODELS, LOADING, INSTANCES, MEMORY = "Models", "Loading", "Instances and cores", "Memory"
 ACCESS, STOPPING, LOGGING, SERVICE = "Access and limits", "Stopping", "Logging", "Service"
-GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, STOPPING, LOGGING, SERVICE)
+DOORS = "Doors to the network"
+GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, DOORS, STOPPING, LOGGING, SERVICE)
 
 FLAGS = (
     Flag("model-repository", "path", MODELS, "directory with one sub-directory a model; may be given several times",
@@ -136,6 +138,26 @@ FLAGS = (
          repeatable=True),
     Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
          "times", [], "NAME=VALUE", repeatable=True),
+    Flag("no-gateway", "boolean", DOORS, "start no gateway: no HTTP, no metrics on a port; one that runs by itself may "
+         "still serve", False),
+    Flag("gateways", "whole", DOORS, "so many gateways share the ports; the kernel spreads callers over them", 1, "N",
+         least=1),
+    Flag("http-port", "whole", DOORS, "of HTTP; 0: any", None, "N", shown="8000", gateway="http-port"),
+    Flag("http-address", "text", DOORS, "where HTTP is listened for", None, "ADDRESS", shown="127.0.0.1",
+         triton="0.0.0.0; only this machine, unless it is asked for", gateway="http-address"),
+    Flag("http-roles", "text", DOORS, "what callers of HTTP may do, of infer, observe and operate", None, "ROLE,ROLE",
+         shown="infer,observe", gateway="http-roles"),
+    Flag("http-max-input-size", "whole", DOORS, "bytes of a body", None, "N", shown="67108864", least=1,
+         gateway="http-max-input-size"),
+    Flag("reuse-http-port", "boolean", DOORS, "other servers may listen on the same ports", None, shown="false",
+         gateway="reuse-port"),
+    Flag("metrics-port", "whole", DOORS, "of Prometheus; 0: any", None, "N", shown="8002", gateway="metrics-port"),
+    Flag("metrics-address", "text", DOORS, "where Prometheus is listened for", None, "ADDRESS",
+         shown="as --http-address", gateway="metrics-address"),
+    Flag("allow-client-shm", "boolean", DOORS, "callers of HTTP may register shared memory of this machine", None,
+         shown="false", gateway="allow-client-shm"),
+    Flag("gateway-args", "text", DOORS, "more options of `shmserve gateway`, in one: "
+         "--gateway-args='--http-idle-timeout 60'", None, "WORDS"),
     Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, wait this long for requests in flight", 30.0, "S"),
     Flag("log-verbose", "whole", LOGGING, "1: more in the log; 2: also each batch, and why it was formed", 0, "N"),
     Flag("allow-gpu-metrics", "boolean", LOGGING, "metrics tell what GPUs do, if there are any", True),
@@ -167,19 +189,16 @@ def _names(text: str) -> frozenset[str]:
 
 NOT_BUILT_YET = _names(
     """
-    enable-peer-access allow-http http-address http-port reuse-http-port http-header-forward-pattern
-    http-thread-count http-max-input-size http-restricted-api allow-grpc grpc-address grpc-port reuse-grpc-port
-    grpc-header-forward-pattern grpc-infer-thread-count grpc-infer-allocation-pool-size
-    grpc-max-response-pool-size grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert grpc-server-key grpc-root-cert
-    grpc-infer-response-compression-level grpc-keepalive-time grpc-keepalive-timeout
-    grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data
+    enable-peer-access allow-http http-header-forward-pattern http-thread-count http-restricted-api allow-grpc
+    grpc-address grpc-port reuse-grpc-port grpc-header-forward-pattern grpc-infer-thread-count
+    grpc-infer-allocation-pool-size grpc-max-response-pool-size grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert
+    grpc-server-key grpc-root-cert grpc-infer-response-compression-level grpc-keepalive-time
+    grpc-keepalive-timeout grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data
     grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes grpc-max-connection-age
-    grpc-max-connection-age-grace grpc-restricted-protocol allow-metrics allow-cpu-metrics
-    metrics-address metrics-port metrics-interval-ms metrics-config trace-config cache-directory
-    cuda-memory-pool-byte-size
-    cuda-virtual-address-size min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit
-    allow-client-shm repoagent-directory trace-file trace-level
-    trace-rate trace-count trace-log-frequency
+    grpc-max-connection-age-grace grpc-restricted-protocol allow-metrics allow-cpu-metrics metrics-interval-ms
+    metrics-config trace-config cache-directory cuda-memory-pool-byte-size cuda-virtual-address-size
+    min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit repoagent-directory
+    trace-file trace-level trace-rate trace-count trace-log-frequency
     """
 )
 """Triton's flags for what is not here."""

@@ -12,7 +12,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from shmserve.broker.broker import Broker
 from shmserve.broker.catalog import Catalog, Reading
 from shmserve.broker.control import Control
 from shmserve.broker.cores import survey
+from shmserve.broker.gateways import Doors, Gateways
 from shmserve.broker.gpus import GpuMetrics
-from shmserve.broker.logs import set_up
+from shmserve.broker.logs import say, set_up
 from shmserve.broker.operations import Operations
 from shmserve.broker.poll import Poll
 from shmserve.broker.progress import Progress, hints
@@ -44,6 +46,8 @@ log = logging.getLogger("shmserve")
 LOCK = "broker.lock"
 OVERRIDES = "overrides"
 """In the runtime directory: the files that came with load calls."""
+NEEDED = ("httptools",)
+"""What gateways import that a server does not."""
 LOOK_S = 0.05
 """How often to look whether what SIGHUP has begun has ended."""
 
@@ -108,6 +112,7 @@ class Server:
         self._settings = settings
         self._loop = loop
         self._code = 0
+        self._stopping = False
         tracing = settings.log_verbose > 1
         self._core = Core(f"shmserve {version()}", setting.limits(settings), tracing=tracing, survive=True)
         self._mode: str = settings.model_control_mode
@@ -150,6 +155,18 @@ class Server:
         self._control.process_of = self._broker.process_of
         self._broker.drained = loop.stop
         self._progress = Progress(self._core, self._loaded, lambda line: log.info("%s", line))
+        self._gateways = Gateways(
+            loop,
+            _doors(settings),
+            f"unix://{settings.runtime_dir.absolute() / LANE}",
+            settings.exit_timeout_secs,
+            self._opened,
+            self._not_opened,
+            say,
+        )
+        self._broker.waited_elsewhere(self._gateways.pids)
+        self._waits_for = {"models", "doors"}
+        """What must have come before the server is ready."""
         self._rereads = 0
         """Looks at the repositories that were asked for by SIGHUP and are not done."""
         state = self._core.state
@@ -163,6 +180,7 @@ class Server:
         self._loop.add_signal_handler(signal.SIGHUP, *hang_up)
         try:
             self._gpu_metrics.start()
+            self._gateways.start()
             self._announcer.begin()
             self._begin()
             self._broker.turned = self._turned
@@ -173,6 +191,7 @@ class Server:
             self._loop.run_forever()
         finally:
             self._announcer.close()
+            self._gateways.close()
             self._broker.close()
             self._gpu_metrics.close()
         return self._code
@@ -232,20 +251,58 @@ class Server:
             self._code = 1
             self._stop("exit-on-error")
             return
+        self._has_come("models")
+
+    def _opened(self, ports: Mapping[str, int]) -> None:
+        """All gateways listen."""
+        self._has_come("doors")
+
+    def _not_opened(self, code: int, why: str) -> None:
+        log.error("%s; --http-port and the like name other ports, --no-gateway does without", why)
+        self._code = code
+        self._stop("no door to the network")
+
+    def _has_come(self, what: str) -> None:
+        self._waits_for.discard(what)
+        if self._waits_for or self._stopping:
+            return
         log.info("ready: %s", notify.Census.of(self._core.state.models.values()).text())
         self._announcer.ready()
+        ports = self._gateways.ports
         if self._settings.ready_fd >= 0:
-            os.write(self._settings.ready_fd, b"READY\n")
+            doors = "".join(f" {door}={port}" for door, port in ports.items())
+            os.write(self._settings.ready_fd, f"READY{doors}\n".encode())
             os.close(self._settings.ready_fd)
         if self._settings.hints:
             where = self._settings.runtime_dir
-            print(hints(where, where == default_runtime_dir()), file=sys.stderr, flush=True)
+            print(hints(where, where == default_runtime_dir(), ports), file=sys.stderr, flush=True)
 
     def _stop(self, why: str) -> None:
-        if not self._core.state.draining:
-            log.info("%s: finishing the requests in flight, for up to %g s", why, self._settings.exit_timeout_secs)
-            self._announcer.stopping(self._settings.exit_timeout_secs)
-        self._broker.put(events.Drain(int(self._settings.exit_timeout_secs * 1e9)))
+        """Gateways first: what they have begun to take, they still pass on."""
+        if self._stopping:
+            return
+        self._stopping = True
+        limit_s = self._settings.exit_timeout_secs
+        log.info("%s: finishing the requests in flight, for up to %g s", why, limit_s)
+        self._announcer.stopping(limit_s)
+        until = self._loop.time() + limit_s
+        self._gateways.stop(limit_s, lambda: self._drain(until))
+
+    def _drain(self, until: float) -> None:
+        self._broker.put(events.Drain(max(0, int((until - self._loop.time()) * 1e9))))
+
+
+def _doors(settings: argparse.Namespace) -> Doors:
+    """Without the packages that they need there are none, unless they were asked for."""
+    doors = setting.doors(settings)
+    missing = [name for name in NEEDED if doors.count and find_spec(name) is None]
+    if not missing:
+        return doors
+    text = f"there is no {missing[0]}, which doors to the network need: pip install 'shmserve[gateway]'"
+    if doors.words or doors.count > 1:
+        raise CannotStart(f"{text}, or leave their flags out")
+    log.warning("%s; only clients of this machine are served", text)
+    return Doors(0, ())
 
 
 def _gpus() -> Gpus:

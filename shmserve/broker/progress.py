@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shmserve.core.core import Core
@@ -23,8 +23,16 @@ or from Python:
       a = np.arange(4, dtype=np.float32)
       result = client.infer("add_sub", {{"INPUT0": a, "INPUT1": a}})
       print(result["OUTPUT0"], result["OUTPUT1"])
-
+{doors}
 Ctrl-C stops the server.
+"""
+_HTTP = """
+or over HTTP:
+
+  curl localhost:{port}/v2/models/add_sub
+  curl localhost:{port}/v2/models/add_sub/infer -d '{{"inputs": [
+    {{"name": "INPUT0", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}},
+    {{"name": "INPUT1", "datatype": "FP32", "shape": [4], "data": [10, 20, 30, 40]}}]}}'
 """
 
 
@@ -58,7 +66,7 @@ class Progress:
         return True
 
 
-def hints(runtime_dir: Path, is_default: bool) -> str:
+def hints(runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:
     beside = Path(sys.executable).with_name("shmserve")
     command = "shmserve"
     if beside.exists():
@@ -66,4 +74,5 @@ def hints(runtime_dir: Path, is_default: bool) -> str:
         command = str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
     where = "" if is_default else f" --runtime-dir {runtime_dir}"
     url = "" if is_default else f'runtime_dir="{runtime_dir}"'
-    return _HINTS.format(command=command, where=where, url=url)
+    doors = _HTTP.format(port=ports["http"]) if "http" in ports else ""
+    return _HINTS.format(command=command, where=where, url=url, doors=doors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -31,6 +32,7 @@ from shmserve.broker.flags import (
     unknown,
     written,
 )
+from shmserve.broker.gateways import Doors, arguments_of
 from shmserve.broker.terms import Terms
 from shmserve.core.limits import Limits
 from shmserve.paths import server_runtime_dir
@@ -177,6 +179,25 @@ def _caches(other: Path) -> Path:
     return user / "shmserve" if user.is_absolute() else other
 
 
+def doors(settings: argparse.Namespace) -> Doors:
+    """The gateways that are to be started."""
+    if settings.no_gateway:
+        return Doors(0, ())
+    given = {flag.gateway: getattr(settings, flag.dest) for flag in FLAGS if flag.gateway and _is_told(flag, settings)}
+    return Doors(settings.gateways, arguments_of(given, _more(settings)))
+
+
+def _is_told(flag: Flag, settings: argparse.Namespace) -> bool:
+    """Whether a gateway has to be told, as it was given and is not so anyway."""
+    value = getattr(settings, flag.dest)
+    return not (value is None or value == [] or (value is False and flag.shown == "false"))
+
+
+def _more(settings: argparse.Namespace) -> list[str]:
+    """Raises ValueError."""
+    return shlex.split(settings.gateway_args or "")
+
+
 def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:
     """The CPU cores of each host policy."""
     return cores.resolve(settings.host_policy)
@@ -313,6 +334,10 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
         wrong(f"--model-config-name {settings.model_config_name}: the name of a file without its .pbtxt is expected")
     if not settings.id.isprintable() or len(settings.id) > 128:
         wrong("--id is expected to be at most 128 printable characters")
+    try:
+        _more(settings)
+    except ValueError as error:
+        wrong(f"--gateway-args: {error}")
     try:
         cores.resolve(settings.host_policy)
     except ValueError as error:

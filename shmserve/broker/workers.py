@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from msgspec import Struct
@@ -90,6 +90,8 @@ class Workers:
         self._workers: dict[int, Worker] = {}
         self.gpus: Mapping[int, str] = {}
         """The uuids of the GPUs, by number: a worker sees its own, and no other."""
+        self.others: Set[int] = frozenset()
+        """Pids of children that somebody else waits for."""
         self._memory = Memory(loop, self.kill, make=groups)
         self._prepared = Prepared(loop, self._made, say, worker_environment) if prepared else None
         self._reaping = loop.call_later(REAP_S, self._reap) if prepared else None
@@ -230,7 +232,7 @@ class Workers:
     def _reap(self) -> None:
         assert self._prepared is not None
         if not self._prepared.busy:
-            reap({self._prepared.pid, *(worker.pid for worker in self._workers.values())})
+            reap({self._prepared.pid, *self.others, *(worker.pid for worker in self._workers.values())})
         self._reaping = self._loop.call_later(REAP_S, self._reap)
 
     def close(self) -> None:

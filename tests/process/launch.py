@@ -46,7 +46,8 @@ class Launched:
         self.code: int | None = None
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
-        command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(writer), *options]
+        command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(writer)]
+        command += ["--no-gateway", *options]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log, pass_fds=[writer])
         os.close(writer)

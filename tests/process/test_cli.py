@@ -360,6 +360,7 @@ def test_serve_passes_its_options_on_and_ctrl_c_stops_it(tmp_path: Path) -> None
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "shmserve.clients.cli", "serve", "--model-repository", str(repository)]
     command += ["--runtime-dir", str(tmp_path / "run"), "--ready-fd", str(writer), "--hints"]
+    command.append("--no-gateway")
     with subprocess.Popen(
         command, env=environment(None), cwd=tmp_path, stderr=subprocess.PIPE, pass_fds=[writer], text=True
     ) as process:

@@ -186,7 +186,7 @@ def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytes
         (["--runtime-dir="], "nothing was given"),
         (["--model-repositry", "x"], "--model-repositry is unknown; did you mean --model-repository?"),
         (["--model_store=x"], "did you mean --model-store?"),
-        (["--http-port", "8000"], "--http-port is known to Triton, and not built here yet"),
+        (["--cache-directory", "x"], "--cache-directory is known to Triton, and not built here yet"),
         (["--allow-sagemaker=true"], "--allow-sagemaker is known to Triton, and not part of shmserve"),
         (["--quite-something-else"], "--quite-something-else is unknown\n"),
         (["models"], "'models' is not a flag; a directory of models is named by --model-repository models"),
@@ -199,15 +199,20 @@ def test_wrong_use(arguments: list[str], text: str, tmp_path: Path, capsys: pyte
 
 
 def test_all_that_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = written(tmp_path / "s.toml", 'log-verbos = 1\nlog-file = 3\nhttp-port = 1\nhints = true\nconfig = "x"\n')
-    said = refused([*file, "--grpc-port", "1", "--model-repository", str(tmp_path / "none"), "--trace-rate=1"], capsys)
+    file = written(
+        tmp_path / "s.toml", 'log-verbos = 1\nlog-file = 3\nrepoagent-directory = "x"\nhints = true\nconfig = "x"\n'
+    )
+    said = refused(
+        [*file, "--cuda-virtual-address-size", "1", "--model-repository", str(tmp_path / "none"), "--metrics-config=1"],
+        capsys,
+    )
     name = file[1]
     for text in (
-        "--grpc-port is known to Triton",
-        "--trace-rate is known to Triton",
+        "--cuda-virtual-address-size is known to Triton",
+        "--metrics-config is known to Triton",
         f"{name}: log-verbos is unknown; did you mean log-verbose?",
         f"{name}: log-file: found the number 3, expected text",
-        f"{name}: http-port is known to Triton",
+        f"{name}: repoagent-directory is known to Triton",
         f"{name}: hints is unknown",
         f"{name}: config cannot be set in the file itself",
         f"--model-repository {tmp_path}/none is not a directory",
@@ -245,11 +250,11 @@ def test_a_wrong_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_variables_that_nobody_reads_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("EXIT_TIMEOUT", "HTTP_PORT", "URL", "MODEL_KEY", "MODEL_REPOSITRY", "PORT_1_TCP"):
+    for name in ("EXIT_TIMEOUT", "METRICS_CONFIG", "URL", "MODEL_KEY", "MODEL_REPOSITRY", "PORT_1_TCP"):
         monkeypatch.setenv(f"SHMSERVE_{name}", "1")
     assert settings.parse(["--model-repository", str(tmp_path)]).warnings == [
         "SHMSERVE_EXIT_TIMEOUT is unknown; did you mean SHMSERVE_EXIT_TIMEOUT_SECS?",
-        "SHMSERVE_HTTP_PORT is known to Triton, and not built here yet; leave it out",
+        "SHMSERVE_METRICS_CONFIG is known to Triton, and not built here yet; leave it out",
         "SHMSERVE_MODEL_REPOSITRY is for models; did you mean SHMSERVE_MODEL_REPOSITORY?",
         "SHMSERVE_PORT_1_TCP is unknown",
     ]
@@ -367,7 +372,7 @@ def test_the_file_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_as_a_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(tmp_path)]
-    found = subprocess.run([*command, "--http-port=1"], capture_output=True, text=True, check=False)
+    found = subprocess.run([*command, "--cache-directory=x"], capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert "not built here yet" in found.stderr
     found = subprocess.run([*command, "--log-file", f"{tmp_path}/no/log"], capture_output=True, text=True, check=False)

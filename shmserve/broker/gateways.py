@@ -1,0 +1,293 @@
+"""The gateways of this server, which are its doors to the network: started, heard, started anew, ended before it.
+
+The rule of the file: at the start a door that cannot be opened ends the server, as nobody would notice otherwise; later
+a gateway may die as often as it likes, and comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+
+from shmserve.broker.logs import printable
+from shmserve.paths import python
+
+log = logging.getLogger("shmserve")
+
+MODULE = "shmserve.clients.cli"
+PORTS = ("http", "grpc", "metrics")
+"""Doors with a port that can be any: which one was found is kept when their gateway is started anew."""
+PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
+"""Before the second start in a row, doubled for each more; the first is at once."""
+STEADY_S = 60.0
+"""Who has lived so long has not failed in a row."""
+OPEN_S = 60.0
+"""So long one may take to open its doors."""
+GRACE_S = 5.0
+"""Beyond the time that requests have at a stop."""
+LINE_BYTES = 4096
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_PASSED_ON_PREFIXES = ("SSL_", "OPENSSL_")
+
+
+class Doors(Struct, frozen=True):
+    """What gateways are started with: `words` are options of `shmserve gateway`."""
+
+    count: int
+    words: tuple[str, ...]
+
+
+def pause_s(deaths: int) -> float:
+    """Before a gateway that has ended so often in a row is started again."""
+    return min(PAUSE_S * 2.0 ** min(deaths - 2, 10), PAUSE_MAX_S) if deaths > 1 else 0.0
+
+
+class _Gateway(Struct, eq=False):
+    """`process` None: it is to be started, when the timer says."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    pidfd: int = -1
+    output: int = -1
+    told: int = -1
+    """Where it says that its doors are open."""
+    is_open: bool = False
+    began: float = 0.0
+    deaths: int = 0
+    timer: Any = None
+    partial: bytes = b""
+    words: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+
+
+class Gateways:
+    """`opened(ports)` is called once, when all of them listen; `failed(code, text)` instead, if one cannot. `say` is
+    for what they write."""
+
+    def __init__(
+        self,
+        loop: Any,
+        doors: Doors,
+        url: str,
+        exit_timeout_s: float,
+        opened: Callable[[Mapping[str, int]], None],
+        failed: Callable[[int, str], None],
+        say: Callable[[str, str, dict[str, Any]], None],
+    ) -> None:
+        self.pids: set[int] = set()
+        """Of those that run: nobody else is to wait for them."""
+        self.ports: dict[str, int] = {}
+        """Door -> where it listens."""
+        self._loop = loop
+        self._opened = opened
+        self._failed = failed
+        self._say = say
+        self._all = [_Gateway(number) for number in range(doors.count)]
+        self._options = ["--url", url, "--exit-timeout-secs", f"{max(exit_timeout_s, 0.01):g}", *doors.words]
+        if doors.count > 1:
+            self._options.append("--reuse-port")
+        self._begun = False
+        """All of them have listened once."""
+        self._ended: Callable[[], None] | None = None
+        """Set at a stop."""
+
+    def start(self) -> None:
+        """The first one. The others follow when it says which ports there are."""
+        if self._all:
+            self._start(self._all[0])
+        else:
+            self._begun = True
+            self._loop.call_soon(self._opened, self.ports)
+
+    # ------------------------------------------------------------------------------------ one of them
+
+    def _start(self, gateway: _Gateway) -> None:
+        gateway.timer = None
+        told, telling = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        output, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(written, True)
+        ports = [word for door, port in self.ports.items() if door in PORTS for word in (f"--{door}-port", str(port))]
+        words = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(telling), *self._options, *ports]
+        try:
+            process = subprocess.Popen(
+                [*python(), "-m", MODULE, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=written,
+                pass_fds=[telling],
+                env=_environment(),
+                start_new_session=True,  # a terminal's Ctrl-C is for the broker, which ends them in order
+            )
+        except OSError as error:
+            os.close(told)
+            os.close(output)
+            self._gone(gateway, 1, f"cannot start a process: {error.strerror}")
+            return
+        finally:
+            os.close(telling)
+            os.close(written)
+        gateway.process, gateway.output, gateway.told = process, output, told
+        gateway.pidfd = os.pidfd_open(process.pid)
+        gateway.began = self._loop.time()
+        gateway.is_open = False
+        gateway.words.clear()
+        self.pids.add(process.pid)
+        self._loop.add_reader(output, self._listen, gateway)
+        self._loop.add_reader(told, self._hear, gateway)
+        self._loop.add_reader(gateway.pidfd, self._end, gateway)
+        gateway.timer = self._loop.call_later(OPEN_S, self._late, gateway)
+
+    def _hear(self, gateway: _Gateway) -> None:
+        said = os.read(gateway.told, 4096).split()
+        self._stop_hearing(gateway)
+        if said[:1] != [b"READY"]:
+            return  # it is about to end
+        gateway.is_open = True
+        if gateway.timer is not None:
+            gateway.timer.cancel()
+            gateway.timer = None
+        for word in said[1:]:
+            door, _, port = word.decode("ascii", "replace").partition("=")
+            if port.isdecimal():
+                self.ports[door] = int(port)
+        if self._begun or self._ended is not None:
+            return
+        later = next((other for other in self._all if other.process is None), None)
+        if later is not None:
+            self._start(later)
+        elif all(other.is_open for other in self._all):
+            self._begun = True
+            self._opened(self.ports)
+
+    def _stop_hearing(self, gateway: _Gateway) -> None:
+        if gateway.told >= 0:
+            self._loop.remove_reader(gateway.told)
+            os.close(gateway.told)
+            gateway.told = -1
+
+    def _late(self, gateway: _Gateway) -> None:
+        gateway.timer = None
+        log.error("gateway %d has not opened its doors within %g s", gateway.number, OPEN_S)
+        self._kill(gateway)
+
+    def _listen(self, gateway: _Gateway) -> None:
+        try:
+            data = os.read(gateway.output, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(gateway.output)
+            data = b"\n" if gateway.partial else b""
+        *lines, gateway.partial = (gateway.partial + data).split(b"\n")
+        if len(gateway.partial) > LINE_BYTES:
+            lines.append(gateway.partial)
+            gateway.partial = b""
+        for line in lines:
+            text = printable(line[:LINE_BYTES].decode("utf-8", "backslashreplace"))
+            word, colon, rest = text.partition(": ")
+            level = word if colon and word in _LEVELS else ""
+            gateway.words.append(rest if level else text)
+            self._say(level or "info", f"[gateway] {rest if level else text}", {"gateway": gateway.number})
+
+    def _end(self, gateway: _Gateway) -> None:
+        """Its process has ended."""
+        assert gateway.process is not None
+        code = gateway.process.wait()
+        self._listen(gateway)
+        self._drop(gateway)
+        self._gone(gateway, code, next((word for word in reversed(gateway.words) if word.strip()), ""))
+
+    def _drop(self, gateway: _Gateway) -> None:
+        assert gateway.process is not None
+        self._stop_hearing(gateway)
+        for descriptor in (gateway.pidfd, gateway.output):
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+        if gateway.timer is not None:
+            gateway.timer.cancel()
+            gateway.timer = None
+        self.pids.discard(gateway.process.pid)
+        gateway.process = None
+
+    def _gone(self, gateway: _Gateway, code: int, last_words: str) -> None:
+        if self._ended is not None:
+            self._look_for_end()
+        elif not self._begun:
+            self._ended = _nothing  # what follows is no failure of its own
+            why = last_words.removeprefix("shmserve gateway: ") or _reason(code)
+            self._failed(2 if code == 2 else 1, f"the doors to the network cannot be opened: {why}")
+        else:
+            lived = self._loop.time() - gateway.began if gateway.is_open else 0.0
+            gateway.deaths = 1 if lived > STEADY_S else gateway.deaths + 1
+            pause = pause_s(gateway.deaths)
+            again = f"in {pause:g} s" if pause else "at once"
+            text = f"gateway {gateway.number} has ended ({_reason(code)}); it is started again {again}"
+            self._say("error", text, {"gateway": gateway.number})
+            gateway.timer = self._loop.call_later(pause, self._start, gateway)
+
+    def _kill(self, gateway: _Gateway) -> None:
+        if gateway.process is not None:
+            signal.pidfd_send_signal(gateway.pidfd, signal.SIGKILL)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def stop(self, limit_s: float, ended: Callable[[], None]) -> None:
+        """They take no more requests, and answer those that they have. `ended` is called when the last has gone."""
+        self._ended = ended
+        for gateway in self._all:
+            if gateway.timer is not None:
+                gateway.timer.cancel()
+                gateway.timer = None
+            if gateway.process is not None:
+                signal.pidfd_send_signal(gateway.pidfd, signal.SIGTERM)
+                gateway.timer = self._loop.call_later(limit_s + GRACE_S, self._kill, gateway)
+        self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        if self._ended is not None and all(gateway.process is None for gateway in self._all):
+            ended, self._ended = self._ended, _nothing
+            ended()
+
+    def close(self) -> None:
+        """Those that still run are ended now."""
+        self._ended = _nothing
+        for gateway in self._all:
+            if gateway.process is not None:
+                self._kill(gateway)
+                select.select([gateway.pidfd], [], [])
+                gateway.process.wait()
+                self._drop(gateway)
+            elif gateway.timer is not None:
+                gateway.timer.cancel()
+
+
+def _nothing() -> None:
+    """It has been told."""
+
+
+def _environment() -> dict[str, str]:
+    """Not more: what parses bytes from the network need not hold the server's secrets."""
+    return {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)}
+
+
+def _reason(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
+
+
+def arguments_of(given: Mapping[str, Any], rest: Sequence[str]) -> tuple[str, ...]:
+    """The command line of a gateway from its options that were given to the server, and more words for it."""
+    words: list[str] = []
+    for name, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            words.append(f"--{name}" if one is True else f"--{name}={'false' if one is False else one}")
+    return (*words, *rest)

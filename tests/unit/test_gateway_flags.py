@@ -1,0 +1,70 @@
+"""What of the server's flags its gateways are told. The oracle is the gateway's own command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from shmserve.broker import main, settings
+from shmserve.broker.flags import FLAGS, Flag
+from shmserve.broker.gateways import PAUSE_MAX_S, Doors, pause_s
+from shmserve.clients.gateway import flags as gateway_flags
+
+PASSED = [flag for flag in FLAGS if flag.gateway]
+SAMPLES = {"http-roles": "observe", "http-address": "127.0.0.2"}
+
+
+def understood(words: tuple[str, ...]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    gateway_flags.add(parser)
+    return parser.parse_args(list(words))
+
+
+def doors(place: Path, *words: str) -> Doors:
+    return settings.doors(settings.parse(["--model-repository", str(place), *words]))
+
+
+@pytest.mark.parametrize("flag", PASSED, ids=lambda flag: flag.name)
+def test_each_is_an_option_of_the_gateway_with_the_same_default(flag: Flag, tmp_path: Path) -> None:
+    value = SAMPLES.get(flag.name, "true" if flag.kind == "boolean" else "7")
+    found = doors(tmp_path, f"--{flag.name}", value)
+    assert len(found.words) == 1
+    plain, given = (vars(understood(words))[flag.gateway.replace("-", "_")] for words in ((), found.words))
+    assert str(given).lower() == value
+    if not flag.shown.startswith("as "):
+        assert str(plain).lower() == flag.shown or plain is None
+
+
+def test_nothing_is_passed_on_that_was_not_given(tmp_path: Path) -> None:
+    assert doors(tmp_path) == Doors(1, ())
+    assert doors(tmp_path, "--allow-client-shm=false", "--reuse-http-port", "false") == Doors(1, ())
+    assert doors(tmp_path, "--http-port", "0", "--gateways=3") == Doors(3, ("--http-port=0",))
+    assert doors(tmp_path, "--gateway-args=--a 'b c'", "--metrics-port=1").words == ("--metrics-port=1", "--a", "b c")
+    assert doors(tmp_path, "--no-gateway", "--http-port", "0") == Doors(0, ())
+
+
+def test_words_that_do_not_end_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        doors(tmp_path, "--gateway-args='a")
+    assert "--gateway-args: No closing quotation" in capsys.readouterr().err
+
+
+def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(main, "NEEDED", ("no_such_package",))
+    words = ["--model-repository", str(tmp_path)]
+    with caplog.at_level("WARNING", "shmserve"):
+        assert main._doors(settings.parse(words)) == Doors(0, ())
+    assert "pip install 'shmserve[gateway]'" in caplog.text
+    assert main._doors(settings.parse([*words, "--no-gateway", "--http-port=1"])) == Doors(0, ())
+    for asked in ("--http-port=1", "--gateways=2"):
+        with pytest.raises(main.CannotStart, match=r"no_such_package.*or leave their flags out"):
+            main._doors(settings.parse([*words, asked]))
+
+
+def test_pauses_grow_and_end() -> None:
+    assert [pause_s(deaths) for deaths in range(1, 6)] == [0, 1, 2, 4, 8]
+    assert pause_s(10_000) == PAUSE_MAX_S
