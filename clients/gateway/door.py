@@ -48,7 +48,7 @@ class Door:
         self.answers: Counter[int] = Counter()
         self._held = 0
         self._connections: set[Connection] = set()
-        self._listener = Listener(self.loop, lambda: Connection(self))
+        self._listener = Listener(self.loop, lambda: Connection(self), limits.read_timeout_s)
         self._empty: asyncio.Event = asyncio.Event()
         self._clock = self.loop.call_later(self.turn_s, self._tick)
 

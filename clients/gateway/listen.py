@@ -19,17 +19,20 @@ _GOODBYE_S = 5.0
 
 
 class Listener:
-    """`made` makes the protocol of a new connection."""
+    """`made` makes the protocol of a new connection. `patience_s`: for the handshake of TLS."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, made: Callable[[], asyncio.BaseProtocol]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, made: Callable[[], asyncio.BaseProtocol], patience_s: float = HANDSHAKE_S
+    ) -> None:
         self._loop = loop
         self._made = made
+        self._patience_s = min(patience_s, HANDSHAKE_S)
         self._servers: list[asyncio.Server] = []
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
         """Listens, and says on which port. `share`: others may listen there as well, and the kernel spreads callers."""
         server = await self._loop.create_server(
-            self._made, address, port, reuse_port=share or None, backlog=BACKLOG, **_with(tls)
+            self._made, address, port, reuse_port=share or None, backlog=BACKLOG, **self._with(tls)
         )
         self._servers = [server]
         found: int = server.sockets[0].getsockname()[1]
@@ -42,7 +45,9 @@ class Listener:
             for old in self._servers:
                 for listening in old.sockets:
                     same = socket.socket(fileno=os.dup(listening.fileno()))
-                    made.append(await self._loop.create_server(self._made, sock=same, backlog=BACKLOG, **_with(tls)))
+                    made.append(
+                        await self._loop.create_server(self._made, sock=same, backlog=BACKLOG, **self._with(tls))
+                    )
         except OSError:
             for server in made:
                 server.close()
@@ -55,8 +60,7 @@ class Listener:
             server.close()
         self._servers = []
 
-
-def _with(tls: ssl.SSLContext | None) -> dict[str, Any]:
-    if tls is None:
-        return {}
-    return {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": _GOODBYE_S}
+    def _with(self, tls: ssl.SSLContext | None) -> dict[str, Any]:
+        if tls is None:
+            return {}
+        return {"ssl": tls, "ssl_handshake_timeout": self._patience_s, "ssl_shutdown_timeout": _GOODBYE_S}

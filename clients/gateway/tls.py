@@ -10,7 +10,7 @@ import stat
 from typing import NamedTuple
 
 HANDSHAKE_S = 10.0
-"""Who has not got to the first request by then is let go."""
+"""At most, for the handshake; who has not done with it by then is let go."""
 
 
 class BadCertificate(Exception):
