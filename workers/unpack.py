@@ -25,6 +25,8 @@ MEMBERS = 1_000_000
 BYTES = 64 << 30
 """An archive with more is no interpreter."""
 READY, SOURCE, LOCK = "ready", "source", ".lock"
+MAKING = ".making.lock"
+"""Held while it is unpacked. Not the other lock: whoever uses it has that one for ever, and would be waited for."""
 RELOCATE = "bin/conda-unpack"
 """Archives that conda-pack has made bring this program, which writes their new place where their old one stands."""
 
@@ -42,22 +44,30 @@ def unpacked(archive: Path, cache: Path, find_python: Callable[[Path], str]) -> 
     if (home / READY).exists():
         return root
     # Several may come at once: the first one unpacks, the others wait for it.
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    if not (home / READY).exists():
-        _remove_older(cache, archive, home)
-        shutil.rmtree(home, ignore_errors=True)  # what somebody has begun who was ended
-        root.mkdir(mode=0o700, parents=True)
-        (home / SOURCE).write_text(str(archive.resolve()))
-        say("unpacking the archive of EXECUTION_ENV_PATH", "info")
-        try:
-            extract(archive, root)
-            _relocate(root, find_python)
-        except BaseException:
-            shutil.rmtree(home, ignore_errors=True)
-            raise
-        (home / READY).touch()
-    fcntl.flock(lock, fcntl.LOCK_SH)
+    making = os.open(home.with_suffix(MAKING), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(making, fcntl.LOCK_EX)
+        if not (home / READY).exists():
+            _unpack(archive, cache, home, find_python)
+    finally:
+        os.close(making)
     return root
+
+
+def _unpack(archive: Path, cache: Path, home: Path, find_python: Callable[[Path], str]) -> None:
+    root = home / "root"
+    _remove_older(cache, archive, home)
+    shutil.rmtree(home, ignore_errors=True)  # what somebody has begun who was ended
+    root.mkdir(mode=0o700, parents=True)
+    (home / SOURCE).write_text(str(archive.resolve()))
+    say("unpacking the archive of EXECUTION_ENV_PATH", "info")
+    try:
+        extract(archive, root)
+        _relocate(root, find_python)
+    except BaseException:
+        shutil.rmtree(home, ignore_errors=True)
+        raise
+    (home / READY).touch()
 
 
 def extract(archive: Path, root: Path) -> None:

@@ -196,6 +196,23 @@ def test_it_stays_locked_for_the_process_that_goes_on(tmp_path: Path) -> None:
     assert is_free()
 
 
+def test_who_uses_it_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has seen that it is not there; before it can unpack it, another has, and keeps its lock for ever."""
+    made, cache = archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache"
+    real = fcntl.flock
+    others: list[Path | None] = []
+
+    def flock(descriptor: int, how: int) -> None:
+        real(descriptor, how | fcntl.LOCK_NB)  # who would wait here would wait for ever
+        if not others:
+            others.append(None)
+            others[0] = unpack.unpacked(made, cache, python_of)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert unpack.unpacked(made, cache, python_of) == others[0]
+    close_locks(cache)
+
+
 def test_where_others_may_write_nothing_is_unpacked(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
