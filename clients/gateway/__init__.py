@@ -21,11 +21,14 @@ are never parsed where requests are scheduled.
     bodies    chunked and compressed bodies
     link      the lane to the broker, for tensors that stay bytes
     http      one connection of HTTP
+    http2_*   HTTP/2 under gRPC: one connection (http2), one call (stream), bytes (frames, heads, messages), time and the end
+              (life), the socket (connection), all connections (door), and what services see of it (seam)
     grpc_*    the services of gRPC: codes and messages, the bytes of a request and an answer (wire, plans), the calls
               (rpcs, calls, stream), and which path is which (services)
     zmqtcp*   ZeroMQ over tcp: the options (start), who is let in (keys), one client (peer), and all of them
     listen    sockets that callers connect to
     door      all connections of one listening socket
     child     what is different if a server has started it
+    service   what is different if a service manager has
     main      the process
 """

@@ -1,0 +1,82 @@
+"""The frames of HTTP/2 that are sent, and the numbers of the protocol. The rule of the file: nothing is remembered."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from struct import Struct
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+WITH_PRIORITY = 0x20
+
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = (
+    range(1, 7)
+)  # fmt: skip
+DEFAULT_WINDOW = 65_535
+DEFAULT_FRAME = 16_384
+LARGEST_FRAME = (1 << 24) - 1
+LARGEST_WINDOW = (1 << 31) - 1
+LARGEST_STREAM = (1 << 31) - 1
+
+FRAME = Struct(">HBBBI")
+"""Length (the upper 16 bits, the lower 8), kind, flags, stream."""
+_NUMBER = Struct(">I")
+_SETTING = Struct(">HI")
+_GOAWAY = Struct(">II")
+
+
+class Reason(IntEnum):
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    CONNECT_ERROR = 10
+    ENHANCE_YOUR_CALM = 11
+
+
+class Broken(Exception):
+    """The caller has left the protocol: the connection is of no more use."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    size = len(payload)
+    return FRAME.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
+
+
+def settings(values: dict[int, int]) -> bytes:
+    return frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(*pair) for pair in values.items()]))
+
+
+def window_update(stream: int, size: int) -> bytes:
+    return frame(WINDOW_UPDATE, 0, stream, _NUMBER.pack(size))
+
+
+def reset(stream: int, reason: Reason) -> bytes:
+    return frame(RST_STREAM, 0, stream, _NUMBER.pack(reason))
+
+
+def goaway(last: int, reason: Reason, text: str = "") -> bytes:
+    return frame(GOAWAY, 0, 0, _GOAWAY.pack(last, reason) + text.encode()[:256])
+
+
+def number(payload: bytes) -> int:
+    """Of the only field of RST_STREAM and WINDOW_UPDATE."""
+    found: int = _NUMBER.unpack_from(payload)[0]
+    return found
+
+
+def pairs(payload: bytes) -> list[tuple[int, int]]:
+    return list(_SETTING.iter_unpack(payload))
