@@ -190,15 +190,15 @@ SERVER = """
 """
 
 
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tests: str, *options: str) -> pytest.RunResult:
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: str, **tests: str) -> pytest.RunResult:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(tests)
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+    pytester.makepyfile(**tests)
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", "leaks_wait=0.5", *options)
 
 
 def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run(pytester, monkeypatch, LEAKY, "-o", "leaks_wait=0.2")
+    result = run(pytester, monkeypatch, test_leaky=LEAKY)
     result.assert_outcomes(passed=11, errors=8)
     text = result.stdout.str()
     for piece in (
@@ -217,30 +217,23 @@ def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.Monk
     assert "test_honest_after_all_of_these left behind" not in text
 
 
-def test_the_honest_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(pytester, monkeypatch, HONEST).assert_outcomes(passed=6)
-
-
-def test_a_wider_fixture_answers_for_itself(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run(pytester, monkeypatch, WIDER)
-    result.assert_outcomes(passed=2, errors=1)
-    result.stdout.fnmatch_lines(["*test_a_wider_fixture_answers_for_itself.py left behind:*", "*-> socket:*"])
-
-
-def test_a_child_that_is_started_anew_is_no_leak(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run(pytester, monkeypatch, SERVER, "-o", "leaks_wait=0.2")
-    result.assert_outcomes(passed=2, errors=1)
-    result.stdout.fnmatch_lines(["*test_one_more left behind:*", "*process * -c input()*"])
-
-
-def test_names_of_the_dead_are_ours_unless_there_are_others(
+def test_the_honest_pass_and_whoever_made_it_answers(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = run(pytester, monkeypatch, DEAD, "-s", "-o", "leaks_alone=false")
-    try:
-        beside.assert_outcomes(passed=1)
-        run(pytester, monkeypatch, DEAD).assert_outcomes(passed=1, errors=1)
-    finally:
-        for line in beside.outlines:
-            if line.startswith("left "):
-                Path(line.split()[-1]).unlink(missing_ok=True)
+    """A fixture of a module answers for itself, and a child that a server starts anew is no leak, but one more is."""
+    files = {"test_dead": DEAD, "test_honest": HONEST, "test_server": SERVER, "test_wider": WIDER}
+    result = run(pytester, monkeypatch, **files)
+    result.assert_outcomes(passed=11, errors=3)
+    result.stdout.fnmatch_lines(["*test_name_of_a_dead_one left behind:*"])
+    result.stdout.fnmatch_lines(["*test_one_more left behind:*", "*process * -c input()*"])
+    result.stdout.fnmatch_lines(["*test_wider.py left behind:*", "*-> socket:*"])
+
+
+def test_names_of_the_dead_are_nobodys_where_there_are_others(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = run(pytester, monkeypatch, "-s", "-o", "leaks_alone=false", test_dead=DEAD)
+    for line in beside.outlines:
+        if line.startswith("left "):
+            Path(line.split()[-1]).unlink(missing_ok=True)
+    beside.assert_outcomes(passed=1)
