@@ -1,0 +1,128 @@
+"""A client of gRPC made of the gateway's own .proto: grpcio moves the bytes, protobuf reads them. The rule of the file:
+nothing of the gateway's code is used beside the descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+import shmserve.clients.gateway
+
+_FILE = Path(shmserve.clients.gateway.__file__).with_name("grpc.binpb")
+INFERENCE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
+
+
+def _pool() -> descriptor_pool.DescriptorPool:
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(_FILE.read_bytes()).file:
+        pool.Add(file)
+    return pool
+
+
+POOL = _pool()
+
+
+def message(name: str, /, **fields: Any) -> Any:
+    """One of the package inference, or with its package before it."""
+    full = name if name.startswith("grpc.") else f"inference.{name}"
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(full))(**fields)
+
+
+class Rpcs:
+    """Every method of both services, as an attribute."""
+
+    def __init__(self, port: int) -> None:
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_receive_message_length", -1)])
+        for service in (INFERENCE, HEALTH):
+            for method in POOL.FindServiceByName(service).methods_by_name.values():
+                kinds = ("unary", "stream")
+                name = f"{kinds[method.client_streaming]}_{kinds[method.server_streaming]}"
+                answer = message_factory.GetMessageClass(method.output_type)
+                made = getattr(self.channel, name)(
+                    f"/{service}/{method.name}", lambda request: request.SerializeToString(), answer.FromString
+                )
+                setattr(self, method.name, made)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def __enter__(self) -> Rpcs:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.channel.close()
+
+
+def infer_request(model: str, inputs: dict[str, tuple[str, Any, bytes]], raw: bool = True, **more: Any) -> Any:
+    """`inputs`: name -> data-type, array, and its bytes. `more`: fields of the request; parameters as plain values."""
+    made = message("ModelInferRequest", model_name=model, **{key: more[key] for key in more if key != "parameters"})
+    for name, (dtype, array, data) in inputs.items():
+        made.inputs.add(name=name, datatype=dtype, shape=np.shape(array))
+        if raw:
+            made.raw_input_contents.append(data)
+    for name, value in more.get("parameters", {}).items():
+        parameter(made.parameters[name], value)
+    return made
+
+
+def parameter(made: Any, value: Any) -> None:
+    """Sets an InferParameter."""
+    kinds = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
+    setattr(made, kinds[type(value)], value)
+
+
+class Talk:
+    """A stream that the test feeds."""
+
+    def __init__(self, rpcs: Rpcs, **metadata: str) -> None:
+        self._requests: queue.Queue[Any] = queue.Queue()
+        said = iter(self._requests.get, None)
+        self.answers = rpcs.ModelStreamInfer(said, metadata=list(metadata.items()), timeout=60)
+
+    def say(self, *requests: Any) -> None:
+        for request in requests:
+            self._requests.put(request)
+
+    def end(self) -> None:
+        """No more requests."""
+        self._requests.put(None)
+
+    def hear(self, count: int) -> list[Any]:
+        return [next(self.answers) for _ in range(count)]
+
+    def rest(self) -> list[Any]:
+        self.end()
+        return list(self.answers)
+
+
+@contextlib.contextmanager
+def talk(rpcs: Rpcs, **metadata: str) -> Iterator[Talk]:
+    made = Talk(rpcs, **metadata)
+    try:
+        yield made
+    finally:
+        made.end()
+        made.answers.cancel()
+
+
+def outputs(answer: Any) -> dict[str, bytes]:
+    assert len(answer.outputs) == len(answer.raw_output_contents)
+    return {one.name: raw for one, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)}
+
+
+def refused(call: Any, request: Any, **more: Any) -> tuple[str, str]:
+    """The code and text that a call fails with."""
+    try:
+        call(request, timeout=60, **more)
+    except grpc.RpcError as error:
+        return error.code().name, error.details()
+    raise AssertionError("the call went well")
