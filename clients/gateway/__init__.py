@@ -17,12 +17,13 @@ are never parsed where requests are scheduled.
     headers   headers that go on to models
     tls       certificates
     guards    all of this, as the flags say, for each door
+    openapi   the table of paths as a document for programs
     heads     the first lines of an HTTP request -> a Head
     bodies    chunked and compressed bodies
     link      the lane to the broker, for tensors that stay bytes
     http      one connection of HTTP
-    http2_*   HTTP/2 under gRPC: one connection (http2), one call (stream), bytes (frames, heads, messages), time and the end
-              (life), the socket (connection), all connections (door), and what services see of it (seam)
+    http2_*   HTTP/2 under gRPC: one connection (http2), one call (stream), bytes (frames, heads, messages), time and end
+              (life), the socket (connection), all connections (door), options (start), what services see (seam)
     grpc_*    the services of gRPC: codes and messages, the bytes of a request and an answer (wire, plans), the calls
               (rpcs, calls, stream), and which path is which (services)
     zmqtcp*   ZeroMQ over tcp: the options (start), who is let in (keys), one client (peer), and all of them

@@ -8,12 +8,14 @@ import asyncio
 import math
 import ssl
 from collections import Counter
+from collections.abc import Callable
 
 from shmserve.clients.gateway.grpc_codes import Code, RpcError
 from shmserve.clients.gateway.http2_connection import Connection
 from shmserve.clients.gateway.http2_limits import Limits
 from shmserve.clients.gateway.http2_seam import Application
 from shmserve.clients.gateway.http2_stream import Stream
+from shmserve.clients.gateway.listen import Listener
 from shmserve.errors import Unavailable
 
 TURNS = 4
@@ -25,7 +27,12 @@ DEADLINE_S = 0.02
 
 
 class RpcDoor:
-    def __init__(self, loop: asyncio.AbstractEventLoop, application: Application, limits: Limits) -> None:
+    """`stopped` is called when no new calls are taken any more."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, application: Application, limits: Limits,
+        stopped: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.loop = loop
         self.application = application
         self.limits = limits
@@ -40,19 +47,20 @@ class RpcDoor:
         self.answers: Counter[int] = Counter()
         self._held = 0
         self._connections: set[Connection] = set()
-        self._server: asyncio.Server | None = None
+        self._stopped = stopped
+        self._listener = Listener(loop, lambda: Connection(self), limits.read_timeout_s)
         self._empty = asyncio.Event()
         self._due: dict[int, set[Stream]] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._clock = loop.call_later(self.turn_s, self._tick)
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
-        """Listens, and says on which port. `share`: others may listen there as well, and the kernel spreads callers."""
-        self._server = await self.loop.create_server(
-            lambda: Connection(self), address, port, reuse_port=share or None, backlog=1024, ssl=tls
-        )
-        found: int = self._server.sockets[0].getsockname()[1]
-        return found
+        return await self._listener.open(address, port, share, tls)
+
+    async def renew(self, tls: ssl.SSLContext | None) -> None:
+        """Certificates have been read again."""
+        if tls is not None:
+            await self._listener.reopen(tls)
 
     @property
     def connections(self) -> int:
@@ -125,8 +133,8 @@ class RpcDoor:
     async def close(self) -> None:
         """Takes no new calls, and waits for the answers to those that are here, as long as the limit says."""
         self.stopping = True
-        if self._server is not None:
-            self._server.close()
+        self._listener.close()
+        self._stopped()
         for connection in list(self._connections):
             connection.stop()
         if self._connections:
