@@ -22,8 +22,8 @@ are never parsed where requests are scheduled.
     bodies    chunked and compressed bodies
     link      the lane to the broker, for tensors that stay bytes
     http      one connection of HTTP
-    http2_*   HTTP/2 under gRPC: one connection (http2), one call (stream), bytes (frames, heads, messages), time and end
-              (life), the socket (connection), all connections (door), options (start), what services see (seam)
+    http2_*   HTTP/2 under gRPC: one connection (http2), one call (stream), bytes (frames, heads, messages), time and
+              the end (life), the socket (connection), all of them (door), options (start), what services see (seam)
     grpc_*    the services of gRPC: codes and messages, the bytes of a request and an answer (wire, plans), the calls
               (rpcs, calls, stream), and which path is which (services)
     zmqtcp*   ZeroMQ over tcp: the options (start), who is let in (keys), one client (peer), and all of them

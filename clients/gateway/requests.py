@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shmserve.clients.gateway import openapi
 from shmserve.clients.gateway.answers import Buffer, Held, response
 from shmserve.clients.gateway.asking import Asker, Waiting, not_passed_on
 from shmserve.clients.gateway.documents import Question, arguments_of, error_body, http_answer, question_of
@@ -254,6 +255,8 @@ class Requests:
             self._begin_generate(connection, head, body)
         elif route.action == "metrics":
             self._ask_metrics(connection)
+        elif route.action == "openapi":
+            connection.answer(200, [openapi.text()])
         else:
             self._begin_question(connection, route, body)
 
