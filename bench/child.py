@@ -26,10 +26,12 @@ class ChildFailed(RuntimeError):
 
 
 class Child:
+    python = sys.executable
+
     def __init__(self, target: str, **setup: Any) -> None:
         self._target = target
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.child", target, json.dumps(setup)],
+            [self.python, "-m", "bench.child", target, json.dumps(setup)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -112,9 +112,10 @@ def host_kind() -> str:
     return f"{facts['cores']}-core-{family}" + ("-vm" if "virtual" in facts["cpu"] else "")
 
 
-def save(rows: list[Row], command: str, notes: dict[str, Any]) -> Path:
+def save(rows: list[Row], command: str, notes: dict[str, Any], kind: str = "") -> Path:
+    """`kind` is the end of the file's name, for what is no run of all measures."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    stem = RESULTS / f"{today}-{host_kind()}"
+    stem = RESULTS / f"{today}-{host_kind()}{kind}"
     RESULTS.mkdir(exist_ok=True)
     facts = machine()
     page = [
@@ -127,7 +128,7 @@ def save(rows: list[Row], command: str, notes: dict[str, Any]) -> Path:
         markdown(rows),
         "",
     ]
-    path = stem.with_suffix(".md")
+    path = stem.with_name(f"{stem.name}.md")
     path.write_text("\n".join(page))
     record = {
         "date": today,
@@ -136,5 +137,5 @@ def save(rows: list[Row], command: str, notes: dict[str, Any]) -> Path:
         "settings": notes,
         "rows": [{**asdict(row), "verdict": row.verdict} for row in rows],
     }
-    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     return path

@@ -1,0 +1,70 @@
+"""Runs of `perf_analyzer`, which is Triton's own load generator. The rule of the file: what it says is taken as it says
+it; what a request cost each process is counted beside it.
+"""
+
+from __future__ import annotations
+
+import csv
+import resource
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.doors_servers import Serving
+
+WINDOWS = 3
+MEMORY = 6 << 30
+"""It keeps what it sends, and takes all there is where nothing stops it."""
+RUN_S = 180
+_PARTS = {"Server Queue": "queue", "Server Compute Input": "in", "Server Compute Infer": "model",
+          "Server Compute Output": "out"}  # fmt: skip
+
+
+@dataclass
+class Ran:
+    per_s: float
+    p50_us: float
+    p99_us: float
+    server_us: dict[str, float]
+    """What the server said of its own part of a request, by its statistics."""
+    cpu_us: dict[str, float] = field(default_factory=dict)
+    """Of a request, by process."""
+
+
+def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> Ran:
+    """Three windows, whatever their spread, and the figures over all of them."""
+    before, count = server.busy(), server.answered(model)
+    (found, *_) = rows(tool, server, model, protocol, options, seconds)
+    after, count = server.busy(), server.answered(model) - count
+    found.cpu_us = {part: (after[part] - before[part]) / max(1, count) * 1e6 for part in after}
+    return found
+
+
+def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> list[Ran]:
+    """One for each load that was asked for."""
+    address = server.http if protocol == "http" else server.grpc
+    if not address:
+        raise RuntimeError(f"{server.name} has no door for {protocol}")
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "table.csv"
+        command = [str(tool), "-m", model, "-u", address, "-i", protocol,
+                   "-p", str(int(seconds * 1000 / WINDOWS)), "-r", str(WINDOWS), "-s", "999", "-f", str(table),
+                   *options]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
+        try:
+            said, _ = process.communicate(timeout=RUN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = f"not done after {RUN_S} s\n{process.communicate()[0]}"
+        if process.returncode or not table.exists():
+            raise RuntimeError(f"perf_analyzer ended with {process.returncode}: {' '.join(said.split()[-40:])}")
+        with table.open() as opened:
+            return [_ran(row) for row in csv.DictReader(opened)]
+
+
+def _ran(row: dict[str, str]) -> Ran:
+    parts = {text: float(row[name]) for name, text in _PARTS.items() if name in row}
+    return Ran(float(row["Inferences/Second"]), float(row["p50 latency"]), float(row["p99 latency"]), parts)

@@ -1,0 +1,52 @@
+"""What `bench.doors` makes of the words of `perf_analyzer`, and that its models can be served. Rule: no server here."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from bench import doors, doors_perf, doors_servers
+from shmserve.repo.load import Setting, examine
+
+TABLE = (
+    "Concurrency,Inferences/Second,Client Send,Network+Server Send/Recv,Server Queue,Server Compute Input,"
+    "Server Compute Infer,Server Compute Output,Client Recv,p50 latency,p90 latency,p95 latency,p99 latency\n"
+    "4,2000.5,1,2,30,4,50,6,7,800,900,950,990\n"
+    "1,1000,1,2,3,4,5,6,7,8,9,10,11\n"
+)
+
+
+def tool(folder: Path, code: int = 0) -> Path:
+    """Writes the table where it is told to, and ends."""
+    made = folder / "perf_analyzer"
+    made.write_text(
+        "#!/usr/bin/env python3\nimport sys\n"
+        f"open(sys.argv[sys.argv.index('-f') + 1], 'w').write({TABLE!r})\nprint('so it is')\nsys.exit({code})\n"
+    )
+    made.chmod(made.stat().st_mode | stat.S_IXUSR)
+    return made
+
+
+def test_rows(tmp_path: Path) -> None:
+    server = doors_servers.Serving("some", {}, "127.0.0.1:1")
+    four, one = doors_perf.rows(tool(tmp_path), server, "m", "http", [], 1.0)
+    assert (four.per_s, four.p50_us, four.p99_us) == (2000.5, 800, 990)
+    assert four.server_us == {"queue": 30, "in": 4, "model": 50, "out": 6}
+    assert one.per_s == 1000
+    with pytest.raises(RuntimeError, match="some has no door for grpc"):
+        doors_perf.rows(tool(tmp_path), server, "m", "grpc", [], 1.0)
+    with pytest.raises(RuntimeError, match="perf_analyzer ended with 3: so it is"):
+        doors_perf.rows(tool(tmp_path, 3), server, "m", "http", [], 1.0)
+
+
+def test_models_can_be_served(tmp_path: Path) -> None:
+    network = tmp_path / "mlp.onnx"
+    network.write_bytes(b"")
+    root = doors_servers.repository(tmp_path, network)
+    names = {path.name for path in root.iterdir()}
+    assert names == {"identity", "mlp", "whole", "first"} == {point.model for point in doors.points(quick=False)}
+    for name in names:
+        text = (root / name / "config.pbtxt").read_text()
+        assert not examine(text, "config.pbtxt", Setting(name, ("python",), (), ())).problems
