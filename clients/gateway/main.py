@@ -22,7 +22,9 @@ from shmserve.clients.gateway.guards import Guard, Guards
 from shmserve.clients.gateway.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink
 from shmserve.clients.gateway.regions import Regions
+from shmserve.clients.gateway.service import Service
 from shmserve.errors import InvalidRequest
+from shmserve.manager import of_this_process
 
 log = logging.getLogger("shmserve.gateway")
 
@@ -99,6 +101,7 @@ async def _serve(args: argparse.Namespace, link: GatewayLink, guards: Guards) ->
     told: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, told.put_nowait, number)
+    service = Service(loop, of_this_process())
     link.bind()
     limits = _limits(args)
     openings = _openings(args, link, limits, guards)
@@ -111,13 +114,18 @@ async def _serve(args: argparse.Namespace, link: GatewayLink, guards: Guards) ->
         if args.ready_fd is not None:
             with open(args.ready_fd, "w") as ready:
                 ready.write(f"READY {' '.join(f'{door}={port}' for door, port in ports.items())}\n")
+        service.ready(ports)
         while await told.get() == signal.SIGHUP:
+            service.reloading()
             await _renew(openings, guards)
+            service.ready(ports)
+        service.stopping()
         log.info("no new requests are taken; those in flight have %g s", limits.exit_timeout_s)
     finally:
         for opening in openings:
             await opening.door.close()
         await link.close()
+        service.close()
 
 
 async def _open(opening: Opening, share: bool) -> int:

@@ -35,6 +35,7 @@ from shmserve.broker.progress import Progress, hints
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import ServeError
+from shmserve.manager import Manager, of_this_process
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
 from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.store import Found
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in settings.warnings:
         log.warning("%s", text)
     try:
-        with _runtime_dir(settings.runtime_dir), contextlib.closing(notify.of_this_process()) as manager:
+        with _runtime_dir(settings.runtime_dir), contextlib.closing(of_this_process()) as manager:
             return _serve(settings, manager)
     except CannotStart as error:
         print(f"shmserve: {error}", file=sys.stderr)
@@ -108,7 +109,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
 class Server:
     """Broker, signals and progress, from start to end."""
 
-    def __init__(self, settings: argparse.Namespace, loop: Any, manager: notify.Manager) -> None:
+    def __init__(self, settings: argparse.Namespace, loop: Any, manager: Manager) -> None:
         self._settings = settings
         self._loop = loop
         self._code = 0
@@ -315,7 +316,7 @@ def _gpus() -> Gpus:
     return found
 
 
-def _serve(settings: argparse.Namespace, manager: notify.Manager) -> int:
+def _serve(settings: argparse.Namespace, manager: Manager) -> int:
     keep_freed_memory()
     removed = posix.sweep()
     if removed:

@@ -64,6 +64,15 @@ with shmserve.Client(reconnect_timeout=60) as client:
     for line in sys.stdin:
         print(ask(line.strip()), flush=True)
 """
+CALLER = """
+import sys
+import http.client
+
+connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=60)
+connection.request("GET", sys.argv[1])
+print(connection.getresponse().status)
+"""
+GATEWAY = "shmserve-gateway"
 MEMBER = ("setpriv", "--reuid=nobody", "--regid=shmserve", "--clear-groups")
 STRANGER = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 SHMSERVE = "/usr/local/bin/shmserve"
@@ -83,7 +92,8 @@ def unit(tmp_path: Path) -> Path:
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     (tmp_path / "opt" / "share" / "doc" / "shmserve" / "operations.md").touch()
-    for name in ("shmserve.service", "shmserve.slice", "shmserve-mps.service"):
+    (tmp_path / "opt" / "share" / "doc" / "shmserve" / "http.md").touch()
+    for name in ("shmserve.service", "shmserve-gateway.service", "shmserve.slice", "shmserve-mps.service"):
         text = (ROOT / "systemd" / name).read_text().replace("@PREFIX@", str(tmp_path / "opt"))
         (tmp_path / name).write_text(text)
     return tmp_path / "shmserve.service"
@@ -98,7 +108,7 @@ def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def test_systemd_finds_nothing_wrong_with_the_units(unit: Path) -> None:
     mps = unit.with_name("shmserve-mps.service")
     mps.write_text(mps.read_text().replace("/usr/bin/nvidia-cuda-mps-control", "/bin/true"))
-    for path in (unit, unit.with_suffix(".slice"), mps):
+    for path in (unit, unit.with_name("shmserve-gateway.service"), unit.with_suffix(".slice"), mps):
         found = analyze("verify", path)
         assert found.returncode == 0, found.stderr
         about = [line for line in found.stderr.splitlines() if "shmserve" in line]
@@ -106,11 +116,18 @@ def test_systemd_finds_nothing_wrong_with_the_units(unit: Path) -> None:
 
 
 @needs_analyze
-def test_the_service_is_closed_but_for_the_gpus(unit: Path) -> None:
-    found = analyze("security", "--offline=true", unit)
-    level = re.search(r"Overall exposure level for shmserve.service: ([\d.]+)", found.stdout)
+@pytest.mark.parametrize("name", ["shmserve", "shmserve-gateway"])
+def test_the_services_are_closed(unit: Path, name: str) -> None:
+    found = analyze("security", "--offline=true", unit.with_name(f"{name}.service"))
+    level = re.search(rf"Overall exposure level for {name}.service: ([\d.]+)", found.stdout)
     assert level, found.stdout + found.stderr
     assert float(level[1]) <= EXPOSURE
+
+
+def test_the_server_sees_the_gpus_and_the_gateway_the_network(unit: Path) -> None:
+    gateway = unit.with_name("shmserve-gateway.service").read_text()
+    assert "\nPrivateDevices=yes\n" in gateway
+    assert "\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6\n" in gateway
     text = unit.read_text()
     assert "DeviceAllow=char-nvidia rw" in text
     assert "PrivateDevices=yes" not in text
@@ -156,9 +173,12 @@ def test_packagers_get_everything_below_one_directory(wheel: Path, tmp_path: Pat
     assert (tmp_path / "opt/shmserve/bin/shmserve").read_text().startswith("#!/opt/shmserve/bin/python")
     assert os.readlink(tmp_path / "usr/local/bin/shmserve") == "/opt/shmserve/bin/shmserve"
     unit = (tmp_path / "usr/lib/systemd/system/shmserve.service").read_text()
-    assert "\nExecStart=/opt/shmserve/bin/shmserve serve --config /etc/shmserve/shmserve.toml\n" in unit
-    assert str(tmp_path) not in unit
-    for name in ("etc/shmserve/shmserve.env", "usr/lib/sysusers.d/shmserve.conf", "usr/lib/tmpfiles.d/shmserve.conf"):
+    assert "\nExecStart=/opt/shmserve/bin/shmserve serve --no-gateway --config /etc/shmserve/shmserve.toml\n" in unit
+    gateway = (tmp_path / "usr/lib/systemd/system/shmserve-gateway.service").read_text()
+    assert "\nExecStart=/opt/shmserve/bin/shmserve gateway --runtime-dir %t/shmserve $GATEWAY_OPTIONS\n" in gateway
+    assert str(tmp_path) not in unit + gateway
+    files = ("etc/shmserve/shmserve.env", "etc/shmserve/gateway.env")
+    for name in (*files, "usr/lib/sysusers.d/shmserve.conf", "usr/lib/tmpfiles.d/shmserve.conf"):
         assert (tmp_path / name).is_file()
     assert settings.read_text() == "# mine\n"
 
@@ -218,8 +238,8 @@ def install(machine: Machine, wheel: Path) -> None:
     machine.run("systemctl", "daemon-reload")
 
 
-def shown(machine: Machine, name: str) -> str:
-    return machine.run("systemctl", "show", "--value", "--property", name, "shmserve").strip()
+def shown(machine: Machine, name: str, unit: str = "shmserve") -> str:
+    return machine.run("systemctl", "show", "--value", "--property", name, unit).strip()
 
 
 @contextmanager
@@ -236,9 +256,9 @@ def gate(machine: Machine, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def journal(machine: Machine, text: str) -> Iterator[None]:
+def journal(machine: Machine, text: str, unit: str = "shmserve") -> Iterator[None]:
     """Ends when a line with this text has been written, which was not there at the beginning."""
-    with machine.start("journalctl", "-u", "shmserve", "-f", "-n", "1", "-o", "cat") as process:
+    with machine.start("journalctl", "-u", unit, "-f", "-n", "1", "-o", "cat") as process:
         assert process.stdout is not None
         process.stdout.readline()  # from now on it listens
         yield
@@ -264,6 +284,9 @@ def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
         assert answer() == "1.0"
         can_be_watched(machine)
 
+        machine.run("systemctl", "start", "shmserve-gateway")
+        speaks_with_the_network(machine)
+
         with journal(machine, "the repositories have been looked at"):
             renew(machine.path(MODELS) / "number", 2)
             machine.run("systemctl", "reload", "shmserve")
@@ -288,8 +311,9 @@ def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
             machine.run("systemctl", "stop", "--no-block", "shmserve")
         assert answer() == "1.0"
     machine.run("systemctl", "stop", "shmserve")
+    outlives_the_server(machine)
     left_nothing(machine)
-    print(machine.run("journalctl", "-u", "shmserve", "-u", "shmserve.slice", "--no-pager"))
+    print(machine.run("journalctl", "-u", "shmserve", "-u", GATEWAY, "-u", "shmserve.slice", "--no-pager"))
     machine.run("make", "-C", "/opt/source", "uninstall-systemd")
     for name in ("/opt/shmserve", SHMSERVE, "/usr/lib/systemd/system/shmserve.service"):
         assert not os.path.lexists(machine.path(name))
@@ -370,6 +394,38 @@ def can_be_watched(machine: Machine) -> None:
     assert "Active: active (running)" in said["systemctl status shmserve"]
     assert any("bad" in text and "max_batch_sise" in text for text in said.values())
     assert 'nv_inference_request_success{model="number"' in said["shmserve stats --prometheus"]
+
+
+def asked(machine: Machine, path: str) -> str:
+    """The status that the gateway answers with."""
+    return machine.run("/opt/shmserve/bin/python", "-c", CALLER, path).strip()
+
+
+def speaks_with_the_network(machine: Machine) -> None:
+    """Active when it listens, as a user of its own who may not operate; killed, it is back."""
+    assert shown(machine, "StatusText", GATEWAY).startswith("listening: http on port 8000")
+    assert asked(machine, "/v2/models/number/ready") == "200"
+    first = shown(machine, "MainPID", GATEWAY)
+    said = machine.run("cat", f"/proc/{first}/status")
+    found = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
+    assert found["Uid"].split() == [machine.run("id", "-u", GATEWAY).strip()] * 4
+    assert machine.run("getent", "group", "shmserve").split(":")[2] in found["Groups"].split()
+    assert (int(found["CapBnd"], 16), found["NoNewPrivs"], found["Seccomp"]) == (0, "1", "2")
+    assert machine.run("nsenter", "-t", first, "-m", "touch", "/srv/x", code=1)
+    with journal(machine, "HTTP on 127.0.0.1, port 8000", GATEWAY):
+        machine.run("kill", "-KILL", first)
+    assert asked(machine, "/v2/models/number/ready") == "200"
+    assert shown(machine, "NRestarts", GATEWAY) == "1"
+
+
+def outlives_the_server(machine: Machine) -> None:
+    """Without the server callers are told so; with the next one they are served again."""
+    assert shown(machine, "ActiveState", GATEWAY) == "active"
+    assert asked(machine, "/v2/models/number") == "503"
+    machine.run("systemctl", "start", "shmserve")
+    assert asked(machine, "/v2/models/number") == "200"
+    machine.run("systemctl", "stop", "shmserve", GATEWAY)
+    assert shown(machine, "Result", GATEWAY) == "success"
 
 
 def left_nothing(machine: Machine) -> None:

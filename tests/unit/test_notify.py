@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker import notify
-from shmserve.broker.notify import Announcer, Census, Manager
+from shmserve.broker.notify import Announcer, Census
 from shmserve.broker.workers import worker_environment
+from shmserve.clients.gateway.service import Service
 from shmserve.core.states import VersionState
 from shmserve.core.versions import Model, Version
+from shmserve.manager import VARIABLES, Manager
 
 READY, LOADING, UNAVAILABLE = VersionState.READY, VersionState.LOADING, VersionState.UNAVAILABLE
 
@@ -115,9 +116,9 @@ def test_a_watchdog_that_is_not_ours(address: str, usec: str, pid: str, seconds:
 
 def test_workers_do_not_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """R10: a worker's environment is an allow-list."""
-    for name in notify.VARIABLES:
+    for name in VARIABLES:
         monkeypatch.setenv(name, "1")
-    assert not set(worker_environment()) & set(notify.VARIABLES)
+    assert not set(worker_environment()) & set(VARIABLES)
 
 
 def test_an_address_of_another_kind_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,7 +137,7 @@ def test_a_manager_that_is_gone_is_no_harm(tmp_path: Path, caplog: pytest.LogCap
 def test_a_manager_that_does_not_listen_is_waited_for_only_once(
     address: str, ear: Ear, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "PATIENCE_MS", 1)
+    monkeypatch.setattr("shmserve.manager.PATIENCE_MS", 1)
     manager = Manager({"NOTIFY_SOCKET": address}, 1)
     while not caplog.text:
         manager.tell("WATCHDOG=1")
@@ -253,3 +254,27 @@ def test_the_loop_feeds_the_watchdog_and_nothing_else_does(loop: Any, address: s
     loop.remove_reader(ear._socket.fileno())
     assert heard == [{"WATCHDOG": "1"}] * 3
     told.announcer.close()
+
+
+# ------------------------------------------------------------------------------------------------- a gateway
+
+
+def test_a_gateway_says_when_it_listens_and_that_it_lives(ear: Ear, address: str, loop: Any) -> None:
+    service = Service(loop, Manager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "20000"}, 1))
+    assert ear.hear() == {"WATCHDOG": "1"}
+    service.ready({"http": 8000, "metrics": 8002})
+    assert ear.hear() == {"READY": "1", "STATUS": "listening: http on port 8000, metrics on port 8002"}
+    loop.run_until_complete(asyncio.sleep(0.015))
+    assert ear.hear() == {"WATCHDOG": "1"}
+    service.reloading()
+    assert ear.hear().keys() == {"RELOADING", "MONOTONIC_USEC"}
+    service.stopping()
+    assert ear.hear()["STOPPING"] == "1"
+    service.close()
+
+
+def test_a_gateway_without_a_manager_says_nothing(loop: Any) -> None:
+    service = Service(loop, Manager({}, 1))
+    service.ready({})
+    service.stopping()
+    service.close()
