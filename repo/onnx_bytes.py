@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 _GRAPH, _METADATA = 7, 14
 _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12
-_FLOAT, _INT64 = 1, 7
+_FLOAT, _INT64, _STRING = 1, 7, 8
+_IR_VERSION, _OPSET = 8, 13
 _ATTRIBUTE_INT, _ATTRIBUTE_INTS = 2, 7
 
 Value = int | bytes | memoryview
@@ -53,6 +54,15 @@ def wrapped(
             value = _around(value, before, after, inputs, outputs, constants)
         made += _field(number, kind, value)
     return bytes(made)
+
+
+def strings(array: NDArray[Any], output: str) -> bytes:
+    """A model without inputs, whose output is this array of str."""
+    constant = b"".join(_field(1, 0, size) for size in array.shape) + _field(2, 0, _STRING)
+    constant += b"".join([_bytes(6, text.encode()) for text in array.ravel().tolist()]) + _bytes(8, b"constant")
+    graph = _bytes(_NODE, _node(Node("Identity", ["constant"], [output]))) + _bytes(2, b"strings")
+    graph += _bytes(_INITIALIZER, constant) + _bytes(_OUTPUT, _described(output, array.shape, _STRING))
+    return _field(1, 0, _IR_VERSION) + _bytes(_GRAPH, graph) + _bytes(8, _field(2, 0, _OPSET))
 
 
 def _around(
@@ -102,11 +112,11 @@ def _tensor(name: str, array: NDArray[Any]) -> bytes:
     return made + _field(2, 0, _INT64) + _bytes(8, name.encode()) + _bytes(9, whole.tobytes())
 
 
-def _described(name: str, shape: Shape) -> bytes:
+def _described(name: str, shape: Shape, element: int = _FLOAT) -> bytes:
     sizes = b"".join(
         _bytes(1, _bytes(2, size.encode()) if isinstance(size, str) else _field(1, 0, size)) for size in shape
     )
-    return _bytes(1, name.encode()) + _bytes(2, _bytes(1, _field(1, 0, _FLOAT) + _bytes(2, sizes)))
+    return _bytes(1, name.encode()) + _bytes(2, _bytes(1, _field(1, 0, element) + _bytes(2, sizes)))
 
 
 # ----------------------------------------------------------------------------------------------------- protobuf

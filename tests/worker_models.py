@@ -316,7 +316,7 @@ def torch_failing(folder: Path) -> ModelConfig:
 KINDS = (
     Kind("identity", identity_echo, identity_failing, _identity_fail, (DTYPES,)),
     Kind("python", python_echo, python_failing, _python_fail, (DTYPES,)),
-    Kind("onnxruntime", onnx_echo, onnx_failing, _onnx_fail, ((*NUMERIC, "BYTES"), ("BF16", "FP32"))),
+    Kind("onnxruntime", onnx_echo, onnx_failing, _onnx_fail, ((*NUMERIC, "BYTES"), ("FP32", "BF16", "BYTES"))),
     Kind("openvino", openvino_echo, openvino_failing, _onnx_fail, ((*NUMERIC, "BF16"),), "openvino"),
     Kind("pytorch", torch_echo, torch_failing, _onnx_fail, (DTYPES,), "torch"),
 )

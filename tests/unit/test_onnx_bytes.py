@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmserve.repo import samples
-from shmserve.repo.onnx_bytes import Node, metadata, wrapped
+from shmserve.repo.onnx_bytes import Node, metadata, strings, wrapped
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -48,7 +48,7 @@ def around(model: bytes) -> bytes:
 
 def test_nodes_around_a_graph() -> None:
     model = around(small())
-    onnx.checker.check_model(onnx.load_from_string(model))
+    onnx.checker.check_model(onnx.load_model_from_string(model))
     runner = session(model)
     assert [(node.name, node.shape, node.type) for node in runner.get_inputs()] == [("X", [3, "n"], "tensor(float)")]
     assert [(node.name, node.shape) for node in runner.get_outputs()] == [("Y", ["n", 3]), ("HEAD", ["m", 3])]
@@ -60,7 +60,7 @@ def test_nodes_around_a_graph() -> None:
 
 
 def test_all_else_is_carried_over() -> None:
-    before, after = onnx.load_from_string(small()), onnx.load_from_string(around(small()))
+    before, after = onnx.load_model_from_string(small()), onnx.load_from_string(around(small()))
     assert list(metadata(small())) == list(metadata(around(small()))) == [("key", "value"), ("more", "a\nb\u00e4")]
     assert list(after.graph.node)[1:-2] == list(before.graph.node)
     for model in (before, after):
@@ -108,3 +108,17 @@ def test_the_voice_detector_is_the_network_of_the_package() -> None:
             expected.append(probability[0, 0])
             last = chunk[-context:]
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["a", "", "h\u00e9" * 200, "\0"], [], [["x"], ["y"], ["z"]], [[], []], "alone"],
+    ids=["few", "none", "column", "empty", "one"],
+)
+def test_a_model_that_makes_strings(texts: Any) -> None:
+    array = np.array(texts, object)
+    model = strings(array, "said")
+    onnx.checker.check_model(onnx.load_model_from_string(model))
+    (made,) = session(model).run(["said"], {})
+    assert made.shape == array.shape
+    assert made.tolist() == array.tolist()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from shmserve.errors import ModelFailed, NotFound, ServeError, Unsupported
+from shmserve.errors import ModelFailed, NotFound, ServeError
 from shmserve.repo.complete import complete_from_model
 from shmserve.workers.backends import Context, StackedBackend
 from shmserve.workers.backends.facts import unknown
@@ -68,9 +68,7 @@ class Onnx(StackedBackend):
         match(config.name, "output", self._outputs, facts_of(session.get_outputs(), self._names), None)
         self._run = runner_of(session).run
         self._must_bind = any(spec.dtype == "BF16" for spec in (*self._inputs, *self._outputs))
-        self._can_bind = all(spec.item for spec in self._inputs)
-        if self._must_bind and not self._can_bind:
-            raise Unsupported(f"model '{config.name}' has inputs of BYTES and tensors of BF16, not supported together")
+        self._can_bind = self._must_bind or all(spec.item for spec in self._inputs)
         self._binding = Binding(session, self._plan.on_host)
         if self._plan.captures:
             self._graphs = Graphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.dtypes import elements
+from shmserve.workers.backends.onnx_strings import value_of
 from shmserve.workers.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -83,13 +84,18 @@ class Binding:
         del held  # what is bound by address must be there until the run is over
         return made
 
-    def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array]]) -> list[Array]:
+    def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array]]) -> list[Any]:
         known = self._inputs
         if len(inputs) != len(known) or any(spec.name not in known for spec, _ in inputs):
             self._bound.clear_binding_inputs()
             known.clear()
-        held = []
+        held: list[Any] = []
         for spec, given in inputs:
+            if not spec.item:
+                held.append(value_of(given))
+                self._bound.bind_ortvalue_input(spec.name, held[-1])
+                known[spec.name] = (0, given.shape)
+                continue
             array = contiguous(given)
             held.append(array)
             place = (address_of(array), array.shape)
