@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from shmserve.messages import Reply
 from shmserve.session import WINDOW, Result, Ticket, inline_result
 from shmserve.session.body import Body, of_json, of_load
 from shmserve.session.options import TopK
+
+if TYPE_CHECKING:
+    from shmserve.session.device import DeviceArray
 
 
 class _Ticket(Ticket):
@@ -174,12 +177,22 @@ class AsyncClient:
         future._ticket = ticket
         return future, ticket
 
-    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> np.ndarray[Any, Any]:
-        """An array in shared memory, not initialised: as an input it is not copied, nor are slices of it."""
+    @overload
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> np.ndarray[Any, Any]: ...
+
+    @overload
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = ..., *, device: str | int) -> DeviceArray: ...
+
+    def empty(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32", *, device: str | int | None = None
+    ) -> np.ndarray[Any, Any] | DeviceArray:
+        """An array in shared memory, not initialised: as an input it is not copied, nor are slices of it. `device`:
+        "cuda:0" or another GPU, in whose memory it is then."""
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
             raise InvalidRequest(f"shape {list(sizes)} has a negative dim")
-        return self._link.session.memory.empty(sizes, np.dtype(dtype))
+        memory = self._link.session.memory
+        return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
 
     def flush(self) -> None:
         """Sends what is still to be sent, and gives back the memory of results that were dropped."""

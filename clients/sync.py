@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,13 @@ from shmserve.session import WINDOW, Result
 from shmserve.session.body import Body, of_json, of_load
 from shmserve.session.options import TopK
 
+if TYPE_CHECKING:
+    from shmserve.session.device import DeviceArray
+
 BUFFERED_MESSAGES = 32
 BUFFERED_BYTES = 64 * 1024
 
-Outputs = Iterable[str] | Mapping[str, "np.ndarray[Any, Any] | TopK | None"]
+Outputs = Iterable[str] | Mapping[str, "np.ndarray[Any, Any] | DeviceArray | TopK | None"]
 
 
 class Client:
@@ -78,7 +81,8 @@ class Client:
         """Runs the model once and gives its outputs by name.
 
         `outputs` is a list of names, or a mapping of names to arrays that they shall be written to (best those of
-        `empty`). `timeout` is in seconds, from call to answer. `parameters={"timeout": us}` is the time in the queue.
+        `empty`). Arrays may be on a GPU: those of `empty`, CuPy's, PyTorch's. `timeout` is in seconds, from call to
+        answer. `parameters={"timeout": us}` is the time in the queue.
         """
         engine = self._engine
         future = Future(engine)
@@ -173,14 +177,24 @@ class Client:
             engine.send_now(flow)
         return Stream(engine, flow)
 
-    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> np.ndarray[Any, Any]:
-        """An array in shared memory, not initialised: as an input it is not copied, nor are slices of it."""
+    @overload
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> np.ndarray[Any, Any]: ...
+
+    @overload
+    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = ..., *, device: str | int) -> DeviceArray: ...
+
+    def empty(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32", *, device: str | int | None = None
+    ) -> np.ndarray[Any, Any] | DeviceArray:
+        """An array in shared memory, not initialised: as an input it is not copied, nor are slices of it. `device`:
+        "cuda:0" or another GPU, in whose memory it is then."""
         engine = self._engine
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
             raise InvalidRequest(f"shape {list(sizes)} has a negative dim")
         with engine.lock:
-            return engine.session.memory.empty(sizes, np.dtype(dtype))
+            memory = engine.session.memory
+            return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
 
     def flush(self) -> None:
         """Sends what is still to be sent, and gives back the memory of results that were dropped."""

@@ -17,6 +17,7 @@ from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.repo.snapshot import Snapshot, take
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
 from shmserve.workers.backends import Backend, Context, find
+from shmserve.workers.device import device_of
 from shmserve.workers.extended import extension_of, runner_of
 from shmserve.workers.gather import Gather
 from shmserve.workers.orders import Early
@@ -61,6 +62,7 @@ def load(
     """Raises whatever is wrong with the model, after it has been closed again. `trace` is told of batches that fail.
     `link`: the model may ask the server things, also while it is being loaded."""
     config = decode_config(config_bytes)
+    mapped.on_gpu = device_of(config, order.instance).kind == "GPU"
     folder = Path(order.model_dir)
     versioned = folder / str(order.version)
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())

@@ -18,6 +18,7 @@ from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.classify import Top, classify, refusal
+from shmserve.workers.placing import Placing
 
 if TYPE_CHECKING:
     from shmserve.messages import Value, Work
@@ -53,7 +54,7 @@ class Scatter:
         self.labels = tuple(labels) or ((),) * len(self.specs)
         self.names = {spec.name: index for index, spec in enumerate(self.specs)}
         self.arenas = arenas
-        self.mapped = mapped
+        self.placing = Placing(model, mapped)
         self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
 
     def buffer(self, index: int, size: int) -> Array:
@@ -131,11 +132,20 @@ class Results:
                     )
                 elif not wanted.classes:
                     places[index][position] = wanted.place
+                    if wanted.place is not None and self._scatter.placing.is_on_device(wanted.place):
+                        self._reach(position, wanted.place)
                 elif (error := refusal(self._scatter.model, specs[index], wanted)) is not None:
                     self._failures[position] = error
                 else:
                     places[index][position] = Top(wanted.classes)
         return places
+
+    def _reach(self, position: int, place: Handle) -> None:
+        """A place on a GPU that cannot be written from here fails the request, whatever the model makes."""
+        try:
+            self._scatter.placing.address(place)
+        except ServeError as error:
+            self._failures[position] = error
 
     # ------------------------------------------------------------------------------------ for backends
 
@@ -150,7 +160,9 @@ class Results:
             return False
         if len(self._works) == 1:
             place = self._place(index, 0)
-            return isinstance(place, Handle) or (place is None and elements(shape) * spec.item > self._most_inline())
+            if isinstance(place, Handle):
+                return not self._scatter.placing.is_on_device(place)
+            return place is None and elements(shape) * spec.item > self._most_inline()
         return self._whole(index, shape) is not None
 
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
@@ -171,6 +183,9 @@ class Results:
         """The address on this process's GPU at which an output of all requests is to be written, in place of `place`;
         None where some reader wants it on the host, or there is no room."""
         spec, works = self._scatter.specs[index], self._works
+        place = self._place(index, 0)
+        if isinstance(place, Handle):
+            return self._near_place(index, place, shape)
         if [spec.name in work.near for work in works].count(True) != len(works) or not spec.item:
             return None
         self._check_shape(spec, shape)
@@ -183,9 +198,20 @@ class Results:
         except Unavailable:
             return None
         self._blocks[index] = block
-        # Only its shape and its size are asked for.
-        self._ready[index] = np.broadcast_to(np.zeros((), spec.numpy), shape)
+        self._ready[index] = _nothing(spec, shape)
         return block.address
+
+    def _near_place(self, index: int, place: Handle, shape: tuple[int, ...]) -> int | None:
+        """The caller's own memory on the GPU, where it is the caller's of the only request."""
+        spec = self._scatter.specs[index]
+        if len(self._works) > 1 or not spec.item or not self._scatter.placing.is_on_device(place):
+            return None
+        self._check_shape(spec, shape)
+        if self._failures or elements(shape) * spec.item != place.size:
+            return None  # why not is said when it is copied there
+        self._placed.add(index)
+        self._ready[index] = _nothing(spec, shape)
+        return self._scatter.placing.address(place)
 
     def put(self, index: int, array: Array) -> None:
         """An output of all requests that was computed elsewhere. It is copied before this returns."""
@@ -302,9 +328,11 @@ class Results:
     def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
         size = elements(shape) * spec.item
         place = self._place(index, 0)
+        if isinstance(place, Handle) and self._scatter.placing.is_on_device(place):
+            return None
         if isinstance(place, Handle) and spec.item:
             try:
-                array = self._writable(spec, place, shape, size)
+                array = self._scatter.placing.writable(spec, place, shape, size)
             except ServeError as error:
                 self._failures[0] = error
                 return None
@@ -331,16 +359,6 @@ class Results:
             return None
         self._blocks[index] = block
         return block.array(spec.numpy, shape)
-
-    def _writable(self, spec: Spec, place: Handle, shape: tuple[int, ...], size: int) -> Array:
-        if place.size != size:
-            raise InvalidRequest(
-                f"output '{spec.name}' of model '{self._scatter.model}' has {size} bytes; the memory given for it "
-                f"has {place.size}"
-            )
-        if not spec.item:
-            return self._scatter.mapped.writable(place, _BYTE, (size,))
-        return self._scatter.mapped.writable(place, spec.numpy, shape)
 
     # ------------------------------------------------------------------------------------ from array to tensors
 
@@ -405,7 +423,7 @@ class Results:
             source = part if ITEM_BYTES[dtype] else self._strings(spec, part)
             size = source.nbytes
             if isinstance(place, Handle):
-                np.copyto(self._writable(spec, place, part.shape, size), source)
+                self._scatter.placing.write(spec, place, part.shape, source)
                 return Tensor(spec.name, spec.dtype, shape, (place,))
             inline = self._inlined or size <= 1 or self._works[position].inline
             if inline and size <= INLINE_BYTES and self._inline + size <= FIELD_BYTES:
@@ -448,6 +466,11 @@ class Results:
                 f"output '{spec.name}' of model '{self._scatter.model}' has the wrong shape: expected "
                 f"{spec.expected(self._rows)}, found {list(shape)}"
             )
+
+
+def _nothing(spec: Spec, shape: tuple[int, ...]) -> Array:
+    """For an output that is on the device: only its shape and its size are asked for."""
+    return np.broadcast_to(np.zeros((), spec.numpy), shape)
 
 
 def _wire_name(dtype: np.dtype[Any]) -> str:

@@ -31,6 +31,7 @@ from shmserve.errors import (
     Unsupported,
 )
 from shmserve.messages import (
+    DEVICE,
     FRAME_BYTES,
     INLINE_BYTES,
     NAME_LENGTH,
@@ -58,6 +59,8 @@ from shmserve.messages import (
 _PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
 """How large outputs can come back, by the kind of link."""
 
+_DEVICE_NAME = re.compile(rf"{DEVICE}[A-Za-z0-9+/]{{107}}=")
+"""64 bytes that a device's memory was exported as, and the 16 of the device's uuid, in base64."""
 _SEGMENT_NAME = re.compile(rf"/[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_LENGTH - 2}}}")
 _INFER = access.INFER
 _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
@@ -118,6 +121,7 @@ class Admission:
                 "client_requests": limits.client_requests,
                 "client_segments": limits.client_segments,
                 "client_held_bytes": limits.client_held_bytes,
+                "device_memory": int(client.plane == "lane" and access.allows("register", client.roles)),
             }
             self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
 
@@ -364,9 +368,12 @@ class Admission:
         try:
             self._check_role(client, "map" if message.name is None else "register")
             self._crowd.check_segments(client)
-            if (message.name is None) != (client.plane == "lane"):
+            on_gpu = message.name is not None and message.name.startswith(DEVICE)
+            if on_gpu:
+                self._check_device_segment(client, message)
+            elif (message.name is None) != (client.plane == "lane"):
                 raise InvalidRequest("over the lane a segment comes as a descriptor, over ZeroMQ by its name")
-            if message.name is not None:
+            elif message.name is not None:
                 self._check_segment_name(client, message.name)
             self._state.ledger.announce(peer, message, client.audience)
             client.segments.add(message.segment)
@@ -381,6 +388,13 @@ class Admission:
 
     def own_segment_gone(self, peer: int, event: OwnSegmentGone, now: int) -> None:
         self._state.ledger.withdraw(0, event.segment)
+
+    def _check_device_segment(self, client: Client, message: Map) -> None:
+        """The name says all that a worker needs to open it, so nothing may come by it that is something else."""
+        if client.plane != "lane":
+            raise InvalidRequest("memory on a GPU is announced over the lane only")
+        if not _DEVICE_NAME.fullmatch(message.name or "") or not message.size:
+            raise InvalidRequest("the name of a segment on a GPU does not say what was exported")
 
     def _check_segment_name(self, client: Client, name: str) -> None:
         """A client must not have a worker open the server's own memory for it, nor another client's."""

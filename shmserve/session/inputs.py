@@ -14,7 +14,8 @@ import numpy as np
 
 from shmserve.dtypes import ITEM_BYTES, from_numpy
 from shmserve.errors import InvalidRequest
-from shmserve.messages import DIMS, FRAME_BYTES, INLINE_BYTES, NAME_LENGTH, TENSORS, Handle, Tensor
+from shmserve.messages import DIMS, INLINE_BYTES, NAME_LENGTH, TENSORS, Handle, Tensor
+from shmserve.session.device import interface_of
 from shmserve.session.memory import Memory
 from shmserve.session.results import NUMPY
 from shmserve.session.ticket import Array, Kept
@@ -90,6 +91,8 @@ class Encoder:
             raise _too_long(name)
         if isinstance(value, Raw):
             array, dtype = value.array, value.dtype
+        elif type(value) is not _ndarray and (interface := interface_of(value)) is not None:
+            return self._on_device(name, value, interface, kept, index, room)
         else:
             array, dtype = _as_array(name, value)
         shape = array.shape
@@ -100,8 +103,20 @@ class Encoder:
         if array.nbytes <= min(INLINE_BYTES, room):
             return Tensor(name, dtype, shape, array.tobytes())
         if not self._memory.shared:
-            return Tensor(name, dtype, shape, _frame(name, array, kept))
+            return Tensor(name, dtype, shape, frame(name, array, kept, self._memory.frame_bytes))
         return Tensor(name, dtype, shape, (self._handle(array, kept, index),))
+
+    def _on_device(self, name: str, value: Any, interface: Any, kept: Kept, index: int, room: int) -> Tensor:
+        """Where a large one goes is found when it is known what is asked (`staging`)."""
+        devices = self._memory.devices
+        source = devices.source(name, value, interface)
+        dtype = from_numpy(source.dtype)
+        if source.nbytes <= min(INLINE_BYTES, room):
+            return Tensor(name, dtype, source.shape, devices.fetch(source).tobytes())
+        if kept.devices is None:
+            kept.devices = {}
+        kept.devices[index] = source
+        return Tensor(name, dtype, source.shape, ())
 
     def _handle(self, array: Array, kept: Kept, index: int) -> Handle:
         """Where the bytes are that the server can map; they are copied there if they are nowhere yet."""
@@ -118,6 +133,11 @@ class Encoder:
 
     def place(self, name: str, array: Any, kept: Kept) -> Handle | None:
         """Where an output shall be written. None: it is copied to `array` when it comes."""
+        if type(array) is not _ndarray and (interface := interface_of(array)) is not None:
+            kept.places[name] = target = self._memory.devices.source(name, array, interface)
+            if kept.devices is None:
+                kept.devices = {}
+            return self._memory.devices.locate(target)
         if type(array) is not _ndarray or not array.flags.writeable:
             raise InvalidRequest(f"the place for output '{name}' must be a writable numpy array, best one of empty()")
         kept.places[name] = array
@@ -145,12 +165,12 @@ def _encode_strings(name: str, array: Array) -> bytes:
         raise InvalidRequest(f"input '{name}' is of strings: each element must be str or bytes ({error})") from error
 
 
-def _frame(name: str, array: Array, kept: Kept) -> int:
+def frame(name: str, array: Array, kept: Kept, most: int) -> int:
     """Puts the bytes behind the packet; the number of their frame is what the tensor says."""
     total = array.nbytes + sum(map(len, kept.frames))
-    if total > FRAME_BYTES:
+    if total > most:
         raise InvalidRequest(
-            f"inputs of {total} bytes up to '{name}' are over the {FRAME_BYTES} that one message may carry beside it; "
+            f"inputs of {total} bytes up to '{name}' are over the {most} that one message may carry beside it; "
             "on the same machine use a client with shared memory, Client() or memory='posix'"
         )
     kept.frames.append(array.tobytes())

@@ -12,13 +12,16 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Handle, Map, Tensor
+from shmserve.messages import FRAME_BYTES, Handle, Map, Tensor
+from shmserve.session.device import DeviceArray, Devices, Region
 from shmserve.session.results import NUMPY, from_bytes
 from shmserve.session.ticket import Array, Kept
 from shmserve.shm import memfd, posix
@@ -39,13 +42,21 @@ class Memory:
             raise InvalidRequest(f"memory {kind!r} is none of {', '.join(KINDS)}")
         self.kind = kind
         self.shared = kind != "frames"
-        self.maps: list[Segment] = []
+        self.frame_bytes = FRAME_BYTES
+        """The most that one message may carry in frames."""
+        self.on_gpu = kind == "memfd"
+        """Whether the server takes memory on GPUs from this connection, as far as is known."""
+        self.maps: list[Segment | Region] = []
         """Segments that the server has not been told of."""
         self.unmaps: list[int] = []
         self.mapped = Mapped()
         self.drops: Drops = Drops(on_full)
         self._on_full = on_full
-        self._owner = 0
+        self.owner = 0
+        self.numbers = count(1)
+        """Of all own segments."""
+        self._devices: Devices | None = None
+        self._limit_bytes = limit_bytes
         self._freed: deque[Block] = deque()
         self._arena = Arena(
             0,
@@ -54,6 +65,7 @@ class Memory:
             announce=self.maps.append,
             withdraw=self.unmaps.append,
             knob="memory_bytes of the client",
+            numbers=self.numbers,
         )
 
     # ------------------------------------------------------------------------------------ own memory
@@ -69,12 +81,31 @@ class Memory:
             self._arena.free(block.segment, block.offset)
             raise
 
+    @property
+    def devices(self) -> Devices:
+        """What of it is on GPUs."""
+        if self._devices is None:
+            self._devices = Devices(self, self._limit_bytes)
+        return self._devices
+
+    def empty_on(self, device: str | int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """An array on a device, "cuda:0" or its number, as this process counts them."""
+        text = device.removeprefix("cuda").removeprefix(":") or "0" if isinstance(device, str) else str(device)
+        if not (text.isascii() and text.isdecimal()) or (isinstance(device, str) and not device.startswith("cuda")):
+            raise InvalidRequest(f"device={device!r} is none: it is 'cuda', 'cuda:N' or a number")
+        return self.devices.empty(shape, np.dtype(dtype), int(text))
+
     def copy_in(self, array: Array, kept: Kept) -> Handle:
         """The one copy of an input that lies in private memory."""
-        block = self._allocate(array.nbytes)
-        kept.blocks.append(block)
+        block = self.block(array.nbytes, kept)
         np.copyto(block.array(array.dtype, array.shape), array, casting="no")
         return block.handle()
+
+    def block(self, size: int, kept: Kept) -> Block:
+        """For an input of a request."""
+        block = self._allocate(size)
+        kept.blocks.append(block)
+        return block
 
     def _allocate(self, size: int) -> Block:
         freed = self._freed
@@ -99,6 +130,10 @@ class Memory:
         """The server no longer needs what a request referred to."""
         for block in kept.blocks:
             self._arena.free(block.segment, block.offset)
+        if kept.devices:
+            for source in kept.devices.values():
+                self.devices.let_go(source)
+        kept.devices = None
         kept.blocks.clear()
         kept.arrays.clear()
         kept.received.clear()
@@ -137,18 +172,23 @@ class Memory:
                 os.close(descriptor)
 
     def is_own(self, handle: Handle) -> bool:
-        return any(segment.id == handle.segment for segment in self._arena.segments)
+        if any(segment.id == handle.segment for segment in self._arena.segments):
+            return True
+        return self._devices is not None and self._devices.owns(handle.segment)
 
     # ------------------------------------------------------------------------------------ connections
 
-    def connected(self, owner: int) -> dict[int, int]:
+    def connected(self, owner: int, frame_bytes: int = 0) -> dict[int, int]:
         """A new connection: own segments are announced under new numbers. Gives old number -> new number."""
+        self.frame_bytes = frame_bytes or self.frame_bytes
         segments = self._arena.segments
         before = [segment.id for segment in segments]
+        self.owner = owner
         self.maps.clear()
         self.unmaps.clear()
         self._arena.renumber(owner)
-        return {old: segment.id for old, segment in zip(before, segments, strict=True)}
+        numbers = {old: segment.id for old, segment in zip(before, segments, strict=True)}
+        return numbers if self._devices is None else numbers | self._devices.connected(owner)
 
     def disconnected(self) -> None:
         """What was mapped, and what was to be returned, belonged to the connection. Views of it stay valid."""
@@ -158,6 +198,8 @@ class Memory:
 
     def close(self) -> None:
         self._arena.close()
+        if self._devices is not None:
+            self._devices.close()
         self.mapped.close()
         self._freed.clear()
         self.maps.clear()

@@ -5,19 +5,25 @@ whose handles go back at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import Struct
 
 from shmserve.dtypes import elements
 from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.messages import Part, Reply, Tensor
 from shmserve.session.memory import Memory
-from shmserve.session.results import Result, from_bytes, into_place
+from shmserve.session.results import Result, check_place, from_bytes, into_place
 from shmserve.session.ticket import Array
 
+if TYPE_CHECKING:
+    from shmserve.session.device import Source
 
-def result_of(reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array], memory: Memory) -> Result:
+
+def result_of(
+    reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array | Source], memory: Memory
+) -> Result:
     """All its arrays, made at once, so that no handle can be lost, also where one of them cannot be made."""
     result = Result()
     result.version = reply.version
@@ -42,12 +48,12 @@ def give_back(reply: Reply | Part, memory: Memory) -> None:
                     memory.drops.dropped(handle)
 
 
-def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | None, memory: Memory) -> Array:
+def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | Source | None, memory: Memory) -> Array:
     """The array of one output. `place` is the array that the caller wants it in."""
     data = tensor.data
     if isinstance(data, tuple):
         if place is not None and len(data) == 1 and memory.is_own(data[0]):
-            return _written(tensor, place)
+            return _written(tensor, place) if isinstance(place, np.ndarray) else _there(tensor, place)
         found = memory.view(tensor)
     elif isinstance(data, int):
         if not 0 <= data < len(frames):
@@ -55,7 +61,14 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | None, memory
         found = from_bytes(tensor, frames[data])
     else:
         found = from_bytes(tensor, data)
-    return found if place is None else into_place(tensor, found, place)
+    if place is None:
+        return found
+    if isinstance(place, np.ndarray):
+        return into_place(tensor, found, place)
+    check_place(tensor, found, place)
+    memory.devices.store(place, found)
+    there: Array = place.owner
+    return there
 
 
 def _written(tensor: Tensor, place: Array) -> Array:
@@ -63,6 +76,16 @@ def _written(tensor: Tensor, place: Array) -> Array:
     if tensor.shape == place.shape:
         return place
     return place.reshape(-1)[: elements(tensor.shape)].reshape(tensor.shape)
+
+
+def _there(tensor: Tensor, place: Source) -> Array:
+    """The same on a GPU, where nothing can be cut from it here."""
+    if tensor.shape != place.shape:
+        raise InvalidRequest(
+            f"output '{tensor.name}' is {list(tensor.shape)}, and was written to an array of {list(place.shape)}"
+        )
+    there: Array = place.owner
+    return there
 
 
 class ClassResult(Struct, frozen=True):

@@ -15,6 +15,7 @@ from shmserve.errors import InvalidRequest, ServeError
 from shmserve.messages import Handle, Infer, Tensor
 from shmserve.session.memory import Memory
 from shmserve.session.outbox import Outbox
+from shmserve.session.staging import once_more
 from shmserve.session.ticket import Kept, Ticket
 
 LOADED = "loaded"
@@ -44,6 +45,8 @@ def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: Memory) -
         ticket = tickets[number]
         if isinstance(ticket.message, Infer):
             ticket.message = renewed(ticket.message, ticket.kept, numbers, memory)
+            if not memory.on_gpu:
+                once_more(ticket, memory)
             again.append(number)
     return again
 

@@ -59,13 +59,18 @@ def from_bytes(tensor: Tensor, data: Any) -> Array:
 
 def into_place(tensor: Tensor, source: Array, place: Array) -> Array:
     """Copies an output to where the caller wanted it: it was too small to travel by handle, or came from a batch."""
+    check_place(tensor, source, place)
+    np.copyto(place, source)
+    return place
+
+
+def check_place(tensor: Tensor, source: Array, place: Any) -> None:
+    """`place` is an array here or on a GPU."""
     if source.dtype != place.dtype or source.shape != place.shape:
         raise InvalidRequest(
             f"output '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, but the array given for it is "
             f"{place.dtype} {list(place.shape)}; the answer is lost"
         )
-    np.copyto(place, source)
-    return place
 
 
 def _unreadable(tensor: Tensor, error: Exception) -> Internal:

@@ -20,8 +20,8 @@ from shmserve.errors import (
     Cancelled,
     ConnectionLost,
     DeadlineExceeded,
+    HandleLost,
     Internal,
-    InvalidRequest,
     ProtocolError,
     ServeError,
     from_wire,
@@ -60,6 +60,7 @@ from shmserve.session.outputs import give_back, result_of
 from shmserve.session.questions import Questions
 from shmserve.session.resend import LOADED, Resume, renew, send_again
 from shmserve.session.results import Result
+from shmserve.session.staging import once_more, settle
 from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import Abandoned, Kept, Ticket
 
@@ -124,6 +125,7 @@ class Session:
 
         `now` is the monotonic clock; it is read only where `timeout` is given. `window` is that of a StreamTicket.
         """
+        timeout_us = 0 if timeout is None else timeout_us_of(timeout)
         tensors, kept, size = self._tensors(inputs)
         self._number = number = self._number + 1
         if (
@@ -147,10 +149,13 @@ class Session:
                 if kept is not None:
                     self.memory.let_go(kept)
                 raise
-        if timeout is None:
-            ticket.deadline = None
-        else:
-            self._limit(ticket, message, timeout, now, kept)
+        ticket.deadline = None
+        if timeout_us:
+            message.timeout_us = timeout_us
+            ticket.deadline = now + timeout_us * 1e-6 + GRACE_S
+            self._deadlines.add(ticket.deadline, number)
+        if kept is not None and kept.devices is not None:
+            settle(message, kept, self.memory)
         ticket.number = number
         ticket.kept = kept
         ticket.message = message
@@ -163,18 +168,6 @@ class Session:
             return
         outbox.messages.append(message)
         outbox.size += size + 64
-
-    def _limit(self, ticket: Ticket, message: Infer, timeout: float, now: float, kept: Kept | None) -> None:
-        try:
-            message.timeout_us = timeout_us_of(timeout)
-        except InvalidRequest:
-            if kept is not None:
-                self.memory.let_go(kept)
-            raise
-        ticket.deadline = None
-        if message.timeout_us:
-            ticket.deadline = now + message.timeout_us * 1e-6 + GRACE_S
-            self._deadlines.add(ticket.deadline, message.request)
 
     def ask(
         self,
@@ -336,6 +329,10 @@ class Session:
         ticket = self.tickets.get(message.request)
         if ticket is None:
             return 0
+        if message.code == HandleLost.code and once_more(ticket, self.memory):
+            self.outbox.say(ticket.message)
+            self.urgent = True
+            return 0
         self._forget(ticket)
         ticket.fail(from_wire(message.code, message.text))
         return 1
@@ -401,7 +398,8 @@ class Session:
             raise ProtocolError(f"the server speaks protocol {message.protocol}, this client {PROTOCOL}")
         first, self.server = not self.server, message.server
         self.limits = message.limits
-        numbers = self.memory.connected(message.owner)
+        self.memory.on_gpu = bool(message.limits.get("device_memory"))
+        numbers = self.memory.connected(message.owner, message.limits.get("frame_bytes", 0))
         self.connected = True
         self.outbox.clear()
         for ticket in [self.tickets[number] for number in sorted(self.tickets)]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,24 +10,29 @@ from shmserve.errors import ServeError
 from shmserve.messages import Ask, Infer
 from shmserve.shm.arena import Block
 
+if TYPE_CHECKING:
+    from shmserve.session.device import Source
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Kept:
     """What must stay as it is until the server no longer needs the inputs of a request."""
 
-    __slots__ = ("arrays", "blocks", "frames", "places", "received")
+    __slots__ = ("arrays", "blocks", "devices", "frames", "places", "received")
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
         """Arrays whose memory the request refers to."""
         self.blocks: list[Block] = []
         """Blocks of the own arena made for this request alone."""
+        self.devices: dict[int, Source] | None = None
+        """Number of an input -> the array on a GPU that it is. Not None: there is such an input, or such a place."""
         self.frames: list[bytes] = []
         """Bytes that travel behind the packet."""
         self.received: dict[int, Array] = {}
         """Number of an input -> the received output that it is."""
-        self.places: dict[str, Array] = {}
+        self.places: dict[str, Array | Source] = {}
         """Name of an output -> the array that the caller wants it in."""
 
 

@@ -15,26 +15,33 @@ from shmserve.messages import DEVICE
 from shmserve.shm.pages import Pages
 
 ALIGN = 256
-_EXPORTED_BYTES = 64
+EXPORTED_BYTES = 64
+UUID_BYTES = 16
 
 
 def is_device(name: str) -> bool:
     return name.startswith(DEVICE)
 
 
-def name_of(exported: bytes) -> str:
-    return DEVICE + base64.b64encode(exported).decode()
+def device_id(uuid: bytes) -> bytes:
+    """That of a device as names have it: libraries that take it for a string end it at its first zero."""
+    return uuid.partition(b"\0")[0][:UUID_BYTES].ljust(UUID_BYTES, b"\0")
 
 
-def exported_of(name: str) -> bytes:
-    """What a name stands for; InvalidRequest for one that cannot be."""
+def name_of(exported: bytes, uuid: bytes) -> str:
+    """Of memory on that device."""
+    return DEVICE + base64.b64encode(exported + device_id(uuid)).decode()
+
+
+def parts_of(name: str) -> tuple[bytes, bytes]:
+    """What was exported, and the device it is on; InvalidRequest for a name that says neither."""
     try:
-        exported = base64.b64decode(name.removeprefix(DEVICE), validate=True)
+        found = base64.b64decode(name.removeprefix(DEVICE), validate=True)
     except (binascii.Error, ValueError):
-        exported = b""
-    if not is_device(name) or len(exported) != _EXPORTED_BYTES:
+        found = b""
+    if not is_device(name) or len(found) != EXPORTED_BYTES + UUID_BYTES:
         raise InvalidRequest("the name of a segment on a GPU does not say what was exported")
-    return exported
+    return found[:EXPORTED_BYTES], found[EXPORTED_BYTES:]
 
 
 class DevicePages(Pages):
@@ -78,14 +85,18 @@ class CudaExtent:
 
 
 def create(
-    size: int, allocate: Callable[[int], int], export: Callable[[int], bytes], free: Callable[[int], object]
+    size: int,
+    allocate: Callable[[int], int],
+    export: Callable[[int], bytes],
+    free: Callable[[int], object],
+    uuid: bytes,
 ) -> CudaExtent:
-    """A plain allocation, exported once."""
+    """A plain allocation, exported once. `uuid` is that of the device."""
     if size <= 0:
         raise Internal(f"an extent of {size} bytes was asked for")
     address = allocate(size)
     try:
-        name = name_of(export(address))
+        name = name_of(export(address), uuid)
     except BaseException:
         free(address)
         raise

@@ -58,6 +58,8 @@ class Mapped:
         self._segments: dict[int, _Mapping] = {}
         self.on_device: dict[int, tuple[str, int]] = {}
         """Segments on a GPU, with their names and sizes. The host maps nothing of them."""
+        self.on_gpu = True
+        """Whether this process may use its GPU at all: to find out takes some hundred MiB there."""
         self.device: DeviceSegments | None = None
         """Who reads them, where somebody can."""
         self.committed = 0

@@ -182,6 +182,7 @@ def test_welcome_tells_the_limits() -> None:
         "client_requests": 5,
         "client_segments": 6,
         "client_held_bytes": 7,
+        "device_memory": 1,
     }
 
 

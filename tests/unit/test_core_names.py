@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.access import EVERYTHING
+from shmserve.access import EVERYTHING, INFER, OBSERVE
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Effect, Forget, Log, Send
 from shmserve.core.events import Opened
-from shmserve.messages import OWNER_SHIFT, PROTOCOL, Goodbye, Hello, Map
+from shmserve.messages import OWNER_SHIFT, PROTOCOL, Goodbye, Hello, Map, Welcome
+from shmserve.shm.cuda import name_of
+
+ON_GPU = name_of(bytes(range(64)), b"uuid")
 
 
-def connect(core: Core, peer: int, audience: str = "uid:1000") -> None:
-    core.handle([(0, Opened(peer, audience, "zmq", EVERYTHING)), (peer, Hello(PROTOCOL, 0, "test", "posix"))], 0)
+def connect(core: Core, peer: int, audience: str = "uid:1000", plane: str = "zmq", roles: int = EVERYTHING) -> Welcome:
+    hello = Hello(PROTOCOL, 0, "test", "posix" if plane == "zmq" else "memfd")
+    (effect,) = core.handle([(0, Opened(peer, audience, plane, roles)), (peer, hello)], 0)
+    assert isinstance(effect, Send)
+    assert isinstance(effect.message, Welcome)
+    return effect.message
+
+
+def farewell(effects: list[Effect]) -> str:
+    (text,) = [e.message.text for e in effects if isinstance(e, Send) and isinstance(e.message, Goodbye)]
+    return text
 
 
 def announce(core: Core, peer: int, name: str) -> list[Effect]:
@@ -45,3 +57,33 @@ def test_a_segment_of_another_user_is_refused() -> None:
     connect(core, 2, "uid:1001")
     assert announce(core, 1, "/theirs") == []
     assert Close(2) in announce(core, 2, "/theirs")
+
+
+def test_memory_on_a_gpu_by_what_it_was_exported_as() -> None:
+    core = Core()
+    assert connect(core, 1, plane="lane").limits["device_memory"] == 1
+    assert announce(core, 1, ON_GPU) == []
+    connect(core, 2, plane="lane")
+    assert announce(core, 2, ON_GPU) == [], "exported once, named by whoever has it"
+    core.check()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cuda:", "cuda:/etc/passwd", ON_GPU[:-1], ON_GPU + "=", "cuda:" + "A" * 88, ON_GPU[:-2] + "-=", ON_GPU + "\n"],
+)
+def test_names_of_nothing_on_a_gpu(name: str) -> None:
+    core = Core()
+    connect(core, 1, plane="lane")
+    assert "does not say what was exported" in farewell(announce(core, 1, name))
+
+
+def test_who_may_not_have_a_worker_open_memory_on_a_gpu() -> None:
+    """The server's user, root, and whom --access lets operate, over the link that says who they are."""
+    core = Core()
+    assert connect(core, 1, "uid:1001", "lane", INFER | OBSERVE).limits["device_memory"] == 0
+    assert "needs the role operate" in farewell(announce(core, 1, ON_GPU))
+    assert connect(core, 2).limits["device_memory"] == 0
+    assert "over the lane only" in farewell(announce(core, 2, ON_GPU))
+    connect(core, 3, plane="lane")
+    assert "does not say" in farewell(core.handle([(3, Map(3 << OWNER_SHIFT | 1, 0, ON_GPU))], 0))

@@ -265,21 +265,24 @@ def test_an_owner_that_has_gone(pair: Pair) -> None:
 
 def test_names() -> None:
     exported = bytes(range(64))
-    name = extents.name_of(exported)
+    name = extents.name_of(exported, bytes(range(1, 17)))
     assert extents.is_device(name)
     assert len(name) <= 128  # what Map takes
-    assert extents.exported_of(name) == exported
-    for wrong in ("cuda:", "cuda:====", "cuda:" + "A" * 40, name[1:], "/shmserve"):
+    assert extents.parts_of(name) == (exported, bytes(range(1, 17)))
+    # Libraries give as much of a uuid as there is before its first zero.
+    cut = extents.name_of(exported, b"ab\0" + bytes(range(13)))
+    assert cut == extents.name_of(exported, b"ab")
+    for wrong in ("cuda:", "cuda:====", "cuda:" + "A" * 40, "cuda:" + "A" * 88, name[1:], "/shmserve"):
         with pytest.raises(InvalidRequest, match="does not say what was exported"):
-            extents.exported_of(wrong)
+            extents.parts_of(wrong)
 
 
 def test_a_process_without_a_gpu() -> None:
     mapped = Mapped()
-    mapped.add(5, 100, name=extents.name_of(bytes(64)))
+    mapped.add(5, 100, name=extents.name_of(bytes(64), bytes(16)))
     assert 5 in mapped
     with pytest.raises(InvalidRequest, match="mapped already"):
-        mapped.add(5, 100, name=extents.name_of(bytes(64)))
+        mapped.add(5, 100, name=extents.name_of(bytes(64), bytes(16)))
     for read in (mapped.memory, mapped.address):
         with pytest.raises(OnDevice, match="the tensor is on a GPU, where this process does not read it"):
             read(Handle(5, 0, 10))

@@ -6,10 +6,13 @@ Addresses, streams and events are plain numbers. Nothing here waits, except what
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import sys
 from typing import Any
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable, Unsupported
+from shmserve.shm.cuda import device_id
 
 EXTRA = "gpu"
 ALIGN = 256
@@ -48,8 +51,10 @@ class Cuda:
                 f"{runtime.deviceGetAttribute(_CAPABILITY_MAJOR, 0)}.{runtime.deviceGetAttribute(_CAPABILITY_MINOR, 0)}"
             )
             self._read_only = bool(runtime.deviceGetAttribute(_READ_ONLY_REGISTRATION, 0))
+            self.uuid = device_id(runtime.getDeviceProperties(0)["uuid"])
         except self._error as error:
             raise Unavailable(f"no GPU can be used here: {error}") from error
+        self._driver = _driver()
         self.devices = count
         self.copy = runtime.memcpyAsync
         """(target, source, bytes, one of the kinds below, stream)"""
@@ -104,6 +109,16 @@ class Cuda:
         except self._error as error:
             raise HandleLost(f"memory of another process on the GPU cannot be opened any more: {error}") from error
         return address
+
+    def room(self, address: int) -> int:
+        """How many bytes there are from there to the end of the allocation, whoever made it."""
+        if self._driver is None:
+            return sys.maxsize
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        status = self._driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        if status:
+            raise HandleLost(f"memory of another process on the GPU has no known size: error {status} of the driver")
+        return base.value + size.value - address
 
     def register(self, address: int, size: int, writable: bool) -> bool:
         """Pins host memory that is mapped already, so that the device copies from it by itself. False: it cannot be."""
@@ -172,6 +187,14 @@ class Cuda:
     def errors(self) -> type[Exception]:
         """What the runtime raises."""
         return self._error
+
+
+def _driver() -> Any:
+    """The driver's library, which is there wherever a device is."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def tensorrt() -> Any:

@@ -1,5 +1,5 @@
 """Tensors on this process's GPU that other processes have made, or will read: opened once for each segment, and copied
-on the device; to the host only for a model that can read them nowhere else.
+on the device; to the host, and from there, only for a model that can read and write them nowhere else.
 
 The rule: what is opened stays so until its owner says that nothing of it will be named again.
 """
@@ -61,14 +61,14 @@ class DeviceMemory:
     def make(self, size: int) -> extents.CudaExtent:
         """At least `size` bytes, in whole units of the driver: what shares a unit is exported together."""
         size = -(-size // _UNIT_BYTES) * _UNIT_BYTES
-        return extents.create(size, self.cuda.allocate, self.cuda.export, self.cuda.free)
+        return extents.create(size, self.cuda.allocate, self.cuda.export, self.cuda.free, self.cuda.uuid)
 
     def own(self, segment: int, address: int) -> None:
         """One of ours, which may come back as an input."""
         self._own[segment] = address
 
-    def piece(self, handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DevicePiece:
-        """Where a handle's bytes are. Nothing is copied."""
+    def address(self, handle: Handle) -> int:
+        """Where a handle's bytes are. Its segment is opened if it has not been."""
         name, size = self._mapped.on_device[handle.segment]
         if handle.offset + handle.size > size:
             raise InvalidRequest(
@@ -76,8 +76,24 @@ class DeviceMemory:
             )
         address = self._own.get(handle.segment) or self._opened.get(handle.segment)
         if address is None:
-            address = self._opened[handle.segment] = self.cuda.open(extents.exported_of(name))
-        piece = DevicePiece(self, address + handle.offset, dtype, shape)
+            address = self._opened[handle.segment] = self._open(name, size)
+        return address + handle.offset
+
+    def _open(self, name: str, size: int) -> int:
+        """What is said of the memory is believed only where it can be looked up."""
+        exported, device = extents.parts_of(name)
+        if device != self.cuda.uuid:
+            raise HandleLost("the tensor is on another GPU than the model's instance")
+        address = self.cuda.open(exported)
+        room = self.cuda.room(address)
+        if room < size:
+            self.cuda.close_opened(address)
+            raise InvalidRequest(f"memory on the GPU has {room} bytes, and was announced with {size}")
+        return address
+
+    def piece(self, handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DevicePiece:
+        """Where a handle's bytes are, as a tensor. Nothing is copied."""
+        piece = DevicePiece(self, self.address(handle), dtype, shape)
         if piece.nbytes != handle.size:
             raise InvalidRequest(
                 f"a {dtype} tensor of shape {list(shape)} has {piece.nbytes} bytes, its handle {handle.size}"
@@ -96,6 +112,17 @@ class DeviceMemory:
                 raise HandleLost(f"a tensor on the GPU cannot be read any more: {error}") from error
         return array
 
+    def store(self, handle: Handle, array: Array) -> None:
+        """Copies from the host to where its reader wants it. It is there when this returns."""
+        target, cuda = self.address(handle), self.cuda
+        if array.nbytes:
+            source = np.ascontiguousarray(array)
+            try:
+                cuda.copy(target, source.__array_interface__["data"][0], source.nbytes, cuda.to_device, self._stream)
+                cuda.synchronize_stream(self._stream)
+            except cuda.errors as error:
+                raise HandleLost(f"memory on the GPU cannot be written any more: {error}") from error
+
     def forget(self, segment: int) -> None:
         """Its owner will name it no more, and every batch that read it has been waited for."""
         self._own.pop(segment, None)
@@ -111,8 +138,10 @@ class DeviceMemory:
 
 
 def memory_of(mapped: Mapped) -> DeviceMemory:
-    """That of this process, made when it is first needed."""
+    """That of this process, made when it is first needed. HandleLost: its model is on no GPU."""
     found = mapped.device
+    if not mapped.on_gpu:
+        raise HandleLost("the tensor is on a GPU, and the model's instance is not")
     if found is None:
         found = mapped.device = DeviceMemory(mapped)
     assert isinstance(found, DeviceMemory)

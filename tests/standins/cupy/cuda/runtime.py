@@ -12,6 +12,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 0, 1, 2, 3
@@ -87,6 +88,7 @@ class State:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.total = int(os.environ.get("STANDIN_DEVICE_BYTES", str(1 << 30)))
+        self.uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-0").encode()[:16]
         self.capability = (9, 0)
         self.read_only_registration = 1
         self.device: dict[int, _Memory] = {}
@@ -162,6 +164,21 @@ def setDevice(device: int) -> None:
         raise CUDARuntimeError(101)
 
 
+def getDevice() -> int:
+    return 0
+
+
+def getDeviceProperties(device: int) -> dict[str, Any]:
+    """The uuid is that of NVML, as far as it can be told from what the process may see."""
+    return {"uuid": state.uuid}
+
+
+def pointerGetAttributes(address: int) -> Any:
+    state.call("pointerGetAttributes", address)
+    state.within(address, 1)
+    return SimpleNamespace(device=0)
+
+
 def deviceGetAttribute(attribute: int, device: int) -> int:
     if attribute == cudaDevAttrHostRegisterReadOnlySupported:
         return state.read_only_registration
@@ -223,6 +240,7 @@ def ipcGetMemHandle(address: int) -> bytes:
 
 def ipcOpenMemHandle(handle: bytes, flags: int = cudaIpcMemLazyEnablePeerAccess) -> int:
     state.call("ipcOpenMemHandle", handle, flags)
+    assert len(handle) == 64
     pid, descriptor, size = struct.unpack_from("<QQQ", handle)
     try:
         made = _Memory(size, os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
@@ -253,6 +271,13 @@ def streamCreateWithPriority(flags: int, priority: int) -> int:
     state.call("streamCreateWithPriority", flags, priority)
     handle = state.next()
     state.streams[handle] = _Stream(flags, priority)
+    return handle
+
+
+def streamCreateWithFlags(flags: int) -> int:
+    state.call("streamCreateWithFlags", flags)
+    handle = state.next()
+    state.streams[handle] = _Stream(flags, 0)
     return handle
 
 

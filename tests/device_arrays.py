@@ -1,0 +1,59 @@
+"""Arrays on a GPU as other libraries have them, in the memory of the stand-in for CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from shmserve.session import device
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Foreign:
+    """An array of a library, somewhere in its pool, written in one of its streams: not there before that is waited
+    for."""
+
+    def __init__(self, runtime: Any, array: Array, offset: int = 512, version: int = 3) -> None:
+        self._runtime = runtime
+        self.pool = runtime.malloc(array.nbytes + offset)
+        self.stream = runtime.streamCreateWithFlags(1)
+        self._source = np.ascontiguousarray(array)
+        address = self.pool + offset
+        runtime.memcpyAsync(address, self._source.ctypes.data, array.nbytes, runtime.memcpyHostToDevice, self.stream)
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": array.shape, "typestr": array.dtype.str, "data": (address, False), "version": version,
+        }  # fmt: skip
+        if version >= 3:
+            self.__cuda_array_interface__["stream"] = self.stream
+
+    def read(self) -> Array:
+        """What is there now."""
+        interface = self.__cuda_array_interface__
+        self._runtime.streamSynchronize(self.stream)
+        return read(interface)
+
+    def close(self) -> None:
+        self._runtime.streamSynchronize(self.stream)
+        self._runtime.streamDestroy(self.stream)
+        self._runtime.free(self.pool)
+
+
+def read(interface: dict[str, Any]) -> Array:
+    """The bytes that are there, by their address."""
+    dtype, shape = np.dtype(interface["typestr"]), interface["shape"]
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(ctypes.string_at(interface["data"][0], size), dtype).reshape(shape)
+
+
+def write(interface: dict[str, Any], array: Array) -> None:
+    ctypes.memmove(interface["data"][0], np.ascontiguousarray(array).ctypes.data, array.nbytes)
+
+
+def end(runtime: Any) -> None:
+    """What clients have exported stays, as nobody can know when others have closed it; here that is known."""
+    device._spare.clear()
+    for address in list(runtime.state.device):
+        runtime.free(address)

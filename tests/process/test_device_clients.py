@@ -1,0 +1,239 @@
+"""Tensors on a GPU from clients and back to them, through a real server on stand-ins for the driver and for CUDA, which
+note what is copied.
+
+The rule: the answer is the same wherever the model runs; only the journal tells by which way it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.device_arrays import Foreign, end, read, write
+from tests.gpu_harness import STANDINS, standins
+from tests.process.test_gpus import GPUS, chained, planned
+
+pytestmark = pytest.mark.process
+
+WIDTH = 40_000
+PASS = """
+backend: "identity" max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: 40000 } output { name: "y" data_type: TYPE_FP32 dims: 40000 }
+"""
+PYTHON = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse(
+                [pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(request, "x").as_numpy() + 1)]
+            )
+            for request in requests
+        ]
+"""
+SEQUENCES = PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 } sequence_batching { }"
+
+
+def written(repository: Path, name: str, config: str, code: str = "") -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
+    if code:
+        (repository / name / "1" / "model.py").write_text(code)
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("journal")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("devices")
+    planned(repository, "plan", 0)
+    planned(repository, "other", 1)
+    chained(repository, "both", "plan", "other")
+    written(repository, "host", PASS)
+    written(
+        repository, "code", PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }", PYTHON
+    )
+    written(repository, "seq", SEQUENCES, PYTHON)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
+        patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        with Server(repository) as server:
+            yield server
+
+
+@pytest.fixture
+def runtime() -> Iterator[Any]:
+    """This process sees the GPU that the server calls 0."""
+    with standins() as (runtime, _):
+        runtime.state.uuid = GPUS[0]["uuid"].encode()
+        yield runtime
+        end(runtime)
+
+
+@pytest.fixture
+def client(server: Server, runtime: Any) -> Iterator[shmserve.Client]:
+    with server.client() as client:
+        yield client
+
+
+def numbers(rows: int, seed: int = 1) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 1000, (rows, WIDTH)).astype(np.float32)
+
+
+def copies(journal: Path, model: str) -> set[str]:
+    """The kinds of copies that a worker has made: 1 to the device, 2 to the host, 3 within."""
+    lines = [line for path in journal.glob(f"{model}_*") for line in path.read_text().splitlines()]
+    return {line[-1] for line in lines if line.startswith("memcpyAsync")}
+
+
+def forget(journal: Path) -> None:
+    for path in journal.iterdir():
+        path.unlink()
+
+
+def test_nothing_passes_through_the_host(journal: Path, client: shmserve.Client) -> None:
+    x = client.empty((2, WIDTH), device="cuda:0")
+    y = client.empty((2, WIDTH), device=0)
+    for seed in range(3):
+        given = numbers(2, seed)
+        write(x.__cuda_array_interface__, given)
+        forget(journal)
+        found: Any = client.infer("plan", {"x": x}, outputs={"y": y})["y"]
+        assert found is y
+        np.testing.assert_array_equal(read(y.__cuda_array_interface__), given + 1)
+        assert copies(journal, "plan") == set()
+    np.testing.assert_array_equal(y.numpy(), given + 1)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_what_a_library_has_is_copied_on_the_device_when_it_is_there(
+    runtime: Any, journal: Path, client: shmserve.Client, version: int
+) -> None:
+    given = numbers(3)
+    x = Foreign(runtime, given, version=version)
+    forget(journal)
+    runtime.state.calls.clear()
+    np.testing.assert_array_equal(client.infer("plan", {"x": x})["y"], given + 1)
+    assert copies(journal, "plan") == {"2"}
+    assert [call[4] for call in runtime.state.named("memcpyAsync")] == [runtime.memcpyDeviceToDevice]
+    x.close()
+
+
+@pytest.mark.parametrize("model", ["other", "host", "both"])
+def test_a_model_elsewhere_gets_it_by_way_of_the_host(runtime: Any, client: shmserve.Client, model: str) -> None:
+    given = numbers(2)
+    x, y = Foreign(runtime, given), Foreign(runtime, np.zeros_like(given))
+    more = {"host": 0, "other": 1, "both": 2}[model]
+    for _ in range(2):
+        runtime.state.calls.clear()
+        found: Any = client.infer(model, {"x": x}, outputs={"y": y})["y"]
+        assert found is y
+        np.testing.assert_array_equal(y.read(), given + more)
+    # The second time it is known: nothing is copied on the device to be tried first.
+    kinds = [call[4] for call in runtime.state.named("memcpyAsync")]
+    sent = runtime.memcpyDeviceToDevice if model == "both" else runtime.memcpyDeviceToHost  # its first step is there
+    assert kinds == [sent, runtime.memcpyHostToDevice]
+    place = client.empty((2, WIDTH), device="cuda")
+    client.infer(model, {"x": x}, outputs={"y": place})
+    np.testing.assert_array_equal(place.numpy(), given + more)
+    x.close()
+    y.close()
+
+
+def test_a_model_on_the_gpu_that_reads_only_the_host(journal: Path, client: shmserve.Client) -> None:
+    given = numbers(2)
+    x, y = client.empty((2, WIDTH), device="cuda:0"), client.empty((2, WIDTH), device="cuda:0")
+    write(x.__cuda_array_interface__, given)
+    forget(journal)
+    client.infer("code", {"x": x}, outputs={"y": y})
+    np.testing.assert_array_equal(y.numpy(), given + 1)
+    assert copies(journal, "code") == {"1", "2"}
+
+
+def test_many_at_once(client: shmserve.Client) -> None:
+    """Batches of several, on the host and on the device, with places and without."""
+    given = [numbers(1, seed) for seed in range(12)]
+    places = [client.empty((1, WIDTH), device="cuda:0") for _ in given]
+    futures = []
+    for number, (array, place) in enumerate(zip(given, places, strict=True)):
+        x: Any = array
+        if number % 2:
+            x = client.empty((1, WIDTH), device="cuda:0")
+            write(x.__cuda_array_interface__, array)
+        futures.append(client.submit("plan", {"x": x}, outputs={"y": place} if number % 3 else None))
+    for number, (array, future) in enumerate(zip(given, futures, strict=True)):
+        found = future.result()["y"]
+        np.testing.assert_array_equal(found.numpy() if number % 3 else found, array + 1)
+
+
+def test_sequences_go_by_way_of_the_host(runtime: Any, client: shmserve.Client) -> None:
+    given = numbers(1)
+    x = Foreign(runtime, given)
+    for first, last in ((True, False), (False, False), (False, True)):
+        found = client.infer("seq", {"x": x}, sequence=7, sequence_start=first, sequence_end=last)["y"]
+        np.testing.assert_array_equal(found, given + 1)
+    assert runtime.state.named("ipcGetMemHandle") == []
+    x.close()
+
+
+def test_a_place_of_the_wrong_size(client: shmserve.Client) -> None:
+    x = client.empty((2, WIDTH), device="cuda:0")
+    for shape in ((1, WIDTH), (2, WIDTH + 1)):
+        with pytest.raises(shmserve.InvalidRequest, match="320000 bytes; the memory given for it has"):
+            client.infer("plan", {"x": x}, outputs={"y": client.empty(shape, device="cuda:0")})
+    with pytest.raises(shmserve.InvalidRequest, match="was written to an array of"):
+        client.infer("plan", {"x": x}, outputs={"y": client.empty((WIDTH, 2), device="cuda:0")})
+
+
+def test_the_memory_of_a_client_is_used_again(server: Server, runtime: Any) -> None:
+    given = numbers(2)
+    for _ in range(3):
+        with server.client() as client:
+            x = client.empty((2, WIDTH), device="cuda:0")
+            write(x.__cuda_array_interface__, given)
+            np.testing.assert_array_equal(client.infer("plan", {"x": x})["y"], given + 1)
+            del x
+    assert len(runtime.state.named("ipcGetMemHandle")) == 1
+    assert runtime.state.named("free") == []
+
+
+def test_the_other_client(server: Server, runtime: Any) -> None:
+    given = numbers(2)
+
+    async def ask() -> None:
+        async with shmserve.AsyncClient(runtime_dir=server.runtime_dir) as client:
+            x, y = Foreign(runtime, given), client.empty((2, WIDTH), device="cuda:0")
+            for model, more in (("plan", 1), ("host", 0)):
+                await client.infer(model, {"x": x}, outputs={"y": y})
+                np.testing.assert_array_equal(y.numpy(), given + more)
+            x.close()
+
+    asyncio.run(ask())
+
+
+def test_other_ways_to_the_server(server: Server, runtime: Any) -> None:
+    """Over ZeroMQ no memory on a GPU is announced."""
+    given = numbers(2)
+    x = Foreign(runtime, given)
+    with shmserve.Client(f"ipc://{server.runtime_dir}/broker.sock", memory="frames") as client:
+        y = client.empty((2, WIDTH), device="cuda:0")
+        found: Any = client.infer("plan", {"x": x}, outputs={"y": y})["y"]
+        assert found is y
+        np.testing.assert_array_equal(y.numpy(), given + 1)
+    x.close()
