@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 
 def test_mixed_soak(tmp_path: Path) -> None:
-    found = run_soak(tmp_path, 10.0, largest=1 << 20)
+    found = run_soak(tmp_path, 6.0, largest=1 << 20)
     assert found.lost == 0, found.text()
     assert found.twice == 0, found.text()
     assert found.wrong == 0, found.text()
