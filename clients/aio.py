@@ -79,8 +79,10 @@ class AsyncClient:
         memory: str | None = None,
         memory_bytes: int = 8 << 30,
         name: str | None = None,
+        server_key: str | os.PathLike[str] | None = None,
+        key_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        address = address_of(url, runtime_dir, memory)
+        address = address_of(url, runtime_dir, memory, server_key, key_file)
         self._link = LoopLink(address, name or default_name(), reconnect_timeout, memory_bytes)
         self._timeout = timeout
 

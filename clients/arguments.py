@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         _add_models, _add_load, _add_unload, _add_restart, _add_infer, _add_run, _add_stats, _add_ready, _add_config,
-        _add_check, _add_build, _add_gateway, _add_version, _add_demo, _add_completion,
+        _add_check, _add_build, _add_gateway, _add_keygen, _add_version, _add_demo, _add_completion,
     ):  # fmt: skip
         add(commands)
     return found
@@ -83,15 +83,28 @@ def _made(
 
 
 def _command(
-    commands: Any, name: str, run: Run, about: str, examples: str, codes: tuple[str, str] = ("done", "failed")
+    commands: Any,
+    name: str,
+    run: Run,
+    about: str,
+    examples: str,
+    codes: tuple[str, str] = ("done", "failed"),
+    keys: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command that asks a server."""
+    """A command that asks a server. `keys`: also one over tcp."""
     made = _made(commands, name, run, about, f"{WHERE}\nexamples:\n{examples}", codes)
     where = made.add_mutually_exclusive_group()
     where.add_argument(
         "--url", metavar="URL", help="unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
     )
     where.add_argument("--runtime-dir", metavar="DIR", help="the directory that the server was given by this name")
+    if keys:
+        made.add_argument(
+            "--server-key", metavar="KEY", help="with tcp://: the server's public key, or its file NAME.pub"
+        )
+        made.add_argument(
+            "--key-file", metavar="FILE", help="with tcp://: your own NAME.key, from `shmserve keygen NAME`"
+        )
     return made
 
 
@@ -131,7 +144,25 @@ def _add_gateway(commands: Any) -> None:
 """
     about = "be a door to the network: requests over HTTP (KServe v2) go to the server, and metrics to Prometheus"
     codes = ("stopped by SIGTERM or Ctrl-C", "could not listen")
-    flags.add(_command(commands, "gateway", _later("commands_run", "gateway"), about, examples, codes))
+    flags.add(_command(commands, "gateway", _later("commands_run", "gateway"), about, examples, codes, keys=False))
+
+
+def _add_keygen(commands: Any) -> None:
+    examples = """
+examples:
+  shmserve keygen                              of this machine: NAME is its host name
+  shmserve keygen alice --out ~/.config/shmserve
+  shmserve keygen robot --roles infer,observe,operate
+"""
+    about = "make a pair of keys for ZeroMQ over tcp: of a gateway, or of a client"
+    made = _made(commands, "keygen", _later("commands_keygen", "keygen"), about, examples, ("done", "not written"))
+    made.add_argument("name", metavar="NAME", nargs="?", help="whose keys they are (default: this machine's)")
+    made.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where NAME.key and NAME.pub go")
+    made.add_argument(
+        "--roles", metavar="ROLE,ROLE", default="infer,observe",
+        help="what the line of NAME.pub lets a client do, of infer, observe, operate (default: %(default)s)",
+    )  # fmt: skip
+    _json(made)
 
 
 def _add_load(commands: Any) -> None:

@@ -38,9 +38,12 @@ def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> Clie
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
     try:
-        return Client(url, runtime_dir=args.runtime_dir, timeout=timeout, reconnect_timeout=CONNECT_S)
+        return Client(
+            url, runtime_dir=args.runtime_dir, timeout=timeout, reconnect_timeout=CONNECT_S,
+            server_key=args.server_key, key_file=args.key_file,
+        )  # fmt: skip
     except InvalidRequest as error:
-        raise Misuse(str(error)) from error
+        raise Misuse(next_step(error, args)) from error
 
 
 @contextmanager
@@ -54,6 +57,7 @@ def connected(args: argparse.Namespace) -> Iterator[Client]:
 def next_step(error: Exception, args: argparse.Namespace) -> str:
     """What failed, and what may help where it is known."""
     text = str(error).replace(" by url=", " by --url or --runtime-dir").replace(" by runtime_dir=", " by --runtime-dir")
+    text = text.replace("server_key=", "--server-key").replace("key_file=", "--key-file")
     if text.startswith("Request for unknown model"):
         return f"{text}; `shmserve models` lists what is served"
     if isinstance(error, DeadlineExceeded) and getattr(args, "timeout", None) is not None:

@@ -41,6 +41,7 @@ class Connection:
         """Also for a forked child: nothing of the parent is used or given back there."""
         self.lock = threading.RLock()
         self.session = Session(self.address.memory, memory_bytes=self._memory_bytes, on_full=self._on_full())
+        self.session.memory.frame_bytes = self.address.frame_bytes
         self.outbox = self.session.outbox
         self._unsent: list[Packet] = []
         self._link: Link | None = None

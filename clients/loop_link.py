@@ -35,6 +35,7 @@ class LoopLink:
     def _start(self) -> None:
         """Also for a forked child: nothing of the parent is used or given back there."""
         self.session = self.make_session()
+        self.session.memory.frame_bytes = self.address.frame_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._watched: list[int] = []

@@ -39,7 +39,9 @@ class Client:
     `ipc:///path/broker.sock`, or `tcp://host:port`. The connection is made by the first call that needs it, and again
     when it was lost: for `reconnect_timeout` seconds the server is given time to come back. `timeout` is the default
     for all calls. `memory` is how large tensors travel over ipc: posix (named shared memory) or frames (copies).
-    `memory_bytes` bounds the shared memory that inputs and `empty` take.
+    `memory_bytes` bounds the shared memory that inputs and `empty` take. Over tcp `key_file` is the client's own
+    NAME.key from `shmserve keygen`, and `server_key` the public key of the server, or its file; where they are not
+    given, SHMSERVE_KEY_FILE and SHMSERVE_SERVER_KEY say which.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Client:
         memory: str | None = None,
         memory_bytes: int = 8 << 30,
         name: str | None = None,
+        server_key: str | os.PathLike[str] | None = None,
+        key_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        address = address_of(url, runtime_dir, memory)
+        address = address_of(url, runtime_dir, memory, server_key, key_file)
         self._engine = Engine(address, name or default_name(), reconnect_timeout, memory_bytes)
         self._timeout = timeout
 

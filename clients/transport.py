@@ -4,7 +4,7 @@ nothing of what is in them.
     None                    the unix lane in the default runtime directory
     unix:///path/lane.sock  the unix lane
     ipc:///path/broker.sock ZeroMQ, on the same machine
-    tcp://host:port         ZeroMQ, tensors in frames
+    tcp://host:port         ZeroMQ with CURVE, tensors in frames
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from shmserve import paths
+from shmserve.clients.keys import Keys, read_pair, read_public
 from shmserve.errors import ConnectionLost, InvalidRequest
+from shmserve.messages import FRAME_BYTES
 from shmserve.session import Packet
 
 Incoming = tuple[Any, "list[int]", "list[Any]"]
 """A packet's bytes (valid until the next receive), its descriptors, and the frames behind it."""
 
+SERVER_KEY, KEY_FILE = "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE"
+"""In the environment: what is meant where server_key and key_file are not given."""
+TCP_FRAME_BYTES = 64 << 20
+"""Of frames that go to a gateway: nobody waits while it takes them in."""
 FIRST_STEP = "start one with `shmserve serve --model-repository DIR`"
 
 
@@ -55,21 +61,31 @@ class Link(Protocol):
 
 
 class Address(Struct, frozen=True):
-    """Where a server is. `memory`: how large tensors travel: memfd, posix or frames."""
+    """Where a server is. `memory`: how large tensors travel: memfd, posix or frames. `keys`: of tcp alone."""
 
     url: str
     kind: str
     path: str
     memory: str
+    keys: Keys | None = None
+
+    @property
+    def frame_bytes(self) -> int:
+        """The most bytes of frames that a message may carry, as far as is known before the server has said it."""
+        return TCP_FRAME_BYTES if self.kind == "tcp" else FRAME_BYTES
 
 
 _MEMORY = {"unix": ("memfd",), "ipc": ("posix", "frames"), "tcp": ("frames",)}
 
 
 def address_of(
-    url: str | None, runtime_dir: str | os.PathLike[str] | None = None, memory: str | None = None
+    url: str | None,
+    runtime_dir: str | os.PathLike[str] | None = None,
+    memory: str | None = None,
+    server_key: str | os.PathLike[str] | None = None,
+    key_file: str | os.PathLike[str] | None = None,
 ) -> Address:
-    """InvalidRequest where the url, or the memory asked for, cannot be."""
+    """InvalidRequest where the url, the memory asked for, or the keys cannot be."""
     if url is None:
         folder = Path(runtime_dir) if runtime_dir is not None else paths.client_runtime_dir()
         url = f"unix://{folder / paths.LANE}"
@@ -85,7 +101,23 @@ def address_of(
         raise InvalidRequest(f"memory={memory!r} cannot be used over {kind}://, only {' or '.join(allowed)}")
     if kind == "unix" and not rest.startswith("/"):
         rest = os.path.abspath(rest)
+    if kind == "tcp":
+        return Address(url, kind, rest, allowed[0], _keys(server_key, key_file))
+    if server_key is not None or key_file is not None:
+        raise InvalidRequest(f"server_key and key_file are for tcp://, and this is {kind}://")
     return Address(url, kind, rest, memory or allowed[0])
+
+
+def _keys(server_key: str | os.PathLike[str] | None, key_file: str | os.PathLike[str] | None) -> Keys:
+    server = server_key or os.environ.get(SERVER_KEY) or None
+    own = key_file or os.environ.get(KEY_FILE) or None
+    if server is None or own is None:
+        missing = f"server_key= (or {SERVER_KEY})" if server is None else f"key_file= (or {KEY_FILE})"
+        raise InvalidRequest(
+            f"tcp:// needs {missing}: the file NAME.key of your own from `shmserve keygen NAME`, and the public key of "
+            "the server"
+        )
+    return Keys(read_public(server), read_pair(own))
 
 
 def open_link(address: Address) -> Link:

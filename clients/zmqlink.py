@@ -1,5 +1,5 @@
-"""A ZeroMQ link: a DEALER, over ipc or tcp. The rule of the file: the socket is touched only under its guard, as
-libzmq's sockets belong to one thread at a time; waiting happens outside, on its descriptor.
+"""A ZeroMQ link: a DEALER, over ipc, or over tcp with CURVE. The rule of the file: the socket is touched only under its
+guard, as libzmq's sockets belong to one thread at a time; waiting happens outside, on its descriptor.
 
 libzmq reconnects by itself, behind one's back. The server's other end has then forgotten us, so the first loss of the
 connection, which the socket's monitor tells of, is the end of the link.
@@ -16,7 +16,7 @@ import time
 import zmq
 
 from shmserve.clients.transport import Address, Incoming, no_server
-from shmserve.errors import ConnectionLost
+from shmserve.errors import ConnectionLost, Denied, ServeError, Unavailable
 from shmserve.session import Packet
 
 LINGER_MS = 500
@@ -31,6 +31,8 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+UNKNOWN_KEY = 400
+"""How ZAP says that somebody is not let in."""
 _EVENT = struct.Struct("=hi")
 
 
@@ -57,11 +59,16 @@ class ZmqLink:
         self._poll.register(self._wakeup, select.POLLIN)
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
-        """Everything that must be set before connect; keys for CURVE belong here."""
+        """Everything that must be set before connect."""
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, QUEUE)
         socket.setsockopt(zmq.RCVHWM, 0)
-        if self._address.kind == "tcp":
+        keys = self._address.keys
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret.encode())
+            socket.setsockopt(zmq.IPV6, "[" in self._address.path)
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
 
@@ -137,7 +144,7 @@ class ZmqLink:
                 parts = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            event, _ = _EVENT.unpack(parts[0])
+            event, value = _EVENT.unpack(parts[0])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established = True
             elif event == zmq.EVENT_CONNECT_RETRIED and not self._established:
@@ -145,7 +152,24 @@ class ZmqLink:
             elif event == zmq.EVENT_DISCONNECTED:
                 raise ConnectionLost("the connection to the server ended")
             elif event != zmq.EVENT_CONNECT_RETRIED:
-                raise ConnectionLost(f"the server at {self._address.url} refused the connection")
+                raise self._refused(event, value)
+
+    def _refused(self, event: int, value: int) -> ServeError:
+        """The handshake has failed. libzmq would try it again and again."""
+        url, keys = self._address.url, self._address.keys
+        if keys is None:
+            return ConnectionLost(f"the server at {url} refused the connection")
+        if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return Denied(
+                f"whoever listens at {url} does not have the server key {keys.server}: is it the right server, and "
+                "server_key= the public key that its operator has given you?"
+            )
+        if value != UNKNOWN_KEY:
+            return Unavailable(f"the server at {url} takes no more connections now; try again later")
+        return Denied(
+            f"the server at {url} does not know the key {keys.own.public}: its operator has to add the line of your "
+            "file NAME.pub to the file of --zmq-keys"
+        )
 
     def wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)

@@ -45,12 +45,15 @@ def unknown(question: str) -> ServeError:
     return InvalidRequest(f"unknown question '{question}'; known are: {', '.join(QUESTIONS)}")
 
 
-def refusal(action: str, roles: int) -> ServeError:
+GIVEN_BY = "--access when the server is started"
+
+
+def refusal(action: str, roles: int, given_by: str = GIVEN_BY) -> ServeError:
     """The error for one who may not."""
     enough = ACTIONS.get(action, NOBODY)
     return Denied(
         f"'{action}' needs the role {' or '.join(names(enough))}, and this connection has {_have(roles)}; "
-        f"roles are given by --access when the server is started"
+        f"roles are given by {given_by}"
     )
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import zmq
 
 from shmserve import wire
+from shmserve.clients.keys import make_pair, write_pair
 from shmserve.errors import ServeError
 from shmserve.messages import (
     INLINE_BYTES,
@@ -223,6 +224,13 @@ class FakeBroker:
         self.owners = 0
         self.running = self.started = False
         self.failure: BaseException | None = None
+        self.pair = make_pair()
+        self.client_key, _ = write_pair(path, "client", make_pair(), "infer")
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """What a client over tcp needs."""
+        return {"server_key": self.pair.public, "key_file": str(self.client_key)}
 
     @property
     def lane(self) -> str:
@@ -244,6 +252,8 @@ class FakeBroker:
         self.router = self.context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
         self.router.bind(self.ipc)
+        self.router.setsockopt(zmq.CURVE_SERVER, 1)  # for what is bound from here on
+        self.router.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret.encode())
         self.tcp = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

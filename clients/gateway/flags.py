@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.clients.gateway import restrict
+from shmserve.clients.gateway import restrict, zmqtcp_start
 
 INFER, OBSERVE, OPERATE = "infer", "observe", "operate"
 ROLES = (INFER, OBSERVE, OPERATE)
@@ -53,6 +53,7 @@ def add(made: argparse.ArgumentParser) -> None:
     option("--memory-bytes", metavar="BYTES", type=_above_0, default=4 << 30,
            help="the most shared memory for tensors that come in (default: %(default)s)")  # fmt: skip
     _add_guards(made.add_argument_group("who may come in"))
+    zmqtcp_start.add(made.add_argument_group("ZeroMQ, with keys").add_argument, _above_0)
     option(
         "--ready-fd", metavar="N", type=int, help="a descriptor to which READY is written, and DOOR=PORT for each door"
     )

@@ -10,12 +10,13 @@ import logging
 import os
 import signal
 import sys
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
 from shmserve.clients.commands_base import Failed, Misuse
-from shmserve.clients.gateway import tokens
+from shmserve.clients.gateway import tokens, zmqtcp_start
 from shmserve.clients.gateway.child import ServerLog, end_with
 from shmserve.clients.gateway.door import Door
 from shmserve.clients.gateway.guards import Guard, Guards
@@ -25,6 +26,9 @@ from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.service import Service
 from shmserve.errors import InvalidRequest
 from shmserve.manager import of_this_process
+
+if TYPE_CHECKING:
+    from shmserve.clients.gateway.zmqtcp import ZmqDoor
 
 log = logging.getLogger("shmserve.gateway")
 
@@ -36,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.parent is not None:
         end_with(args.parent)
     guards = Guards(args)
+    make_zmq = zmqtcp_start.check(args)
     url = args.url
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
@@ -43,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         link = GatewayLink(url, args.runtime_dir, f"gateway of {os.getpid()}", args.memory_bytes)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
-    uvloop.run(_serve(args, link, guards))
+    uvloop.run(_serve(args, link, guards, make_zmq))
     return 0
 
 
@@ -81,8 +86,11 @@ class Opening(NamedTuple):
     port: int
 
 
-def _openings(args: argparse.Namespace, link: GatewayLink, limits: Limits, guards: Guards) -> list[Opening]:
+def _openings(
+    args: argparse.Namespace, link: GatewayLink, limits: Limits, guards: Guards, zmq_door: ZmqDoor | None
+) -> list[Opening]:
     made = []
+    more = zmq_door.metrics if zmq_door is not None else str
     regions = Regions(args.allow_client_shm)
     guard = guards.http
     http = Door(link, limits, guard.access, regions=regions, forward=guard.forward)
@@ -90,13 +98,15 @@ def _openings(args: argparse.Namespace, link: GatewayLink, limits: Limits, guard
         made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
     if args.allow_metrics:
         guard = guards.metrics
-        metrics = Door(link, limits, guard.access, metrics=True, extra=lambda: _metrics(http))
+        metrics = Door(link, limits, guard.access, metrics=True, extra=lambda: _metrics(http) + more())
         address = args.metrics_address or args.http_address
         made.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
     return made
 
 
-async def _serve(args: argparse.Namespace, link: GatewayLink, guards: Guards) -> None:
+async def _serve(
+    args: argparse.Namespace, link: GatewayLink, guards: Guards, make_zmq: Callable[[GatewayLink], ZmqDoor] | None
+) -> None:
     loop = asyncio.get_running_loop()
     told: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -104,11 +114,14 @@ async def _serve(args: argparse.Namespace, link: GatewayLink, guards: Guards) ->
     service = Service(loop, of_this_process())
     link.bind()
     limits = _limits(args)
-    openings = _openings(args, link, limits, guards)
+    zmq_door = make_zmq(link) if make_zmq is not None else None
+    openings = _openings(args, link, limits, guards, zmq_door)
     ports = {}
     try:
         for opening in openings:
             ports[opening.name] = await _open(opening, args.reuse_port)
+        if zmq_door is not None:
+            ports["zmq"] = zmqtcp_start.listen(zmq_door, args)
         for lack in {opening.guard.lack(opening.address) for opening in openings} - {None}:
             log.warning("%s; or listen on 127.0.0.1, behind a proxy that does this", lack)
         if args.ready_fd is not None:
@@ -122,8 +135,8 @@ async def _serve(args: argparse.Namespace, link: GatewayLink, guards: Guards) ->
         service.stopping()
         log.info("no new requests are taken; those in flight have %g s", limits.exit_timeout_s)
     finally:
-        for opening in openings:
-            await opening.door.close()
+        closing = [opening.door.close() for opening in openings]
+        await asyncio.gather(*closing, *([zmq_door.close()] if zmq_door is not None else []))
         await link.close()
         service.close()
 

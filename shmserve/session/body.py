@@ -116,6 +116,11 @@ class Body:
         self.left = 0
 
 
+def of_bytes(data: bytes) -> Body:
+    """One that another client has made."""
+    return Body([_Bytes("", data)])
+
+
 def of_json(value: Mapping[str, Any]) -> Body:
     return Body([_Bytes("", json.dumps(value).encode())])
 

@@ -71,7 +71,8 @@ def link(way: str) -> str:
 def connect(broker: FakeBroker, way: str) -> Callable[..., Any]:
     face, link = way.split()
     url, options = LINKS[link]
-    return lambda **more: FACES[face](url(broker), **options, **more)
+    keys = broker.keys if link == "tcp" else {}
+    return lambda **more: FACES[face](url(broker), **options, **keys, **more)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import shmserve
+from shmserve.clients.transport import TCP_FRAME_BYTES
 from shmserve.messages import (
     FRAME_BYTES,
     INLINE_BYTES,
@@ -337,12 +338,13 @@ def test_what_cannot_travel_is_refused_at_once(client: Any, broker: FakeBroker) 
 
 
 @ways("frames", "tcp")
-def test_frames_have_a_limit(client: Any) -> None:
+def test_frames_have_a_limit(client: Any, link: str) -> None:
     half = np.zeros(FRAME_BYTES // 2, np.uint8)
     result = client.infer("echo", {"a": half, "b": half})
     assert result["b"].nbytes == FRAME_BYTES // 2
-    with pytest.raises(shmserve.InvalidRequest, match="over the 1048576 that one message may carry"):
-        client.infer("echo", {"a": half, "b": half, "c": half})
+    most = FRAME_BYTES if link == "frames" else TCP_FRAME_BYTES
+    with pytest.raises(shmserve.InvalidRequest, match=f"over the {most} that one message may carry"):
+        client.infer("echo", {"a": half, "b": np.zeros(most - half.nbytes + 1, np.uint8)})
 
 
 @shared_only

@@ -1,0 +1,40 @@
+"""`shmserve keygen`: keys for ZeroMQ over tcp. The rule of the file: what is there is never overwritten."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+
+from shmserve.access import ROLES
+from shmserve.clients import keys
+from shmserve.clients.commands_base import Failed, Misuse, print_json
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+
+
+def keygen(args: argparse.Namespace) -> int:
+    name = args.name or socket.gethostname().partition(".")[0] or "shmserve"
+    if not _NAME.fullmatch(name):
+        raise Misuse(f"'{name}' is no name for keys: up to 64 letters, digits and . _ - @, the first a letter or digit")
+    for role in args.roles.split(","):
+        if role not in ROLES:
+            raise Misuse(f"'{role}' is no role; roles are {', '.join(ROLES)}")
+    pair = keys.make_pair()
+    try:
+        args.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key, public = keys.write_pair(args.out, name, pair, args.roles)
+    except OSError as error:
+        where = error.filename or args.out
+        raise Failed(f"cannot write {where}: {error.strerror}; give another NAME or --out") from error
+    if args.json:
+        print_json({"name": name, "public_key": pair.public, "key_file": str(key), "public_file": str(public)})
+        return 0
+    print(f"""{key}  secret: it stays where it is used
+{public}  public: to hand over
+
+Of a server:  shmserve gateway --zmq-address tcp://127.0.0.1:8790 --zmq-server-key {key} --zmq-keys FILE
+              give {public} to its clients, as server_key= or --server-key
+Of a client:  shmserve models --url tcp://HOST:8790 --key-file {key} --server-key SERVER.pub
+              the server's operator adds the line of {public} to the FILE of --zmq-keys""")
+    return 0

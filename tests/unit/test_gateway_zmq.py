@@ -1,0 +1,498 @@
+"""The ZeroMQ door, before a broker that does what the test says: what goes through it, who comes in, and what a
+hostile client can do.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.access import INFER, OBSERVE, OPERATE
+from shmserve.clients import keys
+from shmserve.clients.arguments import parser
+from shmserve.clients.commands_base import Misuse
+from shmserve.clients.gateway import zmqtcp_start
+from shmserve.clients.gateway.zmqtcp import is_open_to_others
+from shmserve.clients.gateway.zmqtcp_asked import Limits
+from shmserve.clients.gateway.zmqtcp_keys import Entry, parse
+from shmserve.errors import Unavailable
+from shmserve.messages import Cancel, More
+from tests.client_faces import FACES
+from tests.fake_broker import MODELS, FakeBroker, echo
+from tests.zmq_door import HELLO, Bare, DoorThread
+
+LIMITS = Limits(
+    input_bytes=4 << 20, held_bytes=6 << 20, requests=100, unsent_bytes=8 << 20, connections=8, key_connections=6,
+    exit_timeout_s=5.0,
+)  # fmt: skip
+
+GOOD = ["--zmq-server-key", "server.key", "--zmq-keys", "keys"]
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[FakeBroker]:
+    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
+        made = FakeBroker(Path(folder))
+        made.start()
+        yield made
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def door(broker: FakeBroker) -> Iterator[DoorThread]:
+    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
+        made = DoorThread(Path(folder), broker.lane, LIMITS)
+        with shmserve.Client(made.url, **made.keys("alice"), timeout=20) as client:
+            # The door is connected to the broker from here on, and both have all the memory that they will need.
+            for future in [client.submit("echo", {"x": np.zeros(3 << 20, np.uint8)}) for _ in range(2)]:
+                future.result()
+            client.infer("echo", {"x": np.zeros(4 << 20, np.uint8)})
+        yield made
+        made.stop()
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(broker: FakeBroker, door: DoorThread) -> Iterator[None]:
+    """Nothing of a test is left in the door, nor held of the broker's memory."""
+    yield
+    gc.collect()
+    door.do(lambda: door.door.link.flush())
+    with Bare(door, "alice") as bare:  # whose question comes behind what was given back
+        bare.say([9, 1, "live"])
+        assert bare.hear()[:3] == [37, 1, b'{"live": true}']
+    while door.do(lambda: door.door.peers):
+        assert door.door.peers < 10
+    assert broker.held_handles == []
+    while not broker.parked.empty():
+        broker.parked.get()
+    while not broker.told.empty():
+        broker.told.get()
+
+
+@pytest.fixture
+def bare(door: DoorThread) -> Iterator[Callable[..., Bare]]:
+    with ExitStack() as made:
+        yield lambda name="alice", **more: made.enter_context(Bare(door, name, **more))
+
+
+@pytest.fixture(params=list(FACES))
+def client(request: pytest.FixtureRequest, door: DoorThread) -> Iterator[Any]:
+    with FACES[request.param](door.url, **door.keys("alice"), timeout=20) as made:
+        yield made
+
+
+# ------------------------------------------------------------------------------------------------ what goes through
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (4,), (1024,), (1025,), (300, 1000)])
+def test_tensors_come_back_as_they_went(client: Any, shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    found = client.infer("echo", {"x": x, "again": x}, version=3, parameters={"a": 1, "b": "c"})
+    np.testing.assert_array_equal(found["x"], x)
+    np.testing.assert_array_equal(found["again"], x)
+    assert found.version == 3
+    assert found.parameters == {"a": 1, "b": "c"}
+
+
+def test_strings_and_parts_of_several_workers(client: Any) -> None:
+    words = np.array([["a" * 3000, "ä"], ["", "b" * 3000]], object)
+    assert client.infer("echo", {"x": words})["x"].tolist() == [[w.encode() for w in row] for row in words.tolist()]
+    x = np.arange(20_000.0).reshape(4, -1)
+    np.testing.assert_array_equal(client.infer("rows", {"x": x})["x"], x)
+
+
+def test_many_in_flight(client: Any) -> None:
+    futures = [client.submit("echo", {"x": np.full(1500, n)}) for n in range(60)]
+    assert [int(future.result()["x"][7]) for future in futures] == list(range(60))
+
+
+def test_errors_and_questions(client: Any, broker: FakeBroker) -> None:
+    with pytest.raises(shmserve.NotFound, match="unknown model: 'nothing'"):
+        client.infer("nothing", {"x": 1})
+    assert client.live()
+    assert client.models() == [{"name": "echo", "version": "1", "state": "READY", "reason": ""}]
+    broker.answers["metadata"] = {"name": "n", "texts": ["x" * 300_000]}
+    assert client.metadata("n") == broker.answers["metadata"]
+    with pytest.raises(shmserve.DeadlineExceeded, match=r"within the timeout of 0\.02 s"):
+        client.infer("hold", {"x": np.zeros(5000)}, timeout=0.02)
+    broker.answer()
+    client.live()
+
+
+def test_a_stream_is_made_as_fast_as_it_is_read(client: Any, broker: FakeBroker) -> None:
+    count = np.array([6], np.float32)
+    with client.stream("parts", {"x": count}, window=4, parameters={"size": 2000}) as stream:
+        found = [next(stream), next(stream)]
+        assert broker.wait_for(More).count == 2
+        found += stream
+    for number, part in enumerate(found):
+        np.testing.assert_array_equal(part["y"], np.full(2000, number, np.float32))
+        assert part.parameters == {"index": number + 1}
+    assert len(found) == 6
+    with client.stream("parts", {"x": count}, window=2) as stream:
+        next(stream)
+    assert broker.wait_for(Cancel)
+    with (
+        client.stream("parts", {"x": count}, parameters={"fail": True}) as stream,
+        pytest.raises(shmserve.ModelFailed, match="no more of this"),
+    ):
+        list(stream)
+
+
+def test_bodies_of_operations(client: Any, broker: FakeBroker) -> None:
+    got: list[bytes] = []
+
+    def load(model: str, version: int, body: bytes) -> Any:
+        got.append(body)
+        return {"model": model, "versions": [], "changed": True, "warnings": []}
+
+    broker.answers["load"] = load
+    content = np.random.default_rng(2).bytes(3_000_000)
+    client.load("new", config={"backend": "x"}, files={"1/model.bin": content})
+    assert got[0].endswith(b"\n" + content)
+    with pytest.raises(shmserve.InvalidRequest, match=f"over {LIMITS.input_bytes} bytes.*--zmq-max-input-size"):
+        client.load("new", config={"backend": "x"}, files={"1/model.bin": bytes(LIMITS.input_bytes)})
+    assert client.live()
+
+
+def test_too_much(client: Any, broker: FakeBroker) -> None:
+    client.live()  # the limits are known from here on
+    with pytest.raises(shmserve.InvalidRequest, match=f"over the {LIMITS.input_bytes} that one message may carry"):
+        client.infer("echo", {"x": np.zeros(LIMITS.input_bytes + 1, np.uint8)})
+    large = np.zeros(3 << 20, np.uint8)
+    held = [client.submit("hold", {"x": large}) for _ in range(2)]
+    with pytest.raises(shmserve.Unavailable, match=f"would be over {LIMITS.held_bytes}; wait for answers"):
+        client.infer("echo", {"x": large})
+    for future in held:
+        broker.answer()
+        future.result()
+    assert client.infer("echo", {"x": large})["x"].nbytes == large.nbytes
+
+
+def test_a_client_that_goes_takes_its_requests_along(door: DoorThread, broker: FakeBroker, bare: Any) -> None:
+    one = bare()
+    one.say([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
+    _, infer, _ = broker.parked.get(timeout=20)
+    one.close()  # without a word: libzmq tells that the connection has ended
+    assert broker.wait_for(Cancel).request == infer.request
+
+
+def test_cancelled_and_answered_once(broker: FakeBroker, bare: Any) -> None:
+    one = bare()
+    one.say([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
+    peer, infer, frames = broker.parked.get(timeout=20)
+    one.say([8, 5])
+    assert one.hear() == [34, 5, "CANCELLED", "the request was cancelled by its caller"]
+    assert broker.wait_for(Cancel).request == infer.request
+    broker.do(lambda: echo(broker, peer, infer, frames))  # the two have crossed
+    assert one.quiet()
+
+
+def test_the_server_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = FakeBroker(tmp_path)
+    broker.start()
+    (tmp_path / "keys").mkdir()
+    door = DoorThread(tmp_path / "keys", broker.lane)
+    x = np.arange(5000.0)
+    with shmserve.Client(door.url, **door.keys("alice"), timeout=20) as client:
+        future = client.submit("hold", {"x": x})
+        broker.parked.get(timeout=20)
+        broker.stop()
+        monkeypatch.setitem(MODELS, "hold", echo)
+        broker.start()
+        np.testing.assert_array_equal(future.result()["x"], x)
+        del future
+        broker.stop()
+        with pytest.raises(shmserve.ConnectionLost, match="server behind this gateway cannot be reached") as caught:
+            client.infer("echo", {"x": x})
+        assert "/" not in str(caught.value)
+        assert client.live() is False
+        broker.start()
+        np.testing.assert_array_equal(client.infer("echo", {"x": x})["x"], x)
+    door.stop()
+    broker.stop()
+
+
+# ------------------------------------------------------------------------------------------------ who comes in
+
+
+def test_roles_are_those_of_the_key(door: DoorThread, broker: FakeBroker) -> None:
+    with shmserve.Client(door.url, **door.keys("bob"), timeout=20) as bob:
+        assert bob.infer("echo", {"x": 1})["x"] == 1
+        assert bob.ready()
+        with pytest.raises(shmserve.Denied, match=r"'models' needs the role observe or operate.*--zmq-keys"):
+            bob.models()
+        with pytest.raises(shmserve.Denied, match="'load' needs the role operate, and this connection has infer;"):
+            bob.load("echo")
+
+
+@pytest.mark.parametrize("face", list(FACES))
+def test_who_is_not_let_in_is_told_why(door: DoorThread, face: str) -> None:
+    right, make = door.keys("alice"), FACES[face]
+    with (
+        make(door.url, **door.keys("eve")) as eve,
+        pytest.raises(shmserve.Denied, match=r"does not know the key .* file of --zmq-keys"),
+    ):
+        eve.infer("echo", {"x": 1})
+    wrong = {**right, "server_key": door.pair("eve").public}
+    with (
+        make(door.url, **wrong) as client,
+        pytest.raises(shmserve.Denied, match=r"does not have the server key .* is it the right server"),
+    ):
+        client.infer("echo", {"x": 1})
+
+
+def test_without_keys_there_is_no_client(door: DoorThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = door.keys("alice")
+    with pytest.raises(shmserve.InvalidRequest, match=r"tcp:// needs server_key= \(or SHMSERVE_SERVER_KEY\)"):
+        shmserve.Client(door.url)
+    with pytest.raises(shmserve.InvalidRequest, match=r"tcp:// needs key_file= \(or SHMSERVE_KEY_FILE\)"):
+        shmserve.Client(door.url, server_key=right["server_key"])
+    with pytest.raises(shmserve.InvalidRequest, match="for tcp://, and this is unix://"):
+        shmserve.Client("unix:///nowhere/lane.sock", **right)
+    open_to_all = tmp_path / "open.key"
+    open_to_all.write_text(right["key_file"].read_text())
+    open_to_all.chmod(0o644)
+    with pytest.raises(shmserve.InvalidRequest, match="others than its owner may read it: chmod 600"):
+        shmserve.Client(door.url, server_key=right["server_key"], key_file=open_to_all)
+    monkeypatch.setenv("SHMSERVE_SERVER_KEY", str(right["server_key"]))
+    monkeypatch.setenv("SHMSERVE_KEY_FILE", str(right["key_file"]))
+    with shmserve.Client(door.url, timeout=20) as client:
+        assert client.live()
+
+
+def test_keys_come_and_go_while_it_runs(door: DoorThread) -> None:
+    with shmserve.Client(door.url, **door.keys("bob"), timeout=20) as bob:
+        assert bob.live()
+        door.let_in("alice", "eve")
+        door.do(door.door.read_keys)
+        with pytest.raises(shmserve.Denied, match=r"does not know the key|has no role here"):
+            bob.infer("echo", {"x": 1})
+    with shmserve.Client(door.url, **door.keys("eve"), timeout=20) as eve:
+        assert eve.live()
+    (door.folder / "keys").write_text("nonsense\n")
+    door.do(door.door.read_keys)  # what was right goes on
+    with shmserve.Client(door.url, **door.keys("eve"), timeout=20) as eve:
+        assert eve.live()
+    door.let_in("alice", "bob")
+    door.do(door.door.read_keys)
+
+
+def test_who_takes_an_identity_gets_nothing_of_who_had_it(door: DoorThread, broker: FakeBroker, bare: Any) -> None:
+    alice = bare("alice", identity=b"mine")
+    alice.say([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
+    peer, infer, frames = broker.parked.get(timeout=20)
+    alice.close()
+    assert broker.wait_for(Cancel).request == infer.request
+    bob = bare("bob", identity=b"mine")
+    broker.do(lambda: echo(broker, peer, infer, frames))
+    bob.say([9, 6, "models"])
+    assert bob.hear()[:3] == [34, 6, "DENIED"]
+    assert bob.quiet()
+
+
+# ------------------------------------------------------------------------------------------------ hostile
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "text"),
+    [
+        ([7, 1, "echo", 0, []], "CONNECTION_LOST", "the first message of a connection must be Hello"),
+        ([6, 9, 0, "x", "frames"], "PROTOCOL", "protocol 9 is not spoken here"),
+        ([6, 1, 0, "x", "posix"], "PROTOCOL", "only come as 'frames'"),
+    ],
+)
+def test_a_bad_beginning(bare: Any, said: Any, code: str, text: str) -> None:
+    one = bare(greet=False)
+    one.say(said)
+    tag, found, words = one.hear()
+    assert (tag, found) == (39, code)
+    assert text in words
+    one.say([4, 1])  # it has been told
+    one.say(HELLO)
+    assert one.hear()[0] == 32
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ([1, 1 << 32, 4096, "/name"], [39, "INVALID_ARG", "over tcp no memory is shared: tensors travel in frames"]),
+        ([2, 1], [39, "INVALID_ARG", "over tcp no memory is shared: tensors travel in frames"]),
+        (HELLO, [39, "PROTOCOL", "Hello was said twice on one connection"]),
+        ([3, [[1, 0, 8]]], [34, 0, "INVALID_ARG", "this client was given no handles, and so can return none"]),
+        ([9, 4, "nonsense"], [34, 4, "INVALID_ARG", "unknown question 'nonsense'; known are: live"]),
+        ([9, 4, "live", "", 0, b"body"], [34, 4, "INVALID_ARG", "the question 'live' has no body"]),
+        ([7, 0, "echo", 0, []], [34, 0, "INVALID_ARG", "request number 0 is 0, or that of a request in flight"]),
+        (
+            [7, 4, "echo", 0, [["x", "UINT8", [1], [[1, 0, 1]]]]],
+            [34, 4, "INVALID_ARG", "input 'x' is in shared memory"],
+        ),
+        (
+            [7, 4, "echo", 0, [["x", "UINT8", [1], 1]]],
+            [34, 4, "INVALID_ARG", "input 'x' is frame 1, and 1 frames came"],
+        ),
+        ([7, 4, "echo", 0, [["x", "UINT8", [1], -1]]], [34, 4, "INVALID_ARG", "input 'x' is frame -1, and 1 frames"]),
+        ([7, 4, "echo", 0, [], [["x", [1, 0, 1]]]], [34, 4, "INVALID_ARG", "output 'x' is wanted in shared memory"]),
+        ([7, 4, "echo", 0, [], [["x"], ["x"]]], [34, 4, "INVALID_ARG", "output 'x' is asked for twice"]),
+        ([99, 4], [34, 4, "PROTOCOL", "unknown message type 99"]),
+        (5, [34, 0, "PROTOCOL", "a message is an array that begins with its tag"]),
+    ],
+)
+def test_what_is_refused(bare: Any, broker: FakeBroker, said: Any, answer: list[Any]) -> None:
+    one = bare()
+    before = len(broker.requests)
+    one.say(said, frames=(b"frame",))
+    found = one.hear()
+    assert found[:-1] == answer[:-1]
+    assert answer[-1] in found[-1]
+    if found[0] == 34:
+        assert one.quiet()
+    assert len(broker.requests) == before
+
+
+def test_one_frame_named_by_many_inputs_is_counted_each_time(bare: Any) -> None:
+    one = bare()
+    one.say([7, 4, "echo", 0, [[f"x{n}", "UINT8", [1 << 20], 0] for n in range(256)]], frames=(bytes(1 << 20),))
+    assert one.hear()[:3] == [34, 4, "INVALID_ARG"]
+
+
+def test_garbage_is_answered_and_a_flood_of_it_ends(bare: Any, door: DoorThread) -> None:
+    one = bare()
+    one.socket.send(b"\xc1garbage")
+    assert one.hear()[:3] == [34, 0, "PROTOCOL"]
+    one.socket.send_multipart([b"", b"frame"])
+    assert one.hear()[:3] == [34, 0, "PROTOCOL"]
+    for _ in range(1100):
+        one.socket.send(b"\xc1")
+    with shmserve.Client(door.url, **door.keys("bob"), timeout=20) as honest:
+        assert honest.live()
+    last = one.hear()
+    while last[0] == 34:
+        last = one.hear()
+    assert last[:2] == [39, "UNAVAILABLE"]
+    assert "client_errors" in last[2]
+
+
+def test_one_that_does_not_read_is_given_up(bare: Any, door: DoorThread, broker: FakeBroker) -> None:
+    one = bare()
+    peers = door.door.peers
+    frame = bytes(4 << 20)
+    for number in range(1, 60):
+        one.say([7, number, "echo", 0, [["x", "UINT8", [len(frame)], 0]]], frames=(frame,))
+        if door.door.peers < peers:
+            break
+    with shmserve.Client(door.url, **door.keys("bob"), timeout=20) as honest:
+        while door.door.peers > peers:
+            assert honest.live()
+
+
+def test_too_many_requests_and_too_many_connections(bare: Any, door: DoorThread, broker: FakeBroker) -> None:
+    first = bare()
+    for number in range(1, 102):
+        first.say([7, number, "hold", 0, []])
+    assert first.hear()[:3] == [34, 101, "UNAVAILABLE"]
+    others = [bare() for _ in range(5)]
+    seventh = bare(greet=False)
+    seventh.say(HELLO)
+    assert seventh.hear()[:2] == [39, "UNAVAILABLE"]
+    assert all(other.quiet() for other in others)
+
+
+def test_strangers_at_the_port(door: DoorThread) -> None:
+    host, port = "127.0.0.1", int(door.url.rpartition(":")[2])
+    with socket.create_connection((host, port), 20) as half_open:
+        with socket.create_connection((host, port), 20) as web:
+            web.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
+            try:
+                while web.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass  # as good an end
+        with shmserve.Client(door.url, **door.keys("alice"), timeout=20) as honest:
+            assert honest.live()
+        assert half_open.fileno() > 0
+
+
+def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBroker) -> None:
+    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
+        door = DoorThread(Path(folder), broker.lane, LIMITS)
+        with Bare(door, "alice") as one:
+            one.say([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
+            peer, infer, frames = broker.parked.get(timeout=20)
+            door.loop.call_soon_threadsafe(door._stop.set)
+            while not door.do(lambda: door.door.stopping):
+                pass
+            one.say([7, 6, "echo", 0, [["x", "UINT8", [1], b"a"]]])
+            assert one.hear() == [34, 6, Unavailable.code, "the gateway is being stopped"]
+            broker.do(lambda: echo(broker, peer, infer, frames))
+            assert one.hear()[:2] == [33, 5]
+        door.stop()
+
+
+# ------------------------------------------------------------------------------------------------ how it is started
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--zmq-address", "tcp://127.0.0.1:8790"], "needs --zmq-server-key and --zmq-keys: nobody is let in"),
+        (["--zmq-address", "tcp://127.0.0.1:8790", "--zmq-keys", "keys"], "needs --zmq-server-key and --zmq-keys"),
+        (["--zmq-keys", "keys"], "--zmq-keys without --zmq-address"),
+        (["--zmq-address", "tcp://*", *GOOD], "is not tcp://HOST:PORT"),
+        (["--zmq-address", "ipc:///tmp/x", *GOOD], "is not tcp://HOST:PORT"),
+        (["--zmq-address", "tcp://127.0.0.1:99999", *GOOD], "is not tcp://HOST:PORT"),
+        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.pub", "--zmq-keys", "keys"], "chmod 600"),
+        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "none", "--zmq-keys", "keys"], "cannot read keys from"),
+        (
+            ["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.key", "--zmq-keys", "bad"],
+            "bad, line 2: 'x' is",
+        ),
+        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.key", "--zmq-keys", "open"], "chmod go-w open"),
+    ],
+)
+def test_r15_not_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, public = keys.write_pair(tmp_path, "server", keys.make_pair(), "infer")
+    for name, roles in (("keys", "infer"), ("bad", "infer,x"), ("open", "infer")):
+        (tmp_path / name).write_text(f"# one\n{public.read_text().split()[0]} {roles}\n")
+    (tmp_path / "open").chmod(0o622)
+    with pytest.raises(Misuse, match=re.escape(text)):
+        zmqtcp_start.check(parser().parse_args(["gateway", *options]))
+
+
+def test_it_is_off_by_default_and_only_of_this_machine_where_it_says_so() -> None:
+    assert zmqtcp_start.check(parser().parse_args(["gateway"])) is None
+    for address, others in (
+        ("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("0.0.0.0", True), ("*", True), ("[::]", True),
+        ("192.0.2.1", True), ("host.example", True),
+    ):  # fmt: skip
+        assert is_open_to_others(f"tcp://{address}:8790") is others
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("short infer", "line 1: a line begins with a public key of 40 characters"),
+        ("#" * 40, "line 1: the key has no roles"),
+        (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: this key is there twice"),
+    ],
+)
+def test_files_of_keys_that_are_none(line: str, text: str) -> None:
+    with pytest.raises(shmserve.InvalidRequest, match=text):
+        parse(line, "file")
+
+
+def test_files_of_keys() -> None:
+    first, second = "#" * 40, "z" * 40
+    found = parse(f"# a comment\n\n{first} infer,operate  Alice of there \n#\n{second} observe\n", "file")
+    assert found == {first: Entry(INFER | OPERATE, "Alice of there"), second: Entry(OBSERVE, "")}

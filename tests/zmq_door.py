@@ -1,0 +1,124 @@
+"""The ZeroMQ door of a gateway in a thread of the test's process, before a broker that the test commands; and a bare
+client of it, which knows only zmq and msgpack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import uvloop
+import zmq
+
+from shmserve.clients.gateway.link import GatewayLink
+from shmserve.clients.gateway.zmqtcp import ZmqDoor
+from shmserve.clients.gateway.zmqtcp_asked import Limits
+from shmserve.clients.gateway.zmqtcp_keys import Allowed
+from shmserve.clients.keys import Pair, make_pair, read_pair, write_pair
+
+HELLO = [6, 1, 0, "bare", "frames"]
+
+
+class DoorThread:
+    """Of three clients with keys, `alice` may operate, `bob` infers, and `eve` is not let in."""
+
+    def __init__(self, folder: Path, url: str, limits: Limits | None = None) -> None:
+        self.folder = folder
+        self.server_key, self.server_public = write_pair(folder, "server", make_pair(), "infer")
+        for name, roles in (("alice", "infer,observe,operate"), ("bob", "infer"), ("eve", "infer")):
+            write_pair(folder, name, make_pair(), roles)
+        self.let_in("alice", "bob")
+        self._url = url
+        self._limits = limits or Limits(exit_timeout_s=5.0)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-door")
+        self._thread.start()
+        self._ready.wait(20)
+
+    def let_in(self, *names: str) -> None:
+        lines = [(self.folder / f"{name}.pub").read_text() for name in names]
+        there = self.folder / "keys"
+        new = self.folder / "keys.new"
+        new.write_text("# name by name\n\n" + "".join(lines))
+        new.rename(there)
+
+    async def _run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        link = GatewayLink(self._url, None, "gateway", 1 << 28)
+        link.bind()
+        self.door = ZmqDoor(link, self._limits, read_pair(self.server_key), Allowed(str(self.folder / "keys")))
+        self.url = f"tcp://127.0.0.1:{self.door.open('tcp://127.0.0.1:0')}"
+        self._ready.set()
+        await self._stop.wait()
+        await self.door.close()
+        await link.close()
+
+    def do(self, what: Any) -> Any:
+        """Calls it in the door's thread."""
+
+        async def call() -> Any:
+            return what()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(20)
+
+    def keys(self, name: str) -> dict[str, Any]:
+        return {"server_key": self.server_public, "key_file": self.folder / f"{name}.key"}
+
+    def pair(self, name: str) -> Pair:
+        return read_pair(self.folder / f"{name}.key")
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+class Bare:
+    """A DEALER with CURVE."""
+
+    def __init__(self, door: DoorThread, name: str, identity: bytes = b"", greet: bool = True) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        pair = door.pair(name)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, door.server_public.read_bytes().split()[0])
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+        if identity:
+            self.socket.setsockopt(zmq.ROUTING_ID, identity)
+        self.socket.connect(door.url)
+        self.coming: list[Any] = []
+        if greet:
+            self.say(HELLO)
+            self.welcome = self.hear()
+            assert self.welcome[0] == 32
+
+    def say(self, *messages: Any, frames: tuple[bytes, ...] = ()) -> None:
+        self.socket.send_multipart([msgpack.packb(list(messages)), *frames])
+
+    def hear(self) -> Any:
+        """The next message; its frames are in `frames`."""
+        while not self.coming:
+            assert self.socket.poll(20_000), "nothing came"
+            packet, *self.frames = self.socket.recv_multipart()
+            self.coming += msgpack.unpackb(packet)
+        return self.coming.pop(0)
+
+    def quiet(self) -> bool:
+        """Whether all that the door has said so far has been heard: it answers in order."""
+        self.say([4, 77])
+        return bool(self.hear() == [5, 77])
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Bare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
