@@ -34,7 +34,7 @@ from shmserve.paths import BROKER, LANE
 
 _SHM = Path("/dev/shm")
 _KILLED_S = 30.0
-ANY_PORTS = ("--http-port", "0", "--metrics-port", "0")
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
 """Whatever ports are free, for the doors of a gateway."""
 
 

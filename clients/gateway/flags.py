@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.clients.gateway import restrict, zmqtcp_start
+from shmserve.clients.gateway import http2_start, restrict, zmqtcp_start
 
 INFER, OBSERVE, OPERATE = "infer", "observe", "operate"
 ROLES = (INFER, OBSERVE, OPERATE)
@@ -52,6 +52,7 @@ def add(made: argparse.ArgumentParser) -> None:
            help="for requests in flight at the end (default: %(default)g)")  # fmt: skip
     option("--memory-bytes", metavar="BYTES", type=_above_0, default=4 << 30,
            help="the most shared memory for tensors that come in (default: %(default)s)")  # fmt: skip
+    http2_start.add(made.add_argument_group("gRPC").add_argument, _bool, _port, _above_0)
     _add_guards(made.add_argument_group("who may come in"))
     zmqtcp_start.add(made.add_argument_group("ZeroMQ, with keys").add_argument, _above_0)
     option(

@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
 from shmserve.clients.commands_base import Failed, Misuse
-from shmserve.clients.gateway import tokens, zmqtcp_start
+from shmserve.clients.gateway import http2_start, tokens, zmqtcp_start
 from shmserve.clients.gateway.child import ServerLog, end_with
 from shmserve.clients.gateway.door import Door
 from shmserve.clients.gateway.guards import Guard, Guards
@@ -28,6 +29,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.manager import of_this_process
 
 if TYPE_CHECKING:
+    from shmserve.clients.gateway.http2_door import RpcDoor
     from shmserve.clients.gateway.zmqtcp import ZmqDoor
 
 log = logging.getLogger("shmserve.gateway")
@@ -80,7 +82,7 @@ class Opening(NamedTuple):
 
     name: str
     title: str
-    door: Door
+    door: Door | RpcDoor
     guard: Guard
     address: str
     port: int
@@ -96,9 +98,16 @@ def _openings(
     http = Door(link, limits, guard.access, regions=regions, forward=guard.forward)
     if args.allow_http:
         made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
+    more: list[Callable[[], str]] = [partial(_metrics, http)]
+    if zmq_door is not None:
+        more.append(zmq_door.metrics)
+    if args.allow_grpc:
+        rpc = http2_start.door(args, link, limits, guards.rpc, regions)
+        more.append(partial(http2_start.metrics, rpc))
+        made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
-        metrics = Door(link, limits, guard.access, metrics=True, extra=lambda: _metrics(http) + more())
+        metrics = Door(link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in more]))
         address = args.metrics_address or args.http_address
         made.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
     return made

@@ -38,7 +38,7 @@ class Gateway:
     def __init__(self, server: Server, *options: str) -> None:
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
-        command += ["--http-port", "0", "--metrics-port", "0", "--ready-fd", str(writer), *options]
+        command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-fd", str(writer), *options]
         self.process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)
         os.close(writer)
         with open(reader) as ready:

@@ -28,7 +28,7 @@ from tests.process.living import PYTHON, write
 
 pytestmark = pytest.mark.process
 END_S = 60
-ANY = ("--http-port", "0", "--metrics-port", "0")
+ANY = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
 
 WAITS = """
 class TritonPythonModel:
@@ -168,7 +168,7 @@ def test_at_a_stop_the_gateway_answers_what_it_has_before_the_server_goes(tmp_pa
 def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        server = Serving(repository, tmp_path, "--http-port", str(port), "--metrics-port", "0")
+        server = Serving(repository, tmp_path, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
         said = server.until("ERROR the doors to the network cannot be opened").string
         assert server.stop() == 1
     assert f"cannot listen on 127.0.0.1, port {port}" in said
