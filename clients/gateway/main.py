@@ -92,7 +92,6 @@ def _openings(
     args: argparse.Namespace, link: GatewayLink, limits: Limits, guards: Guards, zmq_door: ZmqDoor | None
 ) -> list[Opening]:
     made = []
-    more = zmq_door.metrics if zmq_door is not None else str
     regions = Regions(args.allow_client_shm)
     guard = guards.http
     http = Door(link, limits, guard.access, regions=regions, forward=guard.forward)
