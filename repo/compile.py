@@ -33,7 +33,14 @@ from shmserve.repo.schema import (
     ModelSequenceBatchingStrategyOldest,
 )
 from shmserve.repo.steps import compile_steps
-from shmserve.repo.validate import ENVIRONMENT, EXECUTION_LIMIT, MEMORY_LIMIT, MODEL_DIRECTORY, RETRY
+from shmserve.repo.validate import (
+    ENVIRONMENT,
+    EXECUTION_LIMIT,
+    GPU_MEMORY_LIMIT,
+    MEMORY_LIMIT,
+    MODEL_DIRECTORY,
+    RETRY,
+)
 
 _US = 1000
 ON_DEVICE = frozenset({"tensorrt"})
@@ -74,7 +81,16 @@ def _limit(config: ModelConfig) -> int | None:
 
 def memory_limit(config: ModelConfig) -> int | None:
     """Bytes that each instance may have; 0: as many as it likes; None: the model does not say."""
-    text = _parameter(config, MEMORY_LIMIT)
+    return _mebibytes(config, MEMORY_LIMIT)
+
+
+def gpu_memory_limit(config: ModelConfig) -> int | None:
+    """The same of memory on GPUs."""
+    return _mebibytes(config, GPU_MEMORY_LIMIT)
+
+
+def _mebibytes(config: ModelConfig, key: str) -> int | None:
+    text = _parameter(config, key)
     return int(text) << 20 if text else None
 
 

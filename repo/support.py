@@ -61,7 +61,10 @@ _rows("ModelConfig", _Y, "the worker processes of the model", "instance_group")
 _rows("ModelConfig", _Y, "the model's file in its version directory", "default_model_filename")
 _rows("ModelConfig", _N, "only TensorRT has files for each kind of GPU", "cc_model_filenames", only=_TENSORRT)
 _rows("ModelConfig", _N, "metrics carry no labels of the model's own yet", "metric_tags")
-_PARAMETERS = "for the backend; execution_limit_secs, memory_limit_mb, retry_alone, send_waits and stacked are ours"
+_PARAMETERS = (
+    "for the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, retry_alone, send_waits and stacked "
+    "are ours"
+)
 _rows("ModelConfig", _Y, _PARAMETERS, "parameters")
 _rows("ModelConfig", _Y, "run by every instance before it takes requests", "model_warmup")
 _rows("ModelConfig", _Y, "see its fields", "model_operations", "model_transaction_policy", "response_cache")

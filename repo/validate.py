@@ -32,6 +32,8 @@ RETRY = "retry_alone"
 """A model's parameter: false, if a request that lost its worker must not be run a second time."""
 MEMORY_LIMIT = "memory_limit_mb"
 """A model's parameter: an instance whose process has more memory of its own is ended; 0: no limit."""
+GPU_MEMORY_LIMIT = "gpu_memory_limit_mb"
+"""A model's parameter: an instance whose process has more memory on GPUs is ended; 0: no limit."""
 ENVIRONMENT = "EXECUTION_ENV_PATH"
 """A model's parameter: the interpreter that its workers run with, as a directory or an archive of one."""
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
@@ -77,10 +79,12 @@ def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
         problem(f'parameters["{EXECUTION_LIMIT}"]', text)
     if retry is not None and retry.string_value.lower() not in ("true", "false"):
         problem(f'parameters["{RETRY}"]', f'found "{shown(retry.string_value)}", expected "true" or "false"')
-    memory, place = config.parameters.get(MEMORY_LIMIT), config.parameters.get(ENVIRONMENT)
-    if memory is not None and not _MEGABYTES.fullmatch(memory.string_value):
-        text = f'found "{shown(memory.string_value)}", expected MiB, such as "2048", or "0" for no limit'
-        problem(f'parameters["{MEMORY_LIMIT}"]', text)
+    for key in (MEMORY_LIMIT, GPU_MEMORY_LIMIT):
+        memory = config.parameters.get(key)
+        if memory is not None and not _MEGABYTES.fullmatch(memory.string_value):
+            text = f'found "{shown(memory.string_value)}", expected MiB, such as "2048", or "0" for no limit'
+            problem(f'parameters["{key}"]', text)
+    place = config.parameters.get(ENVIRONMENT)
     if place is not None and not _PLACE.fullmatch(place.string_value):
         text = f"expected an absolute path, or one that begins with {MODEL_DIRECTORY}/"
         problem(f'parameters["{ENVIRONMENT}"]', f'found "{shown(place.string_value)}", {text}')

@@ -149,9 +149,10 @@ class Broker:
             effects.Drained: lambda effect: self.drained(),
         }
 
-    def use_gpus(self, uuids: Mapping[int, str]) -> None:
-        """Workers that are started from now on see the one that is theirs."""
+    def use_gpus(self, uuids: Mapping[int, str], used: Callable[[int], int]) -> None:
+        """Workers that are started from now on see the one that is theirs. `used`: what a process has on GPUs."""
         self._workers.gpus = uuids
+        self._workers.used_on_gpu = used
 
     def waited_elsewhere(self, pids: Set[int]) -> None:
         """Of children that are no workers: as long as they are in the set, somebody else waits for their end."""

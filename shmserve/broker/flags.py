@@ -130,6 +130,8 @@ FLAGS = (
          least=1 << 20),
     Flag("instance-memory-limit", "bytes", MEMORY, "an instance whose process has more memory of its own is ended; a "
          "model's parameter memory_limit_mb is stronger; 0: no limit", 0, "N", shown="no limit"),
+    Flag("instance-gpu-memory-limit", "bytes", MEMORY, "an instance whose process has more memory on its GPU is ended; "
+         "a model's parameter gpu_memory_limit_mb is stronger; 0: no limit", 0, "N", shown="no limit"),
     Flag("override-bytes", "bytes", MEMORY, "the most bytes of files that one load call may bring", 1 << 30, "N"),
     Flag("socket-group", "group", ACCESS, "members of this group may connect to the lane, infer and observe", None,
          "NAME", shown="nobody but the server's own user"),
@@ -151,10 +153,6 @@ FLAGS = (
          gateway="http-max-input-size"),
     Flag("reuse-http-port", "boolean", DOORS, "other servers may listen on the same ports", None, shown="false",
          gateway="reuse-port"),
-    Flag("allow-grpc", "boolean", DOORS, "a door for gRPC", None, shown="true", gateway="allow-grpc"),
-    Flag("grpc-port", "whole", DOORS, "of gRPC; 0: any", None, "N", shown="8001", gateway="grpc-port"),
-    Flag("grpc-address", "text", DOORS, "where gRPC is listened for", None, "ADDRESS", shown="127.0.0.1",
-         triton="0.0.0.0; only this machine, unless it is asked for", gateway="grpc-address"),
     Flag("metrics-port", "whole", DOORS, "of Prometheus; 0: any", None, "N", shown="8002", gateway="metrics-port"),
     Flag("metrics-address", "text", DOORS, "where Prometheus is listened for", None, "ADDRESS",
          shown="as --http-address", gateway="metrics-address"),
@@ -193,8 +191,8 @@ def _names(text: str) -> frozenset[str]:
 
 NOT_BUILT_YET = _names(
     """
-    enable-peer-access allow-http http-header-forward-pattern http-thread-count http-restricted-api
-    reuse-grpc-port grpc-header-forward-pattern grpc-infer-thread-count
+    enable-peer-access allow-http http-header-forward-pattern http-thread-count http-restricted-api allow-grpc
+    grpc-address grpc-port reuse-grpc-port grpc-header-forward-pattern grpc-infer-thread-count
     grpc-infer-allocation-pool-size grpc-max-response-pool-size grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert
     grpc-server-key grpc-root-cert grpc-infer-response-compression-level grpc-keepalive-time
     grpc-keepalive-timeout grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data

@@ -47,7 +47,7 @@ log = logging.getLogger("shmserve")
 LOCK = "broker.lock"
 OVERRIDES = "overrides"
 """In the runtime directory: the files that came with load calls."""
-NEEDED = ("httptools", "hpack")
+NEEDED = ("httptools",)
 """What gateways import that a server does not."""
 LOOK_S = 0.05
 """How often to look whether what SIGHUP has begun has ended."""
@@ -139,8 +139,8 @@ class Server:
             setting.access(settings),
             settings.prepared_process,
         )
-        self._broker.use_gpus(gpus.uuids())
-        self._gpu_metrics = GpuMetrics(gpus.found if settings.allow_gpu_metrics else ())
+        self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics)
+        self._broker.use_gpus(gpus.uuids(), self._gpu_metrics.used_by)
         told = self._control.metrics
         self._control.metrics = lambda: told() + self._gpu_metrics.text()
         self._operations = self._broker.operations = Operations(

@@ -1,4 +1,5 @@
-"""The memory that each worker may have: held to by the kernel, where groups can be had, else watched by us.
+"""The memory that each worker may have: held to by the kernel, where groups can be had, else watched by us, as that on
+GPUs is always.
 
 The rule of the file: what counts is the memory that is a process's own. Tensors of others that it has mapped, and files
 that it shares with other workers, are no reason to end it.
@@ -22,6 +23,7 @@ NEAR_S = 0.1
 """How often one is looked at that has most of what it may have."""
 NEAR = 0.75
 KNOBS = "--instance-memory-limit, memory_limit_mb"
+GPU_KNOBS = "--instance-gpu-memory-limit, gpu_memory_limit_mb"
 
 
 class Watched(Struct):
@@ -31,7 +33,8 @@ class Watched(Struct):
 
 
 class Memory:
-    """`kill(peer, reason)` ends a worker that has too much."""
+    """`kill(peer, reason)` ends a worker that has too much. One of these is for the memory of the host, one for that of
+    GPUs."""
 
     def __init__(
         self,
@@ -39,8 +42,12 @@ class Memory:
         kill: Callable[[int, str], None],
         used: Callable[[int], int] = procfs.own_bytes,
         make: Callable[[], Groups] | None = None,
+        what: str = "memory of its own",
+        knobs: str = KNOBS,
     ) -> None:
-        """`make` divides our control group, where that can be done."""
+        """`make` divides our control group, where that can be done. `what`, `knobs`: how people call it."""
+        self._what = what
+        self._knobs = knobs
         self._loop = loop
         self._kill = kill
         self._used = used
@@ -75,7 +82,7 @@ class Memory:
         used_up = group.used_up()
         self._leaving.append(group)
         self._tidy()
-        return f"it needed more memory than {_mib(group.limit)} ({KNOBS})" if used_up else ""
+        return f"it needed more memory than {_mib(group.limit)} ({self._knobs})" if used_up else ""
 
     def look(self) -> None:
         """At all that are watched, now."""
@@ -84,7 +91,7 @@ class Memory:
             used = self._used(worker.pid)
             if used > worker.limit:
                 del self._watched[worker.peer]
-                text = f"it has {_mib(used)} of memory of its own, and may have {_mib(worker.limit)} ({KNOBS})"
+                text = f"it has {_mib(used)} of {self._what}, and may have {_mib(worker.limit)} ({self._knobs})"
                 self._kill(worker.peer, text)
             near |= used > worker.limit * NEAR
         self._tidy()

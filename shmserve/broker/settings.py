@@ -167,7 +167,11 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
 def terms(settings: argparse.Namespace) -> Terms:
     """Of worker processes, where models say nothing else."""
     place = settings.environment_dir or _caches(settings.runtime_dir) / "environments"
-    return Terms(settings.instance_memory_limit, unpacked=str(place.absolute()))
+    return Terms(
+        settings.instance_memory_limit,
+        unpacked=str(place.absolute()),
+        gpu_memory=settings.instance_gpu_memory_limit,
+    )
 
 
 def _caches(other: Path) -> Path:

@@ -19,7 +19,7 @@ from shmserve import wire
 from shmserve.broker.cgroups import Groups
 from shmserve.broker.link import Link
 from shmserve.broker.logs import printable
-from shmserve.broker.memory import Memory
+from shmserve.broker.memory import GPU_KNOBS, Memory
 from shmserve.broker.prepared import Prepared, reap
 from shmserve.broker.terms import NOTHING, Terms
 from shmserve.core.effects import Spawn
@@ -58,7 +58,8 @@ class Worker(Struct, eq=False):
     link: Link
     output: int
     words: list[str]
-    memory: int
+    memory: tuple[int, int]
+    """How much it may have on the host, and on its GPU."""
     theirs: tuple[int, int] | None
     stderr: deque[str]
     process: subprocess.Popen[bytes] | None = None
@@ -92,7 +93,12 @@ class Workers:
         """The uuids of the GPUs, by number: a worker sees its own, and no other."""
         self.others: Set[int] = frozenset()
         """Pids of children that somebody else waits for."""
+        self.used_on_gpu: Callable[[int], int] = lambda pid: 0
+        """How much memory a process has on GPUs, as far as is known."""
         self._memory = Memory(loop, self.kill, make=groups)
+        self._gpu_memory = Memory(
+            loop, self.kill, lambda pid: self.used_on_gpu(pid), what="memory on its GPU", knobs=GPU_KNOBS
+        )
         self._prepared = Prepared(loop, self._made, say, worker_environment) if prepared else None
         self._reaping = loop.call_later(REAP_S, self._reap) if prepared else None
 
@@ -113,7 +119,8 @@ class Workers:
         link = Link(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
         about = {"model": effect.model, "version": effect.version, "instance": spec.name}
         ends = (theirs.detach(), written)
-        worker = Worker(peer, spec.name, about, link, output, words, terms.memory, ends, deque(maxlen=STDERR_LINES))
+        limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0
+        worker = Worker(peer, spec.name, about, link, output, words, limits, ends, deque(maxlen=STDERR_LINES))
         self._workers[peer] = worker
         self._loop.add_reader(output, self._listen, worker)
         if self._prepared is None or not self._prepared.start(peer, words, *ends):
@@ -165,7 +172,8 @@ class Workers:
     def _begun(self, worker: Worker, pid: int, pidfd: int) -> None:
         worker.pid, worker.pidfd = pid, pidfd
         self._close_theirs(worker)
-        self._memory.started(worker.peer, pid, worker.memory)
+        for memory, limit in zip((self._memory, self._gpu_memory), worker.memory, strict=True):
+            memory.started(worker.peer, pid, limit)
         self._loop.add_reader(pidfd, self._ended, worker)
         if worker.killed:  # meanwhile
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -214,6 +222,7 @@ class Workers:
         self._loop.remove_reader(worker.pidfd)
         os.close(worker.pidfd)
         self._forget(worker)
+        self._gpu_memory.ended(worker.peer)
         reason = _reason(code, self._memory.ended(worker.peer) or worker.killed)
         self._exited(worker.peer, reason, worker.loading_error, "\n".join(worker.stderr))
 
@@ -238,6 +247,7 @@ class Workers:
     def close(self) -> None:
         """All of them have gone."""
         self._memory.close()
+        self._gpu_memory.close()
         if self._reaping is not None:
             self._reaping.cancel()
         if self._prepared is not None:

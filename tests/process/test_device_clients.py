@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ class TritonPythonModel:
 SEQUENCES = PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 } sequence_batching { }"
 
 
+LIMITED = (
+    PASS.replace("identity", "python")
+    + """
+instance_group { kind: KIND_GPU gpus: 0 } parameters { key: "gpu_memory_limit_mb" value { string_value: "100" } }
+"""
+)
+
+
 def written(repository: Path, name: str, config: str, code: str = "") -> None:
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "config.pbtxt").write_text(config)
@@ -68,9 +77,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
         repository, "code", PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }", PYTHON
     )
     written(repository, "seq", SEQUENCES, PYTHON)
+    written(repository, "limited", LIMITED, PYTHON)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
         patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
+        patch.setenv("STANDIN_PROCESSES", str(repository.parent / "processes"))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         with Server(repository) as server:
@@ -237,3 +248,34 @@ def test_other_ways_to_the_server(server: Server, runtime: Any) -> None:
         assert found is y
         np.testing.assert_array_equal(y.numpy(), given + 1)
     x.close()
+
+
+def workers(server: Server) -> dict[str, int]:
+    """Pids by model."""
+    found = {}
+    for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if "--name" in words:
+            found[words[words.index("--name") + 1].partition("_")[0]] = int(pid)
+    return found
+
+
+def test_an_instance_over_its_limit_on_the_gpu_ends_alone(server: Server, client: shmserve.Client) -> None:
+    before = workers(server)
+    limited = os.pidfd_open(before["limited"])
+    told = Path(os.environ["STANDIN_PROCESSES"])
+    written_first = told.with_suffix(".new")
+    written_first.write_text(json.dumps({GPUS[0]["uuid"]: {str(pid): 200 << 20 for pid in before.values()}}))
+    written_first.rename(told)
+    try:
+        ended = select.poll()
+        ended.register(limited, select.POLLIN)
+        assert ended.poll(30_000)
+    finally:
+        os.close(limited)
+        told.unlink()
+    given = numbers(1)
+    client.wait_ready("limited", timeout=30)
+    np.testing.assert_array_equal(client.infer("limited", {"x": given})["y"], given + 1)
+    assert "killed: it has 200 MiB of memory on its GPU, and may have 100 MiB" in server.log
+    assert workers(server).items() - before.items() == {("limited", workers(server)["limited"])}

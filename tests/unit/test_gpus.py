@@ -141,6 +141,22 @@ def test_a_gpu_that_is_only_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None
     assert "GPU-aa11" not in text
 
 
+def test_what_processes_have_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_up(monkeypatch, *TWO)
+    told = tmp_path / "processes"
+    told.write_text(json.dumps({"GPU-aa11": {"7": 100, "8": None}, "GPU-bb22": {"7": 11}}))
+    monkeypatch.setenv("STANDIN_PROCESSES", str(told))
+    made = GpuMetrics(discover({}).found, False, interval_s=3600)
+    made.start()
+    try:
+        assert made.text() == "", "nobody wants the metrics"
+        assert made.used_by(7) == 0, "nobody had asked"
+        made._look()
+        assert [made.used_by(pid) for pid in (7, 8, 9)] == [111, 0, 0]
+    finally:
+        made.close()
+
+
 def test_without_gpus_there_is_no_thread() -> None:
     made = GpuMetrics(())
     made.start()

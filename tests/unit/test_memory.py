@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.broker import cgroups, procfs
 from shmserve.broker.cgroups import CannotHave, Groups
-from shmserve.broker.memory import LOOK_S, NEAR_S, Memory
+from shmserve.broker.memory import GPU_KNOBS, LOOK_S, NEAR_S, Memory
 from shmserve.broker.terms import Terms, terms_of
 from shmserve.repo.schema import ModelConfig, ModelParameter
 
@@ -74,6 +74,18 @@ def test_who_has_too_much_is_ended_and_nobody_else() -> None:
     del place.used[101]
     place.loop.fire()
     assert len(place.killed) == 1
+
+
+def test_memory_on_a_gpu_is_called_that() -> None:
+    loop, killed = Loop(), list[tuple[int, str]]()
+    memory = Memory(
+        loop, lambda *what: killed.append(what), lambda pid: 3 * MIB, what="memory on its GPU", knobs=GPU_KNOBS
+    )
+    memory.started(1, 101, 2 * MIB)
+    memory.started(2, 102, 0)
+    loop.fire()
+    text = "it has 3 MiB of memory on its GPU, and may have 2 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)"
+    assert killed == [(1, text)]
 
 
 def test_who_is_near_to_its_limit_is_looked_at_more_often() -> None:
@@ -237,5 +249,6 @@ def test_a_model_says_more_than_the_server() -> None:
     assert of() == Terms(5 * MIB, "", "/cache")
     assert of(memory_limit_mb="7") == Terms(7 * MIB, "", "/cache")
     assert of(memory_limit_mb="0") == Terms(0, "", "/cache")
+    assert of(gpu_memory_limit_mb="5").gpu_memory == 5 * MIB
     assert of(EXECUTION_ENV_PATH="$$TRITON_MODEL_DIRECTORY/env").environment == "/models/m/env"
     assert of(EXECUTION_ENV_PATH="/opt/env").environment == "/opt/env"

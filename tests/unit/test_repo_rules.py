@@ -371,6 +371,7 @@ def test_gpus_that_do_not_exist() -> None:
         ("retry_alone", "no", 'found "no", expected "true" or "false"'),
         ("memory_limit_mb", "2 GiB", 'found "2 GiB", expected MiB, such as "2048", or "0" for no limit'),
         ("memory_limit_mb", "", 'found "", expected MiB'),
+        ("gpu_memory_limit_mb", "-5", 'found "-5", expected MiB, such as "2048", or "0" for no limit'),
         ("EXECUTION_ENV_PATH", "env.tar.gz", 'found "env.tar.gz", expected an absolute path, or one that begins with'),
         ("EXECUTION_ENV_PATH", "", 'found "", expected an absolute path'),
     ],
