@@ -6,15 +6,20 @@ is told of (ServeError, ConfigError among them). Everything else that comes out 
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
 from bench.mischief import Mischief
 from shmserve import messages, wire
-from shmserve.errors import ProtocolError
+from shmserve.clients.gateway import bodies, documents, generate, heads, kserve
+from shmserve.clients.gateway.access import Access
+from shmserve.clients.gateway.flags import ROLES
+from shmserve.errors import ProtocolError, ServeError
 from shmserve.repo import load, override, samples
 from shmserve.repo.problems import ConfigError
 from tests.fuzz import lane
@@ -28,6 +33,15 @@ _UNIONS: tuple[Any, ...] = (
     messages.WorkerReport,
 )
 _CODECS = [(wire.Codec(union), (*get_args(union), wire.Refused)) for union in _UNIONS]
+LONGEST_BODY = 100_000
+_EVERYBODY = Access(ROLES)
+_MODEL = {
+    "max_batch_size": 8,
+    "input": [
+        {"name": "x", "data_type": "TYPE_FP32", "dims": ["-1"]},
+        {"name": "s", "data_type": "TYPE_STRING", "dims": ["1"]},
+    ],
+}
 BACKENDS = ("identity", "python", "onnxruntime")
 
 
@@ -60,7 +74,36 @@ def config_override(data: bytes) -> None:
     load.examine(given.message, override.OVERRIDE, load.Setting("m", BACKENDS))
 
 
-TARGETS: dict[str, Target] = {"decode": decode, "config": config, "override": config_override, "lane": lane.run}
+def http(data: bytes) -> None:
+    """A request without a gateway: its lines, its body in chunks, compressed, and what is made of it."""
+    block, _, body = data.partition(b"\r\n\r\n")
+    try:
+        head = heads.parse(block + b"\r\n\r\n", access=_EVERYBODY)
+    except heads.BadHead:
+        return
+    with suppress(ServeError):
+        if head.chunked:
+            chunks = bodies.Chunks(LONGEST_BODY)
+            chunks.feed(body)
+            body = bytes(chunks.body)
+        if head.encoding:
+            body = bodies.inflated(head.encoding, body, LONGEST_BODY)
+        match head.route.action:
+            case "infer":
+                kserve.plan_of(body[: head.json_length])
+            case "generate" | "generate_stream":
+                generate.generate_plan(body, _MODEL)
+            case _:
+                documents.arguments_of(head.route, body)
+
+
+TARGETS: dict[str, Target] = {
+    "decode": decode,
+    "config": config,
+    "override": config_override,
+    "lane": lane.run,
+    "http": http,
+}
 
 
 # ------------------------------------------------------------------------------------------------- beginnings
@@ -138,9 +181,32 @@ def _courses() -> Iterator[bytes]:
             yield roll.randbytes(size)
 
 
+def _requests() -> Iterator[bytes]:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2.5]}
+    output = {"name": "y", "parameters": {"classification": 2, "shared_memory_region": "r"}}
+    infer = json.dumps({"inputs": [tensor], "outputs": [output], "id": "1", "parameters": {"sequence_id": 1}})
+    load = json.dumps({"parameters": {"config": "{}", "file:1/model.onnx": "eA=="}})
+    told = {
+        "v2/models/m/infer": infer,
+        "v2/models/m/versions/1/generate_stream": json.dumps({"x": [1, 2], "s": "a", "parameters": {"priority": 1}}),
+        "v2/repository/models/m/load": load,
+        "v2/repository/index": '{"ready": true}',
+        "v2/systemsharedmemory/region/r/register": '{"key": "k", "offset": 0, "byte_size": 4}',
+        "v2/models/m/trace/setting": '{"trace_rate": "1", "trace_level": ["TIMESTAMPS"]}',
+    }
+    for path, text in told.items():
+        body = text.encode()
+        first = f"POST /{path} HTTP/1.1\r\n".encode()
+        yield first + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        yield first + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        packed = gzip.compress(body)
+        yield first + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%b" % (len(packed), packed)
+
+
 BEGINNINGS: dict[str, Callable[[], Iterator[bytes]]] = {
     "decode": _packets,
     "config": _configs,
     "override": _overrides,
     "lane": _courses,
+    "http": _requests,
 }

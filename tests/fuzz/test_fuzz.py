@@ -23,6 +23,8 @@ pytestmark = [
 INPUTS = int(os.environ.get("SHMSERVE_FUZZ", "50000"))
 SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
 SHARES = {"decode": 0.60, "override": 0.24, "config": 0.15, "lane": 0.01}
+if INPUTS > 50000:  # else its own tests have to do
+    SHARES |= {"decode": 0.50, "http": 0.10}
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120 + INPUTS / 200
 
