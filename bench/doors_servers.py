@@ -126,7 +126,17 @@ def ours(root: Path, *options: str) -> Iterator[Serving]:
     with serving(root, *options) as server:
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
-        command += ["--http-port", "0", "--metrics-port", "0", "--allow-client-shm", "--ready-fd", str(writer)]
+        command += [
+            "--http-port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--metrics-port",
+            "0",
+            "--allow-client-shm",
+            "--ready-fd",
+            str(writer),
+        ]
         process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE, text=True)
         os.close(writer)
         try:

@@ -73,21 +73,35 @@ def attempt(run: Run, python: Path, doors: dict[str, str]) -> str:
 
 
 def results(found: list[Run], python: Path) -> Iterator[tuple[Run, str, float]]:
-    with tempfile.TemporaryDirectory() as work:
-        usual = [run for run in found if "model_control" not in run.path.name and "cudashm" not in run.path.name]
-        ports = {"http": HTTP, "grpc": GRPC} if any(run.fixed for run in usual) else {}
-        with serving(Path(work) / "all", list(MODELS), ports=ports) as doors:
-            for run in usual:
+    usual = [run for run in found if "model_control" not in run.path.name and "cudashm" not in run.path.name]
+    groups = [
+        ([run for run in usual if not run.fixed], list(MODELS), "*", {}),
+        ([run for run in usual if run.fixed], ["custom_identity_int32"], "*", {"http": HTTP, "grpc": GRPC}),
+    ]
+    groups += [([run], models_for(run), "simple", {}) for run in found if "model_control" in run.path.name]
+    for group, names, load, ports in groups:
+        yield from together(group, python, names, load, ports)
+    for run in found:
+        if "cudashm" in run.path.name:
+            yield run, "not run: it needs a GPU", 0.0
+
+
+def together(
+    group: list[Run], python: Path, names: list[str], load: str, ports: dict[str, int]
+) -> Iterator[tuple[Run, str, float]]:
+    """With one server."""
+    if not group:
+        return
+    done = 0
+    try:
+        with tempfile.TemporaryDirectory() as work, serving(Path(work) / "models", names, load, ports) as doors:
+            for run in group:
                 started = perf_counter()
                 yield run, attempt(run, python, doors), perf_counter() - started
-        for run in found:
-            if "model_control" in run.path.name:
-                names = models_for(run)
-                with serving(Path(work) / run.protocol, names, load="simple") as doors:
-                    started = perf_counter()
-                    yield run, attempt(run, python, doors), perf_counter() - started
-            elif "cudashm" in run.path.name:
-                yield run, "not run: it needs a GPU", 0.0
+                done += 1
+    except RuntimeError as error:
+        for run in group[done:]:
+            yield run, str(error).strip().splitlines()[-1], 0.0
 
 
 def main(words: list[str]) -> int:

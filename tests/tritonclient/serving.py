@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SHMSERVE_TRITONCLIENT") or ROOT / "build" / "tritonclient-env" / "bin" / "python")
 """Of the environment that `make tritonclient` makes."""
 ABSENT = "no environment with tritonclient: `make tritonclient` makes it where the package registry can be reached"
+ROLES = "infer,observe,operate"
 END_S = 60
 
 
@@ -38,8 +39,15 @@ def serving(
 def _gateway(server: Server, ports: dict[str, int]) -> Iterator[dict[str, str]]:
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
-    command += ["--http-port", str(ports.get("http", 0)), "--metrics-port", "0"]
-    command += ["--http-roles", "infer,observe,operate", "--allow-client-shm", "--ready-fd", str(writer)]
+    command += [
+        "--http-port",
+        str(ports.get("http", 0)),
+        "--metrics-port",
+        "0",
+        "--grpc-port",
+        str(ports.get("grpc", 0)),
+    ]
+    command += ["--http-roles", ROLES, "--grpc-roles", ROLES, "--allow-client-shm", "--ready-fd", str(writer)]
     with open(reader) as ready:
         process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)
         os.close(writer)
