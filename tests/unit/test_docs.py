@@ -36,7 +36,7 @@ def commands() -> Iterator[Any]:
             words = shlex.split(line.removeprefix("$ "), comments=True)
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 del words[0]
-            for end in ("|", "&", ">", "<", "&&", ";"):
+            for end in ("|", "&", ">", ">>", "<", "&&", ";"):
                 if end in words:
                     del words[words.index(end) :]
             if words and words[0].rpartition("/")[2] == "shmserve":
