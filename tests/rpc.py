@@ -42,6 +42,7 @@ class Rpcs:
 
     def __init__(self, port: int) -> None:
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_receive_message_length", -1)])
+        grpc.channel_ready_future(self.channel).result(60)
         for service in (INFERENCE, HEALTH):
             for method in POOL.FindServiceByName(service).methods_by_name.values():
                 kinds = ("unary", "stream")

@@ -33,7 +33,7 @@ LIMITS = ("--http-max-input-size=8000000", "--http-max-json-size=200000", "--htt
 
 
 class Gateway:
-    """Beside a server; `http` and `metrics` are its ports."""
+    """Beside a server; `http`, `grpc` and `metrics` are its ports."""
 
     def __init__(self, server: Server, *options: str) -> None:
         reader, writer = os.pipe()
@@ -45,7 +45,7 @@ class Gateway:
             words = ready.readline().split()
         assert words[:1] == ["READY"], self.process.communicate()
         ports = dict(word.split("=") for word in words[1:])
-        self.http, self.metrics = int(ports["http"]), int(ports.get("metrics", 0))
+        self.http, self.grpc, self.metrics = (int(ports.get(door, 0)) for door in ("http", "grpc", "metrics"))
 
     def connection(self, port: int = 0) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", port or self.http, timeout=30)
