@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from shmserve.clients.gateway.flags import OBSERVE, OPERATE
 from shmserve.clients.gateway.restrict import Restrictions
 from shmserve.clients.gateway.routes import NEEDS
 from shmserve.clients.gateway.tokens import Tokens
@@ -60,6 +61,9 @@ class Access:
             if roles is not self._roles:
                 whose = "neither this token nor this door gives"
             raise Denied(f"this needs the role {' or '.join(needs)}, which {whose}")
+        if OPERATE in needs and OBSERVE not in needs and header("origin") is not None:
+            if tokens is None or header("authorization") is None:
+                raise Denied("a page in a browser (the request has the header Origin) may not do this without a token")
         refusal = self._restrictions.refusal(action, header)
         if refusal is not None:
             raise Denied(refusal)

@@ -87,6 +87,20 @@ def test_a_token_adds_to_what_the_door_gives_and_a_wrong_one_is_said() -> None:
     assert str(access) == "for observe, and for 1 with a token"
 
 
+def test_pages_in_browsers_change_nothing_in_the_name_of_who_looks_at_them() -> None:
+    """Browsers let any page send a POST to this machine, and say of which page it is."""
+    page = {"origin": "http://example.org", "authorization": "Bearer t"}
+    changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
+    changing |= {"memory_register", "memory_unregister", "memory_status"}
+    for action in NEEDS:
+        Access(flags.ROLES, tokens.Tokens(f"a operate {digest('t')}")).check(action, page.get)
+        if action in changing:
+            with pytest.raises(Denied, match="a page in a browser"):
+                Access(flags.ROLES).check(action, page.get)
+        else:
+            Access(flags.ROLES).check(action, page.get)
+
+
 # ---------------------------------------------------------------------------------------- tokens
 
 
