@@ -1,4 +1,4 @@
-"""The response cache of a real server: what came in frames, or lies in shared memory of clients, is copied and compared."""
+"""The response cache of a real server: what comes in frames, or lies in shared memory, is copied and compared."""
 
 from __future__ import annotations
 
