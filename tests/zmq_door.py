@@ -25,13 +25,18 @@ HELLO = [6, 1, 0, "bare", "frames"]
 class DoorThread:
     """Of three clients with keys, `alice` may operate, `bob` infers, and `eve` is not let in."""
 
-    def __init__(self, folder: Path, url: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self, folder: Path, url: str, limits: Limits | None = None, address: str = "tcp://127.0.0.1:0"
+    ) -> None:
         self.folder = folder
-        self.server_key, self.server_public = write_pair(folder, "server", make_pair(), "infer")
-        for name, roles in (("alice", "infer,observe,operate"), ("bob", "infer"), ("eve", "infer")):
-            write_pair(folder, name, make_pair(), roles)
+        self.server_key, self.server_public = folder / "server.key", folder / "server.pub"
+        if not self.server_key.exists():
+            write_pair(folder, "server", make_pair(), "infer")
+            for name, roles in (("alice", "infer,observe,operate"), ("bob", "infer"), ("eve", "infer")):
+                write_pair(folder, name, make_pair(), roles)
         self.let_in("alice", "bob")
         self._url = url
+        self._address = address
         self._limits = limits or Limits(exit_timeout_s=5.0)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-door")
@@ -51,7 +56,7 @@ class DoorThread:
         link = GatewayLink(self._url, None, "gateway", 1 << 28)
         link.bind()
         self.door = ZmqDoor(link, self._limits, read_pair(self.server_key), Allowed(str(self.folder / "keys")))
-        self.url = f"tcp://127.0.0.1:{self.door.open('tcp://127.0.0.1:0')}"
+        self.url = f"tcp://127.0.0.1:{self.door.open(self._address)}"
         self._ready.set()
         await self._stop.wait()
         await self.door.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 import struct
 import time
 from collections import Counter
@@ -25,13 +26,14 @@ from shmserve.clients.gateway.zmqtcp_keys import FULL, GOOD, UNKNOWN, Allowed, E
 from shmserve.clients.gateway.zmqtcp_peer import Peer, decode
 from shmserve.clients.keys import Pair
 from shmserve.clients.transport import TCP_FRAME_BYTES
-from shmserve.errors import ProtocolError, Unavailable
+from shmserve.errors import Internal, ProtocolError, Unavailable
 from shmserve.messages import PACKET_BYTES, Hello
 
 log = logging.getLogger("shmserve.gateway")
 
 QUEUE = 16
 """Messages of one client that libzmq keeps in each direction."""
+BACKLOG = 1024
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 5000
 """A client that has vanished without a word is noticed after three of these."""
@@ -100,14 +102,22 @@ class ZmqDoor(Outside):
         return made
 
     @staticmethod
-    def _descriptor(socket: zmq.Socket[bytes]) -> int:
-        return int(socket.getsockopt(zmq.FD))
+    def _descriptor(of: zmq.Socket[bytes]) -> int:
+        return int(of.getsockopt(zmq.FD))
 
-    def open(self, address: str) -> int:
-        """Listens at tcp://HOST:PORT, and says on which port. OSError (zmq.ZMQError) where that cannot be."""
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
-        self._socket.bind(address)
-        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+    def open(self, address: str, share: bool = False) -> int:
+        """Listens at tcp://HOST:PORT, and says on which port. OSError where that cannot be. `share`: others may listen
+        there as well, which libzmq has no option for; so the socket is not made by it."""
+        host, port = host_of(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=share) as made:
+            made.setblocking(False)
+            found: int = made.getsockname()[1]
+            self._socket.setsockopt(zmq.IPV6, family == socket.AF_INET6)
+            self._socket.setsockopt(zmq.USE_FD, made.fileno())
+            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else '127.0.0.1'}:{found}")
+            made.detach()
+        return found
 
     @property
     def keys(self) -> int:
@@ -181,7 +191,11 @@ class ZmqDoor(Outside):
             peer = self._enter(identity, connection, key)
             if peer is None:
                 return
-        peer.hear(packet, [part.buffer for part in parts[2:]])
+        try:
+            peer.hear(packet, [part.buffer for part in parts[2:]])
+        except Exception:  # a mistake of ours, which is to cost nobody else anything
+            log.exception("a message of a ZeroMQ client could not be taken in")
+            peer.goodbye(Internal("the gateway could not take a message of this client in; its log says why"))
 
     def _enter(self, identity: bytes, connection: int, key: str) -> Peer | None:
         self._sent_away.pop(identity, None)
@@ -337,9 +351,16 @@ def _is_hello(packet: Buffer) -> bool:
         return False
 
 
+def host_of(address: str) -> tuple[str, int]:
+    """`tcp://*:8790` -> `("0.0.0.0", 8790)`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    return "0.0.0.0" if host == "*" else host, int(port)
+
+
 def is_open_to_others(address: str) -> bool:
     """Whether more than this machine can reach it."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host, _ = host_of(address)
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:

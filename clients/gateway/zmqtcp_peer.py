@@ -23,7 +23,16 @@ from shmserve.clients.gateway.zmqtcp_asked import (
     piece_of,
     without_words,
 )  # fmt: skip
-from shmserve.errors import Cancelled, ConnectionLost, Denied, InvalidRequest, ProtocolError, ServeError, Unavailable
+from shmserve.errors import (
+    Cancelled,
+    ConnectionLost,
+    Denied,
+    Internal,
+    InvalidRequest,
+    ProtocolError,
+    ServeError,
+    Unavailable,
+)
 from shmserve.messages import (
     FIELD_BYTES,
     INLINE_BYTES,
@@ -318,7 +327,13 @@ class Peer:
     def take_out(self) -> None:
         """All that is in the outbox goes."""
         messages, self.outbox = self.outbox, []
-        for packet in wire.pack(messages) if messages else ():
+        if not messages:
+            return
+        try:
+            packets = wire.pack(messages)
+        except Internal:
+            packets = [packet for message in messages for packet in _packed(message)]
+        for packet in packets:
             self._door.send(self, packet, ())
 
     def answered(self, ticket: Asked, answer: Reply | Held) -> None:
@@ -400,6 +415,14 @@ class Peer:
         self._bodies.clear()
         self.outbox.clear()
         self.unsent.clear()
+
+
+def _packed(message: Any) -> list[bytes]:
+    """An answer that has just fitted into a packet may no longer do so with the client's own, larger number."""
+    try:
+        return wire.pack([message])
+    except Internal as error:
+        return wire.pack([Fail(message.request, error.code, error.message)])
 
 
 _HANDLERS: dict[type, Callable[[Peer, Any], None]] = {

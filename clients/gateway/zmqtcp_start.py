@@ -70,14 +70,12 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
 
 def listen(door: ZmqDoor, args: argparse.Namespace) -> int:
     """The port."""
-    import zmq
-
     from shmserve.clients.gateway.zmqtcp import is_open_to_others
 
     try:
-        port = door.open(args.zmq_address)
-    except zmq.ZMQError as error:
-        raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror}") from error
+        port = door.open(args.zmq_address, args.reuse_port)
+    except OSError as error:
+        raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror or error}") from error
     log.info("ZeroMQ with CURVE on %s, port %d, for the %d keys of its file", args.zmq_address, port, door.keys)
     if is_open_to_others(args.zmq_address):
         log.warning(

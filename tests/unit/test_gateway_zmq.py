@@ -5,7 +5,6 @@ hostile client can do.
 from __future__ import annotations
 
 import gc
-import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,14 +16,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.access import INFER, OBSERVE, OPERATE
-from shmserve.clients import keys
-from shmserve.clients.arguments import parser
-from shmserve.clients.commands_base import Misuse
-from shmserve.clients.gateway import zmqtcp_start
-from shmserve.clients.gateway.zmqtcp import is_open_to_others
 from shmserve.clients.gateway.zmqtcp_asked import Limits
-from shmserve.clients.gateway.zmqtcp_keys import Entry, parse
 from shmserve.errors import Unavailable
 from shmserve.messages import Cancel, More
 from tests.client_faces import FACES
@@ -35,8 +27,6 @@ LIMITS = Limits(
     input_bytes=4 << 20, held_bytes=6 << 20, requests=100, unsent_bytes=8 << 20, connections=8, key_connections=6,
     exit_timeout_s=5.0,
 )  # fmt: skip
-
-GOOD = ["--zmq-server-key", "server.key", "--zmq-keys", "keys"]
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +211,19 @@ def test_the_server_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monk
         np.testing.assert_array_equal(client.infer("echo", {"x": x})["x"], x)
     door.stop()
     broker.stop()
+
+
+def test_a_gateway_that_is_started_again(broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = DoorThread(tmp_path, broker.lane, Limits(exit_timeout_s=0.01))
+    x = np.arange(5000.0)
+    with shmserve.Client(door.url, **door.keys("alice"), timeout=20) as client:
+        future = client.submit("hold", {"x": x})
+        broker.parked.get(timeout=20)
+        door.stop()
+        monkeypatch.setitem(MODELS, "hold", echo)
+        door = DoorThread(tmp_path, broker.lane, address=door.url)
+        np.testing.assert_array_equal(future.result()["x"], x)
+    door.stop()
 
 
 # ------------------------------------------------------------------------------------------------ who comes in
@@ -439,60 +442,17 @@ def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBr
         door.stop()
 
 
-# ------------------------------------------------------------------------------------------------ how it is started
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--zmq-address", "tcp://127.0.0.1:8790"], "needs --zmq-server-key and --zmq-keys: nobody is let in"),
-        (["--zmq-address", "tcp://127.0.0.1:8790", "--zmq-keys", "keys"], "needs --zmq-server-key and --zmq-keys"),
-        (["--zmq-keys", "keys"], "--zmq-keys without --zmq-address"),
-        (["--zmq-address", "tcp://*", *GOOD], "is not tcp://HOST:PORT"),
-        (["--zmq-address", "ipc:///tmp/x", *GOOD], "is not tcp://HOST:PORT"),
-        (["--zmq-address", "tcp://127.0.0.1:99999", *GOOD], "is not tcp://HOST:PORT"),
-        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.pub", "--zmq-keys", "keys"], "chmod 600"),
-        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "none", "--zmq-keys", "keys"], "cannot read keys from"),
-        (
-            ["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.key", "--zmq-keys", "bad"],
-            "bad, line 2: 'x' is",
-        ),
-        (["--zmq-address", "tcp://[::1]:0", "--zmq-server-key", "server.key", "--zmq-keys", "open"], "chmod go-w open"),
-    ],
-)
-def test_r15_not_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], text: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    _, public = keys.write_pair(tmp_path, "server", keys.make_pair(), "infer")
-    for name, roles in (("keys", "infer"), ("bad", "infer,x"), ("open", "infer")):
-        (tmp_path / name).write_text(f"# one\n{public.read_text().split()[0]} {roles}\n")
-    (tmp_path / "open").chmod(0o622)
-    with pytest.raises(Misuse, match=re.escape(text)):
-        zmqtcp_start.check(parser().parse_args(["gateway", *options]))
-
-
-def test_it_is_off_by_default_and_only_of_this_machine_where_it_says_so() -> None:
-    assert zmqtcp_start.check(parser().parse_args(["gateway"])) is None
-    for address, others in (
-        ("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("0.0.0.0", True), ("*", True), ("[::]", True),
-        ("192.0.2.1", True), ("host.example", True),
-    ):  # fmt: skip
-        assert is_open_to_others(f"tcp://{address}:8790") is others
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("short infer", "line 1: a line begins with a public key of 40 characters"),
-        ("#" * 40, "line 1: the key has no roles"),
-        (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: this key is there twice"),
-    ],
-)
-def test_files_of_keys_that_are_none(line: str, text: str) -> None:
-    with pytest.raises(shmserve.InvalidRequest, match=text):
-        parse(line, "file")
-
-
-def test_files_of_keys() -> None:
-    first, second = "#" * 40, "z" * 40
-    found = parse(f"# a comment\n\n{first} infer,operate  Alice of there \n#\n{second} observe\n", "file")
-    assert found == {first: Entry(INFER | OPERATE, "Alice of there"), second: Entry(OBSERVE, "")}
+def test_several_doors_may_share_a_port(broker: FakeBroker, tmp_path: Path) -> None:
+    with ExitStack() as made:
+        doors = [DoorThread(tmp_path, broker.lane, LIMITS) for _ in range(2)]
+        for door in doors:
+            made.callback(door.stop)
+        port = doors[0].do(lambda: doors[0].door.open("tcp://[::1]:0", share=True))
+        assert doors[1].do(lambda: doors[1].door.open(f"tcp://[::1]:{port}", share=True)) == port
+        with pytest.raises(OSError, match=r"[Aa]ddress already in use"):
+            doors[1].do(lambda: doors[1].door.open(f"tcp://[::1]:{port}"))
+        with ExitStack() as clients:
+            for _ in range(4):
+                url, keys_of_alice = f"tcp://[::1]:{port}", doors[0].keys("alice")
+                assert clients.enter_context(shmserve.Client(url, **keys_of_alice, timeout=20)).live()
+            assert sum(door.door.peers for door in doors) == 4

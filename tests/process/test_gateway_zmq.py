@@ -1,0 +1,160 @@
+"""ZeroMQ over tcp as it is run: keys from the command, a gateway of its own process before a real server, clients in
+Python and on the command line, and one that only knows zmq and msgpack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.clients import cli
+from shmserve.clients.keys import read_pair
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.testing import Server
+from tests.client_faces import FACES
+from tests.conformance.client_ways import NUMBERS, data
+from tests.process.test_gateway import model
+
+pytestmark = pytest.mark.process
+
+
+class Gateway:
+    """With keys for `alice`, who may operate, and `bob`, who infers."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.folder = folder
+        for name, roles in (("server", "infer"), ("alice", "infer,observe,operate"), ("bob", "infer")):
+            assert shmserve_command("keygen", name, "--out", str(folder), "--roles", roles)[0] == 0
+        (folder / "keys").write_text((folder / "alice.pub").read_text() + (folder / "bob.pub").read_text())
+        reader, writer = os.pipe()
+        command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
+        command += ["--http-port", "0", "--metrics-port", "0", "--allow-grpc=false", "--ready-fd", str(writer)]
+        command += ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(folder / "server.key")]
+        command += ["--zmq-keys", str(folder / "keys")]
+        self.process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)
+        os.close(writer)
+        with open(reader) as ready:
+            words = ready.readline().split()
+        assert words[:1] == ["READY"], self.process.communicate()
+        ports = dict(word.split("=") for word in words[1:])
+        self.url = f"tcp://127.0.0.1:{ports['zmq']}"
+        self.metrics = int(ports["metrics"])
+
+    def keys(self, name: str) -> dict[str, Any]:
+        return {"server_key": self.folder / "server.pub", "key_file": self.folder / f"{name}.key"}
+
+    def where(self, name: str) -> list[str]:
+        """The same for a command."""
+        keys = self.keys(name)
+        return ["--url", self.url, "--server-key", str(keys["server_key"]), "--key-file", str(keys["key_file"])]
+
+    def stop(self) -> bytes:
+        self.process.send_signal(signal.SIGTERM)
+        _, log = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, log
+        return log
+
+
+def shmserve_command(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    model(repository, "all", list(ITEM_BYTES), "[ -1 ]", 0)
+    with Server(repository) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def gateway(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    made = Gateway(server, tmp_path_factory.mktemp("keys"))
+    yield made
+    log = made.stop()
+    assert b"ZeroMQ with CURVE on tcp://127.0.0.1:0" in log
+    assert b"Traceback" not in log
+    assert read_pair(made.folder / "alice.key").secret.encode() not in log
+
+
+@pytest.mark.parametrize("face", list(FACES))
+@pytest.mark.parametrize("size", [3, 5000])
+def test_tensors_of_all_types(gateway: Gateway, face: str, size: int) -> None:
+    given: dict[str, Any] = {f"i_{name}": data(name, (size,)) for name in NUMBERS}
+    given["i_BF16"] = shmserve.Raw("BF16", given["i_BF16"].view(np.uint16))
+    words = np.array([b"x" * (n % 50) for n in range(size)], object)
+    with FACES[face](gateway.url, **gateway.keys("bob"), timeout=60) as client:
+        found = client.infer("all", given | {"i_BYTES": words})
+    for name in NUMBERS:
+        assert found[f"o_{name}"].tobytes() == data(name, (size,)).tobytes(), name
+    assert found["o_BYTES"].tolist() == words.tolist()
+
+
+def test_commands(gateway: Gateway) -> None:
+    code, out, _ = shmserve_command("models", "--json", *gateway.where("alice"))
+    assert code == 0
+    assert [entry["name"] for entry in json.loads(out)] == ["all"]
+    code, _, err = shmserve_command("models", *gateway.where("bob"))
+    assert code == 1
+    assert "'models' needs the role observe or operate" in err
+    code, _, err = shmserve_command("ready", "--url", gateway.url)
+    assert code == 2
+    assert "tcp:// needs --server-key (or SHMSERVE_SERVER_KEY)" in err
+    assert shmserve_command("ready", *gateway.where("bob"))[0] == 0
+
+
+def test_operations(gateway: Gateway) -> None:
+    with shmserve.Client(gateway.url, **gateway.keys("alice"), timeout=60) as alice:
+        assert alice.restart("all")["model"] == "all"
+    with (
+        shmserve.Client(gateway.url, **gateway.keys("bob"), timeout=60) as bob,
+        pytest.raises(shmserve.Denied, match="'restart' needs the role operate, and this connection has infer"),
+    ):
+        bob.restart("all")
+
+
+def test_metrics(gateway: Gateway) -> None:
+    import urllib.request
+
+    with shmserve.Client(gateway.url, **gateway.keys("bob"), timeout=60) as bob:
+        assert bob.live()
+        with urllib.request.urlopen(f"http://127.0.0.1:{gateway.metrics}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+    assert "\nshmserve_gateway_zmq_connections 1\n" in text
+
+
+def test_keygen(tmp_path: Path) -> None:
+    code, out, _ = shmserve_command("keygen", "alice", "--out", str(tmp_path / "new"))
+    assert code == 0
+    key, public = tmp_path / "new" / "alice.key", tmp_path / "new" / "alice.pub"
+    assert (key.stat().st_mode & 0o777, public.stat().st_mode & 0o022) == (0o600, 0)
+    pair = read_pair(key)
+    assert public.read_text() == f"{pair.public} infer,observe alice\n"
+    assert pair.secret not in out
+    assert str(key) in out
+    before = key.read_bytes()
+    code, _, err = shmserve_command("keygen", "alice", "--out", str(tmp_path / "new"))
+    assert code == 1
+    assert "there is one already" in err or "File exists" in err
+    assert key.read_bytes() == before
+    for words in (["../x"], ["-x"], ["a", "--roles", "root"]):
+        with contextlib.suppress(SystemExit):
+            assert shmserve_command("keygen", "--out", str(tmp_path), *words)[0] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    code, out, _ = shmserve_command("keygen", "bob", "--out", str(tmp_path), "--json")
+    assert json.loads(out)["public_key"] == read_pair(tmp_path / "bob.key").public
