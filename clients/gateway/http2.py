@@ -19,8 +19,6 @@ from shmserve.clients.gateway.http2_host import Host
 from shmserve.clients.gateway.http2_life import Life
 from shmserve.clients.gateway.http2_stream import Stream
 
-QUANTUM = 256 * 1024
-"""So much of one stream is sent before the next one's turn."""
 _GREETING = frames.settings({
     frames.MAX_FRAME_SIZE: most.FRAME_BYTES,
     frames.INITIAL_WINDOW_SIZE: most.STREAM_WINDOW,
@@ -40,8 +38,8 @@ class Http2:
         self.out: list[Buffer] = [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: door.limits.streams}),
                                   frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
         self.out_bytes = 0
-        """Of messages, in `out`."""
-        self.writable = True
+        """Of answers, in `out`."""
+        self.accepts = True
         """The socket takes what is sent."""
         self.over = False
         """Nothing more is taken or begun; the owner closes after what is in `out`."""
@@ -87,7 +85,7 @@ class Http2:
 
     def space(self) -> memoryview | None:
         """Where the next bytes belong, if that is a large message; then `fill` is called and not `feed`."""
-        if self._left < QUANTUM // 16 or self._stream is None or self.over:
+        if self._left < most.QUANTUM // 16 or self._stream is None or self.over:
             return None
         return self._stream.space(self._left)
 
@@ -266,21 +264,15 @@ class Http2:
         self._idle()
         if flags & frames.ACK:
             return
-        for name, value in frames.pairs(payload):
+        for name, value in frames.settings_of(payload):
             if name == frames.INITIAL_WINDOW_SIZE:
                 self._initial_window(value)
             elif name == frames.MAX_FRAME_SIZE:
-                if not frames.DEFAULT_FRAME <= value <= frames.LARGEST_FRAME:
-                    raise Broken(Reason.PROTOCOL_ERROR, "a size of frames that HTTP/2 does not have")
                 self.frame_bytes = value
-            elif name == frames.ENABLE_PUSH and value > 1:
-                raise Broken(Reason.PROTOCOL_ERROR, "a setting that is neither 0 nor 1")
         self._reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self.pump()
 
     def _initial_window(self, value: int) -> None:
-        if value > frames.LARGEST_WINDOW:
-            raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
         change = value - self._stream_window
         self._stream_window = value
         for stream in self.streams.values():
@@ -289,7 +281,7 @@ class Http2:
                 raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
 
     def _reply(self, data: bytes) -> None:
-        if not self.writable:
+        if not self.accepts:
             self._replies += 1
             if self._replies > most.UNSENT_REPLIES:
                 raise Broken(Reason.ENHANCE_YOUR_CALM, "the caller asks and does not read")
@@ -390,7 +382,9 @@ class Http2:
             self.wake()
             return
         if head.status != 200:
-            self._refuse(number, head.status, ended)
+            self._idle()
+            self.out.append(heads.refused(number, head.status, ended))
+            self.wake()
             return
         door = self.door
         expires = None if head.timeout is None else door.now() + head.timeout
@@ -412,14 +406,6 @@ class Http2:
             stream.half = True
             stream.ended()
 
-    def _refuse(self, number: int, status: int, ended: bool) -> None:
-        flags = frames.END_HEADERS | frames.END_STREAM
-        self.out.append(frames.frame(frames.HEADERS, flags, number, heads.refusal(status)))
-        if not ended:
-            self.out.append(frames.reset(number, Reason.NO_ERROR))
-        self._idle()
-        self.wake()
-
     def _reset(self, stream: Stream, reason: Reason) -> None:
         self._idle()
         self.out.append(frames.reset(stream.number, reason))
@@ -438,7 +424,11 @@ class Http2:
     def push(self, stream: Stream) -> None:
         """It has more to send than the caller takes at once."""
         self._queued[stream] = None
-        self.pump()
+        while self.writable and stream.pump(most.QUANTUM, resume=False):
+            pass
+        if not stream.queued:
+            self._queued.pop(stream, None)
+        self.wake()
 
     def forget(self, stream: Stream) -> None:
         if self.streams.pop(stream.number, None) is None:
@@ -456,19 +446,20 @@ class Http2:
     def pump(self) -> None:
         """Sends what is queued, every stream in its turn."""
         moved = True
-        while moved and self.window > 0 and self.writable and self._queued:
+        while moved and self.window > 0 and self._queued:
             moved = False
             for stream in list(self._queued):
+                if not self.writable:
+                    return
                 if not stream.queued:
                     self._queued.pop(stream, None)
-                elif stream.pump(QUANTUM):
+                elif stream.pump(most.QUANTUM):
                     moved = True
-        if self.out:
-            self.wake()
+                    self.wake()
 
     def resumed(self) -> None:
         """The socket takes more again."""
-        self.writable = True
+        self.accepts = True
         self._replies = 0
         self.pump()
         for stream in list(self.streams.values()):
@@ -477,9 +468,17 @@ class Http2:
             if not stream.queued:
                 stream.call.resume()
 
-    def sent(self) -> None:
-        """Something went to the caller: he may ask again whether we are there."""
-        self.life.sent()
+    @property
+    def writable(self) -> bool:
+        return self.accepts and self.out_bytes < most.AHEAD_BYTES
+
+    def taken(self) -> None:
+        """What was in `out` is on its way."""
+        size, self.out_bytes = self.out_bytes, 0
+        if size:
+            self.life.sent()
+        if size >= most.AHEAD_BYTES and self.accepts:
+            self.resumed()
 
     @property
     def done(self) -> bool:

@@ -65,7 +65,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         if self._core is not None:
-            self._core.writable = False
+            self._core.accepts = False
             self._turn = self._door.turn
 
     def resume_writing(self) -> None:
@@ -84,17 +84,14 @@ class Connection(asyncio.BufferedProtocol):
             return
         out = core.out
         if out:
-            if core.out_bytes:
-                core.sent()
             if core.out_bytes <= JOINED_BYTES:
                 data = b"".join(out)
                 out.clear()
-                core.out_bytes = 0
                 transport.write(data)
             else:
                 core.out = []
-                core.out_bytes = 0
                 transport.writelines(out)
+            core.taken()
         if core.done:
             transport.close()
 

@@ -78,5 +78,13 @@ def number(payload: bytes) -> int:
     return found
 
 
-def pairs(payload: bytes) -> list[tuple[int, int]]:
-    return list(_SETTING.iter_unpack(payload))
+def settings_of(payload: bytes) -> list[tuple[int, int]]:
+    found = list(_SETTING.iter_unpack(payload))
+    for name, value in found:
+        if name == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
+            raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+        if name == MAX_FRAME_SIZE and not DEFAULT_FRAME <= value <= LARGEST_FRAME:
+            raise Broken(Reason.PROTOCOL_ERROR, "a size of frames that HTTP/2 does not have")
+        if name == ENABLE_PUSH and value > 1:
+            raise Broken(Reason.PROTOCOL_ERROR, "a setting that is neither 0 nor 1")
+    return found

@@ -14,7 +14,17 @@ from hpack.hpack import Decoder
 from hpack.table import HeaderTable
 from msgspec import Struct
 
-from shmserve.clients.gateway.http2_frames import PADDED, WITH_PRIORITY, Broken, Reason
+from shmserve.clients.gateway.http2_frames import (
+    END_HEADERS,
+    END_STREAM,
+    PADDED,
+    WITH_PRIORITY,
+    Broken,
+    Reason,
+    frame,
+    reset,
+)  # fmt: skip
+from shmserve.clients.gateway.http2_frames import HEADERS as HEADERS_FRAME
 from shmserve.clients.gateway.http2_limits import CONTINUATIONS
 
 HEAD_BYTES = 32 * 1024
@@ -212,9 +222,11 @@ def trailers(code: int, text: str) -> bytes:
 ACCEPTED = _literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 
 
-def refusal(status: int) -> bytes:
-    """Of what is no gRPC."""
-    return b"\x08\x03%d" % status  # :status, by the name in the static table
+def refused(number: int, status: int, ended: bool) -> bytes:
+    """The frames that answer what is no gRPC. `ended`: the caller has sent all of it."""
+    block = b"\x08\x03%d" % status  # :status, by the name in the static table
+    found = frame(HEADERS_FRAME, END_HEADERS | END_STREAM, number, block)
+    return found if ended else found + reset(number, Reason.NO_ERROR)
 
 
 def percent(text: str) -> bytes:

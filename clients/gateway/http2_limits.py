@@ -13,6 +13,10 @@ FRAME_BYTES = 1 << 20
 """The largest frame that is taken."""
 CONTINUATIONS = 16
 """Frames of one header block."""
+QUANTUM = 256 << 10
+"""So much of one stream is sent before the next one's turn."""
+AHEAD_BYTES = 1 << 20
+"""So much is made ready for the socket at a time."""
 SETTINGS_BYTES = 6 * 64
 RESETS = 2000
 """Calls that a caller may take back in one turn of the slow clock: each is work for others."""

@@ -316,6 +316,7 @@ class Stream:
         core = self._core
         assert self._end is not None
         core.out.append(self._end)
+        core.out_bytes += len(self._end)
         if not self.half:
             core.out.append(frames.reset(self.number, frames.Reason.NO_ERROR))
         self.close()
@@ -335,8 +336,9 @@ class Stream:
                 self._core.wake()
         call.cancelled()
 
-    def pump(self, most: int) -> int:
-        """Sends what is queued, as far as the caller takes it. Gives how much that was."""
+    def pump(self, most: int, resume: bool = True) -> int:
+        """Sends what is queued, as far as the caller takes it. Gives how much that was. `resume`: whether the service
+        has seen that the stream was not writable."""
         core = self._core
         sent = 0
         while self._queue and sent < most:
@@ -354,7 +356,7 @@ class Stream:
         if sent and not self._queue:
             if self._end is not None:
                 self._finish()
-            elif core.writable:
+            elif resume and core.writable:
                 self.call.resume()
         return sent
 

@@ -126,7 +126,7 @@ class Caller:
             if data:
                 self.core.feed(data)
             out, self.core.out = self.core.out, []
-            self.core.out_bytes = 0
+            self.core.taken()
             if not data and not out:
                 return
             if out:
@@ -190,6 +190,7 @@ class Caller:
         for part in parts:
             self.core.feed(part)
         out, self.core.out = b"".join(map(bytes, self.core.out)), []
+        self.core.taken()
         found = []
         while out:
             size = int.from_bytes(out[:3], "big")

@@ -178,10 +178,35 @@ def test_writable_and_resume() -> None:
     caller.turn()
     assert call.stream.writable
     assert call.told[-1] == "resume"
-    caller.core.writable = False
+    caller.core.accepts = False
     assert not call.stream.writable
     caller.core.resumed()
     assert call.told[-2:] == ["resume", "resume"]
+
+
+def test_no_more_is_made_ready_than_the_socket_takes() -> None:
+    class Much(Echo):
+        left = 50
+
+        def half_closed(self) -> None:
+            self.resume()
+
+        def resume(self) -> None:
+            while self.left and self.stream.writable:
+                self.stream.send([bytes(100_000)])
+                self.left -= 1
+            if not self.left:
+                self.stream.finish(0)
+
+    caller = Caller(Host(Much), window=100 << 20)
+    caller.h2.increment_flow_control_window(100 << 20)
+    caller.turn()
+    number = caller.begin()
+    caller.core.feed(caller.h2.data_to_send() + frame(DATA, 1, number, message(b"")))
+    assert caller.host.calls[0].left == 39
+    caller.turn()
+    assert len(caller.messages(number)) == 51
+    assert caller.status(number) == 0
 
 
 def test_a_paused_stream_keeps_what_comes_and_slows_the_caller_down() -> None:

@@ -198,7 +198,7 @@ def test_data_beyond_what_was_granted() -> None:
 def test_a_caller_who_asks_and_does_not_read() -> None:
     caller = Caller(Host(ping_strikes=0), greet=False)
     caller.raw([HELLO])
-    caller.core.writable = False
+    caller.core.accepts = False
     assert reason(caller, *[frame(PING, 0, 0, bytes(8))] * 999) is None
     assert reason(caller, *[frame(SETTINGS, 0, 0)] * 2) == CALM
 
@@ -248,7 +248,7 @@ def test_pings_are_counted_as_grpc_does() -> None:
     for _ in range(5):
         assert reason(caller, ping) is None
         caller.host.time += 301
-    caller.core.sent()
+    caller.core.life.sent()
     assert reason(caller, ping, ping, ping) is None
     assert reason(caller, ping) == CALM
     caller = Caller(Host(ping_interval_s=300.0), greet=False)
