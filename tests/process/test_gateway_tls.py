@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import http.client
@@ -21,6 +22,7 @@ import trustme
 
 from shmserve.testing import Server
 from tests.process.test_gateway import Gateway, binary, model, outputs, rows
+from tests.rpc import message as rpc_message
 
 pytestmark = pytest.mark.process
 
@@ -41,8 +43,11 @@ name: "told" backend: "python"
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
 output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
-FORWARD = ("--http-header-forward-pattern", "x-.*")
-RESTRICTED = ("--http-restricted-api", "model-config:admin-key=open sesame")
+FORWARD = ("--http-header-forward-pattern", "x-.*", "--grpc-header-forward-pattern", "x-.*")
+RESTRICTED = (
+    "--http-restricted-api", "model-config:admin-key=open sesame",
+    "--grpc-restricted-protocol", "model-config:admin-key=open sesame",
+)  # fmt: skip
 
 
 class Place:
@@ -74,9 +79,27 @@ class SecureGateway(Gateway):
     def __init__(self, place: Place, server: Server, *options: str) -> None:
         super().__init__(server, "--tls-cert", str(place.certificate), "--http-read-timeout", "1", *options)
         self.context = place.client()
+        self.root = place.authority.cert_pem.bytes().decode()
 
     def connection(self, port: int = 0) -> http.client.HTTPSConnection:
         return http.client.HTTPSConnection("127.0.0.1", port or self.http, timeout=30, context=self.context)
+
+    def rpc(self, *calls: tuple[str, Any, dict[str, str]], own: trustme.LeafCert | None = None) -> list[Any]:
+        """Code and text of each call, and its answer."""
+        told = {
+            "port": self.grpc,
+            "root": self.root,
+            "chain": own and own.cert_chain_pems[0].bytes().decode(),
+            "key": own and own.private_key_pem.bytes().decode(),
+            "calls": [
+                [method, base64.b64encode(request.SerializeToString()).decode(), given]
+                for method, request, given in calls
+            ],
+        }
+        command = [sys.executable, "-m", "tests.process.grpc_secure"]
+        found = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=100)
+        assert found.returncode == 0, found.stderr
+        return [(code, text, base64.b64decode(answer)) for code, text, answer in json.loads(found.stdout)]
 
     def secure(self) -> ssl.SSLSocket:
         return self.context.wrap_socket(self.socket(), server_hostname="localhost")
@@ -220,6 +243,31 @@ def test_headers_go_on_to_the_model(gateway: SecureGateway) -> None:
     assert (status, json.loads(json.loads(answer)["y"])) == (200, told)
 
 
+def test_grpc_asks_at_the_same_table(gateway: SecureGateway) -> None:
+    user, admin = ({"authorization": f"Bearer {token}"} for token in ("user", "admin"))
+    key = {"triton-grpc-protocol-admin-key": "open sesame"}
+    config, stats = rpc_message("ModelConfigRequest", name="row"), rpc_message("ModelStatisticsRequest", name="row")
+    infer = rpc_message("ModelInferRequest", model_name="told", raw_input_contents=[bytes(4)])
+    infer.inputs.add(name="x", datatype="FP32", shape=[1])
+    infer.parameters["a"].int64_param = 1
+    calls = [
+        ("ServerLive", rpc_message("ServerLiveRequest"), {}),
+        ("ModelStatistics", stats, {}),
+        ("ModelStatistics", stats, {"authorization": "Bearer nobody"}),
+        ("ModelStatistics", stats, user),
+        ("ModelStatistics", stats, admin),
+        ("ModelConfig", config, admin),
+        ("ModelConfig", config, admin | key),
+        ("ModelInfer", infer, admin | key | {"x-user": "me", "y": "z"}),
+    ]
+    found = gateway.rpc(*calls)
+    refused = ["UNAUTHENTICATED", "UNAUTHENTICATED", "PERMISSION_DENIED"]
+    assert [code for code, _, _ in found] == ["OK", *refused, "OK", "PERMISSION_DENIED", "OK", "OK"]
+    assert found[5][1] == "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'"
+    answer = type(rpc_message("ModelInferResponse")).FromString(found[7][2])
+    assert json.loads(answer.raw_output_contents[0][4:]) == {"a": 1, "x-user": "me"}
+
+
 # ---------------------------------------------------------------------------------------- files that change
 
 
@@ -278,25 +326,7 @@ def test_callers_need_a_certificate_where_one_is_wanted(server: Server, place: P
     gateway.context = place.client()
     place.authority.issue_cert("friend").configure_cert(gateway.context)
     assert gateway.ask("GET", "/v2/health/live") == (200, b"")
+    live: tuple[str, Any, dict[str, str]] = ("ServerLive", rpc_message("ServerLiveRequest"), {})
+    assert gateway.rpc(live)[0][0] == "UNAVAILABLE"
+    assert gateway.rpc(live, own=place.authority.issue_cert("friend"))[0][0] == "OK"
     assert "Traceback" not in gateway.stop().decode()
-
-
-# ---------------------------------------------------------------------------------------- the command
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def test_a_new_token_can_be_used(place: Place) -> None:
-    found = run("--new-token", "alice=infer")
-    token = found.stderr.split()[-1]
-    assert found.returncode == 0
-    assert found.stdout == f"alice infer {hashlib.sha256(token.encode()).hexdigest()}\n"
-
-
-def test_a_file_that_is_none_is_said_with_its_flag(place: Place) -> None:
-    found = run("--tls-cert", str(place.folder / "none"))
-    assert found.returncode == 1
-    assert found.stderr == f"shmserve gateway: --tls-cert {place.folder / 'none'}: No such file or directory\n"

@@ -16,7 +16,7 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.clients.cli import parser
+from shmserve.clients import cli
 from shmserve.clients.commands_base import Failed, Misuse
 from shmserve.clients.gateway import flags, headers, restrict, tls, tokens
 from shmserve.clients.gateway.access import OPEN, Access, Unauthenticated
@@ -112,6 +112,12 @@ def test_a_new_token_is_one() -> None:
     assert tokens.new("alice", "infer")[0] != token
     with pytest.raises(tokens.BadTokens):
         tokens.new("a b", "infer")
+
+
+def test_the_command_that_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gateway", "--new-token", "alice=infer"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"alice infer {digest(said.err.split()[-1])}\n"
 
 
 @pytest.mark.parametrize(
@@ -347,7 +353,7 @@ def test_an_encrypted_key_asks_nobody(files: dict[str, str], tmp_path: Path) -> 
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return parser().parse_args(["gateway", *words])
+    return cli.parser().parse_args(["gateway", *words])
 
 
 def test_doors_without_a_guard_say_so() -> None:
@@ -401,6 +407,12 @@ def test_tritons_flags_are_for_grpc_alone(files: dict[str, str]) -> None:
 def test_flags_that_do_not_go_together(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(Misuse, match=re.escape(said)):
         Guards(arguments(*words))
+
+
+def test_files_that_are_not_there_are_said_with_their_flag(tmp_path: Path) -> None:
+    for flag in ("--tls-cert", "--tokens-file"):
+        with pytest.raises(Failed, match=re.escape(f"{flag} {tmp_path / 'none'}: No such file or directory")):
+            Guards(arguments(flag, str(tmp_path / "none")))
 
 
 def test_files_are_read_again_as_a_whole(files: dict[str, str], tmp_path: Path) -> None:
