@@ -347,7 +347,7 @@ FRAMES = st.builds(frame, KINDS, st.one_of(st.sampled_from([0, 1, 4, 5, 8, 9, 13
                              st.just(bytes(4)), st.just(bytes(8)), st.just(number(1))))  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(FRAMES, max_size=25), st.integers(1, 60), st.booleans())
 def test_whatever_comes_nothing_is_raised(frames: list[bytes], size: int, silent: bool) -> None:
     host = Host(Silent if silent else Echo)
