@@ -1,6 +1,7 @@
 """Outputs that go into memory of the caller's own, where it asked for that: on the host, or on this process's GPU.
 
-The rule: nothing is written outside of what the caller named, and what does not fit exactly is not written at all.
+The rule: nothing is written outside of what the caller named, and on the host what does not fit exactly is not written
+at all.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Placing:
             return
         from shmserve.workers.cuda.shared import memory_of
 
-        self._check(spec, place, source.nbytes)
+        if place.size < source.nbytes:
+            self._check(spec, place, source.nbytes)
         memory_of(self._mapped).store(place, source)
 
     def _check(self, spec: Spec, place: Handle, size: int) -> None:

@@ -7,7 +7,7 @@ are never parsed where requests are scheduled.
     elements  tensors as JSON, both ways
     generate  the generate extension
     answers   replies of the broker -> the JSON and the buffers that are sent
-    regions   shared memory that callers have registered
+    regions   shared memory that callers have registered; device_regions that on GPUs
     documents questions and operations: what is asked, and the document that is answered
     asking    the broker is asked, for whoever came through any door
     routes    methods and paths of HTTP -> what is wanted

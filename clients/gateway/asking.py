@@ -5,9 +5,10 @@ answered to it, and to nobody else; how, is known by the door.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shmserve.clients.gateway.device_regions import DeviceRegion
 from shmserve.clients.gateway.documents import Question
 from shmserve.clients.gateway.headers import merged
 from shmserve.clients.gateway.kserve import Plan, Spec
@@ -59,19 +60,31 @@ class Asker:
         )  # fmt: skip
         link.send_soon()
 
-    def given(self, spec: Spec) -> Piece:
-        """The bytes of an input that came neither behind nor beside the request."""
+    def given(self, spec: Spec) -> Any:
+        """The bytes of an input that came neither behind nor beside the request; or where it is on a GPU."""
         if spec.place is None:
             return spec.data or b""
         region = self.regions.find(spec.place)
+        if isinstance(region, DeviceRegion):
+            return region.part(spec.place)
         size = spec.place.size
         target: Piece = bytearray(size) if size <= INLINE_BYTES else space(self.link.session.memory, size)
         region.read_into(spec.place, target)
         return target
 
-    def targets(self, plan: Plan) -> dict[str, Region] | None:
+    def targets(self, plan: Plan) -> dict[str, Region | DeviceRegion] | None:
         """The regions that outputs go to."""
         return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
+
+    def _outputs(self, plan: Plan) -> Any:
+        """Those that go to a GPU are written there by the model's worker."""
+        found = {
+            name: region.part(place)
+            for name, place in plan.places.items()
+            if isinstance(region := self.regions.find(place), DeviceRegion)
+        }
+        outputs = plan.outputs or ()
+        return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **found}
 
     def infer(
         self, ticket: Ticket, model: str, version: str, plan: Plan, pieces: Sequence[Piece],
@@ -82,9 +95,10 @@ class Asker:
         inputs = Inputs(link.session.memory)
         for spec, piece in zip(plan.inputs, pieces, strict=True):
             inputs.add(spec.name, spec.dtype, spec.shape, piece)
+        outputs = self._outputs(plan) if plan.places else plan.outputs
         parameters = asked.parameters if forwarded is None else merged(asked.parameters, forwarded)
         link.session.infer(
-            ticket, model, inputs.made(), NO_TIME, plan.outputs, version or None, None, asked.priority, asked.sequence,
+            ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, asked.priority, asked.sequence,
             asked.sequence_start, asked.sequence_end, parameters, request_id or None, window,
         )  # fmt: skip
         link.send_soon()

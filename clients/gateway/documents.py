@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from shmserve.clients.gateway.device_regions import DeviceOrder, handle_of
 from shmserve.clients.gateway.regions import Order, Regions
 from shmserve.clients.gateway.routes import Route
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
@@ -71,7 +72,7 @@ class Arguments(Struct):
     config: str | None = None
     files: dict[str, bytes] = {}
     unload_dependents: bool = False
-    order: Order | None = None
+    order: Order | DeviceOrder | None = None
     settings: dict[str, Any] | None = None
 
 
@@ -103,7 +104,7 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> Question | 
         case "memory_status":
             return Known(regions.status(route.kind, model))
         case "memory_register":
-            regions.register(route.kind, model, given.order or Order("", 0))
+            regions.register(model, given.order or Order("", 0))
             return Known(None)
         case "memory_unregister":
             regions.unregister(route.kind, model)
@@ -210,6 +211,16 @@ class _Unload(Struct):
     parameters: _UnloadParameters = msgspec.field(default_factory=_UnloadParameters)
 
 
+class _Handle(Struct):
+    b64: str
+
+
+class _DeviceOrder(Struct):
+    raw_handle: _Handle
+    device_id: int
+    byte_size: int
+
+
 def arguments_of(route: Route, body: bytes) -> Arguments:
     """Of a body of JSON."""
     match route.action:
@@ -219,8 +230,11 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
             return _of_load(_read(_Load, body).parameters)
         case "unload":
             return Arguments(unload_dependents=_read(_Unload, body).parameters.unload_dependents)
-        case "memory_register" if route.kind == "system":  # of others nothing is looked at
+        case "memory_register" if route.kind == "system":
             return Arguments(order=_read(Order, body or b"{}"))
+        case "memory_register":
+            found = _read(_DeviceOrder, body or b"{}")
+            return Arguments(order=DeviceOrder(handle_of(found.raw_handle.b64), found.device_id, found.byte_size))
         case "set_trace" | "set_log":
             if len(body) > _SETTINGS_BYTES:
                 raise InvalidRequest(f"settings may have {_SETTINGS_BYTES} bytes, these have {len(body)}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.gateway.answers import Buffer, Held, check_room
 from shmserve.clients.gateway.asking import Waiting
+from shmserve.clients.gateway.device_regions import DeviceRegion
 from shmserve.clients.gateway.documents import Flag, Known, Question, question_of
 from shmserve.clients.gateway.grpc_codes import Code, RpcError, code_of, rpc_error
 from shmserve.clients.gateway.grpc_messages import filled, message_class, read
@@ -25,7 +26,7 @@ from shmserve.session import Ticket
 if TYPE_CHECKING:
     from shmserve.clients.gateway.grpc_services import Services
 
-Targets = Mapping[str, Region]
+Targets = Mapping[str, Region | DeviceRegion]
 
 
 def answer_of(

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from shmserve.clients.gateway.device_regions import DeviceOrder
 from shmserve.clients.gateway.documents import Arguments, unknown_of_load
 from shmserve.clients.gateway.grpc_messages import INFERENCE, message_class, methods
 from shmserve.clients.gateway.kserve import check_version
@@ -88,6 +89,11 @@ def _register(message: Any) -> Asked:
     return Route("memory_register", message.name, kind="system"), Arguments(order=order)
 
 
+def _register_cuda(message: Any) -> Asked:
+    order = DeviceOrder(message.raw_handle, message.device_id, message.byte_size)
+    return Route("memory_register", message.name, kind="cuda"), Arguments(order=order)
+
+
 def _trace(message: Any) -> Asked:
     if not message.settings:
         return Route("trace", message.model_name), Arguments()
@@ -163,7 +169,7 @@ _TABLE: dict[str, tuple[str, Callable[[Any], Asked], Callable[[Any], dict[str, A
     "SystemSharedMemoryRegister": ("memory_register", _register, _nothing),
     "SystemSharedMemoryUnregister": ("memory_unregister", _memory("memory_unregister", "system"), _nothing),
     "CudaSharedMemoryStatus": ("memory_status", _memory("memory_status", "cuda"), _regions),
-    "CudaSharedMemoryRegister": ("memory_register", _memory("memory_register", "cuda"), _nothing),
+    "CudaSharedMemoryRegister": ("memory_register", _register_cuda, _nothing),
     "CudaSharedMemoryUnregister": ("memory_unregister", _memory("memory_unregister", "cuda"), _nothing),
     "TraceSetting": ("trace", _trace, _trace_settings),
     "LogSettings": ("log", _log, _log_settings),

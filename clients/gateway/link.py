@@ -13,9 +13,10 @@ import numpy as np
 from shmserve.clients.gateway.answers import Buffer, Held
 from shmserve.clients.loop_link import LoopLink, flusher
 from shmserve.clients.transport import address_of
-from shmserve.errors import Internal, InvalidRequest, ServeError
-from shmserve.messages import INLINE_BYTES, Part, Reply, Tensor
+from shmserve.errors import HandleLost, Internal, InvalidRequest, ServeError, Unsupported
+from shmserve.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
 from shmserve.session import Session, StreamTicket, Ticket
+from shmserve.session.device import RegionPart
 from shmserve.session.inputs import MESSAGE_BYTES
 from shmserve.session.memory import Memory
 from shmserve.session.outputs import give_back
@@ -62,6 +63,20 @@ class GatewaySession(Session):
         if kept is not None:
             self.memory.let_go(kept)
 
+    def _on_fail(self, message: Fail) -> int:
+        if message.code == HandleLost.code and self._has_region(self.tickets.get(message.request)):
+            text = f"{message.text}; CUDA shared memory is for models that are on its GPU"
+            message = Fail(message.request, Unsupported.code, text)
+        return super()._on_fail(message)
+
+    def _has_region(self, ticket: Ticket | None) -> bool:
+        asked = ticket.message if ticket is not None else None
+        if not isinstance(asked, Infer):
+            return False
+        handles = [part for tensor in asked.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
+        handles += [wanted.place for wanted in asked.outputs or () if wanted.place is not None]
+        return any(self.memory.devices.is_region(handle.segment) for handle in handles)
+
 
 def _as_they_are(inputs: Any) -> Any:
     """What `Inputs.made` gives."""
@@ -74,6 +89,8 @@ def _buffers(tensor: Tensor, memory: Memory) -> list[Buffer]:
         raise Internal("an output came in a frame, which the lane does not have")
     if not isinstance(data, tuple):
         return [data]
+    if len(data) == 1 and memory.is_own(data[0]):
+        return []  # it is in the caller's region
     dropped = memory.drops.dropped
     found: list[Buffer] = []
     left = list(data)
@@ -101,7 +118,10 @@ class Inputs:
         self._kept: Kept | None = None
         self._size = 0
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], piece: Piece) -> None:
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], piece: Piece | RegionPart) -> None:
+        if isinstance(piece, RegionPart):
+            self._tensors.append(Tensor(name, dtype, shape, (piece.handle,)))
+            return
         size = len(piece)
         if size <= INLINE_BYTES and self._size + size <= MESSAGE_BYTES:
             self._size += size

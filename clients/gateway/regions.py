@@ -1,6 +1,6 @@
 """Shared memory that callers have registered: their tensors are taken from it, and answers written to it. The rule
 of the file: nothing of it is ever mapped, only read and written by calls, so that a caller who cuts it short harms
-nobody.
+nobody. That on GPUs is in `device_regions`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import os
 import re
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import posix_ipc
 from msgspec import Struct
 
 from shmserve.clients.gateway.answers import Buffer
+from shmserve.clients.gateway.device_regions import DeviceOrder, DeviceRegion
 from shmserve.clients.gateway.kserve import Place, check_text
 from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.session.device import Devices
 from shmserve.shm.posix import PREFIX
 
 _KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
@@ -41,6 +43,10 @@ class Region:
         self.order = order
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def status(self) -> dict[str, Any]:
+        order = self.order
+        return {"name": self.name, "key": order.key, "offset": order.offset, "byte_size": order.byte_size}
 
     def check(self, place: Place) -> None:
         if place.offset >= self.order.byte_size:
@@ -72,17 +78,16 @@ class Region:
 
 
 class Regions:
-    """`allowed` false: nothing can be registered."""
+    """`allowed` false: nothing can be registered. `devices`: of the link to the broker, for memory on GPUs."""
 
-    def __init__(self, allowed: bool) -> None:
+    def __init__(self, allowed: bool, devices: Callable[[], Devices] | None = None) -> None:
         self._allowed = allowed
-        self._regions: dict[str, Region] = {}
+        self._devices = devices
+        self._regions: dict[str, Region | DeviceRegion] = {}
 
-    def register(self, kind: str, name: str, order: Order) -> None:
+    def register(self, name: str, order: Order | DeviceOrder) -> None:
         if not self._allowed:
             raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway allows it")
-        if kind != "system":
-            raise Unsupported("CUDA shared memory cannot be registered here")
         if not name:
             raise InvalidRequest("a shared memory region needs a name")
         check_text("region name", name)
@@ -90,31 +95,35 @@ class Regions:
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
         if len(self._regions) >= _MOST:
             raise Unavailable(f"{_MOST} shared memory regions are registered, which is the limit")
+        if isinstance(order, DeviceOrder):
+            if self._devices is None:
+                raise Unsupported("CUDA shared memory cannot be registered here")
+            self._regions[name] = DeviceRegion(name, order, self._devices)
+            return
         if not 0 <= order.offset <= _LARGEST or not 0 < order.byte_size <= _LARGEST - order.offset:
             raise _invalid(name)
         self._regions[name] = Region(name, order, _opened(name, order))
 
     def unregister(self, kind: str, name: str) -> None:
         """Without a name all. One that is not there is no mistake."""
-        if kind != "system":
-            return
-        if name:
-            self._regions.pop(name, None)
-        else:
-            self._regions.clear()
+        for region in self._of(kind):
+            if not name or region.name == name:
+                del self._regions[region.name]
+                if isinstance(region, DeviceRegion):
+                    region.close()
+
+    def _of(self, kind: str) -> list[Region | DeviceRegion]:
+        return [region for region in self._regions.values() if isinstance(region, DeviceRegion) == (kind == "cuda")]
 
     def status(self, kind: str, name: str) -> list[dict[str, Any]]:
-        found = list(self._regions.values()) if kind == "system" else []
+        found = self._of(kind)
         if name:
             found = [region for region in found if region.name == name]
             if not found:
                 raise NotFound(f"Unable to find {kind} shared memory region: '{name}'")
-        return [
-            {"name": r.name, "key": r.order.key, "offset": r.order.offset, "byte_size": r.order.byte_size}
-            for r in found
-        ]  # fmt: skip
+        return [region.status() for region in found]
 
-    def find(self, place: Place) -> Region:
+    def find(self, place: Place) -> Region | DeviceRegion:
         """The region that the place is in, as a whole."""
         region = self._regions.get(place.region)
         if region is None:

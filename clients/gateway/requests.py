@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.clients.gateway import openapi
 from shmserve.clients.gateway.answers import Buffer, Held, response
 from shmserve.clients.gateway.asking import Asker, Waiting, not_passed_on
+from shmserve.clients.gateway.device_regions import DeviceRegion
 from shmserve.clients.gateway.documents import Question, arguments_of, error_body, http_answer, question_of
 from shmserve.clients.gateway.generate import ONE, event, generate_plan, generated
 from shmserve.clients.gateway.heads import Head
@@ -45,7 +46,9 @@ class _Waiting(Waiting):
 class _Inference(_Waiting):
     __slots__ = ("_model", "_plan", "_targets")
 
-    def __init__(self, connection: Connection, model: str, plan: Plan, targets: dict[str, Region] | None) -> None:
+    def __init__(
+        self, connection: Connection, model: str, plan: Plan, targets: dict[str, Region | DeviceRegion] | None
+    ) -> None:
         self._connection = connection
         self._model = model
         self._plan = plan

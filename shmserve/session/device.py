@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class Source:
     """An array of the caller's on a device. `stream`: what writes it is in that stream; None: in any; -1: it is done.
     `block`: the memory that was made for a copy of it."""
 
-    __slots__ = ("address", "block", "device", "dtype", "owner", "region", "shape", "stream")
+    __slots__ = ("address", "block", "device", "dtype", "owner", "shape", "stream")
 
     def __init__(
         self, owner: Any, address: int, device: int, dtype: np.dtype[Any], shape: tuple[int, ...], stream: int | None
@@ -99,8 +99,6 @@ class Source:
         self.shape = shape
         self.stream = stream
         self.block: Block | None = None
-        self.region = False
-        """It is in a region, which only workers open."""
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +117,18 @@ class Region:
 
     def map(self, audience: str = "") -> Map:
         return Map(self.id, self.size, self.name, audience)
+
+
+class RegionPart(NamedTuple):
+    """A tensor in it, as an input, or in the place of an output."""
+
+    region: Region
+    offset: int
+    size: int
+
+    @property
+    def handle(self) -> Handle:
+        return Handle(self.region.id, self.offset, self.size)
 
 
 def interface_of(value: Any) -> Any:
@@ -267,7 +277,9 @@ class Devices:
             self.free(source.device, block)
 
     def owns(self, segment: int) -> bool:
-        return any(known.id == segment for arena in self._arenas.values() for known in arena.segments)
+        return segment in self._regions or any(
+            known.id == segment for arena in self._arenas.values() for known in arena.segments
+        )
 
     # ------------------------------------------------------------------------------------ memory of others
 
@@ -288,6 +300,9 @@ class Devices:
             self._memory.maps.remove(region)
         else:
             self._memory.unmaps.append(region.id)
+
+    def is_region(self, segment: int) -> bool:
+        return segment in self._regions
 
     # ------------------------------------------------------------------------------------ connections
 

@@ -15,7 +15,7 @@ import numpy as np
 from shmserve.dtypes import ITEM_BYTES, from_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.messages import DIMS, INLINE_BYTES, NAME_LENGTH, TENSORS, Handle, Tensor
-from shmserve.session.device import interface_of
+from shmserve.session.device import RegionPart, interface_of
 from shmserve.session.memory import Memory
 from shmserve.session.results import NUMPY
 from shmserve.session.ticket import Array, Kept
@@ -133,6 +133,8 @@ class Encoder:
 
     def place(self, name: str, array: Any, kept: Kept) -> Handle | None:
         """Where an output shall be written. None: it is copied to `array` when it comes."""
+        if type(array) is RegionPart:
+            return array.handle
         if type(array) is not _ndarray and (interface := interface_of(array)) is not None:
             kept.places[name] = target = self._memory.devices.source(name, array, interface)
             if kept.devices is None:

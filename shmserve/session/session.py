@@ -481,7 +481,7 @@ class Session:
 
 
 _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
-    Fail: Session._on_fail,
+    Fail: lambda session, message: session._on_fail(message),
     FailHeld: Session._on_fail_held,
     Released: Session._on_released,
     Answer: lambda session, message: session.questions.on_answer(message),

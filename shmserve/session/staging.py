@@ -23,8 +23,7 @@ def settle(message: Infer, kept: Kept, memory: Memory) -> None:
             stage(message, kept, memory)
             return
         for index, source in kept.devices.items():
-            if not source.region:
-                message.inputs[index].data = (devices.export(source),)
+            message.inputs[index].data = (devices.export(source),)
         for place in kept.places.values():
             if isinstance(place, Source):
                 devices.settle(place)
@@ -54,8 +53,6 @@ def once_more(ticket: Ticket, memory: Memory) -> bool:
     """What is on a GPU cannot be read there: the request is made fit to be sent again. False: there is no other way."""
     message, kept = ticket.message, ticket.kept
     if not isinstance(message, Infer) or kept is None or kept.devices is None:
-        return False
-    if any(source.region for source in kept.devices.values()):
         return False
     memory.devices.far.add(message.model)
     stage(message, kept, memory)

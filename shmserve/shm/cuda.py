@@ -28,6 +28,14 @@ def device_id(uuid: bytes) -> bytes:
     return uuid.partition(b"\0")[0][:UUID_BYTES].ljust(UUID_BYTES, b"\0")
 
 
+def uuid_bytes(text: str) -> bytes:
+    """Of a uuid as the driver's tools write it, "GPU-8f2c..."."""
+    try:
+        return bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
+    except ValueError:
+        raise InvalidRequest(f"'{text[:60]}' is no uuid of a GPU") from None
+
+
 def name_of(exported: bytes, uuid: bytes) -> str:
     """Of memory on that device."""
     return DEVICE + base64.b64encode(exported + device_id(uuid)).decode()

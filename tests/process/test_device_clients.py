@@ -7,6 +7,7 @@ The rule: the answer is the same wherever the model runs; only the journal tells
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import select
@@ -18,9 +19,11 @@ import numpy as np
 import pytest
 
 import shmserve
+from shmserve.shm.cuda import uuid_bytes
 from shmserve.testing import Server
 from tests.device_arrays import Foreign, end, read, write
 from tests.gpu_harness import STANDINS, standins
+from tests.process.test_gateway import Gateway
 from tests.process.test_gpus import GPUS, chained, planned
 
 pytestmark = pytest.mark.process
@@ -88,11 +91,20 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
             yield server
 
 
+@pytest.fixture(scope="module")
+def gateway(server: Server) -> Iterator[Gateway]:
+    made = Gateway(server, "--allow-client-shm")
+    yield made
+    log = made.stop().decode()
+    assert "Traceback" not in log
+    assert "ERROR" not in log
+
+
 @pytest.fixture
 def runtime() -> Iterator[Any]:
     """This process sees the GPU that the server calls 0."""
     with standins() as (runtime, _):
-        runtime.state.uuid = GPUS[0]["uuid"].encode()
+        runtime.state.uuid = uuid_bytes(GPUS[0]["uuid"])
         yield runtime
         end(runtime)
 
@@ -205,11 +217,11 @@ def test_sequences_go_by_way_of_the_host(runtime: Any, client: shmserve.Client) 
 
 def test_a_place_of_the_wrong_size(client: shmserve.Client) -> None:
     x = client.empty((2, WIDTH), device="cuda:0")
-    for shape in ((1, WIDTH), (2, WIDTH + 1)):
-        with pytest.raises(shmserve.InvalidRequest, match="320000 bytes; the memory given for it has"):
+    with pytest.raises(shmserve.InvalidRequest, match="320000 bytes; the memory given for it has 160000"):
+        client.infer("plan", {"x": x}, outputs={"y": client.empty((1, WIDTH), device="cuda:0")})
+    for shape in ((2, WIDTH + 1), (WIDTH, 2)):
+        with pytest.raises(shmserve.InvalidRequest, match="was written to an array of"):
             client.infer("plan", {"x": x}, outputs={"y": client.empty(shape, device="cuda:0")})
-    with pytest.raises(shmserve.InvalidRequest, match="was written to an array of"):
-        client.infer("plan", {"x": x}, outputs={"y": client.empty((WIDTH, 2), device="cuda:0")})
 
 
 def test_the_memory_of_a_client_is_used_again(server: Server, runtime: Any) -> None:
@@ -248,6 +260,51 @@ def test_other_ways_to_the_server(server: Server, runtime: Any) -> None:
         assert found is y
         np.testing.assert_array_equal(y.numpy(), given + 1)
     x.close()
+
+
+SIZE = 2 * WIDTH * 4
+REGION = "/v2/cudasharedmemory/region/g"
+
+
+def asked(gateway: Gateway, model: str, output: int = SIZE) -> tuple[int, Any]:
+    """Its input from the first half of the region, its output to the second."""
+
+    def place(offset: int, size: int) -> dict[str, Any]:
+        return {"shared_memory_region": "g", "shared_memory_offset": offset, "shared_memory_byte_size": size}
+
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [2, WIDTH], "parameters": place(0, SIZE)}]
+    outputs = [{"name": "y", "parameters": place(SIZE, output)}]
+    status, body = gateway.ask("POST", f"/v2/models/{model}/infer", {"inputs": inputs, "outputs": outputs})
+    return status, json.loads(body)
+
+
+def test_memory_that_a_caller_of_the_gateway_has_registered(gateway: Gateway, runtime: Any, journal: Path) -> None:
+    given = numbers(2)
+    memory = runtime.malloc(2 * SIZE)
+    first, second = ({"data": (memory + at, False), "shape": (2, WIDTH), "typestr": "<f4"} for at in (0, SIZE))
+    write(first, given)
+    handle = base64.b64encode(runtime.ipcGetMemHandle(memory)).decode()
+    order = {"raw_handle": {"b64": handle}, "device_id": 0, "byte_size": 2 * SIZE}
+    assert gateway.ask("POST", f"{REGION}/register", order) == (200, b"")
+    status, body = gateway.ask("GET", f"{REGION}/status")
+    assert (status, json.loads(body)) == (200, [{"name": "g", "device_id": 0, "byte_size": 2 * SIZE}])
+    forget(journal)
+    status, answer = asked(gateway, "plan")
+    assert status == 200, answer
+    assert answer["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [2, WIDTH]}]
+    np.testing.assert_array_equal(read(second), given + 1)
+    assert copies(journal, "plan") == set()
+    status, answer = asked(gateway, "code")
+    np.testing.assert_array_equal(read(second), given + 1)
+    for model in ("host", "other"):
+        status, answer = asked(gateway, model)
+        assert (status, model) == (501, model)
+        assert answer["error"].endswith("; CUDA shared memory is for models that are on its GPU"), answer
+    status, answer = asked(gateway, "plan", SIZE - 4)
+    assert (status, "the memory given for it has 319996" in answer["error"]) == (400, True)
+    assert gateway.ask("POST", f"{REGION}/unregister") == (200, b"")
+    status, answer = asked(gateway, "plan")
+    assert (status, answer["error"]) == (404, "Unable to find shared memory region: 'g'")
 
 
 def workers(server: Server) -> dict[str, int]:

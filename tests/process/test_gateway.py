@@ -162,7 +162,8 @@ def test_what_this_door_does_not_do(gateway: Gateway) -> None:
         status, body = gateway.ask("POST", path, b"{}")
         assert status == 403
         assert "needs the role operate" in json.loads(body)["error"]
-    assert gateway.ask("POST", "/v2/cudasharedmemory/region/r/register", {"raw_handle": {"b64": ""}})[0] == 501
+    handle = {"raw_handle": {"b64": "AA=="}, "device_id": 0, "byte_size": 1}
+    assert gateway.ask("POST", "/v2/cudasharedmemory/region/r/register", handle)[0] == 400
     assert gateway.ask("GET", "/nowhere") == (404, b'{"error":"Not Found"}')
     assert gateway.ask("PUT", "/v2/health/live")[0] == 405
     assert gateway.ask("GET", "/v2/models/nothing/config")[0] == 404

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -12,9 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.clients.gateway.device_regions import DeviceOrder
 from shmserve.clients.gateway.kserve import Place
 from shmserve.clients.gateway.regions import Order, Region, Regions
 from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unsupported
+from shmserve.messages import Handle
+from shmserve.session.device import Devices
+from shmserve.session.memory import Memory
+from shmserve.shm.cuda import parts_of
+from tests.gpu_harness import standins
 
 
 @pytest.fixture
@@ -33,17 +40,17 @@ def test_a_region_is_read_and_written(memory: tuple[str, int]) -> None:
     key, descriptor = memory
     os.pwrite(descriptor, b"0123456789", 100)
     regions = Regions(True)
-    regions.register("system", "r", Order(key, 1000, 100))
+    regions.register("r", Order(key, 1000, 100))
     assert regions.status("system", "r") == [{"name": "r", "key": key, "offset": 100, "byte_size": 1000}]
     assert regions.status("cuda", "") == []
-    region = regions.find(Place("r", 2, 5))
+    region: Any = regions.find(Place("r", 2, 5))
     target = bytearray(5)
     region.read_into(Place("r", 2, 5), target)
     assert target == b"23456"
     region.write(Place("r", 995, 5), [b"abc", memoryview(b"de")])
     assert os.pread(descriptor, 6, 1095) == b"abcde\0"
     with pytest.raises(AlreadyExists, match="already in manager"):
-        regions.register("system", "r", Order(key, 10))
+        regions.register("r", Order(key, 10))
     regions.unregister("system", "r")
     regions.unregister("system", "r")
     with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
@@ -65,8 +72,8 @@ def test_no_place_is_outside_its_region(offset: int, size: int) -> None:
 def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:
     key, descriptor = memory
     regions = Regions(True)
-    regions.register("system", "r", Order(key, 4096))
-    region = regions.find(Place("r", 0, 4096))
+    regions.register("r", Order(key, 4096))
+    region: Any = regions.find(Place("r", 0, 4096))
     os.ftruncate(descriptor, 100)
     with pytest.raises(InvalidRequest, match="is shorter than when it was registered"):
         region.read_into(Place("r", 0, 4096), bytearray(4096))
@@ -99,11 +106,83 @@ def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any
     for name, value in change.items():
         setattr(order, name, value)
     with pytest.raises(InvalidRequest, match=said):
-        Regions(True).register("system", "r", order)
+        Regions(True).register("r", order)
 
 
 def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> None:
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-        Regions(False).register("system", "r", Order(memory[0], 10))
+        Regions(False).register("r", Order(memory[0], 10))
     with pytest.raises(Unsupported, match="CUDA"):
-        Regions(True).register("cuda", "r", Order("", 0))
+        Regions(True).register("r", DeviceOrder(bytes(64), 0, 100))
+
+
+# ---------------------------------------------------------------------------------------- on GPUs
+
+UUIDS = ["GPU-" + "00112233-4455-6677-8899-aabbccddeeff", "GPU-" + "01" * 16]
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+    """A link to a broker that has GPUs."""
+    monkeypatch.setenv("STANDIN_GPUS", json.dumps([{"uuid": uuid, "pci": str(n)} for n, uuid in enumerate(UUIDS)]))
+    memory = Memory("memfd", 1 << 20)
+    with standins():
+        yield memory.devices
+    memory.close()
+
+
+def test_memory_on_a_gpu_is_only_passed_on(devices: Devices) -> None:
+    handle = bytes(range(64))
+    regions = Regions(True, lambda: devices)
+    regions.register("g", DeviceOrder(handle, 1, 1000))
+    assert regions.status("cuda", "") == [{"name": "g", "device_id": 1, "byte_size": 1000}]
+    assert regions.status("system", "") == []
+    (told,) = [segment.map() for segment in devices._memory.maps]
+    assert told.size == 1000
+    assert told.name is not None
+    assert parts_of(told.name) == (handle, b"\x01" * 16)
+    region: Any = regions.find(Place("g", 100, 900))
+    part = region.part(Place("g", 100, 900))
+    assert part.handle == Handle(told.segment, 100, 900)
+    with pytest.raises(InvalidRequest, match="Invalid offset"):
+        regions.find(Place("g", 100, 901))
+    with pytest.raises(AlreadyExists):
+        regions.register("g", Order("/k", 1))
+    devices._memory.maps.clear()  # it has been told
+    devices._memory.connected(9)
+    assert part.handle == Handle(devices._memory.maps[0].id, 100, 900)
+    assert part.handle.segment >> 32 == 9
+    devices._memory.maps.clear()
+    regions.unregister("system", "")
+    assert regions.status("cuda", "g")
+    regions.unregister("cuda", "g")
+    assert devices._memory.unmaps == [part.handle.segment]
+    with pytest.raises(NotFound):
+        regions.find(Place("g", 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (DeviceOrder(bytes(63), 0, 10), "a handle has 64 bytes, this one 63"),
+        (DeviceOrder(bytes(65), 0, 10), "this one 65"),
+        (DeviceOrder(b"", 0, 10), "this one 0"),
+        (DeviceOrder(bytes(64), 0, 0), "and the region 0"),
+        (DeviceOrder(bytes(64), 0, -1), "and the region -1"),
+        (DeviceOrder(bytes(64), 0, 2**63), "and the region"),
+        (DeviceOrder(bytes(64), 2, 10), "there is no GPU 2 here"),
+        (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1 here"),
+    ],
+)
+def test_memory_on_a_gpu_that_is_refused(devices: Devices, order: DeviceOrder, said: str) -> None:
+    regions = Regions(True, lambda: devices)
+    with pytest.raises(InvalidRequest, match=said):
+        regions.register("g", order)
+    assert regions.status("cuda", "") == []
+    assert devices._memory.maps == []
+
+
+def test_memory_on_a_gpu_where_the_broker_takes_none(devices: Devices) -> None:
+    devices._memory.on_gpu = False
+    with pytest.raises(Unsupported, match="needs the role operate"):
+        Regions(True, lambda: devices).register("g", DeviceOrder(bytes(64), 0, 10))

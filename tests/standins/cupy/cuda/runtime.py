@@ -88,7 +88,7 @@ class State:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.total = int(os.environ.get("STANDIN_DEVICE_BYTES", str(1 << 30)))
-        self.uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-0").encode()[:16]
+        self.uuid = bytes.fromhex(os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-00").removeprefix("GPU-"))
         self.capability = (9, 0)
         self.read_only_registration = 1
         self.device: dict[int, _Memory] = {}

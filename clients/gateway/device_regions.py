@@ -1,0 +1,77 @@
+"""Memory on GPUs that callers have registered. The rule of the file: it is never opened here, nor anything else of a
+GPU: what a caller says of it goes on to the worker whose model reads or writes it, which alone opens it.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.clients.gateway.answers import Buffer
+from shmserve.clients.gateway.kserve import Place
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.gpus import discover
+from shmserve.session.device import Devices, RegionPart
+from shmserve.shm.cuda import EXPORTED_BYTES, name_of, uuid_bytes
+
+_LARGEST = 2**63 - 1
+
+
+class DeviceOrder(Struct):
+    """What a caller says of a region. `device_id`: of the GPU, as the driver lists them."""
+
+    raw_handle: bytes
+    device_id: int
+    byte_size: int
+
+
+class DeviceRegion:
+    """Requests refer to it by parts, which keep it as it is while they are in flight."""
+
+    def __init__(self, name: str, order: DeviceOrder, devices: Callable[[], Devices]) -> None:
+        """Raises what the caller is told, if it cannot be one."""
+        self.name = name
+        self._devices = devices
+        self._size, self._device = order.byte_size, order.device_id
+        if not 0 < order.byte_size <= _LARGEST or len(order.raw_handle) != EXPORTED_BYTES:
+            raise InvalidRequest(
+                f"failed to register CUDA shared memory region '{name}': a handle has {EXPORTED_BYTES} bytes, this one "
+                f"{len(order.raw_handle)}, and the region {order.byte_size}"
+            )
+        uuid = discover().uuids().get(order.device_id)
+        if uuid is None:
+            raise InvalidRequest(
+                f"failed to register CUDA shared memory region '{name}': there is no GPU {order.device_id} here"
+            )
+        self._region = devices().announce(order.byte_size, name_of(order.raw_handle, uuid_bytes(uuid)))
+
+    def status(self) -> dict[str, Any]:
+        return {"name": self.name, "device_id": self._device, "byte_size": self._size}
+
+    def check(self, place: Place) -> None:
+        if place.offset >= self._size:
+            raise InvalidRequest(f"Invalid offset for shared memory region: '{self.name}'")
+        if place.offset + place.size > self._size:
+            raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{self.name}'")
+
+    def part(self, place: Place) -> RegionPart:
+        return RegionPart(self._region, place.offset, place.size)
+
+    def write(self, place: Place, parts: Sequence[Buffer]) -> None:
+        """The model's worker has written there already."""
+        if parts:
+            raise Unsupported(f"an output for CUDA shared memory region '{self.name}' came in host memory")
+
+    def close(self) -> None:
+        self._devices().withdraw(self._region)
+
+
+def handle_of(text: str) -> bytes:
+    """As it stands in JSON."""
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest("raw_handle.b64 is not base64") from None
