@@ -28,7 +28,7 @@ help:
 	@echo 'make fmt         format the code'
 	@echo 'make chaos       kill, stop and fuzz for half an hour; SHMSERVE_SEED=N for another course'
 	@echo 'make bench       measure, print the table, keep it in bench/results  (ARGS="..." for options)'
-	@echo 'make proto       repo/model_config.binpb, after an edit of repo/model_config.proto'
+	@echo 'make proto       what is made of the .proto files, after an edit of one'
 	@echo 'make install-systemd     as root: the server as a service, in PREFIX=$(PREFIX); docs/operations.md'
 	@echo 'make uninstall-systemd   as root: the service goes, its settings and models stay'
 	@echo 'make clean       remove what was built; make distclean: the environment as well'
@@ -69,6 +69,8 @@ bench: $(VENV)/.dev
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools
 	@$(BIN)/python -m grpc_tools.protoc -I repo --descriptor_set_out=repo/model_config.binpb repo/model_config.proto
+	@$(BIN)/python -m grpc_tools.protoc -I repo -I clients/gateway --include_imports \
+	  --descriptor_set_out=clients/gateway/grpc.binpb clients/gateway/inference.proto clients/gateway/health.proto
 
 # ------------------------------------------------------------------------------------------- the service
 
