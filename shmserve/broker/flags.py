@@ -158,6 +158,12 @@ FLAGS = (
          shown="as --http-address", gateway="metrics-address"),
     Flag("allow-client-shm", "boolean", DOORS, "callers of HTTP may register shared memory of this machine", None,
          shown="false", gateway="allow-client-shm"),
+    Flag("zmq-address", "text", DOORS, "where ZeroMQ over tcp is listened for, as tcp://127.0.0.1:8790; needs the two "
+         "files of keys", None, "URL", shown="nowhere", gateway="zmq-address"),
+    Flag("zmq-server-key", "path", DOORS, "its NAME.key, from `shmserve keygen`", None, "FILE",
+         gateway="zmq-server-key"),
+    Flag("zmq-keys", "path", DOORS, "who is let in there: lines of PUBLIC-KEY ROLE,ROLE NAME", None, "FILE",
+         gateway="zmq-keys"),
     Flag("gateway-args", "text", DOORS, "more options of `shmserve gateway`, in one: "
          "--gateway-args='--http-idle-timeout 60'", None, "WORDS"),
     Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, wait this long for requests in flight", 30.0, "S"),

@@ -46,7 +46,12 @@ else:
 OUTPUT_LIMIT = "worker-output-bytes"
 PINNED_LIMIT = "pinned-memory-pool-byte-size"
 """The key under which workers are told their limit."""
-_OTHERS = frozenset(("SHMSERVE_URL", "SHMSERVE_THREADS", "SHMSERVE_REWRITE", "SHMSERVE_MACHINE_EXAMPLES"))
+_OTHERS = frozenset(
+    (
+        "SHMSERVE_URL", "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE", "SHMSERVE_THREADS", "SHMSERVE_REWRITE",
+        "SHMSERVE_MACHINE_EXAMPLES",
+    )
+)  # fmt: skip
 """Variables that are not the server's. Those that begin with SHMSERVE_MODEL_ are for the models."""
 _MODELS = "SHMSERVE_MODEL_"
 _SURELY = 0.9
