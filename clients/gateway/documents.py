@@ -19,6 +19,7 @@ from shmserve.session.body import Body, of_json, of_load
 
 _FILE = "file:"
 _NO_MODEL = "failed to poll from model repository"
+_MEMORY = ("system_shared_memory", "cuda_shared_memory")
 _SETTINGS_BYTES = 16 * 1024
 _encode = msgspec.json.Encoder().encode
 
@@ -85,7 +86,7 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> Question | 
         case "model_ready":
             return Question("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
         case "metadata":
-            return Question("metadata", _server)
+            return Question("metadata", _server(regions))
         case "model_metadata":
             return Question("metadata", _same, model, version)
         case "config" | "statistics":
@@ -137,9 +138,10 @@ def http_answer(document: Any) -> tuple[int, bytes]:
 # ---------------------------------------------------------------------------------------- answers
 
 
-def _server(said: Any) -> Any:
+def _server(regions: Regions) -> Callable[[Any], Any]:
     """With what doors add."""
-    return said | {"extensions": [*said["extensions"], "binary_tensor_data"]}
+    added = ["binary_tensor_data", *(_MEMORY if regions.allowed else ())]
+    return lambda said: said | {"extensions": [*said["extensions"], *added]}
 
 
 def _nothing(said: Any) -> Any:

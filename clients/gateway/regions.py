@@ -81,12 +81,12 @@ class Regions:
     """`allowed` false: nothing can be registered. `devices`: of the link to the broker, for memory on GPUs."""
 
     def __init__(self, allowed: bool, devices: Callable[[], Devices] | None = None) -> None:
-        self._allowed = allowed
+        self.allowed = allowed
         self._devices = devices
         self._regions: dict[str, Region | DeviceRegion] = {}
 
     def register(self, name: str, order: Order | DeviceOrder) -> None:
-        if not self._allowed:
+        if not self.allowed:
             raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway allows it")
         if not name:
             raise InvalidRequest("a shared memory region needs a name")

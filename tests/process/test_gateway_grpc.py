@@ -136,7 +136,8 @@ def test_health_and_documents(rpcs: Rpcs) -> None:
         assert rpcs.ModelReady(message("ModelReadyRequest", name=name, version=version)).ready is ready
     server = rpcs.ServerMetadata(message("ServerMetadataRequest"))
     assert server.name == "shmserve"
-    assert {"classification", "sequence", "model_repository", "statistics"} <= set(server.extensions)
+    known = {"classification", "sequence", "model_repository", "statistics", "parameters", "binary_tensor_data"}
+    assert known | {"system_shared_memory", "cuda_shared_memory"} <= set(server.extensions)
     metadata = rpcs.ModelMetadata(message("ModelMetadataRequest", name="row"))
     (tensor,) = metadata.inputs
     assert (metadata.name, list(metadata.versions), metadata.platform) == ("row", ["1"], "identity")

@@ -86,12 +86,20 @@ class Stream:
         self.paused = False
 
 
+class Forward:
+    """Of metadata, what begins with x-."""
+
+    def of(self, headers: Any) -> dict[str, str] | None:
+        return {name: value for name, value in headers if name.startswith("x-")} or None
+
+
 class Case:
     def __init__(self, method: str, service: str = INFERENCE, **metadata: str) -> None:
         self.link = Link()
         link: Any = self.link
         roles = {"infer", "observe", "operate"}
-        self.services = Services(link, Limits(), Access(roles, knob="--grpc-roles"), Regions(False))
+        forward: Any = Forward()
+        self.services = Services(link, Limits(), Access(roles, knob="--grpc-roles"), Regions(False), forward)
         self.stream = Stream(f"/{service}/{method}", **metadata)
         stream: Any = self.stream
         self.call = self.services(stream)
@@ -161,6 +169,13 @@ def test_raw_contents_fit_the_inputs(fields: dict[str, Any], said: str) -> None:
     assert caught.value.code == Code.INVALID_ARGUMENT
     assert caught.value.text.startswith("[request id: me] ")
     assert not case.link.asked
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_metadata_goes_on_to_models(method: str) -> None:
+    case = Case(method, **{"x-who": "me", "authorization": "secret"})
+    case.ask(**dict[str, Any](mine=1, **{"x-who": "you"}))
+    assert case.link.asked[0][1][10] == {"x-who": "me", "mine": 1}
 
 
 def test_how_an_inference_fails() -> None:

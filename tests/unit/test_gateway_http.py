@@ -263,7 +263,7 @@ def test_roles_that_are_given_by_default_change_nothing() -> None:
 
 
 def question(action: str, body: bytes = b"", model: str = "") -> documents.Question:
-    route = Route(action, model)
+    route = Route(action, model, kind="system")
     found = documents.question_of(route, documents.arguments_of(route, body), Regions(False))
     assert isinstance(found, documents.Question)
     return found
