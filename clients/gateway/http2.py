@@ -24,7 +24,7 @@ _GREETING = frames.settings({
     frames.INITIAL_WINDOW_SIZE: most.STREAM_WINDOW,
     frames.MAX_HEADER_LIST_SIZE: heads.HEAD_BYTES,
 })  # fmt: skip
-_PREFACE, _PREFACE_SIZE = frames.PREFACE, len(frames.PREFACE)
+_PREFACE_SIZE = len(frames.PREFACE)
 
 
 class Http2:
@@ -102,7 +102,7 @@ class Http2:
     def _parse(self, data: bytes) -> None:
         at, size = 0, len(data)
         if not self.greeted:
-            if data[:_PREFACE_SIZE] != _PREFACE[:size]:
+            if data[:_PREFACE_SIZE] != frames.PREFACE[:size]:
                 raise Broken(Reason.PROTOCOL_ERROR, "this is a port of gRPC, and what came is not HTTP/2")
             if size < _PREFACE_SIZE:
                 self._rest = data
@@ -154,9 +154,8 @@ class Http2:
         """Takes what is here of a frame, and gives where it ends or `data` does."""
         self._taken += length
         if self._taken > most.CONNECTION_WINDOW // 2:
-            self.out.append(frames.window_update(0, self._taken))
+            self._granted(0, self._taken)
             self._taken = 0
-            self.wake()
         padding = 0
         body = length
         if flags & frames.PADDED:
@@ -222,9 +221,13 @@ class Http2:
 
     def grant(self, stream: Stream) -> None:
         if not stream.over and stream.taken > most.STREAM_WINDOW // 2:
-            self.out.append(frames.window_update(stream.number, stream.taken))
+            self._granted(stream.number, stream.taken)
             stream.taken = 0
-            self.wake()
+
+    def _granted(self, number: int, size: int) -> None:
+        self.out.append(frames.window_update(number, size))
+        self.life.sent()
+        self.wake()
 
     # ------------------------------------------------------------------------------------ other frames
 
@@ -332,6 +335,8 @@ class Http2:
         if not size or stream.window > frames.LARGEST_WINDOW:
             self._reset(stream, Reason.FLOW_CONTROL_ERROR if size else Reason.PROTOCOL_ERROR)
         elif stream.queued:
+            if size < most.SMALL_UPDATE:
+                self._idle()
             self.pump()
 
     # ------------------------------------------------------------------------------------ HEADERS
@@ -377,8 +382,7 @@ class Http2:
             return
         if len(self.streams) >= self.limits.streams or head.malformed:
             self._idle()
-            reason = Reason.PROTOCOL_ERROR if head.malformed else Reason.REFUSED_STREAM
-            self.out.append(frames.reset(number, reason))
+            self.out.append(frames.reset(number, Reason.PROTOCOL_ERROR if head.malformed else Reason.REFUSED_STREAM))
             self.wake()
             return
         if head.status != 200:
@@ -386,18 +390,17 @@ class Http2:
             self.out.append(heads.refused(number, head.status, ended))
             self.wake()
             return
-        door = self.door
-        expires = None if head.timeout is None else door.now() + head.timeout
+        expires = None if head.timeout is None else self.door.now() + head.timeout
         stream = Stream(self, number, head, self._stream_window, expires)
         self.streams[number] = stream
         if expires is not None:
-            door.expire(stream)
+            self.door.expire(stream)
         try:
             if head.wrong:
                 raise RpcError(Code.INTERNAL, head.wrong)
             if head.encoding and head.encoding not in heads.ENCODINGS:
                 raise RpcError(Code.UNIMPLEMENTED, f"Compression algorithm '{head.encoding[:40]}' is not supported")
-            stream.call = door.application(stream)
+            stream.call = self.door.application(stream)
         except RpcError as error:
             stream.half = ended
             stream.fail(error)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 JOINED_BYTES = 128 * 1024
 """What is sent in one turn is one piece up to this size."""
+LAST_CALLS_S = 1.0
+"""At the end, for what is on its way from callers who do not say that all of it has come."""
 _scratch = memoryview(bytearray(256 * 1024))
 """What every connection reads into, one after another: bytes are taken out before the next one reads."""
 
@@ -114,6 +116,12 @@ class Connection(asyncio.BufferedProtocol):
         """No more calls are taken after those that are here."""
         if self._core is not None:
             self._core.life.drain()
+            self._door.loop.call_later(LAST_CALLS_S, self._no_more)
+
+    def _no_more(self) -> None:
+        if self._core is not None:
+            self._core.life.no_more()
+            self._wake()
 
     def abort(self) -> None:
         if self._transport is not None:

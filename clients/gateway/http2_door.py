@@ -52,6 +52,8 @@ class RpcDoor:
         self._empty = asyncio.Event()
         self._due: dict[int, set[Stream]] = {}
         self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_for = 0
+        """The bucket that it is for."""
         self._clock = loop.call_later(self.turn_s, self._tick)
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
@@ -98,9 +100,10 @@ class RpcDoor:
 
     def expire(self, stream: Stream) -> None:
         assert stream.expires is not None
-        self._due.setdefault(_bucket(stream.expires), set()).add(stream)
-        if self._alarm is None:
-            self._alarm = self.loop.call_later(DEADLINE_S, self._ring)
+        bucket = _bucket(stream.expires)
+        self._due.setdefault(bucket, set()).add(stream)
+        if self._alarm is None or bucket < self._alarm_for:
+            self._set_alarm(bucket)
 
     def keep(self, stream: Stream) -> None:
         assert stream.expires is not None
@@ -111,14 +114,20 @@ class RpcDoor:
             if not found:
                 del self._due[bucket]
 
+    def _set_alarm(self, bucket: int) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_for = bucket
+        self._alarm = self.loop.call_at(max(bucket + 1, _bucket(self.now()) + 1) * DEADLINE_S, self._ring)
+
     def _ring(self) -> None:
         self._alarm = None
         now = _bucket(self.now())
         for bucket in [bucket for bucket in self._due if bucket < now]:
             for stream in self._due.pop(bucket):
                 stream.fail(RpcError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
-        if self._due:
-            self._alarm = self.loop.call_later(DEADLINE_S, self._ring)
+        if self._due and self._alarm is None:
+            self._set_alarm(min(self._due))
 
     # ------------------------------------------------------------------------------------ time
 

@@ -100,15 +100,31 @@ class Heads:
             self._known.clear()
 
     def _read(self, block: bytes) -> list[tuple[bytes, bytes]]:
+        _check_sizes(block)
         try:
-            return [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+            found = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
         except (HPACKError, IndexError, ValueError) as error:
             raise Broken(Reason.COMPRESSION_ERROR, f"the headers of a call cannot be read: {error}") from None
+        if len(found) > HEADERS:
+            raise Broken(Reason.ENHANCE_YOUR_CALM, f"a call has more than {HEADERS} headers")
+        return found
+
+
+def _check_sizes(block: bytes) -> None:
+    """A block may begin with two new sizes of the table. One of thousands would take long to read, and say nothing."""
+    at = count = 0
+    while at < len(block) and block[at] & 0xE0 == 0x20:
+        count += 1
+        if count > 2:
+            raise Broken(Reason.COMPRESSION_ERROR, "the headers of a call begin with more than two sizes of the table")
+        if block[at] & 0x1F == 0x1F:
+            at += 1
+            while at < len(block) and block[at] & 0x80:
+                at += 1
+        at += 1
 
 
 def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
-    if len(pairs) > HEADERS:
-        return Head(malformed=f"more than {HEADERS} headers")
     pseudo: dict[bytes, bytes] = {}
     found: dict[str, str] = {}
     for name, value in pairs:

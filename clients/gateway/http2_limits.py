@@ -22,6 +22,8 @@ RESETS = 2000
 """Calls that a caller may take back in one turn of the slow clock: each is work for others."""
 IDLE_FRAMES = 10_000
 """Frames that move nothing, in one turn of the slow clock."""
+SMALL_UPDATE = 256
+"""A caller who takes less at a time of what waits for him has it sent in frames that move next to nothing."""
 UNSENT_REPLIES = 1000
 """Acknowledgements that wait for a caller who does not read."""
 
