@@ -234,6 +234,8 @@ class Http2:
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if kind == frames.HEADERS:
             self._headers(number, flags, payload)
+        elif len(payload) != frames.LENGTHS.get(kind, len(payload)):
+            raise Broken(Reason.FRAME_SIZE_ERROR, "a frame of a wrong length")
         elif kind == frames.WINDOW_UPDATE:
             self._window_update(number, payload)
         elif kind == frames.PING:
@@ -247,8 +249,6 @@ class Http2:
         elif kind == frames.PUSH_PROMISE:
             raise Broken(Reason.PROTOCOL_ERROR, "a push of a caller")
         else:
-            if kind == frames.PRIORITY and len(payload) != 5:
-                raise Broken(Reason.FRAME_SIZE_ERROR, "a PRIORITY that is not 5 bytes long")
             if (kind == frames.GOAWAY) == bool(number) and kind <= frames.CONTINUATION:
                 raise Broken(Reason.PROTOCOL_ERROR, "a frame of the wrong stream")
             self._idle()
@@ -294,8 +294,6 @@ class Http2:
     def _ping(self, flags: int, number: int, payload: bytes) -> None:
         if number:
             raise Broken(Reason.PROTOCOL_ERROR, "a PING of a stream")
-        if len(payload) != 8:
-            raise Broken(Reason.FRAME_SIZE_ERROR, "a PING that is not 8 bytes long")
         if flags & frames.ACK:
             self.life.acknowledged(payload)
             return
@@ -304,8 +302,6 @@ class Http2:
         self.life.asked()
 
     def _rst_stream(self, number: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            raise Broken(Reason.FRAME_SIZE_ERROR, "a RST_STREAM that is not 4 bytes long")
         if not number & 1 or number > self.last:
             raise Broken(Reason.PROTOCOL_ERROR, "RST_STREAM of a stream that was not opened")
         self.resets += 1
@@ -316,8 +312,6 @@ class Http2:
             stream.cancel()
 
     def _window_update(self, number: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            raise Broken(Reason.FRAME_SIZE_ERROR, "a WINDOW_UPDATE that is not 4 bytes long")
         size = frames.number(payload) & frames.LARGEST_WINDOW
         if not number:
             self.window += size

@@ -21,6 +21,7 @@ LARGEST_FRAME = (1 << 24) - 1
 LARGEST_WINDOW = (1 << 31) - 1
 LARGEST_STREAM = (1 << 31) - 1
 
+LENGTHS = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
 FRAME = Struct(">HBBBI")
 """Length (the upper 16 bits, the lower 8), kind, flags, stream."""
 _NUMBER = Struct(">I")
