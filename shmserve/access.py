@@ -27,9 +27,13 @@ QUESTIONS = {
     "origins": _LOOK,
     "statistics": _LOOK,
     "metrics": _LOOK,
+    "log": _LOOK,
+    "trace": _LOOK,
     "load": OPERATE,
     "unload": OPERATE,
     "restart": OPERATE,
+    "set_log": OPERATE,
+    "set_trace": OPERATE,
 }
 """Ask.what -> the roles of which one is enough."""
 ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUESTIONS

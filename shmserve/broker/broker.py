@@ -83,6 +83,8 @@ class Broker:
         """Called when the last worker has gone after a drain."""
         self.operations: Operations
         """Set before the loop runs."""
+        self.traced: Callable[[effects.Traced], None] = lambda effect: None
+        """Called with each request of a sample that has been answered."""
         self.turned: Callable[[], None] | None = None
         """Called after each turn, while somebody wants to watch models load."""
         self._loop = loop
@@ -143,6 +145,7 @@ class Broker:
             effects.Free: lambda effect: self._own.free(effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
             effects.Log: lambda effect: say(effect.level, effect.text, effect.fields),
+            effects.Traced: lambda effect: self.traced(effect),
             effects.Compose: self._compose,
             effects.Settled: lambda effect: self.operations.settled(effect),
             effects.Query: self._query,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,11 +22,14 @@ from shmserve.repo.schema import as_triton_json
 EXTENSIONS = (
     "classification",
     "model_repository",
+    "model_repository(unload_dependents)",
     "schedule_policy",
     "model_configuration",
     "parameters",
     "sequence",
     "statistics",
+    "trace",
+    "logging",
 )
 """Of the KServe protocol: what of them is here."""
 CHUNK = FIELD_BYTES // 2
@@ -54,9 +57,15 @@ class Control:
             "metrics": lambda ask: self.metrics(),
         }
 
+    def add(self, answers: Mapping[str, Callable[[Ask], Any]]) -> None:
+        """Questions, and small operations, that others answer."""
+        self._answers.update(answers)
+
     def answer(self, ask: Ask) -> list[Answer | Fail]:
         """The messages of the answer, in order."""
         try:
+            if ask.more:
+                raise InvalidRequest(f"the body of '{ask.what}' is too long")
             answer = self._answers.get(ask.what)
             if answer is None:
                 known = ", ".join(self._answers)

@@ -12,68 +12,23 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
-
-from shmserve.broker import access
+from shmserve.broker import access, traces
 from shmserve.broker.cores import host_policy
+from shmserve.broker.doorflags import DOOR_FLAGS, DOORS
+from shmserve.broker.flag import ENVIRONMENT, UNITS, Flag
 from shmserve.broker.logs import FORMATS
 from shmserve.core import limits
 from shmserve.core.limiter import ANY, SHARED
 
-ENVIRONMENT = "SHMSERVE_"
 REQUIRED = "required"
 SECONDS = 1e6
 """The longest time that a flag takes."""
-_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 
 
-class Flag(Struct, frozen=True):
-    """`kind`: boolean, whole, bytes, seconds, text, path, choice, setting, policy, access, group, limit, cache or
-    resource. `triton`: its default there, where ours differs, and why. `instead`: deprecated, what to say now.
-    `private`: for programs that start us. `gateway`: the option of `shmserve gateway` that it is passed on as."""
-
-    name: str
-    kind: str
-    group: str
-    help: str
-    default: Any = None
-    metavar: str = ""
-    repeatable: bool = False
-    choices: tuple[str, ...] = ()
-    least: int = 0
-    alias: str = ""
-    shown: str = ""
-    triton: str = ""
-    instead: str = ""
-    private: bool = False
-    gateway: str = ""
-
-    @property
-    def dest(self) -> str:
-        return self.name.replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        return ENVIRONMENT + self.dest.upper()
-
-    @property
-    def default_text(self) -> str:
-        """As people write it; empty if there is none."""
-        if self.shown or self.default in (None, [], ""):
-            return self.shown
-        if isinstance(self.default, bool):
-            return str(self.default).lower()
-        if self.kind == "bytes":
-            unit = next(unit for unit in ("GiB", "MiB", "KiB", "") if not self.default % _UNITS[unit.upper()])
-            return f"{self.default // _UNITS[unit.upper()]} {unit}".rstrip()
-        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-
-
 MODELS, LOADING, INSTANCES, MEMORY = "Models", "Loading", "Instances and cores", "Memory"
 ACCESS, STOPPING, LOGGING, SERVICE = "Access and limits", "Stopping", "Logging", "Service"
-DOORS = "Doors to the network"
 GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, DOORS, STOPPING, LOGGING, SERVICE)
 
 FLAGS = (
@@ -140,32 +95,7 @@ FLAGS = (
          repeatable=True),
     Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
          "times", [], "NAME=VALUE", repeatable=True),
-    Flag("no-gateway", "boolean", DOORS, "start no gateway: no HTTP, no metrics on a port; one that runs by itself may "
-         "still serve", False),
-    Flag("gateways", "whole", DOORS, "so many gateways share the ports; the kernel spreads callers over them", 1, "N",
-         least=1),
-    Flag("http-port", "whole", DOORS, "of HTTP; 0: any", None, "N", shown="8000", gateway="http-port"),
-    Flag("http-address", "text", DOORS, "where HTTP is listened for", None, "ADDRESS", shown="127.0.0.1",
-         triton="0.0.0.0; only this machine, unless it is asked for", gateway="http-address"),
-    Flag("http-roles", "text", DOORS, "what callers of HTTP may do, of infer, observe and operate", None, "ROLE,ROLE",
-         shown="infer,observe", gateway="http-roles"),
-    Flag("http-max-input-size", "whole", DOORS, "bytes of a body", None, "N", shown="67108864", least=1,
-         gateway="http-max-input-size"),
-    Flag("reuse-http-port", "boolean", DOORS, "other servers may listen on the same ports", None, shown="false",
-         gateway="reuse-port"),
-    Flag("metrics-port", "whole", DOORS, "of Prometheus; 0: any", None, "N", shown="8002", gateway="metrics-port"),
-    Flag("metrics-address", "text", DOORS, "where Prometheus is listened for", None, "ADDRESS",
-         shown="as --http-address", gateway="metrics-address"),
-    Flag("allow-client-shm", "boolean", DOORS, "callers of HTTP may register shared memory of this machine", None,
-         shown="false", gateway="allow-client-shm"),
-    Flag("zmq-address", "text", DOORS, "where ZeroMQ over tcp is listened for, as tcp://127.0.0.1:8790; needs the two "
-         "files of keys", None, "URL", shown="nowhere", gateway="zmq-address"),
-    Flag("zmq-server-key", "path", DOORS, "its NAME.key, from `shmserve keygen`", None, "FILE",
-         gateway="zmq-server-key"),
-    Flag("zmq-keys", "path", DOORS, "who is let in there: lines of PUBLIC-KEY ROLE,ROLE NAME", None, "FILE",
-         gateway="zmq-keys"),
-    Flag("gateway-args", "text", DOORS, "more options of `shmserve gateway`, in one: "
-         "--gateway-args='--http-idle-timeout 60'", None, "WORDS"),
+    *DOOR_FLAGS,
     Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, wait this long for requests in flight", 30.0, "S"),
     Flag("log-verbose", "whole", LOGGING, "1: more in the log; 2: also each batch, and why it was formed", 0, "N"),
     Flag("allow-gpu-metrics", "boolean", LOGGING, "metrics tell what GPUs do, if there are any", True),
@@ -177,6 +107,9 @@ FLAGS = (
          "default", "FORM", choices=FORMATS),
     Flag("log-file", "path", LOGGING, "append to this file, not to the console; it may be rotated by renaming it",
          None, "FILE", shown="console"),
+    Flag("trace-config", "trace", LOGGING, "which requests are traced, and where to: triton,file=FILE, "
+         "triton,log-frequency=N, level=TIMESTAMPS, rate=N (each N-th), count=N (so many at most); may be given "
+         "several times", [], "KEY=VALUE", repeatable=True),
     Flag("id", "text", SERVICE, "the server's name, as its metadata says it", "shmserve", "NAME",
          triton="triton; programs that look at the name see which server they talk to"),
     Flag("runtime-dir", "path", SERVICE, "where the sockets are", None, "DIR",
@@ -197,14 +130,9 @@ def _names(text: str) -> frozenset[str]:
 
 NOT_BUILT_YET = _names(
     """
-    enable-peer-access allow-http http-header-forward-pattern http-thread-count http-restricted-api allow-grpc
-    grpc-address grpc-port reuse-grpc-port grpc-header-forward-pattern grpc-infer-thread-count
-    grpc-infer-allocation-pool-size grpc-max-response-pool-size grpc-use-ssl grpc-use-ssl-mutual grpc-server-cert
-    grpc-server-key grpc-root-cert grpc-infer-response-compression-level grpc-keepalive-time
-    grpc-keepalive-timeout grpc-keepalive-permit-without-calls grpc-http2-max-pings-without-data
-    grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes grpc-max-connection-age
-    grpc-max-connection-age-grace grpc-restricted-protocol allow-metrics allow-cpu-metrics metrics-interval-ms
-    metrics-config trace-config cache-directory cuda-memory-pool-byte-size cuda-virtual-address-size
+    enable-peer-access http-thread-count grpc-infer-thread-count grpc-infer-allocation-pool-size
+    grpc-max-response-pool-size grpc-http2-max-pings-without-data allow-cpu-metrics metrics-interval-ms
+    metrics-config cache-directory cuda-memory-pool-byte-size cuda-virtual-address-size
     min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit repoagent-directory
     trace-file trace-level trace-rate trace-count trace-log-frequency
     """
@@ -267,6 +195,8 @@ def from_text(flag: Flag, text: str) -> Any:
             return _cache(text)
         case "resource":
             return _resource(text)
+        case "trace":
+            return traces.config(text)
     if not text and flag.default != "":
         raise ValueError(f"a {flag.metavar or 'value'} is expected, and nothing was given")
     return Path(text) if flag.kind == "path" else text
@@ -352,7 +282,7 @@ def _whole(flag: Flag, text: str) -> int:
 
 def _number(text: str, is_bytes: bool, least: int | None) -> int:
     match = re.fullmatch(r"(-?[0-9]{1,18})\s*([a-zA-Z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match and (is_bytes or not match[2]) else None
+    unit = UNITS.get(match[2].upper()) if match and (is_bytes or not match[2]) else None
     if match is None or unit is None:
         more = ", with KiB, MiB or GiB behind it if you like" if is_bytes else ""
         raise ValueError(f"'{text}' is not a whole number{more}")

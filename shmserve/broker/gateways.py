@@ -237,6 +237,12 @@ class Gateways:
         if gateway.process is not None:
             signal.pidfd_send_signal(gateway.pidfd, signal.SIGKILL)
 
+    def reread(self) -> None:
+        """Certificates and tokens are to be read again."""
+        for gateway in self._all:
+            if gateway.process is not None and gateway.is_open:  # others read them only now
+                signal.pidfd_send_signal(gateway.pidfd, signal.SIGHUP)
+
     # ------------------------------------------------------------------------------------ the end
 
     def stop(self, limit_s: float, ended: Callable[[], None]) -> None:

@@ -29,9 +29,11 @@ from shmserve.broker.cores import survey
 from shmserve.broker.gateways import Doors, Gateways
 from shmserve.broker.gpus import GpuMetrics
 from shmserve.broker.logs import say, set_up
+from shmserve.broker.logsettings import LogSettings
 from shmserve.broker.operations import Operations
 from shmserve.broker.poll import Poll
 from shmserve.broker.progress import Progress, hints
+from shmserve.broker.traces import TraceFile, TraceSettings
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import ServeError
@@ -166,12 +168,32 @@ class Server:
             say,
         )
         self._broker.waited_elsewhere(self._gateways.pids)
+        self._trace_file = self._changeable(settings)
         self._waits_for = {"models", "doors"}
         """What must have come before the server is ready."""
         self._rereads = 0
         """Looks at the repositories that were asked for by SIGHUP and are not done."""
         state = self._core.state
         self._announcer = notify.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
+
+    def _changeable(self, settings: argparse.Namespace) -> TraceFile:
+        """What can be set while the server runs: the log, and traces, which go to what this gives."""
+        state = self._core.state
+        given = dict(settings.trace_config)
+        traces = TraceSettings(given, state.traces.samples, state.models.keys)
+        place = Path(given["trace_file"]).absolute() if "trace_file" in given else None
+        file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0)
+        self._broker.traced = file.write
+        logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing))
+        self._control.add(
+            {
+                "log": lambda ask: logged.document(),
+                "set_log": lambda ask: logged.change(ask.body),
+                "trace": lambda ask: traces.document(ask.model),
+                "set_trace": lambda ask: traces.change(ask.model, ask.body),
+            }
+        )
+        return file
 
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -194,6 +216,7 @@ class Server:
             self._announcer.close()
             self._gateways.close()
             self._broker.close()
+            self._trace_file.close()
             self._gpu_metrics.close()
         return self._code
 
@@ -229,6 +252,7 @@ class Server:
             log.info("SIGHUP: looking at the repositories")
             self._rereads += 1
             self._announcer.reloading()
+            self._gateways.reread()
             self._operations.reread(self._has_reread)
 
     def _has_reread(self) -> None:

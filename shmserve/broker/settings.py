@@ -18,13 +18,12 @@ from typing import Any, NoReturn
 
 from shmserve.broker import cores
 from shmserve.broker.access import Access
+from shmserve.broker.flag import ENVIRONMENT, Flag
 from shmserve.broker.flags import (
     BY_NAME,
-    ENVIRONMENT,
     FLAGS,
     GROUPS,
     REQUIRED,
-    Flag,
     from_environment,
     from_text,
     from_toml,

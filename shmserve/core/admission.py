@@ -289,6 +289,8 @@ class Admission:
         if message.timeout_us:
             request.deadline = now + message.timeout_us * 1000
             state.set_timer(request.deadline, Timer.DEADLINE, request)
+        if state.traces.samples:
+            state.traces.sample(request)
         if options is not None and TRACE in options.parameters:
             told = state.traces.begin(request, now)
             if told is not None:

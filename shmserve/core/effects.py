@@ -75,6 +75,17 @@ class Log(Struct):
     """What the text is about, for programs: model, version, instance, client and more."""
 
 
+class Traced(Struct):
+    """A request of a sample has been answered. `times`: when its batch was taken, ready, computed and placed, if it had
+    one; `log`: its caller has asked for a record too."""
+
+    fields: dict[str, Any]
+    arrived: int
+    times: tuple[int, ...]
+    answered: int
+    log: Log | None
+
+
 class Settled(Struct):
     """An operation (Deploy, Unload, Restart) is over. `code` "": it has succeeded."""
 
@@ -94,4 +105,4 @@ class Drained(Struct):
     """Nothing is in flight and every worker has gone: the process may end."""
 
 
-Effect = Send | Spawn | Pause | Compose | Kill | Close | Free | Forget | Log | Settled | Query | Drained
+Effect = Send | Spawn | Pause | Compose | Kill | Close | Free | Forget | Log | Traced | Settled | Query | Drained

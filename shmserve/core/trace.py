@@ -1,13 +1,17 @@
-"""Requests whose callers asked, by the parameter `trace_id`, what happens to them: one record in the log for each.
+"""What happens to single requests: to those whose callers asked, by the parameter `trace_id`, one record in the log
+each; and to samples of all, as operators want them.
 
-The rule of the file: a request that is not traced pays for nothing here; the core asks only whether `open` is empty.
+The rule of the file: a request that is not traced pays for nothing here; the core asks only whether `open` is empty,
+and whether `samples` is.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from shmserve.core.effects import Log
+from msgspec import Struct
+
+from shmserve.core.effects import Log, Traced
 from shmserve.core.request import Request
 
 PARAMETER = "trace_id"
@@ -18,12 +22,44 @@ PER_SECOND = 100
 _SECOND = 1_000_000_000
 
 
+class Sample(Struct):
+    """Each `rate`-th request is traced, `left` more of them; below 0: without an end."""
+
+    rate: int
+    left: int = -1
+    seen: int = 0
+
+    def takes(self) -> bool:
+        self.seen += 1
+        if self.left == 0 or self.seen < self.rate:
+            return False
+        self.seen = 0
+        if self.left > 0:
+            self.left -= 1
+        return True
+
+
+class _Open(NamedTuple):
+    """A request that is traced. `id`: its trace_id, or "". `sampled`: it is one of a sample."""
+
+    id: str
+    sampled: bool
+
+
 class Traces:
     def __init__(self) -> None:
-        self.open: dict[int, str] = {}
-        """Number of a request that is not answered yet -> its trace_id."""
+        self.open: dict[int, _Open] = {}
+        """Number of a request that is not answered yet -> why it is traced."""
+        self.samples: dict[str, Sample] = {}
+        """Model -> its sample; "" is for all that have none of their own. Empty: nothing is sampled."""
         self._until = 0
         self._left = 0
+
+    def sample(self, request: Request) -> None:
+        """The request has arrived, and there are samples."""
+        found = self.samples.get(request.version.model) or self.samples.get("")
+        if found is not None and found.takes():
+            self.open[request.number] = _Open("", True)
 
     def begin(self, request: Request, now: int) -> Log | None:
         """The request has arrived with the parameter. Gives what to log if it is one too many."""
@@ -32,21 +68,22 @@ class Traces:
             self._until, self._left = now + _SECOND, PER_SECOND
         self._left -= 1
         if self._left >= 0:
-            self.open[request.number] = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
+            trace = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
+            self.open[request.number] = _Open(trace, request.number in self.open)
         elif self._left == -1:
             return Log(
                 "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
             )
         return None
 
-    def answered(self, request: Request, code: str, now: int) -> Log | None:
+    def answered(self, request: Request, code: str, now: int) -> Log | Traced | None:
         """The request has been answered: well, with code "", or not. None: it is not traced."""
         trace = self.open.pop(request.number, None)
         if trace is None:
             return None
         version = request.version
         fields: dict[str, Any] = {
-            "trace_id": trace,
+            "trace_id": trace.id,
             "model": version.model,
             "version": version.number,
             "client": request.client.number,
@@ -59,7 +96,11 @@ class Traces:
             fields["id"] = request.options.id
         fields |= _at_worker(request)
         told = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
-        return Log("info", f"trace {trace}: {fields['code']}, {told}", fields)
+        log = Log("info", f"trace {trace.id}: {fields['code']}, {told}", fields)
+        if not trace.sampled:
+            return log
+        times = request.batch.times if request.batch is not None else ()
+        return Traced(fields, request.arrived, times, now, log if trace.id else None)
 
 
 def _at_worker(request: Request) -> dict[str, Any]:

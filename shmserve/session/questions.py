@@ -20,7 +20,7 @@ from shmserve.session.body import Body
 from shmserve.session.outbox import Outbox, Packet
 from shmserve.session.ticket import Ticket
 
-OPERATIONS = frozenset(("load", "unload", "restart"))
+OPERATIONS = frozenset(("load", "unload", "restart", "set_log", "set_trace"))
 WINDOW_BYTES = 8 * FIELD_BYTES
 WINDOWS = 2
 TOGETHER = 2

@@ -183,6 +183,36 @@ def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Pa
     assert "'never' is not a number of seconds" in said
 
 
+def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) -> None:
+    file = tmp_path / "traces.json"
+    options = ("--http-roles", "infer,observe,operate", "--trace-config", f"triton,file={file}")
+    with serving(repository, tmp_path, *ANY, *options) as server:
+        port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
+        server.until("ready: serving 1 of 1")
+        asked, told = ask(port, "/v2/logging", {"log_format": "json", "log_verbose_level": 2})
+        assert (asked, json.loads(told)["log_verbose_level"]) == (200, 2)
+        assert json.loads(server.until("have been changed").string)["log_format"] == "json"
+        assert ask(port, "/v2/logging") == (200, told)
+        status, body = ask(port, "/v2/logging", {"log_file": "mine"})
+        assert b"log file location can not be updated through network protocol" in body
+        assert status in (400, 501)
+
+        wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "trace_count": "3"}
+        status, body = ask(port, "/v2/models/same/trace/setting", wanted)
+        assert (status, json.loads(body)["trace_file"]) == (200, file.name)
+        assert json.loads(ask(port, "/v2/trace/setting")[1])["trace_level"] == ["OFF"]
+        for _ in range(9):
+            assert ask(port, "/v2/models/same/infer", ASKED | {"id": "mine"})[0] == 200
+            assert json.loads(server.until("ran batch").string)["level"] == "debug"
+        assert json.loads(ask(port, "/v2/models/same/trace/setting")[1])["trace_count"] == "0"
+        assert b"unknown model : none" in ask(port, "/v2/models/none/trace/setting")[1]
+    found = json.loads(file.read_text())
+    assert [line["request_id"] for line in found if "model_name" in line] == ["mine"] * 3
+    times = {line["timestamps"][0]["name"]: line["timestamps"][0]["ns"] for line in found if "timestamps" in line}
+    assert sorted(times, key=lambda name: times[name]) == list(times)  # they are in their order
+    assert {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"} <= times.keys()
+
+
 def test_servers_of_tests_have_doors_if_asked(repository: Path) -> None:
     with Server(repository) as server:
         assert server.doors == {}

@@ -10,7 +10,21 @@ from typing import Any
 from shmserve.access import EVERYTHING
 from shmserve.core import events
 from shmserve.core.core import Core
-from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Pause, Query, Send, Settled, Spawn
+from shmserve.core.effects import (
+    Close,
+    Compose,
+    Drained,
+    Forget,
+    Free,
+    Kill,
+    Log,
+    Pause,
+    Query,
+    Send,
+    Settled,
+    Spawn,
+    Traced,
+)
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.state import WORKERS_FROM
@@ -135,7 +149,7 @@ class World:
                 assert not self.drained
                 self.drained = True
             else:
-                assert isinstance(effect, (Log, Query, Settled))
+                assert isinstance(effect, (Log, Query, Settled, Traced))
 
     def _composed(self, effect: Compose) -> events.Composed:
         names = [version.model for version in self.core.state.ensembles if version.asked == effect.number]

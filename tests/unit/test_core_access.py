@@ -56,9 +56,13 @@ NEEDED = {
     "origins": LOOK,
     "statistics": LOOK,
     "metrics": LOOK,
+    "log": LOOK,
+    "trace": LOOK,
     "load": OPERATE,
     "unload": OPERATE,
     "restart": OPERATE,
+    "set_log": OPERATE,
+    "set_trace": OPERATE,
 }
 """Question -> the roles of which one is enough."""
 MESSAGES: dict[type, tuple[str, Any, int]] = {

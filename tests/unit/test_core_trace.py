@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core.effects import Log
+from shmserve.core.effects import Log, Traced
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.trace import ID_LENGTH, PER_SECOND
+from shmserve.core.trace import ID_LENGTH, PER_SECOND, Sample
 from shmserve.messages import Infer, Options, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
@@ -19,12 +19,15 @@ class Logged(World):
     def __init__(self) -> None:
         super().__init__()
         self.logs: list[Log] = []
+        self.samples: list[Traced] = []
         self.deploy(POLICY)
         self.client = self.connect("c")
 
     def tell(self, effect: Any) -> None:
         if isinstance(effect, Log):
             self.logs.append(effect)
+        elif isinstance(effect, Traced):
+            self.samples.append(effect)
 
     def traced(self) -> list[dict[str, Any]]:
         return [effect.fields for effect in self.logs if effect.fields and "trace_id" in effect.fields]
@@ -81,8 +84,50 @@ def test_not_more_than_some_in_a_second_and_not_longer() -> None:
     many = range(1, PER_SECOND + 11)
     world.turn([infer(world.client, number, trace_id="x" * 1000) for number in many])
     assert len(world.core.state.traces.open) == PER_SECOND
-    assert {len(trace) for trace in world.core.state.traces.open.values()} == {ID_LENGTH}
+    assert {len(trace.id) for trace in world.core.state.traces.open.values()} == {ID_LENGTH}
     assert [log.level for log in world.logs if "are not traced" in log.text] == ["warning"]
     world.now += 1000 * MS
     world.turn([infer(world.client, 1000, trace_id="next")])
     assert len(world.core.state.traces.open) == PER_SECOND + 1
+
+
+def test_of_a_sample_each_third_is_traced_until_the_count_is_used_up() -> None:
+    world = Logged()
+    samples = world.core.state.traces.samples
+    samples[""] = Sample(3, 2)
+    for number in range(1, 13):
+        world.turn([infer(world.client, number)])
+        world.now += 5 * MS
+        world.worker("m_0").finish(world.now, took=MS)
+        world.settle()
+    assert [sample.fields["request"] for sample in world.samples] == [3, 6]
+    (first, _) = world.samples
+    assert first.log is None
+    taken, ready, computed, placed = first.times
+    assert first.arrived <= taken <= ready <= computed <= placed <= first.answered
+    assert (computed - ready, first.fields["trace_id"], first.fields["code"]) == (MS, "", "OK")
+    assert samples[""].left == 0
+    assert not world.traced()
+    assert not world.core.state.traces.open
+
+
+def test_a_model_may_have_a_sample_of_its_own_and_a_caller_his_record_too() -> None:
+    world = Logged()
+    samples = world.core.state.traces.samples
+    samples["other"] = Sample(1)
+    world.turn([infer(world.client, 1)])
+    assert not world.core.state.traces.open
+    samples["m"] = Sample(1)
+    world.turn([infer(world.client, 2, timeout_us=1000, trace_id="why")])
+    world.advance(world.now + 2 * MS)
+    (sample,) = world.samples
+    assert sample.log is not None
+    assert sample.log.text.startswith("trace why: DEADLINE_EXCEEDED, ")
+    assert sample.times == ()
+    assert not world.traced()  # the record goes along with the sample
+    samples.clear()
+    world.worker("m_0").finish(world.now)
+    world.turn([infer(world.client, 3)])
+    assert not world.core.state.traces.open
+    world.worker("m_0").finish(world.now)
+    world.settle()

@@ -18,7 +18,8 @@ from shmserve.access import INFER, OBSERVE
 from shmserve.broker import flags, settings
 from shmserve.broker.access import Rule
 from shmserve.broker.cores import host_policy
-from shmserve.broker.flags import FLAGS, Flag
+from shmserve.broker.flag import Flag
+from shmserve.broker.flags import FLAGS
 from shmserve.core.limiter import ANY, SHARED
 from shmserve.core.limits import Limits
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES
@@ -110,6 +111,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "group": (GROUP.gr_name, GROUP.gr_gid, f'"{GROUP.gr_name}"'),
     "limit": ("client-outbox-bytes=1 MiB", ("client_outbox_bytes", 1 << 20), '"client_outbox_bytes = 1MiB"'),
     "cache": ("local,size=1MiB", 1 << 20, '"local,size=1 MiB"'),
+    "trace": ("triton,file=t.json", ("trace_file", "t.json"), '"triton,file=t.json"'),
     "resource": ("R1:10:2", ("R1", 2, 10), '"R1:10:2"'),
 }
 
