@@ -19,13 +19,15 @@ from shmserve.clients.gateway.grpc_wire import Answers, parameters_of
 from shmserve.clients.gateway.http2_seam import Stream
 from shmserve.clients.gateway.regions import Region
 from shmserve.clients.gateway.status import grpc_text_of
-from shmserve.errors import NotFound, ServeError
+from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.messages import Reply
 from shmserve.session import Ticket
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.grpc_services import Services
 
+ASKED_BYTES = 64 * 1024
+"""Of a message that brings no model along: read, it takes many times as much."""
 Targets = Mapping[str, Region | DeviceRegion]
 
 
@@ -167,6 +169,10 @@ class AskCall(Unary):
     def begin(self, data: Buffer) -> None:
         services, rpc = self._services, self._rpc
         try:
+            if len(data) > ASKED_BYTES and rpc.action != "load":
+                raise InvalidRequest(
+                    f"{rpc.request.DESCRIPTOR.name} may have {ASKED_BYTES} bytes, this has {len(data)}"
+                )
             route, given = rpc.asked(read(rpc.request, bytes(data)))
             if route.action != rpc.action:
                 services.check(route.action, self._stream)

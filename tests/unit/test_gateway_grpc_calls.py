@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shmserve.clients.gateway import grpc_calls, grpc_stream
 from shmserve.clients.gateway.access import Access
@@ -20,7 +22,7 @@ from shmserve.clients.gateway.regions import Regions
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.messages import Part, Reply, Tensor
 from shmserve.session import StreamTicket, Ticket
-from tests.rpc import message, parameter
+from tests.rpc import POOL, message, parameter
 
 
 class Link:
@@ -231,6 +233,36 @@ def test_what_needs_another_role_is_known_from_the_message() -> None:
         case.call.message(message("TraceSettingRequest", settings={"trace_rate": {"value": ["1"]}}).SerializeToString())
     assert caught.value.code == Code.PERMISSION_DENIED
     assert not case.link.asked
+
+
+def test_a_question_is_short() -> None:
+    case = Case("TraceSetting")
+    long = message("TraceSettingRequest", settings={"x": {"value": [""] * 40_000}}).SerializeToString()
+    with pytest.raises(RpcError, match="TraceSettingRequest may have 65536 bytes"):
+        case.call.message(long)
+    case = Case("RepositoryModelLoad")
+    parameters = {"config": {"string_param": "{}"}, "file:1/x": {"bytes_param": bytes(100_000)}}
+    load = message("RepositoryModelLoadRequest", model_name="m", parameters=parameters)
+    case.call.message(load.SerializeToString())
+    assert case.link.asked[0][1][0] == "load"
+
+
+PATHS = [(method.name, INFERENCE) for method in POOL.FindServiceByName(INFERENCE).methods]
+
+
+@pytest.mark.parametrize(("method", "service"), [*PATHS, ("Check", HEALTH), ("Watch", HEALTH)])
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=30)
+def test_any_messages_are_answered_or_refused(method: str, service: str, messages: list[bytes]) -> None:
+    case = Case(method, service)
+    try:
+        for data in messages:
+            case.call.message(data)
+        case.call.half_closed()
+    except RpcError as error:
+        assert error.code in (Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.NOT_FOUND, Code.INTERNAL)  # noqa: PT017
+    case.call.cancelled()
+    assert len(case.link.cancelled) == len(case.link.asked)
 
 
 # ---------------------------------------------------------------------------------------- health
