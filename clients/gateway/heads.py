@@ -20,6 +20,7 @@ from shmserve.errors import ServeError
 _REMEMBERED = 1024
 _REMEMBERED_BYTES = 2048
 _ENCODINGS = ("gzip", "deflate")
+Headers = list[tuple[bytes, bytes]]
 _TO_MODEL = ("infer", "generate", "generate_stream")
 
 
@@ -128,22 +129,21 @@ def parse(
         raise BadHead(505, "HTTP/1.1 is spoken here")
     found = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
     if found.route.status == 200 and (access is not None or forward is not None):
-        _guard(found, [(_text(name), _text(value).strip()) for name, value in lines.headers], access, forward)
+        _guard(found, lines.headers, access, forward)
     return found
 
 
-def _guard(head: Head, headers: list[tuple[str, str]], access: Access | None, forward: Forward | None) -> None:
-    by_name: dict[str, str] = {}
-    for name, value in headers:
-        low = name.lower()
-        if low == "authorization" and low in by_name:
-            raise BadHead(400, "the request has more than one authorization")
-        by_name[low] = f"{by_name[low]}, {value}" if low in by_name else value
+def _guard(head: Head, headers: Headers, access: Access | None, forward: Forward | None) -> None:
+    def header(name: str) -> str | None:
+        raw = name.encode()
+        found = [_text(value).strip() for written, value in headers if written.lower() == raw]
+        return ", ".join(found) if found else None
+
     try:
         if access is not None:
-            access.check(head.route.action, by_name.get)
+            access.check(head.route.action, header)
         if forward is not None and head.route.action in _TO_MODEL:
-            head.forwarded = forward.of(headers)
+            head.forwarded = forward.of([(_text(name), _text(value).strip()) for name, value in headers])
     except ServeError as error:
         head.refusal = error.with_traceback(None)  # it is kept
 
@@ -165,9 +165,7 @@ def _path(target: bytes) -> str:
     return text
 
 
-def _head(
-    method: str, http: str, target: str, headers: list[tuple[bytes, bytes]], keep_alive: bool, metrics: bool
-) -> Head:
+def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, metrics: bool) -> Head:
     found = Head(
         resolve(method, target, metrics), keep_alive and http == "1.1", old=http == "1.0", is_head=method == "HEAD"
     )

@@ -168,7 +168,7 @@ SCHEMAS: dict[str, _Schema] = {
     "Any": {},
     "Error": _object(("error",), error=_STRING),
     "Name": {"type": "string", "minLength": 1, "maxLength": NAME_LENGTH},
-    "Version": {"type": "string", "pattern": "^[0-9]+$"},
+    "Version": {"type": "string", "pattern": "^[1-9][0-9]{0,17}$"},
     "Datatype": {"type": "string", "enum": list(ITEM_BYTES)},
     "Parameters": _parameters(),
     "Server": _object(("name", "version", "extensions"), name=_STRING, version=_STRING, extensions=_list(_STRING)),
