@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import installed
 from shmserve.repo.complete import complete, is_ensemble, needs_completion
+from shmserve.repo.completed import surprises
 from shmserve.repo.ensembles import Member, check_graph
 from shmserve.repo.files import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
-from shmserve.repo.origins import surprises
 from shmserve.repo.problems import Problem, Report
 from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.store import Found, check_config_name, model_names, scan_model, select_versions

@@ -128,15 +128,6 @@ def _checked(message: Message, given: ModelConfig, setting: Setting, report: Rep
     return config
 
 
-def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
-    """A configuration that a model has filled in, with the defaults of that; ConfigError with all its problems."""
-    config = complete(config, config.name, (), backends, gpus)
-    report = Report(f"{config.name}, as completed by the model")
-    validate(config, Host(backends, gpus), report.problem)
-    report.raise_problems()
-    return config
-
-
 def _message(data: str | bytes, report: Report) -> Message | None:
     """The parsed message, or None and problems in the report."""
     text = decode_text(data, report)

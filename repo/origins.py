@@ -16,7 +16,6 @@ from google.protobuf import text_encoding
 from google.protobuf.descriptor import FieldDescriptor
 
 from shmserve.repo import protos
-from shmserve.repo.complete import is_ensemble
 from shmserve.repo.schema import ModelConfig, as_triton_json
 
 DEFAULT, MODEL = "default", "model"
@@ -45,20 +44,6 @@ def origins(given: ModelConfig, final: ModelConfig, completed: ModelConfig, sour
     """
     leaves = _leaves(protos.CONFIG, "", as_triton_json(final), as_triton_json(given), as_triton_json(completed))
     return {leaf.path: _origin(leaf, source) for leaf in leaves}
-
-
-def surprises(given: ModelConfig, final: ModelConfig) -> list[str]:
-    """What the model made of its configuration that its owner may not have expected: texts for the log."""
-    if given.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
-        # A python model sets its own max_batch_size.
-        return []
-    dynamic = given.dynamic_batching is None and final.dynamic_batching is not None
-    batched = ", and requests are batched dynamically" if dynamic else ""
-    return [
-        f"max_batch_size was not given, or 0; the model can batch, so it is {final.max_batch_size} now{batched}. To "
-        f"choose, write max_batch_size in config.pbtxt (1 for no batching), or start the server with "
-        f"--backend-config={final.backend},default-max-batch-size=N"
-    ]
 
 
 # -------------------------------------------------------------------------------------------------------- leaves

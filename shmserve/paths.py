@@ -57,6 +57,15 @@ def server_runtime_dir() -> Path:
     return _of_user()
 
 
+def environments_dir(runtime_dir: Path) -> Path:
+    """Where archives of interpreters are unpacked to, if nobody says where: in the first directory that a service
+    manager gives for caches, else in the user's, else in the runtime directory."""
+    given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    own = user / "shmserve" if user.is_absolute() else runtime_dir
+    return (Path(given) if given else own) / "environments"
+
+
 def make_runtime_dir(path: Path) -> None:
     """Makes it, for its owner alone. One that somebody else owns, or that others may write in, is refused."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""What a model's own interpreter runs: `python -I bootstrap.py COUNT ours... --link FD ...`. Finds our packages, looks
-whether it can run a worker, and is one from then on.
+"""What a model's own interpreter runs: `python -I bootstrap.py COUNT ours... --link FD ...`, or `... --solo FD`. Finds
+our packages, looks whether it can run a worker, and is one from then on, or runs the model in its terminal.
 
 The rule: the standard library only, and nothing that an old interpreter could not read. What is wrong is told to the
 broker as a LoadFailed, which is written here by hand, as what writes it otherwise may be what is missing.
@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 LEAST = (3, 10)
 LOAD_FAILED = 66
 TAG = 97
+SOLO = "--solo"
+"""Then a descriptor: what is to be run in this terminal."""
 
 
 class Finder:
@@ -43,6 +45,10 @@ def main(words: list[str]) -> NoReturn:
     wrong = list(filter(None, (lack(name, least) for name, least, _ in needed)))
     if wrong:
         fail(arguments, f"it has Python {version} and lacks {', '.join(wrong)}: install that in it")
+    if arguments[0] == SOLO:
+        from shmserve.workers.solo import go_on
+
+        go_on(int(arguments[1]))
     from shmserve.workers.main import run
 
     run(arguments)
@@ -74,6 +80,9 @@ def numbers(text: str) -> list[int]:
 def fail(arguments: list[str], text: str) -> NoReturn:
     """Tells the broker, and the operators, and ends."""
     text = f"EXECUTION_ENV_PATH: {text}"
+    if arguments[0] == SOLO:
+        sys.stderr.write(f"shmserve run: {text}\n")
+        sys.exit(1)
     sys.stderr.write(f"error: {text}\n")
     with socket.socket(fileno=int(arguments[arguments.index("--link") + 1])) as link:
         link.recv(1)  # the order: a link that is closed over something unread loses what was said on it

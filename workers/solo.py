@@ -15,29 +15,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from shmserve import feed, show
 from shmserve.allocator import keep_freed_memory
 from shmserve.dtypes import to_numpy
-from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
+from shmserve.errors import InvalidRequest, ServeError, from_wire
 from shmserve.messages import Load, Options, Row, Tensor, Wanted, Work
-from shmserve.repo.backends import DIRECTORY, installed, not_usable
+from shmserve.paths import environments_dir, server_runtime_dir
+from shmserve.repo.backends import DIRECTORY
+from shmserve.repo.completed import surprises, verify
 from shmserve.repo.gpus import VISIBLE, discover
-from shmserve.repo.load import verify
-from shmserve.repo.origins import surprises
-from shmserve.repo.schema import encode_config
-from shmserve.repo.store import Found, scan_model
+from shmserve.repo.schema import decode_config
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.tables import duration_text, shape_text, table
+from shmserve.workers.bootstrap import SOLO
 from shmserve.workers.model import Model, load
 from shmserve.workers.outbox import Unheard
 from shmserve.workers.say import say
+from shmserve.workers.solo_order import Chosen, Errand, Failed, Order
 from shmserve.workers.specs import Spec, controls_of, inputs_of, outputs_of
 from shmserve.workers.terminal import Terminal
 
@@ -50,43 +50,33 @@ OWNER = 1
 AUDIENCE = "internal"
 
 
-class Order(Struct, forbid_unknown_fields=True):
-    """What `shmserve run` was asked for, by the names of its arguments."""
-
-    model_dir: str
-    file: str | None = None
-    input: list[str] = []
-    random: bool = False
-    batch: int | None = None
-    shape: list[str] = []
-    seed: int | None = None
-    outputs: str | None = None
-    out: str | None = None
-    repeat: int = 1
-    version: int | None = None
-    json: bool = False
-    pdb: bool = False
-    backend_config: list[str] = []
-    model_config_name: str = ""
-    backend_directory: str = ""
-
-
-class Failed(Exception):
-    """The model cannot be loaded, or has failed, and the trace was shown if there is one: lines for the user."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    faulthandler.enable()
-    keep_freed_memory()
     return run(msgspec.json.decode(words[0], type=Order))
 
 
-def run(order: Order) -> int:
-    """Everything from the order to the exit code."""
+def go_on(descriptor: int) -> NoReturn:
+    """As the whole of a process, in the interpreter of the model."""
+    with open(descriptor, "rb") as file:
+        errand = msgspec.msgpack.decode(file.read(), type=Errand)
+    _leave(run(errand.order, errand.chosen))
+
+
+def _leave(code: int) -> NoReturn:
+    # Not by way of the interpreter's end: threads that a model left running must not keep the terminal.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
+
+
+def run(order: Order, chosen: Chosen | None = None) -> int:
+    """Everything from the order to the exit code. `chosen`: the model, in whose own interpreter we are."""
+    faulthandler.enable()
+    keep_freed_memory()
     terminal = Terminal(order.json, order.pdb)
     try:
-        return _run(order, terminal)
+        return _run(order, chosen, terminal)
     except feed.Refused as error:
         return terminal.end(str(error), 2)
     except (Failed, ServeError, show.NotWritten) as error:
@@ -100,26 +90,46 @@ def run(order: Order) -> int:
         return terminal.end("interrupted", 130)
 
 
-def _run(order: Order, terminal: Terminal) -> int:
+def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
     source = feed.Source(order.input, order.file, order.random, order.batch, order.shape, order.seed)
     source.check()
-    found, version = _find(order)
+    if chosen is None:
+        chosen = _choose(order, terminal)
     started = time.perf_counter()
     mapped = Mapped()
-    with _loaded(order, found, version, mapped, terminal) as model:
+    with _loaded(order, chosen, mapped, terminal) as model:
         loading = time.perf_counter() - started
         config = model.config
-        surprising = surprises(found.given, config) if found.given is not None else []
+        surprising = surprises(decode_config(chosen.given), config) if chosen.given is not None else []
         for text in surprising:
             say(text, "warning")
-        terminal.print(_heading(config, version, loading))
+        terminal.print(_heading(config, chosen.version, loading))
         work = _work(order, source, config)
         if order.file == "-":
             terminal.read_again()
         answers, seconds = _repeat(order.repeat, work, model, mapped, terminal)
-    more = {"load_seconds": round(loading, 6), "warnings": [*found.warnings, *surprising]}
-    _show(order, config, version, answers, seconds, more, terminal)
+    more = {"load_seconds": round(loading, 6), "warnings": [*chosen.warnings, *surprising]}
+    _show(order, config, chosen.version, answers, seconds, more, terminal)
     return 0
+
+
+def _choose(order: Order, terminal: Terminal) -> Chosen:
+    """The model, if we are the interpreter that it wants. Else this process goes on as that one."""
+    from shmserve.workers.solo_find import find  # reads configurations, for which others may lack what it needs
+
+    chosen = find(order)
+    if not chosen.environment:
+        return chosen
+    from shmserve.workers.environment import enter
+
+    errand = os.memfd_create("shmserve-run", 0)
+    try:
+        os.pwrite(errand, msgspec.msgpack.encode(Errand(order, chosen)), 0)
+        cache = environments_dir(server_runtime_dir())
+        terminal.leave()
+        enter(chosen.environment, str(cache), [SOLO, str(errand)])
+    finally:
+        os.close(errand)
 
 
 def _show(
@@ -158,36 +168,6 @@ def _decoupled(config: ModelConfig) -> bool:
 # ------------------------------------------------------------------------------------------ the model
 
 
-def _find(order: Order) -> tuple[Found, int]:
-    """The model of the directory, and the version to run: the one that was asked for, or the highest one served."""
-    # Not resolved: the name of the model is that of the link.
-    path = Path(os.path.abspath(order.model_dir))
-    if not path.is_dir():
-        raise feed.Refused(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
-    fault = not_usable(Path(order.backend_directory)) if order.backend_directory else ""
-    if fault:
-        raise feed.Refused(f"--backend-directory {fault}")
-    try:
-        backends, gpus = installed(order.backend_directory), discover().numbers
-        found = scan_model(path, backends=backends, gpus=gpus, config_name=order.model_config_name)
-    except InvalidRequest as error:
-        raise feed.Refused(str(error)) from error
-    for warning in found.warnings:
-        say(warning, "warning")
-    if found.problems or found.config is None:
-        raise Failed("\n".join([f"model '{found.name}' cannot be loaded:", *found.problems]))
-    if order.version is None:
-        return found, found.versions[-1]
-    if not (path / str(order.version)).is_dir():
-        there = ", ".join(map(str, found.versions))
-        raise NotFound(f"model '{found.name}' has no version {order.version}; its versions are: {there}")
-    if order.version in found.missing:
-        raise Failed(f"failed to load model '{found.name}' version {order.version}: {found.missing[order.version]}")
-    if order.version not in found.versions:
-        say(f"version {order.version} of model '{found.name}' would not be served: its version policy", "warning")
-    return found, order.version
-
-
 def _show_one_gpu(config: ModelConfig) -> None:
     """As in a server, an instance on a GPU sees that one only."""
     group = config.instance_group[0] if config.instance_group else None
@@ -197,20 +177,19 @@ def _show_one_gpu(config: ModelConfig) -> None:
 
 
 @contextmanager
-def _loaded(order: Order, found: Found, version: int, mapped: Mapped, terminal: Terminal) -> Iterator[Model]:
+def _loaded(order: Order, chosen: Chosen, mapped: Mapped, terminal: Terminal) -> Iterator[Model]:
     """The model, finalized at the end, and everything that it has told nobody of."""
-    config = found.config
-    assert config is not None
+    config, version = decode_config(chosen.config), chosen.version
     instance = f"{config.instance_group[0].name}_0" if config.instance_group else f"{config.name}_0_0"
     _show_one_gpu(config)
-    told = Load(OWNER, config.name, version, instance, str(found.path), _settings(order))
+    told = Load(OWNER, config.name, version, instance, chosen.path, _settings(order))
     try:
-        model = load(told, encode_config(config), Unheard(), mapped, terminal.trace)
+        model = load(told, chosen.config, Unheard(), mapped, terminal.trace)
     except Exception as error:
         text = terminal.failure(error)
         raise Failed(f"failed to load model '{config.name}' version {version}: {text}") from None
     try:
-        verify(model.config, backends=installed(order.backend_directory))
+        verify(model.config, backends=chosen.backends)
         yield model
     finally:
         try:
@@ -344,9 +323,4 @@ def _array(tensor: Tensor, mapped: Mapped) -> Array:
 
 
 if __name__ == "__main__":
-    code = main()
-    # Not by way of the interpreter's end: threads that a model left running must not keep the terminal.
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(code)
+    _leave(main())

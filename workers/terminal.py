@@ -45,6 +45,10 @@ class Terminal:
         with open(self._out, "w", closefd=False) as file:
             print(text, file=file)
 
+    def leave(self) -> None:
+        """To another program in this process, which finds it as it was."""
+        os.dup2(self._out, 1)
+
     def end(self, text: str, code: int) -> int:
         """The last line of a run that did not go well."""
         print(f"shmserve run: {text}", file=sys.stderr)

@@ -29,9 +29,9 @@ from shmserve.messages import Load
 from shmserve.repo.backends import DIRECTORY, installed
 from shmserve.repo.compile import Cores, compile_instances, compile_policy, unknown_policies
 from shmserve.repo.complete import is_ensemble
+from shmserve.repo.completed import surprises, verify
 from shmserve.repo.ensembles import Member, check_graph
-from shmserve.repo.load import verify
-from shmserve.repo.origins import as_text, origins, surprises
+from shmserve.repo.origins import as_text, origins
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
 from shmserve.repo.snapshot import Snapshot, take
 from shmserve.repo.store import Found, find_model, model_names, scan_model

@@ -34,7 +34,7 @@ from shmserve.broker.flags import (
 from shmserve.broker.gateways import Doors, arguments_of
 from shmserve.broker.terms import Terms
 from shmserve.core.limits import Limits
-from shmserve.paths import server_runtime_dir
+from shmserve.paths import environments_dir, server_runtime_dir
 from shmserve.repo.backends import DIRECTORY, not_usable
 
 if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
@@ -170,21 +170,12 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
 
 def terms(settings: argparse.Namespace) -> Terms:
     """Of worker processes, where models say nothing else."""
-    place = settings.environment_dir or _caches(settings.runtime_dir) / "environments"
+    place = settings.environment_dir or environments_dir(settings.runtime_dir)
     return Terms(
         settings.instance_memory_limit,
         unpacked=str(place.absolute()),
         gpu_memory=settings.instance_gpu_memory_limit,
     )
-
-
-def _caches(other: Path) -> Path:
-    """The first directory that a service manager gives for caches, else the user's, else the other one."""
-    given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
-    if given:
-        return Path(given)
-    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return user / "shmserve" if user.is_absolute() else other
 
 
 def doors(settings: argparse.Namespace) -> Doors:

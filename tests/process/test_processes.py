@@ -5,6 +5,7 @@ The rule of the file: one server for all; each test has models of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -180,6 +181,33 @@ def test_an_archive_is_unpacked_once_for_all_instances(place: Place, environment
     assert place.ask("packed", "only") == "only here"
     assert place.server.log.count("unpacking the archive") == 1
     place.client.unload("packed")
+
+
+def in_the_foreground(folder: Path, what: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shmserve.clients.cli", "run", str(folder), "--input", f"x={what}", *words]
+    caches = os.environ | {"CACHE_DIRECTORY": str(folder.parent / "caches")}
+    return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["directory", "archive"])
+def test_a_model_in_the_foreground_has_its_interpreter(place: Place, environment: Path, is_packed: bool) -> None:
+    where = "$$TRITON_MODEL_DIRECTORY/env.tar.gz" if is_packed else str(environment)
+    folder = place.write(f"alone_{is_packed}", EXECUTION_ENV_PATH=where)
+    if is_packed:
+        packed(folder / "env.tar.gz", environment)
+    done = in_the_foreground(folder, "only", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["model"] == folder.name
+    assert document["outputs"]["y"]["data"] == ["only here"], done.stdout
+    (folder / "1" / "model.py").write_text("import nothing_of_that_name\n")
+    done = in_the_foreground(folder, "only")
+    assert done.returncode == 1
+    assert "No module named 'nothing_of_that_name'" in done.stderr
+    folder = place.write(f"without_{is_packed}", EXECUTION_ENV_PATH=str(environment / "lib"))
+    done = in_the_foreground(folder, "only")
+    assert done.returncode == 1
+    assert "neither bin/python3 nor bin/python in it can be run" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from shmserve.clients.commands_run import PASSED_ON
 from shmserve.repo import samples
 from shmserve.workers import solo
-from shmserve.workers.solo import Order
+from shmserve.workers.solo_order import Order
 from tests.run_models import END_S, build, command, environment
 
 pytestmark = pytest.mark.process

@@ -16,8 +16,9 @@ from onnx import TensorProto, helper
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.complete import TensorFacts, complete, complete_from_model, needs_completion
+from shmserve.repo.completed import verify
 from shmserve.repo.gpus import Numbers
-from shmserve.repo.load import load, parse, verify
+from shmserve.repo.load import load, parse
 from shmserve.repo.problems import ConfigError
 from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from shmserve.repo import protos
 from shmserve.repo.complete import TensorFacts, complete, complete_from_model
+from shmserve.repo.completed import surprises
 from shmserve.repo.load import parse
-from shmserve.repo.origins import as_text, origins, surprises
+from shmserve.repo.origins import as_text, origins
 from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, as_triton_json
 from tests.unit.repo_messages import messages
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL

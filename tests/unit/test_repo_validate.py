@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.repo.complete import complete
-from shmserve.repo.load import parse, verify
+from shmserve.repo.completed import verify
+from shmserve.repo.load import parse
 from shmserve.repo.problems import ConfigError
 from shmserve.repo.validate import Host, validate
 from tests.unit.repo_texts import BACKENDS, DIRECT, ENSEMBLE, OLDEST, SMALL
