@@ -165,6 +165,30 @@ def test_statistics(rpcs: Rpcs) -> None:
     assert {"row", "types", "slow"} <= {one.name for one in everything}
 
 
+def test_settings_of_traces_and_of_the_log(rpcs: Rpcs) -> None:
+    def traces(model: str = "", **settings: list[str]) -> dict[str, list[str]]:
+        given = {name: {"value": value} for name, value in settings.items()}
+        found = rpcs.TraceSetting(message("TraceSettingRequest", model_name=model, settings=given)).settings
+        return {name: list(one.value) for name, one in found.items()}
+
+    before = traces()
+    assert (before["trace_level"], before["trace_rate"]) == (["OFF"], ["1000"])
+    assert traces("row", trace_rate=["7"])["trace_rate"] == ["7"]
+    assert traces()["trace_rate"] == ["1000"]
+    assert traces("row", trace_rate=[])["trace_rate"] == ["1000"]
+    wrong = message("TraceSettingRequest", settings={"trace_rate": {"value": ["x"]}})
+    assert refused(rpcs.TraceSetting, wrong)[0] == "INVALID_ARGUMENT"
+
+    def log(**settings: dict[str, Any]) -> dict[str, Any]:
+        found = rpcs.LogSettings(message("LogSettingsRequest", settings=settings)).settings
+        return {name: getattr(one, one.WhichOneof("parameter_choice")) for name, one in found.items()}
+
+    shown = log()
+    assert (shown["log_info"], shown["log_verbose_level"], shown["log_format"]) == (True, 0, "default")
+    assert log(log_verbose_level={"uint32_param": 1}, log_warning={"bool_param": False})["log_verbose_level"] == 1
+    assert log(log_verbose_level={"uint32_param": 0}, log_warning={"bool_param": True}) == shown
+
+
 def test_models_come_and_go(rpcs: Rpcs) -> None:
     def state() -> dict[str, str]:
         found = rpcs.RepositoryIndex(message("RepositoryIndexRequest")).models
