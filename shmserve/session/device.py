@@ -177,10 +177,10 @@ class Devices:
         try:
             shape, dtype = tuple(map(int, interface["shape"])), np.dtype(interface["typestr"])
             address, strides = int(interface["data"][0]), interface.get("strides")
-            from_numpy(dtype)
+            wire = from_numpy(dtype)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InvalidRequest(f"'{name}' is no tensor: {error}") from error
-        if len(shape) > DIMS or dtype.hasobject or not dtype.isnative or interface.get("mask") is not None:
+        if len(shape) > DIMS or wire == "BYTES" or not dtype.isnative or interface.get("mask") is not None:
             raise InvalidRequest(f"'{name}', {dtype} with {len(shape)} dims on a GPU, cannot be sent as a tensor")
         if strides is not None and not _is_contiguous(shape, dtype.itemsize, tuple(strides)):
             raise InvalidRequest(f"'{name}' is on a GPU and not contiguous; make it so before it is used here")

@@ -7,11 +7,17 @@ on this connection. Requests of sequences are not tried at all: sent once more t
 
 from __future__ import annotations
 
+import logging
+
+from shmserve.errors import ServeError
 from shmserve.messages import Infer
 from shmserve.session.device import Source
 from shmserve.session.inputs import frame
 from shmserve.session.memory import Memory
+from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import Kept, Ticket
+
+log = logging.getLogger("shmserve")
 
 
 def settle(message: Infer, kept: Kept, memory: Memory) -> None:
@@ -34,8 +40,7 @@ def settle(message: Infer, kept: Kept, memory: Memory) -> None:
 
 def stage(message: Infer, kept: Kept, memory: Memory) -> None:
     """All of it goes by way of the host: also what is written to a place there comes from there."""
-    sources, kept.devices = kept.devices, None
-    for index, source in (sources or {}).items():
+    for index, source in (kept.devices or {}).items():
         tensor = message.inputs[index]
         if memory.shared:
             block = memory.block(source.nbytes, kept)
@@ -44,6 +49,7 @@ def stage(message: Infer, kept: Kept, memory: Memory) -> None:
         else:
             tensor.data = frame(tensor.name, memory.devices.fetch(source), kept, memory.frame_bytes)
         memory.devices.let_go(source)
+    kept.devices = None
     for wanted in message.outputs or ():
         if isinstance(kept.places.get(wanted.name), Source):
             wanted.place = None
@@ -54,6 +60,12 @@ def once_more(ticket: Ticket, memory: Memory) -> bool:
     message, kept = ticket.message, ticket.kept
     if not isinstance(message, Infer) or kept is None or kept.devices is None:
         return False
+    if isinstance(ticket, StreamTicket) and ticket.begun:
+        return False
     memory.devices.far.add(message.model)
-    stage(message, kept, memory)
+    try:
+        stage(message, kept, memory)
+    except ServeError as error:
+        log.warning("what is on a GPU cannot go by way of the host: %s", str(error))
+        return False
     return True

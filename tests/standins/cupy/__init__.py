@@ -1,5 +1,25 @@
-"""As much of cupy as is used here: its binding of the CUDA runtime."""
+"""As much of cupy as is used here: its binding of the CUDA runtime, and arrays as far as others make them."""
+
+from typing import Any
 
 from . import cuda
 
-__all__ = ["cuda"]
+__all__ = ["asarray", "cuda", "from_dlpack"]
+
+
+class _Array:
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__cuda_array_interface__ = interface
+        self.owner = owner
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return "capsule", self.__cuda_array_interface__["data"][0], how
+
+
+def asarray(owner: Any) -> _Array:
+    return _Array(owner.__cuda_array_interface__, owner)
+
+
+def from_dlpack(owner: Any) -> _Array:
+    """What has a capsule has said in `described` what it is of."""
+    return _Array(owner.described, owner)
