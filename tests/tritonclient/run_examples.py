@@ -72,8 +72,9 @@ def attempt(run: Run, python: Path, doors: dict[str, str]) -> str:
     return f"code {found.returncode}: {(bad or said)[-1][:200]}"
 
 
-def results(found: list[Run], python: Path) -> Iterator[tuple[Run, str, float]]:
-    usual = [run for run in found if "model_control" not in run.path.name and "cudashm" not in run.path.name]
+def results(found: list[Run], python: Path, gpu: bool) -> Iterator[tuple[Run, str, float]]:
+    left_out = [run for run in found if "cudashm" in run.path.name and not gpu]
+    usual = [run for run in found if "model_control" not in run.path.name and run not in left_out]
     groups = [
         ([run for run in usual if not run.fixed], list(MODELS), "*", {}),
         ([run for run in usual if run.fixed], ["custom_identity_int32"], "*", {"http": HTTP, "grpc": GRPC}),
@@ -81,9 +82,8 @@ def results(found: list[Run], python: Path) -> Iterator[tuple[Run, str, float]]:
     groups += [([run], models_for(run), "simple", {}) for run in found if "model_control" in run.path.name]
     for group, names, load, ports in groups:
         yield from together(group, python, names, load, ports)
-    for run in found:
-        if "cudashm" in run.path.name:
-            yield run, "not run: it needs a GPU", 0.0
+    for run in left_out:
+        yield run, "not run: it needs a GPU", 0.0
 
 
 def together(
@@ -109,6 +109,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="the examples: src/python/examples of the repository of the clients")
     parser.add_argument("--python", type=Path, default=PYTHON, help="a Python that has tritonclient")
     parser.add_argument("--only", default="", metavar="TEXT", help="those with this in their name")
+    parser.add_argument("--gpu", action="store_true", help="also those that need a GPU")
     chosen = parser.parse_args(words)
     found = [run for run in runs(chosen.folder) if chosen.only in run.path.name]
     if not found or not chosen.python.exists():
@@ -116,7 +117,7 @@ def main(words: list[str]) -> int:
         return 2
     wrong = 0
     print("| example | result | seconds |\n| --- | --- | --- |")
-    for run, failed, seconds in results(found, chosen.python):
+    for run, failed, seconds in results(found, chosen.python, chosen.gpu):
         wrong += bool(failed) and not failed.startswith("not run")
         print(f"| {run.text} | {failed.replace('|', '/') or 'ok'} | {seconds:.1f} |", flush=True)
     print(f"\n{len(found)} runs, {wrong} failed")
