@@ -394,7 +394,7 @@ class Http2:
                 raise RpcError(Code.INTERNAL, head.wrong)
             if head.encoding and head.encoding not in heads.ENCODINGS:
                 raise RpcError(Code.UNIMPLEMENTED, f"Compression algorithm '{head.encoding[:40]}' is not supported")
-            stream.call = self.door.application(stream)
+            stream.serve(self.door.application(stream))
         except RpcError as error:
             stream.half = ended
             stream.fail(error)

@@ -135,6 +135,11 @@ class Stream:
             return True
         return self.over
 
+    def serve(self, call: Call) -> None:
+        """`call` is told what comes, unless it has ended already."""
+        if not self.over and self._end is None:
+            self.call = call
+
     # ------------------------------------------------------------------------------------ what comes
 
     def receive(self, data: bytes, at: int, end: int) -> None:
