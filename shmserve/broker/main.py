@@ -49,7 +49,7 @@ log = logging.getLogger("shmserve")
 LOCK = "broker.lock"
 OVERRIDES = "overrides"
 """In the runtime directory: the files that came with load calls."""
-NEEDED = ("httptools",)
+NEEDED = ("httptools", "hpack")
 """What gateways import that a server does not."""
 LOOK_S = 0.05
 """How often to look whether what SIGHUP has begun has ended."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +36,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def served(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The running `make serve`, in a process group of its own as in a terminal, and what it has said until ready."""
     with subprocess.Popen(
-        ["make", "serve"],
+        ["make", "serve", "ARGS=--http-port 0 --grpc-port 0 --metrics-port 0"],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -65,6 +67,9 @@ def test_serve_demo_and_ctrl_c(served: tuple[subprocess.Popen[str], list[str]], 
         assert f"'{name}' version 1 READY" in text
     assert "demo" in text
     assert "import numpy as np, shmserve" in text
+    curl = shlex.split(text.partition("\n  curl ")[2].partition("\n\n")[0].partition("\n  curl ")[2])
+    with urllib.request.urlopen(f"http://{curl[0]}", curl[curl.index("-d") + 1].encode(), 60) as answer:
+        assert json.load(answer)["outputs"][0]["data"] == [11, 22, 33, 44]
 
     command = [str(ROOT / ".venv" / "bin" / "shmserve"), "demo", "--json"]
     demo = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")

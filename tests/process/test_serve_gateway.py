@@ -119,6 +119,8 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
         status, body = ask(port, "/v2/models/same/infer", ASKED)
         assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [7])
         (second,) = server.gateways()
+        server.process.send_signal(signal.SIGHUP)
+        server.until(r"\[gateway\] certificates and tokens have been read again")
         server.process.kill()
         await_end(second)  # so its ports are free for the next server
         server.process.wait()
