@@ -55,13 +55,14 @@ class GatewaySession(Session):
         kept, ticket.kept = ticket.kept, None
         ticket.message = None
         try:
-            held = Held(reply, [_buffers(tensor, self.memory) for tensor in reply.outputs])
+            found: Any = reply if _is_inline(reply) else Held(reply, [_buffers(t, self.memory) for t in reply.outputs])
         except ServeError as error:
             ticket.fail(error)
         else:
-            ticket.settle(held)
-        if kept is not None:
-            self.memory.let_go(kept)
+            ticket.settle(found)
+        finally:
+            if kept is not None:
+                self.memory.let_go(kept)
 
     def _on_fail(self, message: Fail) -> int:
         if message.code == HandleLost.code and self._has_region(self.tickets.get(message.request)):
@@ -81,6 +82,13 @@ class GatewaySession(Session):
 def _as_they_are(inputs: Any) -> Any:
     """What `Inputs.made` gives."""
     return inputs
+
+
+def _is_inline(reply: Reply) -> bool:
+    for tensor in reply.outputs:
+        if type(tensor.data) is not bytes:
+            return False
+    return True
 
 
 def _buffers(tensor: Tensor, memory: Memory) -> list[Buffer]:
