@@ -30,7 +30,7 @@ def add(made: argparse.ArgumentParser) -> None:
     option("--http-roles", metavar="ROLE,ROLE", type=_roles,
            help=f"what callers may do, of {', '.join(ROLES)} (default: {INFER},{OBSERVE}; with --tokens-file nothing, "
            "but for those with a token)")  # fmt: skip
-    option("--grpc-roles", metavar="ROLE,ROLE", type=_roles, help="the same for gRPC")
+    option("--grpc-roles", metavar="ROLE,ROLE", type=_roles, help="the same for gRPC (default: as --http-roles)")
     option("--allow-client-shm", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
            help="callers may register shared memory of this machine (default: false)")  # fmt: skip
     option("--reuse-port", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,

@@ -68,7 +68,7 @@ class Guards:
         withheld = restricted.headers | rpc_restricted.headers | ({"authorization"} if found is not None else set())
         forward = _forward("--http-header-forward-pattern", args.http_header_forward_pattern, withheld)
         rpc_forward = _forward("--grpc-header-forward-pattern", args.grpc_header_forward_pattern, withheld)
-        roles, rpc_roles = _roles(args.http_roles, found), _roles(args.grpc_roles, found)
+        roles, rpc_roles = _roles(args.http_roles, found), _roles(args.grpc_roles or args.http_roles, found)
         try:
             self.http = Guard(Access(roles, found, restricted), forward, common, "http/1.1")
             self.metrics = Guard(

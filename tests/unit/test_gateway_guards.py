@@ -371,6 +371,14 @@ def test_doors_without_a_guard_say_so() -> None:
         guards.metrics.access.check("infer", nothing)
 
 
+def test_grpc_gives_what_http_gives_unless_it_is_said() -> None:
+    for words in (["--http-roles", "infer"], ["--http-roles", "observe", "--grpc-roles", "infer"]):
+        guards = Guards(arguments(*words))
+        guards.rpc.access.check("infer", nothing)
+        with pytest.raises(Denied):
+            guards.rpc.access.check("statistics", nothing)
+
+
 def test_what_is_lacking_where(files: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"a infer {digest('x')}\n")
