@@ -168,7 +168,8 @@ def test_windows_of_a_stream_that_are_wrong() -> None:
         assert (RST, 0, 1, number(expected)) in caller.raw([HELLO, OPEN, frame(WINDOW, 0, 1, number(size))])
 
 
-def test_calls_that_are_taken_back_at_once_again_and_again() -> None:
+def test_calls_that_are_taken_back_at_once_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(most, "RESETS", 200)
     caller = Caller(Host(Silent), greet=False)
     caller.raw([HELLO])
     parts = []
