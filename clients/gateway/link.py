@@ -85,10 +85,7 @@ def _as_they_are(inputs: Any) -> Any:
 
 
 def _is_inline(reply: Reply) -> bool:
-    for tensor in reply.outputs:
-        if type(tensor.data) is not bytes:
-            return False
-    return True
+    return all(type(tensor.data) is bytes for tensor in reply.outputs)
 
 
 def _buffers(tensor: Tensor, memory: Memory) -> list[Buffer]:
