@@ -304,12 +304,14 @@ class Http2:
     def _rst_stream(self, number: int, payload: bytes) -> None:
         if not number & 1 or number > self.last:
             raise Broken(Reason.PROTOCOL_ERROR, "RST_STREAM of a stream that was not opened")
-        self.resets += 1
+        stream = self.streams.get(number)
+        if stream is None:
+            return
+        if stream.expires is None or self.door.now() < stream.expires - most.EARLY_S:
+            self.resets += 1
+        stream.cancel()
         if self.resets > most.RESETS:
             raise Broken(Reason.ENHANCE_YOUR_CALM, "too many calls that are taken back")
-        stream = self.streams.get(number)
-        if stream is not None:
-            stream.cancel()
 
     def _window_update(self, number: int, payload: bytes) -> None:
         size = frames.number(payload) & frames.LARGEST_WINDOW

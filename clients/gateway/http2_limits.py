@@ -20,6 +20,8 @@ AHEAD_BYTES = 1 << 20
 SETTINGS_BYTES = 6 * 64
 RESETS = 2000
 """Calls that a caller may take back in one turn of the slow clock: each is work for others."""
+EARLY_S = 0.1
+"""A call that is taken back later than so long before its deadline is one whose time is over."""
 IDLE_FRAMES = 10_000
 """Frames that move nothing, in one turn of the slow clock."""
 SMALL_UPDATE = 256

@@ -185,6 +185,18 @@ def test_calls_that_are_taken_back_at_once_again_and_again(monkeypatch: pytest.M
     assert reason(caller, parts[-1]) is None
 
 
+def test_calls_whose_time_is_over_may_all_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(most, "RESETS", 10)
+    caller = Caller(Host(Silent), greet=False)
+    caller.raw([HELLO])
+    for at in range(1, 101, 2):
+        caller.raw([frame(HEAD, 5, at, block(("grpc-timeout", "1S")))])
+    caller.host.time += 0.95
+    for at in range(1, 101, 2):
+        assert reason(caller, frame(RST, 0, at, number(8))) is None
+    assert not caller.core.streams
+
+
 def test_a_bomb_of_headers() -> None:
     """One large header, kept in the table, and then named thousands of times by one byte each."""
     encoder = hpack.Encoder()
