@@ -44,16 +44,21 @@ class Listener:
         try:
             for old in self._servers:
                 for listening in old.sockets:
-                    same = socket.socket(fileno=os.dup(listening.fileno()))
-                    made.append(
-                        await self._loop.create_server(self._made, sock=same, backlog=BACKLOG, **self._with(tls))
-                    )
+                    made.append(await self._again(listening.fileno(), tls))
         except OSError:
             for server in made:
                 server.close()
             raise
         self.close()
         self._servers = made
+
+    async def _again(self, descriptor: int, tls: ssl.SSLContext) -> asyncio.Server:
+        same = socket.socket(fileno=os.dup(descriptor))
+        try:
+            return await self._loop.create_server(self._made, sock=same, backlog=BACKLOG, **self._with(tls))
+        except OSError:
+            same.close()
+            raise
 
     def close(self) -> None:
         for server in self._servers:
