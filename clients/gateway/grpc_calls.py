@@ -104,6 +104,9 @@ class Unary:
         if not self._begun:
             raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, and was sent none")
 
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        return None
+
     def cancelled(self) -> None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
@@ -116,7 +119,15 @@ class Unary:
 class InferCall(Unary):
     """ModelInfer."""
 
-    __slots__ = ()
+    __slots__ = ("_room",)
+
+    def __init__(self, services: Services, stream: Stream) -> None:
+        super().__init__(services, stream)
+        self._room: memoryview | None = None
+
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        self._room = self._services.room(size, first)
+        return self._room
 
     def begin(self, data: Buffer) -> None:
         services, stream = self._services, self._stream
@@ -128,7 +139,9 @@ class InferCall(Unary):
             asker = services.asker
             targets = asker.targets(plan.plan)
             ticket = _Answered(stream, services.answers, plan, request_id, targets)
-            pieces = services.pieces(plan, taken.raw)
+            raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
+            self._room = None
+            pieces = services.pieces(plan, raw)
             asker.infer(
                 ticket, plan.model, plan.version, plan.plan, pieces, request_id, services.forwarded(stream)
             )  # fmt: skip

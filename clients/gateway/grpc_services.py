@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from shmserve.clients.gateway.answers import Buffer
 from shmserve.clients.gateway.asking import Asker
 from shmserve.clients.gateway.grpc_calls import AskCall, CheckCall, InferCall, WatchCall
 from shmserve.clients.gateway.grpc_codes import Code, RpcError, rpc_error
@@ -14,12 +17,14 @@ from shmserve.clients.gateway.grpc_messages import HEALTH, INFERENCE
 from shmserve.clients.gateway.grpc_plans import RpcPlan, RpcPlans
 from shmserve.clients.gateway.grpc_rpcs import RPCS, Rpc
 from shmserve.clients.gateway.grpc_stream import StreamCall
-from shmserve.clients.gateway.grpc_wire import Answers, take_apart
+from shmserve.clients.gateway.grpc_wire import Answers, take_apart, tensor_at
 from shmserve.clients.gateway.http2_seam import Call, Stream
 from shmserve.clients.gateway.limits import Limits
-from shmserve.clients.gateway.link import GatewayLink, Piece
+from shmserve.clients.gateway.link import GatewayLink, Piece, space
 from shmserve.clients.gateway.regions import Regions
-from shmserve.errors import InvalidRequest, ServeError
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.messages import INLINE_BYTES
+from shmserve.shm.arena import ALIGN
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.access import Access
@@ -78,6 +83,31 @@ class Services:
 
     def forwarded(self, stream: Stream) -> dict[str, str] | None:
         return None if self._forward is None else self._forward.of(stream.metadata.items())
+
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        """Shared memory for a request of which only `first` is here, so that its first large tensor is where models
+        can read it, and aligned."""
+        start = tensor_at(first)
+        if start is None:
+            return None
+        try:
+            block = space(self.link.session.memory, size + ALIGN - 1)
+        except Unavailable:
+            return None  # there may be, when all of it is here
+        shift = -start % ALIGN
+        found: memoryview = block.data[shift : shift + size]
+        return found
+
+    def in_room(self, raw: list[Piece]) -> list[Piece]:
+        """Tensors that need not be copied any more, as they are aligned."""
+        found = []
+        for piece in raw:
+            if len(piece) > INLINE_BYTES:
+                array = np.frombuffer(piece, np.uint8)
+                if array.__array_interface__["data"][0] % ALIGN == 0:
+                    piece = array
+            found.append(piece)
+        return found
 
     def pieces(self, plan: RpcPlan, raw: list[Piece]) -> list[Piece]:
         """The bytes of each input."""

@@ -67,6 +67,8 @@ class StreamCall:
         self._paused = False
         self._ends = stream.metadata.get(_ENDS) == "true"
         self._over = False
+        self._room: memoryview | None = None
+        """What the next message is read to."""
         services.streams.add(self)
 
     # ------------------------------------------------------------------------------------ what comes
@@ -85,7 +87,8 @@ class StreamCall:
             else:
                 self._in_order.append(ticket)
             ticket.targets = asker.targets(plan.plan)
-            pieces = services.pieces(plan, taken.raw)
+            raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
+            pieces = services.pieces(plan, raw)
             asker.infer(
                 ticket, plan.model, plan.version, plan.plan, pieces, taken.id, services.forwarded(self._stream), WINDOW
             )  # fmt: skip
@@ -93,9 +96,14 @@ class StreamCall:
             if ticket.plan is None:
                 self._in_order.append(ticket)
             ticket.fail(error)
+        self._room = None
         if len(self._live) >= MOST and not self._paused:
             self._paused = True
             self._stream.pause()
+
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        self._room = self._services.room(size, first)
+        return self._room
 
     def half_closed(self) -> None:
         self._no_more = True

@@ -77,6 +77,20 @@ def take_apart(data: Buffer) -> Taken:
     return Taken(bytes(runs[0]) if len(runs) == 1 else b"".join(runs), request_id, raw)
 
 
+def tensor_at(first: Buffer) -> int | None:
+    """Where in a request the first large tensor begins, as far as `first` of its bytes say."""
+    at = 0
+    try:
+        for _ in range(FIELDS):
+            length, start = _number(first, at + 1)
+            if first[at] == _RAW and length > INLINE_BYTES:
+                return start
+            at = start + length
+    except (IndexError, InvalidRequest):
+        return None
+    return None
+
+
 def _number(data: Buffer, at: int) -> tuple[int, int]:
     """A varint, and where it ends."""
     found = 0

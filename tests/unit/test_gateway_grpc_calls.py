@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from shmserve.clients.gateway.grpc_codes import Code, RpcError
 from shmserve.clients.gateway.grpc_messages import HEALTH, INFERENCE
 from shmserve.clients.gateway.grpc_services import Services
 from shmserve.clients.gateway.limits import Limits
+from shmserve.clients.gateway.link import GatewaySession
 from shmserve.clients.gateway.regions import Regions
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.messages import Part, Reply, Tensor
@@ -104,7 +106,7 @@ class Case:
         self.services = Services(link, Limits(), Access(roles, knob="--grpc-roles"), Regions(False), forward)
         self.stream = Stream(f"/{service}/{method}", **metadata)
         stream: Any = self.stream
-        self.call = self.services(stream)
+        self.call: Any = self.services(stream)
 
     def ask(self, model: str = "m", **more: Any) -> Any:
         """Sends a request; gives its ticket, where it came so far."""
@@ -263,6 +265,47 @@ def test_any_messages_are_answered_or_refused(method: str, service: str, message
         assert error.code in (Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.NOT_FOUND, Code.INTERNAL)  # noqa: PT017
     case.call.cancelled()
     assert len(case.link.cancelled) == len(case.link.asked)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+@pytest.mark.parametrize("name", ["i", "input"])
+def test_a_large_tensor_is_where_models_read_it(method: str, name: str) -> None:
+    """Of two, the first need not be copied, wherever in the message it is; the second is as before."""
+    case = Case(method)
+    case.link.memory = GatewaySession("memfd").memory
+    tensors = [bytes([number]) * 9001 for number in (1, 2)]
+    made = message("ModelInferRequest", model_name="m", id="me", raw_input_contents=tensors)
+    for number in range(2):
+        made.inputs.add(name=f"{name}{number}", datatype="UINT8", shape=[9001])
+    data = made.SerializeToString()
+    assert case.call.room(len(data), data[:40]) is None
+    room = case.call.room(len(data), data[:2000])
+    assert room is not None
+    room[:] = data
+    case.call.message(room)
+    ((_, asked),) = case.link.asked
+    inputs, kept, _ = asked[1]
+    assert [bytes(array) for array in kept.arrays] == tensors
+    assert [np.shares_memory(array, np.frombuffer(room, np.uint8)) for array in kept.arrays] == [True, False]
+    assert [case.link.memory.locate(array)[0] for array in kept.arrays] == [tensor.data[0] for tensor in inputs]
+    assert all(tensor.data[0].offset % 64 == 0 for tensor in inputs)
+    again = Case(method)
+    again.link.memory = case.link.memory
+    assert again.call.room(len(data), data[:2000]) is not None
+    again.call.message(memoryview(data))  # it was read to another place after all
+    assert [bytes(array) for array in again.link.asked[0][1][1][1].arrays] == tensors
+
+
+def test_memory_that_is_used_up_is_told_when_the_message_is_here() -> None:
+    case = Case("ModelInfer")
+    case.link.memory = GatewaySession("memfd", memory_bytes=1 << 16).memory
+    made = message("ModelInferRequest", model_name="m", raw_input_contents=[bytes(1 << 20)])
+    made.inputs.add(name="i", datatype="UINT8", shape=[1 << 20])
+    data = made.SerializeToString()
+    assert case.call.room(len(data), data[:2000]) is None
+    with pytest.raises(RpcError) as caught:
+        case.call.message(data)
+    assert caught.value.code == Code.UNAVAILABLE
 
 
 # ---------------------------------------------------------------------------------------- health
