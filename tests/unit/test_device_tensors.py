@@ -15,6 +15,7 @@ from shmserve.messages import Handle, Row, Tensor, Wanted, Work
 from shmserve.repo.schema import (
     ModelConfig,
     ModelInput,
+    ModelInstanceGroup,
     ModelOptimizationPolicy,
     ModelOptimizationPolicyCuda,
     ModelOutput,
@@ -22,8 +23,13 @@ from shmserve.repo.schema import (
 from shmserve.shm import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
 from shmserve.workers.arenas import NEAR_KNOB
+from shmserve.workers.backends import onnx_run
 from shmserve.workers.backends.identity import Identity
+from shmserve.workers.backends.onnx import Onnx
+from shmserve.workers.cuda.inputs import DeviceInputs
+from shmserve.workers.cuda.shared import memory_of
 from tests.gpu_harness import Array, Instance, adder, plan, standins, tensor
+from tests.worker_models import Graph
 
 WIDTH = 40_000
 HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = 1, 2, 3
@@ -184,6 +190,84 @@ def test_a_model_that_cannot_read_there_gets_a_copy(runtime: Any, tmp_path: Path
         pair.give_back(*rows)
     finally:
         pair.close()
+
+
+class OnnxHere(Onnx):
+    """Its engine computes on the host, whose memory the stand-in's device memory is."""
+
+    def load(self, config: ModelConfig) -> None:
+        super().load(config)
+        self.on_device, self._near = True, DeviceInputs()
+
+
+@pytest.fixture
+def onnx_pair(runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """TensorRT, and then ONNX Runtime: y = 3 x, z = x + y."""
+    monkeypatch.setattr(onnx_run, "GPU", "cpu")
+    made = Pair(runtime, tmp_path)
+    made.consumer.close()
+    graph = Graph().input("x", "FP32", [-1, WIDTH]).input("b", "FP32", [-1, WIDTH])
+    graph.output("y", "FP32", [-1, WIDTH]).output("z", "FP32", [-1, WIDTH])
+    graph.weight("w", np.full(1, 3, np.float32)).node("Mul", ["x", "w"], ["y"]).node("Add", ["y", "b"], ["z"])
+    graph.save(tmp_path / "onnx")
+    entry: dict[str, Any] = {"data_type": "TYPE_FP32", "dims": (WIDTH,)}
+    config = ModelConfig(
+        name="m",
+        backend="onnxruntime",
+        max_batch_size=8,
+        input=(ModelInput(name="x", **entry), ModelInput(name="b", **entry)),
+        output=(ModelOutput(name="y", **entry), ModelOutput(name="z", **entry)),
+        instance_group=(ModelInstanceGroup(name="m_0", kind="KIND_CPU", count=1),),
+    )
+    made.consumer = Instance(OnnxHere, tmp_path / "onnx", config, owner=8)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("shares", [(1,), (3,), (1, 2, 1)], ids=str)
+def test_onnx_runtime_reads_and_writes_there(onnx_pair: Pair, shares: tuple[int, ...]) -> None:
+    pair, given = onnx_pair, arrays(*shares)
+    for near in ((), ("y",), ("y", "z")):
+        rows = pair.produce(*given)
+        pair.copies()
+        works = [
+            replace(work, inputs=(*work.inputs, pair.consumer.work(b=array * 2).inputs[0]), near=near)
+            for work, array in zip(pair.pass_on(*rows), given, strict=True)
+        ]
+        found = pair.consumer.run(*works)
+        # Only what many requests bring is put together there; nothing of x comes to the host.
+        assert pair.copies() == ([(share, WITHIN) for share in shares] if len(shares) > 1 else [])
+        for row, array in zip(found, given, strict=True):
+            assert row.error is None, row.error
+            wanted = {"y": (array + 1) * 3, "z": (array + 1) * 3 + array * 2}
+            for made in row.outputs:
+                assert isinstance(made.data, tuple)
+                (handle,) = made.data
+                assert (handle.segment in pair.consumer.mapped.on_device) == (made.name in near)
+                if made.name in near:
+                    device = memory_of(pair.consumer.mapped)
+                    values = device.piece(handle, np.dtype(np.float32), made.shape).host()
+                else:
+                    values = pair.consumer.mapped.view(handle, np.dtype(np.float32), made.shape)
+                np.testing.assert_array_equal(values, wanted[made.name])
+                pair.consumer.arenas.free(made.data)
+        pair.copies()
+        pair.give_back(*rows)
+    assert pair.consumer.arenas.used == 0
+
+
+def test_onnx_runtime_and_a_gpu_that_fails(onnx_pair: Pair) -> None:
+    rows = onnx_pair.produce(*arrays(1, 1))
+    works = onnx_pair.pass_on(*rows)
+    more = [replace(work, inputs=(*work.inputs, onnx_pair.consumer.work(b=arrays(1)[0]).inputs[0])) for work in works]
+    onnx_pair.runtime.state.failures["memcpyAsync"] = 1
+    for row in onnx_pair.consumer.run(*more):
+        assert row.error is not None
+        assert "the GPU failed" in row.error.text
+    onnx_pair.consumer.failures.clear()  # whose traces refer to arrays
+    for row in onnx_pair.consumer.run(*more):
+        assert [onnx_pair.consumer.array(row, index).shape for index in (0, 1)] == [(1, WIDTH)] * 2
+    onnx_pair.give_back(*rows)
 
 
 @pytest.mark.parametrize("case", ["not asked", "another output", "a place", "small", "full"])

@@ -253,7 +253,7 @@ def test_runs_of_one_binding_know_nothing_of_each_other(tmp_path_factory: pytest
         expected = [x + (w if with_w else 10), np.array(x.nonzero())]
         values = iter(made)
         for index, one in zip(wanted, targets, strict=True):
-            found = next(values) if one.array is None else one.array
+            found: Any = next(values) if one.array is None else one.array
             assert found.tolist() == expected[index].tolist()
             if one.array is None:
                 kept.append((found, found.tolist()))

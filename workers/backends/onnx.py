@@ -21,6 +21,7 @@ from shmserve.workers.backends.onnx_graphs import Graphs
 from shmserve.workers.backends.onnx_options import Plan, default_max_batch, plan, visible
 from shmserve.workers.backends.onnx_providers import lost
 from shmserve.workers.backends.onnx_run import Binding, Target, needs_own_binding, runner_of
+from shmserve.workers.cuda.inputs import DeviceInputs, There
 from shmserve.workers.device import device_of
 from shmserve.workers.say import say
 from shmserve.workers.specs import inputs_of, model_inputs_of, model_outputs_of, outputs_of
@@ -45,6 +46,7 @@ class Onnx(StackedBackend):
         self._session: Any = None
         self._graphs: Graphs | None = None
         self._binding: Binding | None = None
+        self._near: DeviceInputs | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
@@ -70,16 +72,26 @@ class Onnx(StackedBackend):
         self._must_bind = any(spec.dtype == "BF16" for spec in (*self._inputs, *self._outputs))
         self._can_bind = self._must_bind or all(spec.item for spec in self._inputs)
         self._binding = Binding(session, self._plan.on_host)
+        self._near = None
+        if not self._plan.on_host and not self._plan.captures and self._can_bind:
+            self.on_device, self._near = True, DeviceInputs()
         if self._plan.captures:
             self._graphs = Graphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)
 
     def close(self) -> None:
         self._session = self._run = self._binding = self._graphs = None
+        near, self._near = self._near, None
+        if near is not None:
+            near.close()
 
     # ------------------------------------------------------------------------------------ a batch
 
     def execute(self, inputs: Group, outputs: Results) -> None:
-        arrays = [inputs.array(index) for index in range(len(self._inputs))]
+        count = len(self._inputs)
+        if self._near is None:
+            arrays: list[Any] = [inputs.array(index) for index in range(count)]
+        else:
+            arrays = [self._given(self._near, inputs, index) for index in range(count)]
         wanted = [index for index in range(len(self._names)) if outputs.needed(index)]
         inputs.computing()
         if not wanted:
@@ -91,7 +103,11 @@ class Onnx(StackedBackend):
         except Exception as error:
             raise ModelFailed(f"{type(error).__name__}: {said(error)}") from error
 
-    def _compute(self, arrays: list[Array | None], rows: int, wanted: list[int], outputs: Results) -> None:
+    def _given(self, near: DeviceInputs, inputs: Group, index: int) -> Any:
+        """An input, as an array, unless it is on the GPU."""
+        return near.find(inputs, index, self._inputs[index]) or inputs.array(index)
+
+    def _compute(self, arrays: list[Any], rows: int, wanted: list[int], outputs: Results) -> None:
         if self._graphs is not None and (recorded := self._graphs.of(arrays, rows)) is not None:
             made = recorded.run([array for array in arrays if array is not None])
             for index in wanted:
@@ -99,11 +115,10 @@ class Onnx(StackedBackend):
             return
         if self._can_bind:
             shapes = [self._known_shape(index, rows) for index in wanted]
-            direct = [
-                shape is not None and outputs.direct(index, shape) for index, shape in zip(wanted, shapes, strict=True)
-            ]
-            if self._must_bind or True in direct:
-                self._run_bound(arrays, outputs, wanted, shapes, direct)
+            places = [self._place(outputs, index, shape) for index, shape in zip(wanted, shapes, strict=True)]
+            near = self._near is not None and any(isinstance(array, There) for array in arrays)
+            if self._must_bind or near or any(place is not None for place in places):
+                self._run_bound(arrays, outputs, wanted, places)
                 return
         names = self._names
         feeds = {spec.name: array for spec, array in zip(self._inputs, arrays, strict=True) if array is not None}
@@ -120,18 +135,14 @@ class Onnx(StackedBackend):
 
     def _run_bound(
         self,
-        arrays: list[Array | None],
+        arrays: list[Any],
         outputs: Results,
         wanted: list[int],
-        shapes: list[tuple[int, ...] | None],
-        direct: list[bool],
+        places: list[Array | There | None],
     ) -> None:
         assert self._binding is not None
         given = [(spec, array) for spec, array in zip(self._inputs, arrays, strict=True) if array is not None]
-        targets = [
-            Target(self._outputs[index], outputs.place(index, shape) if in_place and shape is not None else None)
-            for index, shape, in_place in zip(wanted, shapes, direct, strict=True)
-        ]
+        targets = [Target(self._outputs[index], place) for index, place in zip(wanted, places, strict=True)]
         binding = self._binding
         if needs_own_binding(targets):
             binding = Binding(self._session, self._plan.on_host, once=True)
@@ -139,6 +150,15 @@ class Onnx(StackedBackend):
         for index, target in zip(wanted, targets, strict=True):
             if target.array is None:
                 outputs.put(index, next(made))
+
+    def _place(self, outputs: Results, index: int, shape: tuple[int, ...] | None) -> Array | There | None:
+        """Where its readers read an output, if the engine can write it there: on the GPU, where they are on it, too."""
+        if shape is None:
+            return None
+        address = outputs.near(index, shape) if self._near is not None else None
+        if address is not None:
+            return There(address, shape)
+        return outputs.place(index, shape) if outputs.direct(index, shape) else None
 
     # ------------------------------------------------------------------------------------ the session
 

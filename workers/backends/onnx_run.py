@@ -14,10 +14,15 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.workers.backends.onnx_strings import value_of
+from shmserve.workers.cuda.inputs import There
 from shmserve.workers.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+GPU = "cuda"
+"""The engine's name for the GPU of this process, which is its first one."""
+NOWHERE = (-1, ())
+"""What is bound on a GPU is bound anew each time: nothing on the host has this place."""
 _BFLOAT16 = 16
 """Numpy has no bfloat16 that the engine knows, so it is bound by the number of the ONNX type."""
 
@@ -46,7 +51,7 @@ class Target(NamedTuple):
     """An output of a bound run. `array` None: its shape is not known, or nobody reads it where it could be written."""
 
     spec: Spec
-    array: Array | None
+    array: Array | There | None
 
 
 class Binding:
@@ -64,7 +69,7 @@ class Binding:
         self._inputs: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._outputs: dict[str, tuple[int, tuple[int, ...]] | None] = {}
 
-    def run(self, inputs: Sequence[tuple[Spec, Array]], targets: Sequence[Target], options: Any) -> list[Array]:
+    def run(self, inputs: Sequence[tuple[Spec, Array | There]], targets: Sequence[Target], options: Any) -> list[Array]:
         """The outputs of those targets that have no array, in their order."""
         try:
             held = self._bind_inputs(inputs)
@@ -84,13 +89,17 @@ class Binding:
         del held  # what is bound by address must be there until the run is over
         return made
 
-    def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array]]) -> list[Any]:
+    def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array | There]]) -> list[Any]:
         known = self._inputs
         if len(inputs) != len(known) or any(spec.name not in known for spec, _ in inputs):
             self._bound.clear_binding_inputs()
             known.clear()
         held: list[Any] = []
         for spec, given in inputs:
+            if isinstance(given, There):
+                self._bound.bind_input(spec.name, GPU, 0, element_of(spec), given.shape, given.address)
+                known[spec.name] = NOWHERE
+                continue
             if not spec.item:
                 held.append(value_of(given))
                 self._bound.bind_ortvalue_input(spec.name, held[-1])
@@ -110,6 +119,10 @@ class Binding:
             self._bound.clear_binding_outputs()
             known.clear()
         for spec, array in targets:
+            if isinstance(array, There):
+                self._bound.bind_output(spec.name, GPU, 0, element_of(spec), array.shape, array.address)
+                known[spec.name] = NOWHERE
+                continue
             place = None if array is None else (address_of(array), array.shape)
             if spec.name in known and known[spec.name] == place:
                 continue

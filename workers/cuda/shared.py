@@ -39,6 +39,10 @@ class DevicePiece:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def cuda(self) -> Cuda:
+        return self._memory.cuda
+
     def reshape(self, *shape: int) -> DevicePiece:
         """Only to one dimension, as ragged inputs are."""
         return DevicePiece(self._memory, self.address, self.dtype, (self.nbytes // self.dtype.itemsize,))
