@@ -47,22 +47,30 @@ def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequen
     address = server.http if protocol == "http" else server.grpc
     if not address:
         raise RuntimeError(f"{server.name} has no door for {protocol}")
+    window, said = int(seconds * 1000 / WINDOWS), ""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.csv"
-        command = [str(tool), "-m", model, "-u", address, "-i", protocol,
-                   "-p", str(int(seconds * 1000 / WINDOWS)), "-r", str(WINDOWS), "-s", "999", "-f", str(table),
-                   *options]  # fmt: skip
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
-        try:
-            said, _ = process.communicate(timeout=RUN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said = f"not done after {RUN_S} s\n{process.communicate()[0]}"
-        if process.returncode or not table.exists():
-            raise RuntimeError(f"perf_analyzer ended with {process.returncode}: {' '.join(said.split()[-40:])}")
-        with table.open() as opened:
-            return [_ran(row) for row in csv.DictReader(opened)]
+        for longer in (1, 6):  # a window in which no request has come to its end is an error to it
+            command = [str(tool), "-m", model, "-u", address, "-i", protocol, "-p", str(window * longer),
+                       "-r", str(WINDOWS), "-s", "999", "-f", str(table), *options]  # fmt: skip
+            code, said = _run(command)
+            if table.exists():  # also of a load that it calls unstable, with code 2
+                with table.open() as opened:
+                    return [_ran(row) for row in csv.DictReader(opened)]
+            if "No valid requests" not in said:
+                break
+    raise RuntimeError(f"perf_analyzer ended with {code}: {' '.join(said.split()[-40:])}")
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
+    try:
+        said, _ = process.communicate(timeout=RUN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said = f"not done after {RUN_S} s\n{process.communicate()[0]}"
+    return process.returncode, said
 
 
 def _ran(row: dict[str, str]) -> Ran:

@@ -18,12 +18,13 @@ TABLE = (
 )
 
 
-def tool(folder: Path, code: int = 0) -> Path:
-    """Writes the table where it is told to, and ends."""
+def tool(folder: Path, code: int = 0, valid: int = 0) -> Path:
+    """Writes the table where it is told to, and ends; not before its windows are so long."""
     made = folder / "perf_analyzer"
     made.write_text(
-        "#!/usr/bin/env python3\nimport sys\n"
-        f"open(sys.argv[sys.argv.index('-f') + 1], 'w').write({TABLE!r})\nprint('so it is')\nsys.exit({code})\n"
+        "#!/usr/bin/env python3\nimport sys\nwords = sys.argv\n"
+        f"if int(words[words.index('-p') + 1]) < {valid}:\n    sys.exit('No valid requests recorded')\n"
+        f"open(words[words.index('-f') + 1], 'w').write({TABLE!r})\nsys.exit({code})\n"
     )
     made.chmod(made.stat().st_mode | stat.S_IXUSR)
     return made
@@ -37,8 +38,11 @@ def test_rows(tmp_path: Path) -> None:
     assert one.per_s == 1000
     with pytest.raises(RuntimeError, match="some has no door for grpc"):
         doors_perf.rows(tool(tmp_path), server, "m", "grpc", [], 1.0)
-    with pytest.raises(RuntimeError, match="perf_analyzer ended with 3: so it is"):
-        doors_perf.rows(tool(tmp_path, 3), server, "m", "http", [], 1.0)
+    unstable = doors_perf.rows(tool(tmp_path, code=2), server, "m", "http", [], 1.0)
+    longer = doors_perf.rows(tool(tmp_path, valid=1000), server, "m", "http", [], 1.0)
+    assert [ran.per_s for ran in unstable] == [ran.per_s for ran in longer] == [2000.5, 1000]
+    with pytest.raises(RuntimeError, match="perf_analyzer ended with 1: No valid requests recorded"):
+        doors_perf.rows(tool(tmp_path, valid=9000), server, "m", "http", [], 1.0)
 
 
 def test_models_can_be_served(tmp_path: Path) -> None:
