@@ -401,6 +401,9 @@ class Http2:
             stream.half = ended
             stream.fail(error)
             return
+        except Exception:
+            stream.faulty()
+            return
         if ended and not stream.over:
             stream.half = True
             stream.ended()
@@ -464,8 +467,7 @@ class Http2:
         for stream in list(self.streams.values()):
             if not self.writable:
                 break
-            if not stream.queued:
-                stream.call.resume()
+            stream.go_on()
 
     @property
     def writable(self) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,14 @@ class _Nobody:
 
 
 _nobody = _Nobody()
+
+
+def _tell(service: Callable[[], None]) -> None:
+    """What a service gets wrong there harms no other call."""
+    try:
+        service()
+    except Exception:
+        log.exception("a service failed")
 
 
 class Stream:
@@ -140,6 +148,11 @@ class Stream:
         if not self.over and self._end is None:
             self.call = call
 
+    def go_on(self) -> None:
+        """The connection takes more again."""
+        if not self._queue:
+            _tell(self.call.resume)
+
     # ------------------------------------------------------------------------------------ what comes
 
     def receive(self, data: bytes, at: int, end: int) -> None:
@@ -214,7 +227,7 @@ class Stream:
         except RpcError as error:
             self.fail(error)
         except Exception:
-            self._faulty()
+            self.faulty()
 
     def ended(self) -> None:
         """The caller sends no more."""
@@ -229,9 +242,10 @@ class Stream:
         except RpcError as error:
             self.fail(error)
         except Exception:
-            self._faulty()
+            self.faulty()
 
-    def _faulty(self) -> None:
+    def faulty(self) -> None:
+        """Of an exception that nobody expected: the call ends, and the connection goes on."""
         log.exception("a service failed")
         self.fail(RpcError(Code.INTERNAL, "the gateway failed; its log says more"))
 
@@ -339,7 +353,7 @@ class Stream:
                 self._core.out.append(frames.reset(self.number, frames.Reason.CANCEL))
                 self.close()
                 self._core.wake()
-        call.cancelled()
+        _tell(call.cancelled)
 
     def pump(self, most: int, resume: bool = True) -> int:
         """Sends what is queued, as far as the caller takes it. Gives how much that was. `resume`: whether the service
@@ -362,7 +376,7 @@ class Stream:
             if self._end is not None:
                 self._finish()
             elif resume and core.writable:
-                self.call.resume()
+                _tell(self.call.resume)
         return sent
 
     def _cut(self, size: int) -> None:
@@ -386,7 +400,7 @@ class Stream:
         call, self.call = self.call, _nobody
         if not self.over:
             self.close()
-        call.cancelled()
+        _tell(call.cancelled)
 
     def close(self) -> None:
         self.over = True

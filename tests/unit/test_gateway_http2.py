@@ -284,6 +284,32 @@ def test_a_service_that_refuses_at_once_and_one_that_fails(caplog: pytest.LogCap
     assert caller.call(b"x")[1] == Code.INTERNAL
     assert "ZeroDivisionError" in caplog.text
 
+    def fails(stream: Stream) -> Any:
+        raise KeyError
+
+    caller = Caller(Host(fails))
+    assert caller.call(b"x")[1] == Code.INTERNAL
+
+
+def test_a_service_that_fails_to_be_cancelled_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Echo):
+        def half_closed(self) -> None: ...
+
+        def cancelled(self) -> None:
+            super().cancelled()
+            raise ZeroDivisionError
+
+        resume = cancelled
+
+    caller = Caller(Host(Fails))
+    for _ in range(2):
+        caller.begin(end=True)
+    caller.turn()
+    caller.core.resumed()
+    caller.core.lost()
+    assert [call.told for call in caller.host.calls] == [["cancelled"] * 2] * 2
+    assert caplog.messages == ["a service failed"] * 4
+
 
 def test_the_caller_takes_a_call_back() -> None:
     class Silent(Echo):
