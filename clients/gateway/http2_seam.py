@@ -50,6 +50,10 @@ class Call(Protocol):
     def message(self, data: Buffer) -> None:
         """One whole message of the caller; what is no `bytes` is valid until this returns."""
 
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        """Where a large message of so many bytes is to be read to, `first` of which are here; None: anywhere. `message`
+        is given the same object then. Raises nothing."""
+
     def half_closed(self) -> None:
         """The caller sends no more."""
 

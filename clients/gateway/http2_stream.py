@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shmserve.gateway")
 
+LARGE = 64 * 1024
+"""A message from this size on is not copied here."""
 _ANSWER = Struct(f">HBBBI{len(heads.ANSWER)}sHBBBIBI")
 """The headers of an answer, and what stands before its first message."""
 _DATA = Struct(">HBBBIBI")
@@ -36,6 +38,7 @@ class _Nobody:
     """What a stream calls before it has a call, and after."""
 
     def message(self, data: Buffer) -> None: ...
+    def room(self, size: int, first: Buffer) -> memoryview | None: ...
     def half_closed(self) -> None: ...
     def cancelled(self) -> None: ...
     def resume(self) -> None: ...
@@ -163,7 +166,7 @@ class Stream:
                 return
             if self._buffer is not None:
                 size = min(end - at, len(self._buffer) - self._filled)
-                self._buffer[self._filled : self._filled + size] = data[at : at + size]
+                self._buffer[self._filled : self._filled + size] = memoryview(data)[at : at + size]
                 at += size
                 self.fill(size)
             elif self._prefix or end - at < 5:
@@ -172,7 +175,7 @@ class Stream:
                 at += size
                 if len(self._prefix) == 5:
                     prefix, self._prefix = self._prefix, b""
-                    self._begin(prefix[0], int.from_bytes(prefix[1:], "big"))
+                    self._begin(prefix[0], int.from_bytes(prefix[1:], "big"), b"")
                 else:
                     self._core.watch(self)
             else:
@@ -182,13 +185,13 @@ class Stream:
                     if size > self._core.limits.message_bytes:
                         self.fail(too_large(size, self._core.limits.message_bytes))
                         return
-                    self._deliver(flag, data[at : at + size])
+                    self._deliver(flag, data[at : at + size] if size < LARGE else memoryview(data)[at : at + size])
                     at += size
                 else:
-                    self._begin(flag, size)
+                    self._begin(flag, size, memoryview(data)[at:end])
 
-    def _begin(self, flag: int, size: int) -> None:
-        """Of a message that is not here yet."""
+    def _begin(self, flag: int, size: int, first: Buffer) -> None:
+        """Of a message of which only `first` is here yet."""
         if size > self._core.limits.message_bytes:
             self.fail(too_large(size, self._core.limits.message_bytes))
             return
@@ -198,7 +201,8 @@ class Stream:
         if not self._hold(size):
             return
         self._flag, self._filled = flag, 0
-        self._buffer = np.empty(size, np.uint8).data
+        room = self.call.room(size, first) if size >= LARGE and not flag else None
+        self._buffer = np.empty(size, np.uint8).data if room is None else room
         self._core.watch(self)
 
     def space(self, most: int) -> memoryview | None:

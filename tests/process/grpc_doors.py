@@ -30,6 +30,9 @@ class Base:
     def message(self, data: Buffer) -> None:
         self.data = bytes(data)
 
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        return None
+
     def half_closed(self) -> None: ...
     def resume(self) -> None: ...
     def cancelled(self) -> None:

@@ -36,6 +36,14 @@ class Echo:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.told: list[Any] = []
+        self.rooms: list[memoryview] = []
+
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        """For messages that begin with an R."""
+        if bytes(first[:1]) != b"R":
+            return None
+        self.rooms.append(memoryview(bytearray(size)))
+        return self.rooms[-1]
 
     def message(self, data: Buffer) -> None:
         data = bytes(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import random
 import zlib
 from itertools import pairwise
 from typing import Any
@@ -143,6 +144,29 @@ def test_a_large_message_is_read_where_it_belongs() -> None:
     assert caller.answer(number) == data
     assert caller.status(number) == 0
     assert caller.host.held == 0
+
+
+def test_a_service_says_where_large_messages_belong() -> None:
+    given: list[Any] = []
+
+    class Call(Echo):
+        def message(self, data: Buffer) -> None:
+            given.append(data)
+
+    caller = Caller(Host(Call))
+    sent = [b"R" + bytes(200_000), b"x" + bytes(200_000), b"R" + bytes(30_000), b"R" * 100_000]
+    number = caller.begin()
+    everything = b"".join(map(message, sent))
+    for at in range(0, len(everything), 10_000):
+        caller.send(number, everything[at : at + 10_000], end=False)
+    first, last = caller.host.calls[0].rooms
+    assert given == sent
+    assert given[0] is first
+    assert given[3] is last
+    caller.send(
+        number, message(gzip.compress(b"R" * 500_000 + random.Random(1).randbytes(200_000)), 1)[:100_000], end=False
+    )
+    assert len(caller.host.calls[0].rooms) == 2
 
 
 def test_what_the_caller_does_not_take_waits_and_all_get_their_turn() -> None:
