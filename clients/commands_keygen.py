@@ -33,7 +33,7 @@ def keygen(args: argparse.Namespace) -> int:
     print(f"""{key}  secret: it stays where it is used
 {public}  public: to hand over
 
-Of a server:  shmserve gateway --zmq-address tcp://127.0.0.1:8790 --zmq-server-key {key} --zmq-keys FILE
+Of a server:  shmserve serve ... --zmq-address tcp://127.0.0.1:8790 --zmq-server-key {key} --zmq-keys FILE
               give {public} to its clients, as server_key= or --server-key
 Of a client:  shmserve models --url tcp://HOST:8790 --key-file {key} --server-key SERVER.pub
               the server's operator adds the line of {public} to the FILE of --zmq-keys""")

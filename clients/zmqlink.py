@@ -161,8 +161,8 @@ class ZmqLink:
             return ConnectionLost(f"the server at {url} refused the connection")
         if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return Denied(
-                f"whoever listens at {url} does not have the server key {keys.server}: is it the right server, and "
-                "server_key= the public key that its operator has given you?"
+                f"whoever listens at {url} does not have the server key {keys.server}, or takes no more connections: "
+                "is it the right server, and server_key= the public key that its operator has given you?"
             )
         if value != UNKNOWN_KEY:
             return Unavailable(f"the server at {url} takes no more connections now; try again later")

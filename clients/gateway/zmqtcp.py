@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
+import resource
 import socket
 import struct
 import time
@@ -72,6 +74,8 @@ class ZmqDoor(Outside):
         self._of_keys: Counter[str] = Counter()
         self._connections: set[int] = set()
         """Descriptors of connections, also of those that are still shaking hands."""
+        self._most = min(2 * limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._port = 0
         self._sent_away: dict[bytes, int] = {}
         """Identities whose connection is still there, and its descriptor."""
         self._dirty: dict[Peer, None] = {}
@@ -117,6 +121,7 @@ class ZmqDoor(Outside):
             self._socket.setsockopt(zmq.USE_FD, made.fileno())
             self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else '127.0.0.1'}:{found}")
             made.detach()
+        self._port = found
         return found
 
     @property
@@ -163,10 +168,23 @@ class ZmqDoor(Outside):
             event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._connections.add(value)
+                if len(self._connections) > self._most:
+                    self._cut(value)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._disconnected(value)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self.refused += 1
+
+    def _cut(self, connection: int) -> None:
+        """libzmq has no limit of connections that shake hands, so one too many is ended behind its back, and it finds
+        that out. The descriptor may be another's by now: then its port is another, or it is one too many itself."""
+        try:
+            with socket.socket(fileno=os.dup(connection)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == self._port:
+                    found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended by itself
+        self.refused += 1
 
     def _disconnected(self, connection: int) -> None:
         self._connections.discard(connection)
@@ -219,16 +237,14 @@ class ZmqDoor(Outside):
         status = GOOD
         if key not in self._allowed.entries:
             status = UNKNOWN
-        elif self.stopping or len(self._connections) > 2 * self.limits.connections:
+        elif self.stopping:
             status = FULL
         if status != GOOD:
             self.refused += 1
             now = monotonic()
             if now - self._told_at >= TOLD_S:  # whoever tries again and again shall not fill the log
                 self._told_at = now
-                why = (
-                    "it is not in the file of --zmq-keys" if status == UNKNOWN else "no more connections are taken now"
-                )
+                why = "it is not in the file of --zmq-keys" if status == UNKNOWN else "the gateway is being stopped"
                 log.warning("ZeroMQ: the key %s from %s is refused: %s", key, address, why)
         return status
 

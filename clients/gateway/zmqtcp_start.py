@@ -76,7 +76,7 @@ def listen(door: ZmqDoor, args: argparse.Namespace) -> int:
         port = door.open(args.zmq_address, args.reuse_port)
     except OSError as error:
         raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror or error}") from error
-    log.info("ZeroMQ with CURVE on %s, port %d, for the %d keys of its file", args.zmq_address, port, door.keys)
+    log.info("ZeroMQ with CURVE on %s, port %d; keys in its file: %d", args.zmq_address, port, door.keys)
     if is_open_to_others(args.zmq_address):
         log.warning(
             "%s is not this machine alone: whoever reaches the port may knock, and is let in with a key of --zmq-keys",

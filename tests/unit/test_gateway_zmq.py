@@ -426,6 +426,25 @@ def test_strangers_at_the_port(door: DoorThread) -> None:
         assert half_open.fileno() > 0
 
 
+def test_a_crowd_at_the_port_is_cut_off(bare: Any, door: DoorThread) -> None:
+    one = bare()
+    host, port = "127.0.0.1", int(door.url.rpartition(":")[2])
+    with ExitStack() as crowd:
+        made = [crowd.enter_context(socket.create_connection((host, port), 20)) for _ in range(40)]
+        for knocking in made[20:]:  # there are at most 16, one of them alice
+            while True:
+                try:
+                    if not knocking.recv(4096):
+                        break
+                except ConnectionResetError:
+                    break
+        assert one.quiet()
+    while door.do(lambda: len(door.door._connections)) > 1:
+        assert one.quiet()  # libzmq says one by one that they have gone
+    with shmserve.Client(door.url, **door.keys("alice"), timeout=20) as honest:
+        assert honest.live()
+
+
 def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBroker) -> None:
     with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
         door = DoorThread(Path(folder), broker.lane, LIMITS)
