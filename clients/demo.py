@@ -30,7 +30,8 @@ MANY = 2000
 IN_FLIGHT = 64
 PICTURES = 16
 FIRST_STEP = "`python -m shmserve.repo.samples DIR` writes them, `shmserve serve --model-repository DIR` serves them"
-NEXT = "Next: `shmserve stats` shows what the server did for this; `shmserve infer mlp --random` asks it yourself."
+NEXT = """Next: `shmserve stats` shows what the server did for this; `shmserve infer mlp --random` asks it yourself.
+Over HTTP, on the port that the server has told: `curl localhost:8000/v2/models/add_sub`."""
 
 
 class Wrong(Exception):
