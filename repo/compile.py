@@ -43,7 +43,7 @@ from shmserve.repo.validate import (
 )
 
 _US = 1000
-ON_DEVICE = frozenset({"tensorrt", "onnxruntime"})
+ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})
 """Backends that read and write tensors on the GPU of their process."""
 _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 

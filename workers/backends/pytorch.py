@@ -16,10 +16,11 @@ import torch
 
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
 from shmserve.repo.complete import complete_from_model
-from shmserve.workers.backends import Context, StackedBackend
+from shmserve.workers.backends import Context, StackedBackend, torch_device
 from shmserve.workers.backends.facts import match, unknown
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.backends.torch_programs import Program, arrange, open_program, picker
+from shmserve.workers.backends.torch_programs import DTYPES, Program, arrange, open_program, picker
+from shmserve.workers.cuda.inputs import DeviceInputs
 from shmserve.workers.device import device_of
 from shmserve.workers.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
 
@@ -39,6 +40,7 @@ class Torch(StackedBackend):
         super().__init__(context)
         self._program: Program | None = None
         self._modes = ExitStack()
+        self._near: DeviceInputs | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
@@ -73,16 +75,21 @@ class Torch(StackedBackend):
             if given is not None and (self._names is not None or changed[place])
         }
         self._clean = self._device.type == "cuda" and parameters.flag("ENABLE_CACHE_CLEANING", False)
+        if self._device.type == "cuda":
+            self.on_device, self._near = True, DeviceInputs()
         self._set_modes(parameters)
 
     def close(self) -> None:
         self._modes.close()
         self._program = None
+        near, self._near = self._near, None
+        if near is not None:
+            near.close()
 
     # ------------------------------------------------------------------------------------ batches
 
     def execute(self, inputs: Group, outputs: Results) -> None:
-        tensors = [self._tensor(index, spec, inputs.array(index)) for index, spec in enumerate(self._inputs)]
+        tensors = [self._given(index, spec, inputs) for index, spec in enumerate(self._inputs)]
         inputs.computing()
         if self._names is not None:
             given: list[Any] = [
@@ -91,11 +98,37 @@ class Torch(StackedBackend):
         else:
             given = [None if place is None else tensors[place] for place in self._leaves]
         values = self._pick(self._call(given))
-        for index, value in enumerate(values):
-            if outputs.needed(index):
-                outputs.put(index, self._array(self._outputs[index], value, inputs.rows))
+        try:
+            for index, value in enumerate(values):
+                if outputs.needed(index) and not (self._near is not None and self._stays(index, value, outputs)):
+                    outputs.put(index, self._array(self._outputs[index], value, inputs.rows))
+        finally:
+            if self._near is not None:
+                torch_device.settle(self._device)
         if self._clean:
             torch.cuda.empty_cache()
+
+    def _given(self, index: int, spec: Spec, inputs: Group) -> Any:
+        """An input as the model takes it: where it is, also on the GPU."""
+        there = self._near.find(inputs, index, spec) if self._near is not None else None
+        if there is None:
+            return self._tensor(index, spec, inputs.array(index))
+        tensor = torch_device.over(there.address, there.shape, spec, self._device)
+        return tensor.clone() if index in self._copied else tensor
+
+    def _stays(self, index: int, value: Any, outputs: Results) -> bool:
+        """Whether all readers of a result want it on the GPU. Then it is copied to where they read it."""
+        spec = self._outputs[index]
+        if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
+            return False
+        if DTYPES.get(value.dtype) != spec.dtype:
+            return False  # what is wrong with it is said where it is put
+        shape = tuple(value.shape)
+        address = outputs.near(index, shape)
+        if address is None:
+            return False
+        torch_device.over(address, shape, spec, self._device).copy_(value.detach())
+        return True
 
     def _tensor(self, index: int, spec: Spec, array: Array | None) -> Any:
         """An input as the model takes it: the memory of the array, unless it may be written to."""
