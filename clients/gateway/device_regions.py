@@ -5,6 +5,7 @@ GPU: what a caller says of it goes on to the worker whose model reads or writes 
 from __future__ import annotations
 
 import binascii
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from msgspec import Struct
 from shmserve.clients.gateway.answers import Buffer
 from shmserve.clients.gateway.kserve import Place
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.repo.gpus import discover
 from shmserve.session.device import Devices, RegionPart
 from shmserve.shm.cuda import EXPORTED_BYTES, name_of, uuid_bytes
 
@@ -41,8 +41,8 @@ class DeviceRegion:
                 f"failed to register CUDA shared memory region '{name}': a handle has {EXPORTED_BYTES} bytes, this one "
                 f"{len(order.raw_handle)}, and the region {order.byte_size}"
             )
-        uuid = discover().uuids().get(order.device_id)
-        if uuid is None:
+        uuid = _uuid_of(order.device_id)
+        if not uuid:
             raise InvalidRequest(
                 f"failed to register CUDA shared memory region '{name}': there is no GPU {order.device_id} here"
             )
@@ -67,6 +67,27 @@ class DeviceRegion:
 
     def close(self) -> None:
         self._devices().withdraw(self._region)
+
+
+def _uuid_of(device: int) -> str:
+    """That of a GPU, as the driver says; "" where it says of none."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return ""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ""
+    try:
+        if not 0 <= device < nvml.nvmlDeviceGetCount():
+            return ""
+        found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(device))
+    except nvml.NVMLError:
+        return ""
+    finally:
+        nvml.nvmlShutdown()
+    return found.decode() if isinstance(found, bytes) else str(found)
 
 
 def handle_of(text: str) -> bytes:
