@@ -1,5 +1,5 @@
-"""The chaos soak: ten clients of all kinds at work, while processes are killed and stopped, models come and go, and
-the broker itself is killed once.
+"""The chaos soak: eleven clients of all kinds at work, while processes are killed and stopped, the gateway among them,
+models come and go, and the broker itself is killed once.
 
 The rule of the file: what is done, and when, comes from the seed; the last 200 events are told with every failure.
 """
@@ -10,9 +10,11 @@ import os
 import random
 import select
 import signal
+import socket
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -38,7 +40,7 @@ GROWTH_BYTES = 24 << 20
 PATIENCE = 60.0
 """Seconds that clients give a server to come back, and that all get to end."""
 VICTIMS = (1, 3, 4, 8)
-"""Who of the ten may be killed, one of each public kind. The others account for all their requests in the end."""
+"""Who of them may be killed, one of each public kind. The others account for all their requests in the end."""
 CONNECT_S = 3.0
 """After so long, who is at work has connected."""
 END_S = 5.0
@@ -47,7 +49,8 @@ END_S = 5.0
 ALLOWED = {
     "MODEL_FAILED": r"worker process of instance .* ended (while it|after \d+ answers? to this request) .*SIGKILL",
     "UNAVAILABLE": "no room for |it is loading$|worker process that kept its state ended"
-    rf"|^{AWAY}: .*(unload|not at ready state|no available versions|not found)",
+    rf"|^{AWAY}: .*(unload|not at ready state|no available versions|not found)"
+    "|^calls: .*before its own timeout passes",
     "NOT_FOUND": rf"^{AWAY}: .*(not found|no available versions)",
     **scheduled.ALLOWED,
 }
@@ -61,7 +64,7 @@ ALLOWED_TO_OPERATORS = {
 
 @dataclass
 class Member:
-    """One of the ten. It may be killed, and then another takes its place."""
+    """One of the clients. It may be killed, and then another takes its place."""
 
     target: str
     setup: dict[str, Any]
@@ -142,6 +145,7 @@ class Director:
                 self._start("tests.chaos.scheduled:scheduled", url=link, allowed=ALLOWED, reconnect_timeout=PATIENCE)
                 for link in (url, zmq)
             ),
+            self._start("tests.chaos.clients:gateway", url=f"http://{server.doors['http']}", allowed=ALLOWED),
         ]
         self._operator = Child(
             "tests.chaos.clients:operator",
@@ -192,7 +196,8 @@ class Director:
         child.close()
 
     def _acts(self) -> list[tuple[Callable[[], None], int]]:
-        return [(self._kill_worker, 5), (self._stop_worker, 5), (self._kill_client, 2), (self._stop_client, 4)]
+        workers, clients = (self._kill_worker, self._stop_worker), (self._kill_client, self._stop_client)
+        return [*zip(workers, (5, 5), strict=True), *zip(clients, (2, 4), strict=True), (self._kill_gateway, 2)]
 
     def _pause(self) -> bool:
         """Until the next event. A client that ends meanwhile has failed, as nobody is to answer before the end."""
@@ -224,8 +229,13 @@ class Director:
     def _stop_worker(self) -> None:
         self._to_worker(signal.SIGSTOP, "stopped worker", 2.0)
 
+    def _kill_gateway(self) -> None:
+        for pid in gateways(self._server.pid):
+            self.found.note("killed gateway", f"process {pid}")
+            os.kill(pid, signal.SIGKILL)
+
     def _to_worker(self, number: signal.Signals, kind: str, most: float) -> None:
-        found = sorted(processes.descendants(self._server.pid))
+        found = sorted({*processes.descendants(self._server.pid)} - gateways(self._server.pid))
         if not found:
             return
         pid = self._random.choice(found)
@@ -318,11 +328,42 @@ class Director:
             self.found.fault(f"operator: {text}")
 
 
+def gateways(server: int) -> set[int]:
+    """Of a server: the processes that are its doors to the network."""
+    found = set()
+    for pid in processes.descendants(server):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        if b"gateway" in words:
+            found.add(pid)
+    return found
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def ask_gateway(server: Server) -> None:
+    """From then on it has its connection to the server."""
+    door = HTTPConnection(server.doors["http"], timeout=PATIENCE)
+    try:
+        door.request("GET", "/v2/health/ready")
+        assert door.getresponse().status == 200, server.log
+    finally:
+        door.close()
+
+
 def run_chaos(root: Path, seconds: float, seed: int) -> Chaos:
     write_repository(root)
     segments = processes.segments()
-    with Server(root, "--worker-output-bytes", str(OUTPUT_BYTES), "--model-control-mode", "explicit",
-                *(f"--load-model={name}" for name in MODELS)) as server:  # fmt: skip
+    options = ["--worker-output-bytes", str(OUTPUT_BYTES), "--model-control-mode", "explicit"]
+    options += ["--http-port", free_port(), *(f"--load-model={name}" for name in MODELS)]
+    with Server(root, *options, gateway=True) as server:
+        ask_gateway(server)
         idle = Picture.of(server.pid)
         director = Director(server, root, seconds, seed)
         found = director.found

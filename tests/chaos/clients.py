@@ -1,14 +1,17 @@
 """Who works while the server is under attack: the soak's clients with the errors that are allowed then, raw ones that
-connect again, and an operator.
+connect again, one at the door to the network, and an operator.
 
 The rule of the file: an error is allowed by its code and its words together, so that a new error is a finding.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -81,6 +84,49 @@ def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed
                 total[key] += found[key]
             counts.update(found["counts"])
         return {**total, "counts": dict(counts)}
+
+    return handle
+
+
+def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
+    """Through the door to the network, which may be killed at any time: what was asked then counts as `connection
+    lost`."""
+    roll, texts = random.Random(seed), "|".join(allowed.values())
+    address = url.removeprefix("http://")
+
+    def ask(door: HTTPConnection, counts: Counter[str]) -> str:
+        shape = roll.randrange(1, 5), roll.randrange(1, 60)
+        data = [float(roll.randrange(1000)) for _ in range(shape[0] * shape[1])]
+        tensor = {"name": "x", "datatype": "FP32", "shape": shape, "data": data}
+        door.request("POST", "/v2/models/identity_FP32/infer", json.dumps({"inputs": [tensor]}))
+        response = door.getresponse()
+        told = json.loads(response.read())
+        if response.status == 200:
+            counts["right"] += 1
+            return "" if told["outputs"][0]["data"] == data else f"identity_FP32 of {shape} is another one"
+        counts[f"HTTP {response.status}"] += 1
+        return "" if re.search(texts, told["error"], re.DOTALL) else f"HTTP {response.status}: {told['error']}"
+
+    def handle(seconds: float) -> Answer:
+        end = monotonic() + seconds
+        counts: Counter[str] = Counter()
+        sent, lost, examples = 0, 0, []
+        door = HTTPConnection(address, timeout=PATIENCE)
+        while monotonic() < end:
+            sent += 1
+            try:
+                fault = ask(door, counts)
+                if fault:
+                    examples.append(fault)
+            except TimeoutError:
+                lost += 1
+                door.close()
+            except (OSError, HTTPException):
+                counts["connection lost"] += 1
+                door.close()
+                Event().wait(PAUSE_S)
+        door.close()
+        return {"sent": sent, "lost": lost, "wrong": len(examples), "examples": examples[:5], "counts": dict(counts)}
 
     return handle
 

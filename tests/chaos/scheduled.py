@@ -1,5 +1,5 @@
 """Models that are not scheduled as one answer for one request, and who calls them under attack: an ensemble with a
-mapped step, sequences with a state, and models that answer many times.
+mapped step, sequences with a state, models that answer many times, and one that calls others.
 
 The rule of the file: each answer is computed here, too; a sequence that has lost a request is given up, as its model
 has lost what it knew.
@@ -20,7 +20,7 @@ from bench.child import Answer, Handler
 from bench.soak_client import Allowed, Call, Tally
 from shmserve import errors
 
-MODELS = ("spread", "rows", "sums", "repeat")
+MODELS = ("spread", "rows", "sums", "repeat", "calls")
 ROWS = 6
 WIDTH = 4000
 PARTS = 20
@@ -89,6 +89,27 @@ class TritonPythonModel:
             thread.join()
 """
 
+CALLS = """\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    # Calls others one after the other, each with what it has from the one before.
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def one(self, request):
+        for name in ("identity_FP32", "spread"):
+            x = pb_utils.get_input_tensor_by_name(request, "x") if name == "identity_FP32" else y
+            call = pb_utils.InferenceRequest(model_name=name, requested_output_names=["y"],
+                                             inputs=[pb_utils.Tensor.from_dlpack("x", x.to_dlpack())])
+            response = call.exec()
+            if response.has_error():
+                return pb_utils.InferenceResponse([], response.error())
+            y = pb_utils.get_output_tensor_by_name(response, "y")
+        return pb_utils.InferenceResponse([y])
+"""
+
 CONFIGS = {
     "spread": 'backend: "python" input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] '
     'output [ { name: "y" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]',
@@ -99,6 +120,9 @@ CONFIGS = {
     '{ model_name: "identity_FP32" model_version: -1 '
     'input_map { key: "x" value: "wide" } output_map { key: "y" value: "z" } } ] } '
     'parameters { key: "step[1].map" value { string_value: "wide" } }',
+    "calls": 'backend: "python" instance_group [ { count: 2 kind: KIND_CPU } ] '
+    'input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] '
+    'output [ { name: "y" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]',
     "sums": 'backend: "python" max_batch_size: 4 instance_group [ { count: 2 kind: KIND_CPU } ] '
     'input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ] '
     'output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ] '
@@ -123,7 +147,7 @@ def write(root: Path) -> None:
     for name, text in CONFIGS.items():
         (root / name / "1").mkdir(parents=True)
         (root / name / "config.pbtxt").write_text(f'name: "{name}" {text}')
-    for name, text in (("spread", SPREAD), ("sums", SUMS), ("repeat", REPEAT)):
+    for name, text in (("spread", SPREAD), ("sums", SUMS), ("repeat", REPEAT), ("calls", CALLS)):
         (root / name / "1" / "model.py").write_text(text)
 
 
@@ -157,6 +181,32 @@ class Rows:
             tally.lost += 1
         else:
             tally.right("rows", result["z"], call.expected)
+
+
+class Calls:
+    """Requests to a model that calls the models that all others call, too."""
+
+    def __init__(self, client: Any, seed: int) -> None:
+        self._client = client
+        self._random = random.Random(seed)
+
+    def one(self, tally: Tally) -> None:
+        roll = self._random
+        x = np.full((roll.randrange(1, ROWS), roll.randrange(1, WIDTH)), roll.randrange(1000), np.float32)
+        call = Call("calls", x, 2 * x, roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None)
+        tally.sent += 1
+        try:
+            future = self._client.submit("calls", {"x": x}, timeout=call.timeout)
+            if roll.random() < 0.1:
+                call.cancelled = True
+                future.cancel()
+            result = future.result(PATIENCE)
+        except (errors.ServeError, CancelledError) as error:
+            tally.failed(call, error)
+        except TimeoutError:
+            tally.lost += 1
+        else:
+            tally.right("calls", result["y"], call.expected)
 
 
 class Sums:
@@ -223,7 +273,9 @@ def scheduled(url: str, seed: int, allowed: Allowed, reconnect_timeout: float) -
     from shmserve import Client
 
     client = Client(url, reconnect_timeout=reconnect_timeout)
-    callers = [kind(client, seed * 10 + number) for number, kind in enumerate((Rows, Sums, Sums, Repeat, Repeat))]
+    callers = [
+        kind(client, seed * 10 + number) for number, kind in enumerate((Rows, Calls, Sums, Sums, Repeat, Repeat))
+    ]
 
     def work(one: Callable[[Tally], None], end: float) -> Tally:
         tally = Tally(allowed)
