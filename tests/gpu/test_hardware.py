@@ -6,6 +6,7 @@ The rule: skipped where there is no GPU, or a package of the extra `gpu` is miss
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from shmserve.broker.gpus import GpuMetrics
 from shmserve.errors import HandleLost
 from shmserve.repo.gpus import discover
 from shmserve.shm import memfd
+from shmserve.shm.cuda import device_id, uuid_bytes
 from shmserve.testing import Server
 from tests.worker_models import Graph
 
@@ -120,6 +122,59 @@ def test_an_ensemble_hands_over_on_the_gpu(server: Server) -> None:
     with server.client() as client:
         for _ in range(4):
             np.testing.assert_array_equal(client.infer("both", {"x": x})["y"], (x + 1) + 1)
+
+
+def test_tensors_of_clients_on_the_gpu(server: Server) -> None:
+    """Memory of the client's own, a library's array in the middle of its pool, and one that is not written yet."""
+    cupy = importlib.import_module("cupy")
+    random = np.random.default_rng(6).standard_normal((1, WIDE)).astype(np.float32)
+    with server.client() as client:
+        x, y = client.empty((1, WIDE), device="cuda:0"), client.empty((1, WIDE), device="cuda:0")
+        cupy.asarray(x)[...] = cupy.asarray(random)
+        found: Any = client.infer("first", {"x": x}, outputs={"y": y})["y"]
+        assert found is y
+        np.testing.assert_array_equal(y.numpy(), random + 1)
+        pool = cupy.zeros((3, WIDE), cupy.float32)
+        with cupy.cuda.Stream(non_blocking=True):
+            for _ in range(20):
+                pool[1:2] = cupy.asarray(random) * 2
+            np.testing.assert_array_equal(client.infer("both", {"x": pool[1:2]})["y"], (random * 2 + 1) + 1)
+        futures = [client.submit("first", {"x": x if number % 2 else random}) for number in range(6)]
+        for future in futures:
+            np.testing.assert_array_equal(future.result()["y"], random + 1)
+
+
+def test_who_a_device_is(server: Server) -> None:
+    """The same for CuPy and for the driver's management library, as far as a uuid without a zero can show it."""
+    from shmserve.workers.cuda.api import Cuda
+
+    (first, *_) = discover().found
+    assert Cuda().uuid == device_id(uuid_bytes(first.uuid))
+
+
+def test_how_large_memory_of_another_process_is() -> None:
+    """What the driver knows of memory that was opened."""
+    from shmserve.workers.cuda.api import Cuda
+
+    cuda = Cuda()
+    address = cuda.allocate(5 << 20)
+    try:
+        assert 5 << 20 <= cuda.room(address) < 8 << 20
+        assert cuda.room(address) - cuda.room(address + 4096) == 4096
+    finally:
+        cuda.free(address)
+
+
+def test_what_processes_have_on_the_gpu(server: Server) -> None:
+    made = GpuMetrics(discover().found, shown=False, interval_s=3600)
+    made.start()
+    try:
+        workers = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        made.used_by(0)
+        made._look()
+        assert any(made.used_by(int(pid)) > 64 << 20 for pid in workers)
+    finally:
+        made.close()
 
 
 def test_shared_memory_is_pinned_and_copied() -> None:

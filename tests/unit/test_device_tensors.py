@@ -336,6 +336,55 @@ def test_handles_that_lie(pair: Pair) -> None:
     pair.give_back(row)
 
 
+class Driver:
+    """What the driver knows of an allocation."""
+
+    def __init__(self, room: int, status: int = 0) -> None:
+        self.room, self.status = room, status
+
+    def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> int:
+        base._obj.value, size._obj.value = address.value - 100, self.room + 100
+        return self.status
+
+
+def test_memory_is_as_large_as_the_driver_says(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as its owner does."""
+    (row,) = pair.produce(*arrays(1))
+    (work,) = pair.pass_on(row)
+    cuda = memory_of(pair.consumer.mapped).cuda
+    (_, size) = next(iter(pair.consumer.mapped.on_device.values()))
+    for driver, code, said in (
+        (Driver(size - 1), "INVALID_ARG", f"has {size - 1} bytes, and was announced with {size}"),
+        (Driver(size, 1), "HANDLE_LOST", "has no known size: error 1 of the driver"),
+    ):
+        monkeypatch.setattr(cuda, "_driver", driver)
+        (failed,) = pair.consumer.run(work)
+        assert failed.error is not None
+        assert (failed.error.code, said in failed.error.text) == (code, True)
+        assert pair.runtime.state.opened == {}, "what is not used is closed again"
+    monkeypatch.setattr(cuda, "_driver", Driver(size))
+    np.testing.assert_array_equal(pair.consumer.array(pair.consumer.run(work)[0]), arrays(1)[0] + 2)
+    pair.give_back(row)
+
+
+def test_memory_on_another_gpu_is_not_opened(pair: Pair) -> None:
+    (row,) = pair.produce(*arrays(1))
+    (work,) = pair.pass_on(row)
+    memory_of(pair.consumer.mapped).cuda.uuid = b"another".ljust(16, b"\0")
+    (failed,) = pair.consumer.run(work)
+    assert failed.error is not None
+    assert (failed.error.code, failed.error.text) == (
+        "HANDLE_LOST", "the tensor is on another GPU than the model's instance"
+    )  # fmt: skip
+    assert pair.runtime.state.named("ipcOpenMemHandle") == []
+    pair.consumer.mapped.on_gpu = False
+    (failed,) = pair.consumer.run(work)
+    assert failed.error is not None
+    assert failed.error.text == "the tensor is on a GPU, and the model's instance is not"
+    pair.consumer.mapped.on_gpu = True
+    pair.give_back(row)
+
+
 def test_an_owner_that_has_gone(pair: Pair) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)

@@ -89,10 +89,13 @@ class DeviceMemory:
         if device != self.cuda.uuid:
             raise HandleLost("the tensor is on another GPU than the model's instance")
         address = self.cuda.open(exported)
-        room = self.cuda.room(address)
-        if room < size:
+        try:
+            room = self.cuda.room(address)
+            if room < size:
+                raise InvalidRequest(f"memory on the GPU has {room} bytes, and was announced with {size}")
+        except BaseException:
             self.cuda.close_opened(address)
-            raise InvalidRequest(f"memory on the GPU has {room} bytes, and was announced with {size}")
+            raise
         return address
 
     def piece(self, handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DevicePiece:
