@@ -68,7 +68,9 @@ class WorkerProcess:
         settings: dict[str, str] | None = None,
         cpus: str = "",
         instance: str = "m_0_0",
+        packages: str = "",
     ) -> None:
+        """`packages`: a directory in which packages are found before others."""
         self.codec = wire.Codec(WorkerReport)
         self.reports: deque[tuple[Any, int | None]] = deque()
         self.mapped = Mapped()
@@ -82,8 +84,14 @@ class WorkerProcess:
         command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno()), "--name", instance]
         if cpus:
             command += ["--cpus", cpus]
+        places = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH", ""))))
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.stderr, stderr=self.stderr
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self.stderr,
+            stderr=self.stderr,
+            env=os.environ | ({"PYTHONPATH": places} if packages else {}),
         )
         theirs.close()
         descriptor = os.memfd_create("config")

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from shmserve.messages import Options, Tensor
-from shmserve.repo.schema import ModelConfig
+from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
 from tests.worker_harness import config
 
 NUMERIC = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
@@ -68,6 +70,8 @@ class Kind(NamedTuple):
     dtypes: tuple[tuple[str, ...], ...]
     library: str = ""
     """Without this package its tests are skipped."""
+    packages: str = ""
+    """A directory with what stands in for its packages."""
 
 
 def _tensors(prefix: str, dtypes: Sequence[str], dims: Sequence[int]) -> dict[str, tuple[str, Sequence[int]]]:
@@ -313,6 +317,46 @@ def torch_failing(folder: Path) -> ModelConfig:
     return config("pytorch", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8)
 
 
+# ---------------------------------------------------------------------------------------------- tensorrt
+
+
+MOST = 1 << 20
+"""Of a dim that varies, in the profile of a plan."""
+
+
+def _plan(folder: Path, dtypes: Sequence[str], dims: Sequence[int], op: str) -> None:
+    from tests.gpu_harness import plan, tensor
+
+    names = {"FP32": "FLOAT", "FP16": "HALF"}
+    tensors, profile = [], {}
+    for dtype in dtypes:
+        for mode, prefix in (("input", "x"), ("output", "y")):
+            tensors.append(tensor(mode, f"{prefix}{dtype}", dims, names.get(dtype, dtype)))
+        profile[f"x{dtype}"] = [[most if dim == -1 else dim for dim in dims] for most in (0, 1, MOST)]
+    plan(folder, tensors, {f"y{dtype}": [op, f"x{dtype}"] for dtype in dtypes}, profile)
+
+
+def _on_gpu(given: ModelConfig) -> ModelConfig:
+    return replace(given, instance_group=(ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,)),))
+
+
+def tensorrt_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
+    _plan(folder, dtypes, [-1, *dims] if max_batch else dims, "copy")
+    return _on_gpu(_echo_config("tensorrt", dtypes, dims, max_batch))
+
+
+def tensorrt_failing(folder: Path) -> ModelConfig:
+    from tests.gpu_harness import plan, tensor
+
+    tensors = [tensor("input", "x", [-1, -1]), tensor("output", "y", [-1, -1])]
+    plan(folder, tensors, {"y": ["refuse 77", "x"]}, {"x": [[1, 1], [1, 1], [8, 8]]})
+    return _on_gpu(config("tensorrt", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8))
+
+
+STANDIN_DTYPES = ("BOOL", "UINT8", "INT8", "INT32", "INT64", "FP16", "FP32", "BF16")
+STANDINS = str(Path(__file__).parent / "standins")
+TENSORRT = Kind("tensorrt", tensorrt_echo, tensorrt_failing, _onnx_fail, (STANDIN_DTYPES,), "", STANDINS)
+"""On what stands in for TensorRT and a GPU, which a worker only has if it is told."""
 KINDS = (
     Kind("identity", identity_echo, identity_failing, _identity_fail, (DTYPES,)),
     Kind("python", python_echo, python_failing, _python_fail, (DTYPES,)),

@@ -19,11 +19,12 @@ import pytest
 from shmserve.dtypes import to_numpy
 from shmserve.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
 from tests.worker_harness import CLIENT, WORKER, WorkerProcess, work
-from tests.worker_models import KINDS, Kind
+from tests.worker_models import KINDS, TENSORRT, Kind
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-ECHOES = [pytest.param((kind, dtypes), id=f"{kind.name}-{len(dtypes)}") for kind in KINDS for dtypes in kind.dtypes]
+ALL = (*KINDS, TENSORRT)
+ECHOES = [pytest.param((kind, dtypes), id=f"{kind.name}-{len(dtypes)}") for kind in ALL for dtypes in kind.dtypes]
 AUDIENCES = ("internal", "uid:1000", "uid:1001", "posix:uid:1000")
 pytestmark = pytest.mark.process
 
@@ -93,7 +94,7 @@ def batched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     kind, dtypes = request.param
     needs(kind)
     folder = tmp_path_factory.mktemp("model")
-    with WorkerProcess(kind.echo(folder, dtypes, (-1,), 16), folder) as worker:
+    with WorkerProcess(kind.echo(folder, dtypes, (-1,), 16), folder, packages=kind.packages) as worker:
         worker.loaded()
         echo = Echo(worker, kind, dtypes)
         echo.grow((1, 40_000), 1)
@@ -106,18 +107,18 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kind, dtypes = request.param
     needs(kind)
     folder = tmp_path_factory.mktemp("model")
-    with WorkerProcess(kind.echo(folder, dtypes, (-1, 2), 0), folder) as worker:
+    with WorkerProcess(kind.echo(folder, dtypes, (-1, 2), 0), folder, packages=kind.packages) as worker:
         worker.loaded()
         echo = Echo(worker, kind, dtypes)
         echo.grow((20_000, 2), 0)
         yield echo
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(params=ALL, ids=lambda kind: kind.name)
 def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[WorkerProcess, Kind]]:
     kind = request.param
     needs(kind)
-    with WorkerProcess(kind.failing(tmp_path), tmp_path) as worker:
+    with WorkerProcess(kind.failing(tmp_path), tmp_path, packages=kind.packages) as worker:
         worker.loaded()
         yield worker, kind
 
