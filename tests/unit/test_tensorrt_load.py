@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,13 @@ def test_plugins_are_loaded_once(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.M
     from shmserve.workers.backends import tensorrt_engine
 
     loaded: list[tuple[str, int]] = []
+    real = ctypes.CDLL
+
+    def load(path: str, mode: int = 0) -> Any:
+        return loaded.append((path, mode)) if path.startswith("/plugins/") else real(path, mode)
+
     monkeypatch.setattr(tensorrt_engine, "_LOADED", set())
-    monkeypatch.setattr("ctypes.CDLL", lambda path, mode: loaded.append((path, mode)))
+    monkeypatch.setattr("ctypes.CDLL", load)
     adder(tmp_path)
     settings = {"tensorrt,plugins": "/plugins/a.so; /plugins/b.so;"}
     for _ in range(2):
