@@ -76,20 +76,29 @@ class DoorThread:
     def pair(self, name: str) -> Pair:
         return read_pair(self.folder / f"{name}.key")
 
-    def stop(self) -> None:
+    def begin_to_stop(self) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)
+
+    def join(self) -> None:
         self._thread.join(30)
         assert not self._thread.is_alive()
 
+    def stop(self) -> None:
+        self.begin_to_stop()
+        self.join()
+
 
 class Bare:
-    """A DEALER with CURVE."""
+    """A DEALER with CURVE. `kept`: so many messages libzmq reads ahead of it."""
 
-    def __init__(self, door: DoorThread, name: str, identity: bytes = b"", greet: bool = True) -> None:
+    def __init__(
+        self, door: DoorThread, name: str, identity: bytes = b"", greet: bool = True, kept: int = 1000
+    ) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         pair = door.pair(name)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, kept)
         self.socket.setsockopt(zmq.CURVE_SERVERKEY, door.server_public.read_bytes().split()[0])
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())

@@ -134,7 +134,7 @@ _infer = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(_infer | _message, max_size=4) | st.binary(max_size=30), max_size=6))
 def test_whatever_is_said_nothing_is_raised_and_nothing_is_kept(said: list[Any]) -> None:
     outside = _Outside()
