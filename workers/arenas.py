@@ -31,6 +31,16 @@ NEAR_BYTES = 1024 * 1024 * 1024
 NEAR_KNOB = "cuda-memory-pool-byte-size"
 
 
+def near_limit(text: str, device: int) -> int:
+    """`GPU:BYTES,...` as the broker's flag has it, -1 for all GPUs: the last that is meant for this one."""
+    found = NEAR_BYTES
+    pairs = [part.split(":") for part in text.split(",") if part]
+    for gpu, size in sorted(pairs, key=lambda pair: pair[0] != "-1"):
+        if int(gpu) in (-1, device):
+            found = int(size)
+    return found
+
+
 class _AudienceArena(Arena):
     """An arena that shares its owner's ids with other arenas."""
 

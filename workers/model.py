@@ -15,7 +15,7 @@ from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.labels import read_labels
 from shmserve.repo.schema import ModelConfig, decode_config
 from shmserve.repo.snapshot import Snapshot, take
-from shmserve.workers.arenas import KNOB, LIMIT_BYTES, Arenas
+from shmserve.workers.arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
 from shmserve.workers.backends import Backend, Context, find
 from shmserve.workers.device import device_of
 from shmserve.workers.extended import extension_of, runner_of
@@ -62,7 +62,8 @@ def load(
     """Raises whatever is wrong with the model, after it has been closed again. `trace` is told of batches that fail.
     `link`: the model may ask the server things, also while it is being loaded."""
     config = decode_config(config_bytes)
-    mapped.on_gpu = device_of(config, order.instance).kind == "GPU"
+    device = device_of(config, order.instance)
+    mapped.on_gpu = device.kind == "GPU"
     folder = Path(order.model_dir)
     versioned = folder / str(order.version)
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
@@ -70,6 +71,7 @@ def load(
     backend = find(config.backend, order.settings.get(DIRECTORY, "")).chosen(config)(context)
     before = _look(folder, order)
     arenas = Arenas(order.owner, outbox, mapped, limit)
+    arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
     early = None
     if link is not None and backend.asks:
         from shmserve.workers.calls import Calls  # few backends need it

@@ -81,6 +81,9 @@ FLAGS = (
          least=1 << 20),
     Flag("pinned-memory-pool-byte-size", "bytes", MEMORY,
          "host memory of callers that one instance on a GPU may pin for it; 0: none", 256 << 20, "N"),
+    Flag("cuda-memory-pool-byte-size", "pool", MEMORY, "memory on its GPU that one instance may have for tensors that "
+         "stay there; of all GPUs, or of one; 0: none do; may be given several times", [], "[GPU:]N", repeatable=True,
+         shown="1 GiB", triton="64 MiB, of the server on each GPU; here each instance has its own"),
     Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may have for its outputs", 4 << 30, "N",
          least=1 << 20),
     Flag("instance-memory-limit", "bytes", MEMORY, "an instance whose process has more memory of its own is ended; a "
@@ -132,7 +135,7 @@ NOT_BUILT_YET = _names(
     """
     enable-peer-access http-thread-count grpc-infer-thread-count grpc-infer-allocation-pool-size
     grpc-max-response-pool-size grpc-http2-max-pings-without-data allow-cpu-metrics metrics-interval-ms
-    metrics-config cache-directory cuda-memory-pool-byte-size cuda-virtual-address-size
+    metrics-config cache-directory cuda-virtual-address-size
     min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit repoagent-directory
     trace-file trace-level trace-rate trace-count trace-log-frequency
     """
@@ -197,6 +200,8 @@ def from_text(flag: Flag, text: str) -> Any:
             return _resource(text)
         case "trace":
             return traces.config(text)
+        case "pool":
+            return _pool(text)
     if not text and flag.default != "":
         raise ValueError(f"a {flag.metavar or 'value'} is expected, and nothing was given")
     return Path(text) if flag.kind == "path" else text
@@ -257,6 +262,14 @@ def _cache(text: str) -> int:
     if key != "size":
         raise ValueError(f"'{setting}' is no setting of the cache; expected size=BYTES")
     return _number(value, True, 1024)
+
+
+def _pool(text: str) -> tuple[int, int]:
+    """A GPU, -1 for all of them, and how many bytes."""
+    gpu, _, size = text.rpartition(":")
+    if gpu and not (gpu.isascii() and gpu.isdecimal()):
+        raise ValueError(f"found '{text}', expected N or GPU:N, as in 0:67108864")
+    return int(gpu) if gpu else -1, _number(size, True, 0)
 
 
 def _resource(text: str) -> tuple[str, int, int]:

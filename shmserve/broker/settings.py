@@ -43,6 +43,7 @@ else:
     import tomli as tomllib
 
 OUTPUT_LIMIT = "worker-output-bytes"
+NEAR_LIMIT = "cuda-memory-pool-byte-size"
 PINNED_LIMIT = "pinned-memory-pool-byte-size"
 """The key under which workers are told their limit."""
 _OTHERS = frozenset(
@@ -161,6 +162,8 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     found = dict(settings.backend_config)
     found[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
     found[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
+    if settings.cuda_memory_pool_byte_size:
+        found[NEAR_LIMIT] = ",".join(f"{gpu}:{size}" for gpu, size in settings.cuda_memory_pool_byte_size)
     if settings.disable_auto_complete_config:
         found["disable-auto-complete-config"] = "true"
     if settings.backend_directory is not None:

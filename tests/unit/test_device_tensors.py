@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from shmserve.broker.settings import NEAR_LIMIT
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.messages import Handle, Row, Tensor, Wanted, Work
 from shmserve.repo.schema import (
@@ -441,4 +442,4 @@ def test_outputs_whose_shape_only_the_run_tells_go_to_the_host(runtime: Any, tmp
     with Instance(TensorRT, tmp_path, given) as instance:
         (row,) = instance.run(replace(instance.work(x=x), near=("where",)))
         np.testing.assert_array_equal(instance.array(row), np.arange(10_000))
-    assert NEAR_KNOB == "cuda-memory-pool-byte-size"
+    assert NEAR_KNOB == "cuda-memory-pool-byte-size" == NEAR_LIMIT

@@ -22,7 +22,7 @@ from shmserve.broker.flag import Flag
 from shmserve.broker.flags import FLAGS
 from shmserve.core.limiter import ANY, SHARED
 from shmserve.core.limits import Limits
-from shmserve.workers.arenas import KNOB, LIMIT_BYTES
+from shmserve.workers.arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 CORE = min(os.sched_getaffinity(0))
@@ -113,6 +113,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "cache": ("local,size=1MiB", 1 << 20, '"local,size=1 MiB"'),
     "trace": ("triton,file=t.json", ("trace_file", "t.json"), '"triton,file=t.json"'),
     "resource": ("R1:10:2", ("R1", 2, 10), '"R1:10:2"'),
+    "pool": ("0:4096", (0, 4096), '"0:4096"'),
 }
 
 
@@ -318,6 +319,19 @@ def test_settings_for_workers(tmp_path: Path) -> None:
         KNOB: "1048576",
         **pool,
     }
+
+
+def test_memory_for_tensors_that_stay_on_a_gpu(tmp_path: Path) -> None:
+    base = ["--model-repository", str(tmp_path)]
+    found = settings.parse([*base, "--cuda-memory-pool-byte-size=0:67108864", "--cuda-memory-pool-byte-size", "2GiB"])
+    told = settings.backend_settings(found)["cuda-memory-pool-byte-size"]
+    assert [near_limit(told, gpu) for gpu in (0, 1)] == [64 << 20, 2 << 30]
+    assert near_limit("", 0) == NEAR_BYTES
+    assert near_limit("1:5,1:6,-1:0", 1) == 6
+    assert near_limit("1:5,-1:0", 0) == 0
+    for wrong in ("x:5", "0:", "0:-1", ":x", "1.5"):
+        with pytest.raises(SystemExit):
+            settings.parse([*base, f"--cuda-memory-pool-byte-size={wrong}"])
 
 
 def test_host_policies(tmp_path: Path) -> None:
