@@ -77,8 +77,8 @@ DOOR_FLAGS = (
     _switch("grpc-use-ssl-mutual", "callers of gRPC need a certificate, too", "false"),
     _file("grpc-root-cert", "who has to have signed it"),
     _file("tokens-file", "who has a token, and his roles; read again at SIGHUP, as are certificates"),
-    _told("zmq-address", "URL", "where ZeroMQ over tcp is listened for, as tcp://127.0.0.1:8790; needs the two files of "
-          "keys", "nowhere"),
+    _told("zmq-address", "URL", "where ZeroMQ over tcp is listened for, as tcp://127.0.0.1:8790; needs the two files "
+          "of keys", "nowhere"),
     _file("zmq-server-key", "its NAME.key, from `shmserve keygen`"),
     _file("zmq-keys", "who is let in there: lines of PUBLIC-KEY ROLE,ROLE NAME"),
     Flag("gateway-args", "text", DOORS, "more options of `shmserve gateway`, in one: "

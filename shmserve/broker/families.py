@@ -97,6 +97,7 @@ FAMILIES = (
         ("shmserve_instance_state", "gauge", (*INSTANCE, "state"), "always 1: the state in which it is"),
         ("shmserve_instance_restarts_total", "counter", INSTANCE, "how often its process has ended and was replaced"),
         ("shmserve_instance_cpu_seconds_total", "counter", INSTANCE, "processor time of its process"),
+        ("shmserve_gateway_restarts_total", "counter", (), "how often a gateway of `shmserve serve` was started again"),
         ("process_cpu_seconds_total", "counter", (), "processor time of the broker"),
         ("process_resident_memory_bytes", "gauge", (), "resident memory of the broker"),
         ("process_open_fds", "gauge", (), "descriptors that the broker has open"),

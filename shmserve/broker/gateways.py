@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from shmserve.broker.families import Page
 from shmserve.broker.logs import printable
 from shmserve.paths import python
 
@@ -86,6 +87,7 @@ class Gateways:
         """Of those that run: nobody else is to wait for them."""
         self.ports: dict[str, int] = {}
         """Door -> where it listens."""
+        self._restarts = 0
         self._loop = loop
         self._opened = opened
         self._failed = failed
@@ -226,6 +228,7 @@ class Gateways:
             self._failed(2 if code == 2 else 1, f"the doors to the network cannot be opened: {why}")
         else:
             lived = self._loop.time() - gateway.began if gateway.is_open else 0.0
+            self._restarts += 1
             gateway.deaths = 1 if lived > STEADY_S else gateway.deaths + 1
             pause = pause_s(gateway.deaths)
             again = f"in {pause:g} s" if pause else "at once"
@@ -236,6 +239,13 @@ class Gateways:
     def _kill(self, gateway: _Gateway) -> None:
         if gateway.process is not None:
             signal.pidfd_send_signal(gateway.pidfd, signal.SIGKILL)
+
+    def metrics(self) -> str:
+        """For Prometheus; "" if there are no gateways."""
+        page = Page()
+        if self._all:
+            page.add("shmserve_gateway_restarts_total", self._restarts, "")
+        return page.text()
 
     def reread(self) -> None:
         """Certificates and tokens are to be read again."""

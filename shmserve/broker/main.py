@@ -168,6 +168,8 @@ class Server:
             say,
         )
         self._broker.waited_elsewhere(self._gateways.pids)
+        others = self._control.metrics
+        self._control.metrics = lambda: others() + self._gateways.metrics()
         self._trace_file = self._changeable(settings)
         self._waits_for = {"models", "doors"}
         """What must have come before the server is ready."""

@@ -118,6 +118,7 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
             assert int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1]) == port
         status, body = ask(port, "/v2/models/same/infer", ASKED)
         assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [7])
+        assert b"\nshmserve_gateway_restarts_total 1\n" in ask(metrics, "/metrics")[1]
         (second,) = server.gateways()
         server.process.send_signal(signal.SIGHUP)
         server.until(r"\[gateway\] certificates and tokens have been read again")
