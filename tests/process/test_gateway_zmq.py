@@ -1,5 +1,5 @@
-"""ZeroMQ over tcp as it is run: keys from the command, a gateway of its own process before a real server, clients in
-Python and on the command line, and one that only knows zmq and msgpack.
+"""ZeroMQ over tcp as it is run: keys from the command, a server that starts its gateway, clients in Python and on the
+command line.
 """
 
 from __future__ import annotations
@@ -7,10 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import signal
-import subprocess
-import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,27 +27,13 @@ from tests.process.test_gateway import model
 pytestmark = pytest.mark.process
 
 
-class Gateway:
-    """With keys for `alice`, who may operate, and `bob`, who infers."""
+class Door:
+    """Of a server, with keys for `alice`, who may operate, and `bob`, who infers."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.folder = folder
-        for name, roles in (("server", "infer"), ("alice", "infer,observe,operate"), ("bob", "infer")):
-            assert shmserve_command("keygen", name, "--out", str(folder), "--roles", roles)[0] == 0
-        (folder / "keys").write_text((folder / "alice.pub").read_text() + (folder / "bob.pub").read_text())
-        reader, writer = os.pipe()
-        command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
-        command += ["--http-port", "0", "--metrics-port", "0", "--allow-grpc=false", "--ready-fd", str(writer)]
-        command += ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(folder / "server.key")]
-        command += ["--zmq-keys", str(folder / "keys")]
-        self.process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)
-        os.close(writer)
-        with open(reader) as ready:
-            words = ready.readline().split()
-        assert words[:1] == ["READY"], self.process.communicate()
-        ports = dict(word.split("=") for word in words[1:])
-        self.url = f"tcp://127.0.0.1:{ports['zmq']}"
-        self.metrics = int(ports["metrics"])
+        self.url = f"tcp://{server.doors['zmq']}"
+        self.metrics = f"http://{server.doors['metrics']}/metrics"
 
     def keys(self, name: str) -> dict[str, Any]:
         return {"server_key": self.folder / "server.pub", "key_file": self.folder / f"{name}.key"}
@@ -59,12 +42,6 @@ class Gateway:
         """The same for a command."""
         keys = self.keys(name)
         return ["--url", self.url, "--server-key", str(keys["server_key"]), "--key-file", str(keys["key_file"])]
-
-    def stop(self) -> bytes:
-        self.process.send_signal(signal.SIGTERM)
-        _, log = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, log
-        return log
 
 
 def shmserve_command(*words: str) -> tuple[int, str, str]:
@@ -75,65 +52,65 @@ def shmserve_command(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    repository, folder = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("keys")
     model(repository, "all", list(ITEM_BYTES), "[ -1 ]", 0)
-    with Server(repository) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def gateway(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    made = Gateway(server, tmp_path_factory.mktemp("keys"))
-    yield made
-    log = made.stop()
-    assert b"ZeroMQ with CURVE on tcp://127.0.0.1:0" in log
-    assert b"Traceback" not in log
-    assert read_pair(made.folder / "alice.key").secret.encode() not in log
+    for name, roles in (("server", "infer"), ("alice", "infer,observe,operate"), ("bob", "infer")):
+        assert shmserve_command("keygen", name, "--out", str(folder), "--roles", roles)[0] == 0
+    (folder / "keys").write_text((folder / "alice.pub").read_text() + (folder / "bob.pub").read_text())
+    options = ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(folder / "server.key")]
+    server = Server(repository, *options, "--zmq-keys", str(folder / "keys"), gateway=True)
+    with server:
+        yield Door(server, folder)
+    assert "ZeroMQ with CURVE on tcp://127.0.0.1:0" in server.log
+    assert "Traceback" not in server.log
+    assert read_pair(folder / "alice.key").secret not in server.log
 
 
 @pytest.mark.parametrize("face", list(FACES))
 @pytest.mark.parametrize("size", [3, 5000])
-def test_tensors_of_all_types(gateway: Gateway, face: str, size: int) -> None:
+def test_tensors_of_all_types(door: Door, face: str, size: int) -> None:
     given: dict[str, Any] = {f"i_{name}": data(name, (size,)) for name in NUMBERS}
     given["i_BF16"] = shmserve.Raw("BF16", given["i_BF16"].view(np.uint16))
     words = np.array([b"x" * (n % 50) for n in range(size)], object)
-    with FACES[face](gateway.url, **gateway.keys("bob"), timeout=60) as client:
+    with FACES[face](door.url, **door.keys("bob"), timeout=60) as client:
         found = client.infer("all", given | {"i_BYTES": words})
     for name in NUMBERS:
         assert found[f"o_{name}"].tobytes() == data(name, (size,)).tobytes(), name
     assert found["o_BYTES"].tolist() == words.tolist()
 
 
-def test_commands(gateway: Gateway) -> None:
-    code, out, _ = shmserve_command("models", "--json", *gateway.where("alice"))
+def test_commands(door: Door) -> None:
+    code, out, _ = shmserve_command("models", "--json", *door.where("alice"))
     assert code == 0
     assert [entry["name"] for entry in json.loads(out)] == ["all"]
-    code, _, err = shmserve_command("models", *gateway.where("bob"))
+    code, _, err = shmserve_command("models", *door.where("bob"))
     assert code == 1
     assert "'models' needs the role observe or operate" in err
-    code, _, err = shmserve_command("ready", "--url", gateway.url)
+    code, _, err = shmserve_command("ready", "--url", door.url)
     assert code == 2
     assert "tcp:// needs --server-key (or SHMSERVE_SERVER_KEY)" in err
-    assert shmserve_command("ready", *gateway.where("bob"))[0] == 0
+    assert shmserve_command("ready", *door.where("bob"))[0] == 0
 
 
-def test_operations(gateway: Gateway) -> None:
-    with shmserve.Client(gateway.url, **gateway.keys("alice"), timeout=60) as alice:
-        assert alice.restart("all")["model"] == "all"
+def test_operations(door: Door) -> None:
     with (
-        shmserve.Client(gateway.url, **gateway.keys("bob"), timeout=60) as bob,
-        pytest.raises(shmserve.Denied, match="'restart' needs the role operate, and this connection has infer"),
+        shmserve.Client(door.url, **door.keys("alice"), timeout=60) as alice,
+        pytest.raises(shmserve.ServeError, match="--model-control-mode") as caught,
     ):
-        bob.restart("all")
+        alice.load("all")
+    assert not isinstance(caught.value, shmserve.Denied), "she may, and the server's mode forbids it"
+    with (
+        shmserve.Client(door.url, **door.keys("bob"), timeout=60) as bob,
+        pytest.raises(shmserve.Denied, match="'load' needs the role operate, and this connection has infer"),
+    ):
+        bob.load("all")
 
 
-def test_metrics(gateway: Gateway) -> None:
-    import urllib.request
-
-    with shmserve.Client(gateway.url, **gateway.keys("bob"), timeout=60) as bob:
+def test_metrics(door: Door) -> None:
+    with shmserve.Client(door.url, **door.keys("bob"), timeout=60) as bob:
         assert bob.live()
-        with urllib.request.urlopen(f"http://127.0.0.1:{gateway.metrics}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(door.metrics, timeout=60) as answer:
             text = answer.read().decode()
     assert "\nshmserve_gateway_zmq_connections 1\n" in text
 
