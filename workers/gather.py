@@ -154,6 +154,8 @@ class Gather:
             if not pieces:
                 arrays.append(None)
                 continue
+            if self.on_device and (len(pieces) > 1 or spec.reshaped):
+                pieces = _on_host(pieces)
             array = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
             arrays.append(array.reshape(spec.inner(array.shape)) if spec.reshaped else array)
         return arrays

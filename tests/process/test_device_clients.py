@@ -57,6 +57,36 @@ instance_group { kind: KIND_GPU gpus: 0 } parameters { key: "gpu_memory_limit_mb
 )
 
 
+THERE = """\
+import ctypes
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", self.read(request) + 2)]) for request in requests]
+
+    def read(self, request):
+        x = pb_utils.get_input_tensor_by_name(request, "x")
+        if x.is_cpu():
+            return x.as_numpy() + 100
+        assert (x.shape()[1:], x.triton_dtype()) == ([40000], 11)
+        assert x.__dlpack_device__() == (2, 0)
+        try:
+            x.as_numpy()
+        except pb_utils.TritonModelException as error:
+            assert "is on a GPU" in str(error)
+        _, address, _ = x.to_dlpack()
+        size = 4 * x.shape()[0] * 40000
+        return np.frombuffer(ctypes.string_at(address, size), np.float32).reshape(x.shape())
+"""
+ON_GPU = """
+instance_group { kind: KIND_GPU gpus: 0 }
+parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }
+"""
+
+
 def written(repository: Path, name: str, config: str, code: str = "") -> None:
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "config.pbtxt").write_text(config)
@@ -81,6 +111,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
     )
     written(repository, "seq", SEQUENCES, PYTHON)
     written(repository, "limited", LIMITED, PYTHON)
+    written(repository, "there", PASS.replace("identity", "python") + ON_GPU, THERE)
+    chained(repository, "then", "plan", "there")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
         patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
@@ -187,6 +219,19 @@ def test_a_model_on_the_gpu_that_reads_only_the_host(journal: Path, client: shms
     client.infer("code", {"x": x}, outputs={"y": y})
     np.testing.assert_array_equal(y.numpy(), given + 1)
     assert copies(journal, "code") == {"1", "2"}
+
+
+def test_a_python_model_that_takes_it_there(journal: Path, client: shmserve.Client) -> None:
+    given = numbers(2)
+    x = client.empty((2, WIDTH), device="cuda:0")
+    write(x.__cuda_array_interface__, given)
+    forget(journal)
+    np.testing.assert_array_equal(client.infer("there", {"x": x})["y"], given + 2)
+    assert copies(journal, "there") == set()
+    np.testing.assert_array_equal(client.infer("there", {"x": given})["y"], given + 102)
+    forget(journal)
+    np.testing.assert_array_equal(client.infer("then", {"x": x})["y"], given + 3)
+    assert copies(journal, "plan") == copies(journal, "there") == set()
 
 
 def test_many_at_once(client: shmserve.Client) -> None:

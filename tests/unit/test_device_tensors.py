@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from shmserve.broker.settings import NEAR_LIMIT
+from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.messages import Handle, Row, Tensor, Wanted, Work
 from shmserve.repo.schema import (
@@ -29,6 +30,9 @@ from shmserve.workers.backends.identity import Identity
 from shmserve.workers.backends.onnx import Onnx
 from shmserve.workers.cuda.inputs import DeviceInputs
 from shmserve.workers.cuda.shared import memory_of
+from shmserve.workers.pb_device import on_gpu
+from shmserve.workers.pb_requests import InferenceRequest
+from shmserve.workers.pb_tensor import Tensor as PythonTensor
 from tests.gpu_harness import Array, Instance, adder, plan, standins, tensor
 from tests.worker_models import Graph
 
@@ -334,6 +338,28 @@ def test_handles_that_lie(pair: Pair) -> None:
         (failed,) = pair.consumer.run(Work(1, 1, (tensor,), None, "internal"))
         assert failed.error is not None
         assert failed.error.code == "INVALID_ARG"
+    pair.give_back(row)
+
+
+def test_an_input_of_a_python_model_that_stays_there(pair: Pair) -> None:
+    (x,) = arrays(1)
+    (row,) = pair.produce(x)
+    (work,) = pair.pass_on(row)
+    memory = memory_of(pair.consumer.mapped)
+    (handle,) = cast("tuple[Handle]", work.inputs[0].data)
+    for wire, numpy in (("FP32", np.float32), ("BF16", to_numpy("BF16"))):
+        shape = (1, WIDTH * 4 // np.dtype(numpy).itemsize)
+        piece: Any = memory.piece(handle, np.dtype(numpy), shape)
+        tensor = PythonTensor.__new__(PythonTensor)
+        tensor._name, tensor._array, tensor._work = "x", piece, work
+        request = InferenceRequest.__new__(InferenceRequest)
+        request._inputs, request._work = [tensor], replace(work, inputs=(replace(work.inputs[0], dtype=wire),))
+        on_gpu([request])
+        (found,) = request._inputs
+        assert found.is_cpu() == (wire == "BF16"), "which nobody takes by its address"
+        assert found.shape() == list(shape)
+        assert found._array.tobytes() == (x + 1).tobytes(), "for other models it is in host memory"
+        assert found._array is found._array
     pair.give_back(row)
 
 

@@ -18,6 +18,8 @@ from shmserve.messages import PARAMETERS, Failure
 from shmserve.workers import pb_utils
 from shmserve.workers.backends import Answer, Backend, Context, Request, SeparateBackend
 from shmserve.workers.backends.python_model import PythonModel
+from shmserve.workers.device import device_of
+from shmserve.workers.pb_device import on_gpu, wanted
 from shmserve.workers.pb_model import flag, has_generator
 from shmserve.workers.pb_requests import request_from
 from shmserve.workers.say import public, say_trace
@@ -69,6 +71,7 @@ class Python(PythonModel, SeparateBackend):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
         self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
+        self.on_device = wanted(config) and device_of(config, self.context.instance).kind == "GPU"
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -100,7 +103,10 @@ class Python(PythonModel, SeparateBackend):
     def _given(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
         make, names, outputs = request_from, self._inputs, self._outputs
         model, version = self.context.model, self.context.version
-        return [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
+        made = [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
+        if self.on_device:
+            on_gpu(made)
+        return made
 
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
         streams = self._streams

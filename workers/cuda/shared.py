@@ -43,6 +43,14 @@ class DevicePiece:
     def cuda(self) -> Cuda:
         return self._memory.cuda
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Complete: no stream is to be waited for."""
+        return {
+            "shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False), "strides": None,
+            "version": 3, "stream": None,
+        }  # fmt: skip
+
     def reshape(self, *shape: int) -> DevicePiece:
         """Only to one dimension, as ragged inputs are."""
         return DevicePiece(self._memory, self.address, self.dtype, (self.nbytes // self.dtype.itemsize,))
