@@ -55,18 +55,17 @@ class Http2:
         self.last = 0
         """The highest stream of the caller."""
         self._taken = 0
+        self.large = False
+        """The last message was."""
         self._stream: Stream | None = None
         """Whose DATA is being read, of which so much is left, and then so much of padding; `_ends`: it is the last."""
-        self._left = 0
-        self._skip = 0
+        self._left = self._skip = 0
         self._ends = False
         self._block: heads.Block | None = None
         """Headers that are not complete."""
         self._queued: dict[Stream, None] = {}
         self.watched: set[Stream] = set()
-        self.resets = 0
-        self.idle_frames = 0
-        self._replies = 0
+        self.resets = self.idle_frames = self._replies = 0
         self.life = Life(self)
 
     # ------------------------------------------------------------------------------------ bytes in

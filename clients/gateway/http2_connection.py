@@ -16,6 +16,8 @@ LAST_CALLS_S = 1.0
 """At the end, for what is on its way from callers who do not say that all of it has come."""
 _scratch = memoryview(bytearray(256 * 1024))
 """What every connection reads into, one after another: bytes are taken out before the next one reads."""
+_little = _scratch[: 4 * 1024]
+"""Where a large message is expected: its beginning, as the rest is read to where it belongs."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -47,9 +49,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         core = self._core
-        space = None if core is None else core.space()
+        if core is None:
+            return _scratch
+        space = core.space()
         self._filling = space is not None
-        return _scratch if space is None else space
+        if space is not None:
+            return space
+        return _little if core.large else _scratch
 
     def buffer_updated(self, count: int) -> None:
         core = self._core

@@ -14,6 +14,7 @@ import numpy as np
 
 from shmserve.clients.gateway import http2_frames as frames
 from shmserve.clients.gateway import http2_heads as heads
+from shmserve.clients.gateway import http2_limits as most
 from shmserve.clients.gateway.answers import Buffer
 from shmserve.clients.gateway.grpc_codes import Code, RpcError
 from shmserve.clients.gateway.http2_messages import COMPRESSED_BYTES, deflated, inflated, too_large
@@ -182,6 +183,7 @@ class Stream:
                 size, flag = int.from_bytes(data[at + 1 : at + 5], "big"), data[at]
                 at += 5
                 if size <= end - at:
+                    self._core.large = False
                     if size > self._core.limits.message_bytes:
                         self.fail(too_large(size, self._core.limits.message_bytes))
                         return
@@ -201,7 +203,12 @@ class Stream:
         if not self._hold(size):
             return
         self._flag, self._filled = flag, 0
-        room = self.call.room(size, first) if size >= LARGE and not flag else None
+        self._core.large = size >= most.QUANTUM
+        try:
+            room = self.call.room(size, first) if size >= LARGE and not flag else None
+        except Exception:
+            self.faulty()
+            return
         self._buffer = np.empty(size, np.uint8).data if room is None else room
         self._core.watch(self)
 
