@@ -1,7 +1,7 @@
 """Outputs that go into memory of the caller's own, where it asked for that: on the host, or on this process's GPU.
 
-The rule: nothing is written outside of what the caller named, and on the host what does not fit exactly is not written
-at all.
+The rule: nothing is written outside of what the caller named, and on the host what does not fit there is not written at
+all.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.errors import InvalidRequest
+from shmserve.messages import Handle
 
 if TYPE_CHECKING:
-    from shmserve.messages import Handle
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.specs import Spec
 
@@ -40,9 +40,10 @@ class Placing:
     def writable(self, spec: Spec, place: Handle, shape: tuple[int, ...], size: int) -> Array:
         """A place on the host, as an array for an output of this shape and so many bytes."""
         self._check(spec, place, size)
+        used = Handle(place.segment, place.offset, size)
         if not spec.item:
-            return self._mapped.writable(place, _BYTE, (size,))
-        return self._mapped.writable(place, spec.numpy, shape)
+            return self._mapped.writable(used, _BYTE, (size,))
+        return self._mapped.writable(used, spec.numpy, shape)
 
     def write(self, spec: Spec, place: Handle, shape: tuple[int, ...], source: Array) -> None:
         """Copies an output of this shape, whose bytes are `source`, to a place wherever it is."""
@@ -51,12 +52,11 @@ class Placing:
             return
         from shmserve.workers.cuda.shared import memory_of
 
-        if place.size < source.nbytes:
-            self._check(spec, place, source.nbytes)
+        self._check(spec, place, source.nbytes)
         memory_of(self._mapped).store(place, source)
 
     def _check(self, spec: Spec, place: Handle, size: int) -> None:
-        if place.size != size:
+        if place.size < size:
             raise InvalidRequest(
                 f"output '{spec.name}' of model '{self._model}' has {size} bytes; the memory given for it has "
                 f"{place.size}"

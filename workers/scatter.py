@@ -135,7 +135,7 @@ class Results:
                     if wanted.place is not None and self._scatter.placing.is_on_device(wanted.place):
                         self._reach(position, wanted.place)
                 elif (error := refusal(self._scatter.model, specs[index], wanted)) is not None:
-                    self._failures[position] = error
+                    self.fail(position, error)
                 else:
                     places[index][position] = Top(wanted.classes)
         return places
@@ -145,7 +145,7 @@ class Results:
         try:
             self._scatter.placing.address(place)
         except ServeError as error:
-            self._failures[position] = error
+            self.fail(position, error)
 
     # ------------------------------------------------------------------------------------ for backends
 
@@ -256,8 +256,8 @@ class Results:
         self._holes = True
 
     def fail(self, position: int, error: ServeError) -> None:
-        """Fails one request of the group."""
-        self._failures[position] = error
+        """Fails one request of the group. Where it came from is forgotten: frames would keep tensors, and this."""
+        self._failures[position] = error.with_traceback(None)
 
     # ------------------------------------------------------------------------------------ the end
 
@@ -334,7 +334,7 @@ class Results:
             try:
                 array = self._scatter.placing.writable(spec, place, shape, size)
             except ServeError as error:
-                self._failures[0] = error
+                self.fail(0, error)
                 return None
             if array.flags.aligned:
                 self._placed.add(index)
@@ -436,7 +436,7 @@ class Results:
                     return Tensor(spec.name, dtype, shape, (passed,))
             block = self._scatter.arenas.allocate(self._works[position].audience, size)
         except ServeError as error:
-            self._failures[position] = error
+            self.fail(position, error)
             return None
         np.copyto(block.array(source.dtype, source.shape), source)
         return Tensor(spec.name, dtype, shape, (Handle(block.segment, block.offset, size),))

@@ -33,6 +33,8 @@ def add(made: argparse.ArgumentParser) -> None:
     option("--grpc-roles", metavar="ROLE,ROLE", type=_roles, help="the same for gRPC (default: as --http-roles)")
     option("--allow-client-shm", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
            help="callers may register shared memory of this machine (default: false)")  # fmt: skip
+    option("--copy-client-shm", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
+           help="the gateway copies what is in it; otherwise workers map it (default: false)")  # fmt: skip
     option("--reuse-port", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
            help="several gateways may listen on the same ports (default: false)")  # fmt: skip
     option("--reuse-http-port", dest="reuse_port", metavar="BOOL", type=_bool, nargs="?", const=True,

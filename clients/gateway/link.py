@@ -13,10 +13,10 @@ import numpy as np
 from shmserve.clients.gateway.answers import Buffer, Held
 from shmserve.clients.loop_link import LoopLink, flusher
 from shmserve.clients.transport import address_of
-from shmserve.errors import HandleLost, Internal, InvalidRequest, ServeError, Unsupported
+from shmserve.errors import HandleLost, Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
 from shmserve.session import Session, StreamTicket, Ticket
-from shmserve.session.device import RegionPart
+from shmserve.session.device import Region, RegionPart
 from shmserve.session.inputs import MESSAGE_BYTES
 from shmserve.session.memory import Memory
 from shmserve.session.outputs import give_back
@@ -65,18 +65,27 @@ class GatewaySession(Session):
                 self.memory.let_go(kept)
 
     def _on_fail(self, message: Fail) -> int:
-        if message.code == HandleLost.code and self._has_region(self.tickets.get(message.request)):
-            text = f"{message.text}; CUDA shared memory is for models that are on its GPU"
-            message = Fail(message.request, Unsupported.code, text)
+        if message.code == HandleLost.code:
+            regions = self._regions_of(self.tickets.get(message.request))
+            if any(region.on_gpu for region in regions):
+                text = f"{message.text}; CUDA shared memory is for models that are on its GPU"
+                message = Fail(message.request, Unsupported.code, text)
+            elif regions:
+                for region in regions:
+                    region.lost = True
+                text = "the model's worker could not open the shared memory by its key; send again: it is copied now"
+                message = Fail(message.request, Unavailable.code, text)
         return super()._on_fail(message)
 
-    def _has_region(self, ticket: Ticket | None) -> bool:
+    def _regions_of(self, ticket: Ticket | None) -> list[Region]:
+        """Memory of callers that the request goes to or comes from."""
         asked = ticket.message if ticket is not None else None
         if not isinstance(asked, Infer):
-            return False
+            return []
         handles = [part for tensor in asked.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
         handles += [wanted.place for wanted in asked.outputs or () if wanted.place is not None]
-        return any(self.memory.devices.is_region(handle.segment) for handle in handles)
+        found = [self.memory.devices.region(handle.segment) for handle in handles]
+        return [region for region in found if region is not None]
 
 
 def _as_they_are(inputs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Shared memory that callers have registered: their tensors are taken from it, and answers written to it. The rule
-of the file: nothing of it is ever mapped, only read and written by calls, so that a caller who cuts it short harms
-nobody. That on GPUs is in `device_regions`.
+of the file: nothing of it is ever mapped here. Its name goes on to the workers, which read and write it in place; where
+that cannot be, it is read and written by calls. That on GPUs is in `device_regions`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from shmserve.clients.gateway.answers import Buffer
 from shmserve.clients.gateway.device_regions import DeviceOrder, DeviceRegion
 from shmserve.clients.gateway.kserve import Place, check_text
 from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unavailable, Unsupported
-from shmserve.session.device import Devices
+from shmserve.messages import INLINE_BYTES
+from shmserve.session.device import Devices, RegionPart
+from shmserve.session.device import Region as Passed
 from shmserve.shm.posix import PREFIX
 
 _KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
+_NAME = re.compile(r"/?[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100}")
+"""Keys that a message can carry."""
 _MOST = 1024
+_MOST_PASSED = 512
+"""So many at most are known to the workers, too: a client may have so many segments, and no more."""
 _LARGEST = 2**63 - 1
 
 
@@ -38,11 +44,28 @@ class Order(Struct):
 class Region:
     """One of them. Its descriptor is closed when nobody refers to it any more, also no request in flight."""
 
-    def __init__(self, name: str, order: Order, descriptor: int) -> None:
+    def __init__(self, name: str, order: Order, descriptor: int, devices: Callable[[], Devices] | None = None) -> None:
+        """`devices`: of the link by which its name goes on to the workers; None: it does not."""
         self.name = name
         self.order = order
         self._descriptor = descriptor
+        self._devices = devices
+        self._passed: Passed | None = None
         weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def part(self, place: Place) -> RegionPart | None:
+        """The place as workers find it. None: its bytes are to be copied."""
+        if self._devices is None or place.size <= INLINE_BYTES or not self._devices().takes_names:
+            return None
+        if self._passed is None:
+            self._passed = self._devices().announce(
+                self.order.offset + self.order.byte_size, "/" + self.order.key.lstrip("/")
+            )
+        return None if self._passed.lost else RegionPart(self._passed, self.order.offset + place.offset, place.size)
+
+    def close(self) -> None:
+        if self._devices is not None and self._passed is not None:
+            self._devices().withdraw(self._passed)
 
     def status(self) -> dict[str, Any]:
         order = self.order
@@ -78,11 +101,20 @@ class Region:
 
 
 class Regions:
-    """`allowed` false: nothing can be registered. `devices`: of the link to the broker, for memory on GPUs."""
+    """`allowed` false: nothing can be registered. `devices`: of the link to the broker, for memory on GPUs, and
+    without `copied` for that on the host, too. `changed` is called when the broker is to be told of an end."""
 
-    def __init__(self, allowed: bool, devices: Callable[[], Devices] | None = None) -> None:
+    def __init__(
+        self,
+        allowed: bool,
+        devices: Callable[[], Devices] | None = None,
+        copied: bool = False,
+        changed: Callable[[], object] = lambda: None,
+    ) -> None:
         self.allowed = allowed
+        self._changed = changed
         self._devices = devices
+        self._copied = copied
         self._regions: dict[str, Region | DeviceRegion] = {}
 
     def register(self, name: str, order: Order | DeviceOrder) -> None:
@@ -102,15 +134,16 @@ class Regions:
             return
         if not 0 <= order.offset <= _LARGEST or not 0 < order.byte_size <= _LARGEST - order.offset:
             raise _invalid(name)
-        self._regions[name] = Region(name, order, _opened(name, order))
+        by_name = not self._copied and len(self._regions) < _MOST_PASSED and _NAME.fullmatch(order.key)
+        self._regions[name] = Region(name, order, _opened(name, order), self._devices if by_name else None)
 
     def unregister(self, kind: str, name: str) -> None:
         """Without a name all. One that is not there is no mistake."""
         for region in self._of(kind):
             if not name or region.name == name:
                 del self._regions[region.name]
-                if isinstance(region, DeviceRegion):
-                    region.close()
+                region.close()
+        self._changed()
 
     def _of(self, kind: str) -> list[Region | DeviceRegion]:
         return [region for region in self._regions.values() if isinstance(region, DeviceRegion) == (kind == "cuda")]

@@ -68,6 +68,7 @@ DOOR_FLAGS = (
     _number("metrics-port", "N", "its port; 0: any", "8002"),
     _told("metrics-address", "ADDRESS", "where it is listened for", "as --http-address"),
     _switch("allow-client-shm", "callers may register shared memory of this machine", "false"),
+    _switch("copy-client-shm", "the gateway copies what is in it; otherwise workers map it", "false"),
     _file("tls-cert", "TLS at all doors with this certificate, and those up to the root (PEM)"),
     _file("tls-key", "its private key, where it is not in the same file"),
     _file("tls-client-ca", "callers need a certificate that one of these has signed"),

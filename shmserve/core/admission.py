@@ -122,6 +122,7 @@ class Admission:
                 "client_segments": limits.client_segments,
                 "client_held_bytes": limits.client_held_bytes,
                 "device_memory": int(client.plane == "lane" and access.allows("register", client.roles)),
+                "named_memory": int(access.allows("register", client.roles)),
             }
             self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
 
@@ -373,10 +374,10 @@ class Admission:
             on_gpu = message.name is not None and message.name.startswith(DEVICE)
             if on_gpu:
                 self._check_device_segment(client, message)
-            elif (message.name is None) != (client.plane == "lane"):
-                raise InvalidRequest("over the lane a segment comes as a descriptor, over ZeroMQ by its name")
             elif message.name is not None:
                 self._check_segment_name(client, message.name)
+            elif client.plane != "lane":
+                raise InvalidRequest("over ZeroMQ a segment comes by its name")
             self._state.ledger.announce(peer, message, client.audience)
             client.segments.add(message.segment)
         except ServeError as error:

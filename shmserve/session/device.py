@@ -20,7 +20,7 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.messages import DIMS, OWNER_SHIFT, Handle, Map
 from shmserve.session.cuda import Cuda
 from shmserve.shm.arena import Arena, Block
-from shmserve.shm.cuda import CudaExtent
+from shmserve.shm.cuda import CudaExtent, is_device
 
 if TYPE_CHECKING:
     from shmserve.session.memory import Memory
@@ -106,7 +106,7 @@ class Source:
 
 
 class Region:
-    """Memory on a GPU that somebody else has exported, and that is only passed on."""
+    """Memory that somebody else has exported on a GPU, or has made on the host, and that is only passed on."""
 
     fd = -1
 
@@ -114,6 +114,12 @@ class Region:
         self.id = id
         self.size = size
         self.name = name
+        self.lost = False
+        """A worker could not open it."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return is_device(self.name)
 
     def map(self, audience: str = "") -> Map:
         return Map(self.id, self.size, self.name, audience)
@@ -283,10 +289,15 @@ class Devices:
 
     # ------------------------------------------------------------------------------------ memory of others
 
+    @property
+    def takes_names(self) -> bool:
+        """Whether memory on the host can be announced by its name."""
+        return self._memory.by_name
+
     def announce(self, size: int, name: str) -> Region:
-        """Memory that another process has exported under that name."""
-        if not self._memory.on_gpu:
-            raise Unsupported("the server takes no memory on a GPU from this connection: that needs the role operate")
+        """Memory that another process has exported, or made, under that name."""
+        if not (self._memory.on_gpu if is_device(name) else self._memory.by_name):
+            raise Unsupported("the server takes no memory of others from this connection: that needs the role operate")
         region = Region(self._memory.owner << OWNER_SHIFT | next(self._memory.numbers), size, name)
         self._regions[region.id] = region
         self._memory.maps.append(region)
@@ -301,8 +312,8 @@ class Devices:
         else:
             self._memory.unmaps.append(region.id)
 
-    def is_region(self, segment: int) -> bool:
-        return segment in self._regions
+    def region(self, segment: int) -> Region | None:
+        return self._regions.get(segment)
 
     # ------------------------------------------------------------------------------------ connections
 
@@ -319,7 +330,10 @@ class Devices:
             old, region.id = region.id, owner << OWNER_SHIFT | next(self._memory.numbers)
             numbers[old] = region.id
             self._regions[region.id] = region
-            self._tell(region)
+            if region.on_gpu:
+                self._tell(region)
+            elif self._memory.by_name:
+                self._memory.maps.append(region)
         return numbers
 
     def close(self) -> None:

@@ -46,6 +46,8 @@ class Memory:
         """The most that one message may carry in frames."""
         self.on_gpu = kind == "memfd"
         """Whether the server takes memory on GPUs from this connection, as far as is known."""
+        self.by_name = False
+        """Whether it takes memory that others have made, by its name."""
         self.maps: list[Segment | Region] = []
         """Segments that the server has not been told of."""
         self.unmaps: list[int] = []

@@ -65,8 +65,7 @@ def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: Outbox) -
 
 def renewed(message: Infer, kept: Kept | None, numbers: dict[int, int], memory: Memory) -> Infer:
     """The same request for the server that knows the own segments by their new numbers."""
-    if kept is None:
-        return message
+    kept = kept or Kept()
     tensors = []
     for index, tensor in enumerate(message.inputs):
         data = tensor.data

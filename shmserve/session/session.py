@@ -399,6 +399,7 @@ class Session:
         first, self.server = not self.server, message.server
         self.limits = message.limits
         self.memory.on_gpu = bool(message.limits.get("device_memory"))
+        self.memory.by_name = bool(message.limits.get("named_memory"))
         numbers = self.memory.connected(message.owner, message.limits.get("frame_bytes", 0))
         self.connected = True
         self.outbox.clear()

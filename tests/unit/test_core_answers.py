@@ -183,6 +183,7 @@ def test_welcome_tells_the_limits() -> None:
         "client_segments": 6,
         "client_held_bytes": 7,
         "device_memory": 1,
+        "named_memory": 1,
     }
 
 
@@ -215,7 +216,7 @@ def test_a_message_that_could_not_be_read() -> None:
     [
         (Map((2 << 32) + 1, 10), "not in this connection's range"),
         (Map(7, 10), "not in this connection's range"),
-        (Map((1 << 32) + 1, 10, "/named"), "over the lane a segment comes as a descriptor"),
+        (Map((1 << 32) + 1, 10, "named"), "the name of a segment is a slash"),
     ],
 )
 def test_segments_that_cannot_be_announced(message: Map, part: str) -> None:

@@ -59,6 +59,14 @@ def test_a_segment_of_another_user_is_refused() -> None:
     assert Close(2) in announce(core, 2, "/theirs")
 
 
+def test_memory_that_others_have_made_over_the_lane() -> None:
+    core = Core()
+    assert connect(core, 1, plane="lane").limits["named_memory"] == 1
+    assert announce(core, 1, "/made") == []
+    assert connect(core, 2, "uid:1001", "lane", INFER | OBSERVE).limits["named_memory"] == 0
+    assert "needs the role operate" in farewell(announce(core, 2, "/made"))
+
+
 def test_memory_on_a_gpu_by_what_it_was_exported_as() -> None:
     core = Core()
     assert connect(core, 1, plane="lane").limits["device_memory"] == 1
