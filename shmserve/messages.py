@@ -180,8 +180,8 @@ class Cancel(Struct, array_like=True, tag=8, gc=False):
 
 
 class Ask(Struct, array_like=True, tag=9, gc=False):
-    """What is not inference. Questions: live, ready, models, metadata, config, origins, statistics, metrics, log, trace.
-    Operations: load, unload, restart, set_log, set_trace. Answered with Answer, an operation when it is over.
+    """What is not inference. Questions: live, ready, models, metadata, config, origins, statistics, metrics, log and
+    trace. Operations: load, unload, restart, set_log, set_trace. Answered with Answer, an operation when it is over.
 
     `body`: what they need beyond the model, as docs/wire.md says. `more`: another Ask of the same request follows, and
     the body goes on there; the other fields count in the first one."""
