@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 the model failed, 2 used wrongly.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import sys
 import time
@@ -93,6 +94,8 @@ def run(order: Order, chosen: Chosen | None = None) -> int:
 def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
     source = feed.Source(order.input, order.file, order.random, order.batch, order.shape, order.seed)
     source.check()
+    if order.random:  # not only when inputs are made: a Ctrl-C in the middle of this import is lost
+        importlib.import_module("numpy.random")
     if chosen is None:
         chosen = _choose(order, terminal)
     started = time.perf_counter()
