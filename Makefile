@@ -74,8 +74,8 @@ bench-doors: $(VENV)/.dev tritonclient $(TRITON)/.made
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools
 	@$(BIN)/python -m grpc_tools.protoc -I repo --descriptor_set_out=repo/model_config.binpb repo/model_config.proto
-	@$(BIN)/python -m grpc_tools.protoc -I repo -I clients/gateway --include_imports \
-	  --descriptor_set_out=clients/gateway/grpc.binpb clients/gateway/inference.proto clients/gateway/health.proto
+	@$(BIN)/python -m grpc_tools.protoc -I repo -I clients/gateway/grpc --include_imports \
+	  --descriptor_set_out=clients/gateway/grpc/grpc.binpb clients/gateway/grpc/inference.proto clients/gateway/grpc/health.proto
 
 # ------------------------------------------------------------------------------------------- the service
 

@@ -17,7 +17,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import shmserve.clients.gateway
 
-_FILE = Path(shmserve.clients.gateway.__file__).with_name("grpc.binpb")
+_FILE = Path(shmserve.clients.gateway.__file__).with_name("grpc") / "grpc.binpb"
 INFERENCE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
 
 

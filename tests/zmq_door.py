@@ -14,9 +14,9 @@ import uvloop
 import zmq
 
 from shmserve.clients.gateway.link import GatewayLink
-from shmserve.clients.gateway.zmqtcp import ZmqDoor
-from shmserve.clients.gateway.zmqtcp_asked import Limits
-from shmserve.clients.gateway.zmqtcp_keys import Allowed
+from shmserve.clients.gateway.zmqtcp.asked import Limits
+from shmserve.clients.gateway.zmqtcp.door import ZmqDoor
+from shmserve.clients.gateway.zmqtcp.keys import Allowed
 from shmserve.clients.keys import Pair, make_pair, read_pair, write_pair
 
 HELLO = [6, 1, 0, "bare", "frames"]

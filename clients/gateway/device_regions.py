@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from shmserve.clients.gateway.answers import Buffer
-from shmserve.clients.gateway.kserve import Place
+from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.kserve.plans import Place
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.session.device import Devices, RegionPart
 from shmserve.shm.cuda import EXPORTED_BYTES, name_of, uuid_bytes

@@ -8,7 +8,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.clients.gateway import http2_start, restrict, zmqtcp_start
+from shmserve.clients.gateway.guards import restrict
+from shmserve.clients.gateway.http2 import start as http2_start
+from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
 
 INFER, OBSERVE, OPERATE = "infer", "observe", "operate"
 ROLES = (INFER, OBSERVE, OPERATE)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.clients.gateway.answers import Buffer, Held
+from shmserve.clients.gateway.kserve.answers import Buffer, Held
 from shmserve.clients.loop_link import LoopLink, flusher
 from shmserve.clients.transport import address_of
 from shmserve.errors import HandleLost, Internal, InvalidRequest, ServeError, Unavailable, Unsupported

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.clients.gateway.tls import HANDSHAKE_S
+from shmserve.clients.gateway.guards.tls import HANDSHAKE_S
 
 BACKLOG = 1024
 _GOODBYE_S = 5.0

@@ -17,20 +17,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from shmserve.clients.commands_base import Failed, Misuse
-from shmserve.clients.gateway import http2_start, tokens, zmqtcp_start
 from shmserve.clients.gateway.child import ServerLog, end_with
-from shmserve.clients.gateway.door import Door
-from shmserve.clients.gateway.guards import Guard, Guards
-from shmserve.clients.gateway.limits import Limits
+from shmserve.clients.gateway.guards import tokens
+from shmserve.clients.gateway.guards.doors import Guard, Guards
+from shmserve.clients.gateway.http.door import Door
+from shmserve.clients.gateway.http.limits import Limits
+from shmserve.clients.gateway.http2 import start as http2_start
 from shmserve.clients.gateway.link import GatewayLink
 from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.service import Service
+from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
 from shmserve.errors import InvalidRequest
 from shmserve.manager import of_this_process
 
 if TYPE_CHECKING:
-    from shmserve.clients.gateway.http2_door import RpcDoor
-    from shmserve.clients.gateway.zmqtcp import ZmqDoor
+    from shmserve.clients.gateway.http2.door import RpcDoor
+    from shmserve.clients.gateway.zmqtcp.door import ZmqDoor
 
 log = logging.getLogger("shmserve.gateway")
 

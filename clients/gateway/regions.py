@@ -15,9 +15,9 @@ from typing import Any
 import posix_ipc
 from msgspec import Struct
 
-from shmserve.clients.gateway.answers import Buffer
 from shmserve.clients.gateway.device_regions import DeviceOrder, DeviceRegion
-from shmserve.clients.gateway.kserve import Place, check_text
+from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.kserve.plans import Place, check_text
 from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.messages import INLINE_BYTES
 from shmserve.session.device import Devices, RegionPart

@@ -16,9 +16,11 @@ from typing import Any, get_args
 
 from bench.mischief import Mischief
 from shmserve import messages, wire
-from shmserve.clients.gateway import bodies, documents, generate, heads, kserve
-from shmserve.clients.gateway.access import Access
 from shmserve.clients.gateway.flags import ROLES
+from shmserve.clients.gateway.guards.access import Access
+from shmserve.clients.gateway.http import bodies, heads
+from shmserve.clients.gateway.kserve import documents, generate
+from shmserve.clients.gateway.kserve import plans as kserve
 from shmserve.errors import ProtocolError, ServeError
 from shmserve.repo import load, override, samples
 from shmserve.repo.problems import ConfigError

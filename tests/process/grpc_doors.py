@@ -14,11 +14,11 @@ import sys
 
 import uvloop
 
-from shmserve.clients.gateway.answers import Buffer
-from shmserve.clients.gateway.grpc_codes import Code, RpcError
-from shmserve.clients.gateway.http2_door import RpcDoor
-from shmserve.clients.gateway.http2_limits import Limits
-from shmserve.clients.gateway.http2_seam import Call, Stream
+from shmserve.clients.gateway.grpc.codes import Code, RpcError
+from shmserve.clients.gateway.http2.door import RpcDoor
+from shmserve.clients.gateway.http2.limits import Limits
+from shmserve.clients.gateway.http2.seam import Call, Stream
+from shmserve.clients.gateway.kserve.answers import Buffer
 
 
 class Base:

@@ -16,7 +16,7 @@ import numpy as np
 import posix_ipc
 import pytest
 
-from shmserve.clients.gateway.elements import CONTENTS
+from shmserve.clients.gateway.kserve.elements import CONTENTS
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
 from tests.conformance.client_ways import data

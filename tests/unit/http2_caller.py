@@ -14,10 +14,10 @@ import h2.connection
 import h2.events
 import h2.exceptions
 
-from shmserve.clients.gateway.answers import Buffer
-from shmserve.clients.gateway.http2 import Http2
-from shmserve.clients.gateway.http2_limits import Limits
-from shmserve.clients.gateway.http2_seam import Application, Call, Stream
+from shmserve.clients.gateway.http2.limits import Limits
+from shmserve.clients.gateway.http2.protocol import Http2
+from shmserve.clients.gateway.http2.seam import Application, Call, Stream
+from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.errors import Unavailable
 
 HEADERS = [

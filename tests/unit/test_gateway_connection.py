@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.access import Access
 from shmserve.clients.gateway.flags import ROLES
-from shmserve.clients.gateway.heads import Heads
-from shmserve.clients.gateway.http import Connection
-from shmserve.clients.gateway.limits import Limits
+from shmserve.clients.gateway.guards.access import Access
+from shmserve.clients.gateway.http.connection import Connection
+from shmserve.clients.gateway.http.heads import Heads
+from shmserve.clients.gateway.http.limits import Limits
 from tests.unit.test_gateway_http import chunked, lines
 
 

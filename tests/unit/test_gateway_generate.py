@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.answers import Held
-from shmserve.clients.gateway.documents import error_body
-from shmserve.clients.gateway.generate import event, generate_plan, generated
-from shmserve.clients.gateway.kserve import Options, Plan, Spec
+from shmserve.clients.gateway.kserve.answers import Held
+from shmserve.clients.gateway.kserve.documents import error_body
+from shmserve.clients.gateway.kserve.generate import event, generate_plan, generated
+from shmserve.clients.gateway.kserve.plans import Options, Plan, Spec
 from shmserve.errors import InvalidRequest
 from shmserve.messages import Handle, Part, Tensor
 

@@ -13,20 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway import flags, grpc_wire
-from shmserve.clients.gateway.access import Access
-from shmserve.clients.gateway.documents import BadLoad, Known, Question, question_of
-from shmserve.clients.gateway.elements import CONTENTS, contents_to_bytes
-from shmserve.clients.gateway.grpc_codes import Code, RpcError, code_of
-from shmserve.clients.gateway.grpc_messages import HEALTH, INFERENCE, filled, methods, read
-from shmserve.clients.gateway.grpc_plans import RpcPlan, RpcPlans, plan_of
-from shmserve.clients.gateway.grpc_rpcs import RPCS
-from shmserve.clients.gateway.grpc_services import Services
-from shmserve.clients.gateway.grpc_wire import IS_FINAL, Answers, stream_error, streamed, take_apart
-from shmserve.clients.gateway.kserve import Options, Place, Plan, Spec
-from shmserve.clients.gateway.limits import Limits
+from shmserve.clients.gateway import flags
+from shmserve.clients.gateway.grpc import wire as grpc_wire
+from shmserve.clients.gateway.grpc.codes import Code, RpcError, code_of
+from shmserve.clients.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
+from shmserve.clients.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
+from shmserve.clients.gateway.grpc.rpcs import RPCS
+from shmserve.clients.gateway.grpc.services import Services
+from shmserve.clients.gateway.grpc.wire import IS_FINAL, Answers, stream_error, streamed, take_apart
+from shmserve.clients.gateway.guards.access import Access
+from shmserve.clients.gateway.http.limits import Limits
+from shmserve.clients.gateway.http.routes import NEEDS, Route
+from shmserve.clients.gateway.kserve.documents import BadLoad, Known, Question, question_of
+from shmserve.clients.gateway.kserve.elements import CONTENTS, contents_to_bytes
+from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Spec
 from shmserve.clients.gateway.regions import Regions
-from shmserve.clients.gateway.routes import NEEDS, Route
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.messages import TENSORS, Tensor

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from shmserve.clients import cli
 from shmserve.clients.commands_base import Failed, Misuse
-from shmserve.clients.gateway import flags, headers, restrict, tls, tokens
-from shmserve.clients.gateway.access import OPEN, Access, Unauthenticated
-from shmserve.clients.gateway.guards import Guards
-from shmserve.clients.gateway.heads import Heads, parse
-from shmserve.clients.gateway.routes import NEEDS
-from shmserve.clients.gateway.tls import Files, Given
+from shmserve.clients.gateway import flags
+from shmserve.clients.gateway.guards import headers, restrict, tls, tokens
+from shmserve.clients.gateway.guards.access import OPEN, Access, Unauthenticated
+from shmserve.clients.gateway.guards.doors import Guards
+from shmserve.clients.gateway.guards.tls import Files, Given
+from shmserve.clients.gateway.http.heads import Heads, parse
+from shmserve.clients.gateway.http.routes import NEEDS
 from shmserve.errors import Denied, InvalidRequest
 from shmserve.messages import PARAMETERS
 

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway import bodies, documents, flags
-from shmserve.clients.gateway.access import Access
-from shmserve.clients.gateway.heads import BadHead, Heads, parse
+from shmserve.clients.gateway import flags
+from shmserve.clients.gateway.guards.access import Access
+from shmserve.clients.gateway.http import bodies
+from shmserve.clients.gateway.http.heads import BadHead, Heads, parse
+from shmserve.clients.gateway.http.routes import NEEDS, Route, resolve
+from shmserve.clients.gateway.kserve import documents
 from shmserve.clients.gateway.regions import Regions
-from shmserve.clients.gateway.routes import NEEDS, Route, resolve
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 
 EVERYBODY = Access(flags.ROLES)

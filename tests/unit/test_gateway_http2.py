@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.answers import Buffer
-from shmserve.clients.gateway.grpc_codes import Code, RpcError
-from shmserve.clients.gateway.http2 import Http2
-from shmserve.clients.gateway.http2_seam import Stream
+from shmserve.clients.gateway.grpc.codes import Code, RpcError
+from shmserve.clients.gateway.http2.protocol import Http2
+from shmserve.clients.gateway.http2.seam import Stream
+from shmserve.clients.gateway.kserve.answers import Buffer
 from tests.unit.http2_caller import HEADERS, Caller, Echo, Host, message
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

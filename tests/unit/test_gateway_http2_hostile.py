@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway import http2_limits as most
-from shmserve.clients.gateway.http2 import Http2
+from shmserve.clients.gateway.http2 import limits as most
+from shmserve.clients.gateway.http2.protocol import Http2
 from tests.unit.http2_caller import Caller, Echo, Host, message
 from tests.unit.test_gateway_http2 import (
     CALM,

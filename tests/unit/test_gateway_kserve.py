@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shmserve.clients.gateway import elements, status
-from shmserve.clients.gateway.access import Unauthenticated
-from shmserve.clients.gateway.answers import Held, response
-from shmserve.clients.gateway.kserve import Options, Place, Plan, Plans, Spec, plan_of, raw_plan
+from shmserve.clients.gateway.guards.access import Unauthenticated
+from shmserve.clients.gateway.kserve import elements, status
+from shmserve.clients.gateway.kserve.answers import Held, response
+from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Plans, Spec, plan_of, raw_plan
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, ConnectionLost, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.messages import Handle, Reply, Tensor

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shmserve.clients.gateway import openapi
-from shmserve.clients.gateway.kserve import plan_of
-from shmserve.clients.gateway.routes import NEEDS, PATHS, resolve
+from shmserve.clients.gateway.http import openapi
+from shmserve.clients.gateway.http.routes import NEEDS, PATHS, resolve
+from shmserve.clients.gateway.kserve.plans import plan_of
 
 DOCUMENT = json.loads(openapi.text())
 GIVEN = {"{model}": "m", "{version}": "3", "{region}": "r", "{repository}": "s"}

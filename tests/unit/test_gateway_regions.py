@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.clients.gateway.device_regions import DeviceOrder
-from shmserve.clients.gateway.kserve import Place
+from shmserve.clients.gateway.kserve.plans import Place
 from shmserve.clients.gateway.regions import Order, Region, Regions
 from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unsupported
 from shmserve.messages import Handle

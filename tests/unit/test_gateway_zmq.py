@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients.gateway.zmqtcp_asked import Limits
+from shmserve.clients.gateway.zmqtcp.asked import Limits
 from shmserve.errors import Unavailable
 from shmserve.messages import Cancel, More
 from tests.client_faces import FACES

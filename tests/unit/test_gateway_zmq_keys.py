@@ -16,12 +16,12 @@ from shmserve.access import INFER, OBSERVE, OPERATE
 from shmserve.clients import keys
 from shmserve.clients.arguments import parser
 from shmserve.clients.commands_base import Misuse
-from shmserve.clients.gateway import zmqtcp_start
 from shmserve.clients.gateway.link import GatewaySession
-from shmserve.clients.gateway.zmqtcp import is_open_to_others
-from shmserve.clients.gateway.zmqtcp_asked import Limits, Outside
-from shmserve.clients.gateway.zmqtcp_keys import Entry, parse
-from shmserve.clients.gateway.zmqtcp_peer import Peer
+from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
+from shmserve.clients.gateway.zmqtcp.asked import Limits, Outside
+from shmserve.clients.gateway.zmqtcp.door import is_open_to_others
+from shmserve.clients.gateway.zmqtcp.keys import Entry, parse
+from shmserve.clients.gateway.zmqtcp.peer import Peer
 from shmserve.session.questions import OPERATIONS
 from tests.zmq_door import HELLO
 

@@ -1,0 +1,121 @@
+"""What stands around the tensors of a gRPC request -> a Plan of what the broker is asked. The rule of the file: bytes
+in, a Plan or InvalidRequest out, with the limits checked before anything is unrolled into Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.clients.gateway.grpc.messages import message_class, read
+from shmserve.clients.gateway.kserve.elements import contents_to_bytes
+from shmserve.clients.gateway.kserve.plans import (
+    Place,
+    Plan,
+    Spec,
+    Value,
+    add_outputs,
+    check_tensor,
+    check_version,
+    options_of,
+    place_of,
+)
+from shmserve.errors import InvalidRequest
+from shmserve.messages import DIMS, PARAMETERS, TENSORS
+
+_REMEMBERED = 1024
+_REMEMBERED_BYTES = 2048
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_REQUEST = message_class("inference.ModelInferRequest")
+_PARAMETERS = 2 * PARAMETERS
+"""Of one map: those of the model, and those that are the server's."""
+
+
+class RpcPlan(Struct):
+    """`raw`: so many tensors come as bytes beside it. It may be used again: nothing of it is ever changed."""
+
+    model: str
+    version: str
+    plan: Plan
+    raw: int
+    contents: str = ""
+    """The first input with typed contents."""
+    empty_final: bool = False
+
+
+class RpcPlans:
+    """Plans of what came before: callers repeat themselves, and what is equal to the byte means the same."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._known: dict[bytes, RpcPlan] = {}
+        self._most_bytes = most_bytes
+
+    def plan(self, head: bytes) -> RpcPlan:
+        found = self._known.get(head)
+        if found is not None:
+            return found
+        if len(head) > self._most_bytes:
+            raise InvalidRequest(
+                f"{len(head)} bytes beside raw_input_contents are over the limit of {self._most_bytes}: send tensors "
+                "there, or raise --http-max-json-size of the gateway"
+            )
+        made = plan_of(head)
+        if len(head) <= _REMEMBERED_BYTES and not made.contents:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[head] = made
+        return made
+
+
+def plan_of(head: bytes) -> RpcPlan:
+    request = read(_REQUEST, head)
+    if len(request.inputs) > TENSORS:
+        raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(request.inputs)}")
+    given = parameters_of("the request", request.parameters)
+    empty_final = given.pop(_EMPTY_FINAL, False)
+    if type(empty_final) is not bool:
+        raise InvalidRequest(f"'{_EMPTY_FINAL}' must be true or false, not {empty_final!r:.40}")
+    contents = next((one.name for one in request.inputs if one.HasField("contents")), "")
+    specs = tuple([_spec(one) for one in request.inputs])
+    plan = Plan(specs, 0, options_of("", given))
+    if len(request.outputs):
+        add_outputs(plan, [_output(one) for one in request.outputs[: TENSORS + 1]])
+    raw = sum([spec.follows for spec in specs])
+    return RpcPlan(request.model_name, check_version(request.model_version), plan, raw, contents, empty_final)
+
+
+def _output(one: Any) -> tuple[str, dict[str, Value]]:
+    return one.name, parameters_of(f"output '{one.name[:80]}'", one.parameters)
+
+
+def _spec(one: Any) -> Spec:
+    if len(one.shape) > DIMS:
+        raise InvalidRequest(f"input '{one.name[:80]}' has {len(one.shape)} dims; a tensor may have {DIMS}")
+    name, dtype = one.name, one.datatype
+    shape = check_tensor(name, dtype, one.shape)
+    place: Place | None = None
+    if one.parameters:
+        what = f"input '{name}'"
+        place = place_of(what, parameters_of(what, one.parameters))
+    if place is not None:
+        if one.HasField("contents"):
+            raise InvalidRequest(f"input '{name}' is in a shared memory region, and has data beside that")
+        return Spec(name, dtype, shape, place.size, None, place)
+    if one.HasField("contents"):
+        data = contents_to_bytes(name, dtype, one.contents)
+        return Spec(name, dtype, shape, len(data), data)
+    return Spec(name, dtype, shape, 0)
+
+
+def parameters_of(what: str, given: Any) -> dict[str, Value]:
+    """A map of InferParameter."""
+    if len(given) > _PARAMETERS:
+        raise InvalidRequest(f"{what} has {len(given)} parameters; the limit is {PARAMETERS}")
+    found: dict[str, Value] = {}
+    for name, parameter in given.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidRequest(f"parameter '{name[:80]}' of {what} has no value")
+        found[name] = getattr(parameter, kind)
+    return found

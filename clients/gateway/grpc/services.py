@@ -1,0 +1,139 @@
+"""What the gRPC door offers: paths -> calls. The rule of the file: who may do what is asked here, before a message is
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shmserve.clients.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
+from shmserve.clients.gateway.grpc.codes import Code, RpcError, rpc_error
+from shmserve.clients.gateway.grpc.messages import HEALTH, INFERENCE
+from shmserve.clients.gateway.grpc.plans import RpcPlan, RpcPlans
+from shmserve.clients.gateway.grpc.rpcs import RPCS, Rpc
+from shmserve.clients.gateway.grpc.stream import StreamCall
+from shmserve.clients.gateway.grpc.wire import Answers, take_apart, tensor_at
+from shmserve.clients.gateway.http.limits import Limits
+from shmserve.clients.gateway.http2.seam import Call, Stream
+from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.kserve.asking import Asker
+from shmserve.clients.gateway.link import GatewayLink, Piece, space
+from shmserve.clients.gateway.regions import Regions
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.messages import INLINE_BYTES
+from shmserve.shm.arena import ALIGN
+
+if TYPE_CHECKING:
+    from shmserve.clients.gateway.guards.access import Access
+    from shmserve.clients.gateway.guards.headers import Forward
+
+Make = Callable[[Stream], Call]
+
+
+class Services:
+    """The application of one gRPC door. `forward`: which of the caller's metadata models get to see."""
+
+    def __init__(
+        self, link: GatewayLink, limits: Limits, access: Access, regions: Regions, forward: Forward | None = None
+    ) -> None:
+        self.link = link
+        self.asker = Asker(link, regions)
+        self.answers = Answers()
+        self.take_apart = take_apart
+        self.plan = RpcPlans(limits.json_bytes).plan
+        self.names = frozenset(("", INFERENCE, HEALTH))
+        """Services whose health can be asked for."""
+        self.watches: set[WatchCall] = set()
+        self.streams: set[StreamCall] = set()
+        self.in_parts: set[str] = set()
+        """Models that have answered in parts."""
+        self.stopping = False
+        self._access = access
+        self._forward = forward
+        self._paths: dict[str, tuple[str, Make]] = {
+            f"/{INFERENCE}/ModelInfer": ("infer", lambda stream: InferCall(self, stream)),
+            f"/{INFERENCE}/ModelStreamInfer": ("infer", lambda stream: StreamCall(self, stream)),
+            f"/{HEALTH}/Check": ("ready", lambda stream: CheckCall(self, stream)),
+            f"/{HEALTH}/Watch": ("ready", lambda stream: WatchCall(self, stream)),
+        }
+        for name, rpc in RPCS.items():
+            self._paths[f"/{INFERENCE}/{name}"] = rpc.action, self._asking(rpc)
+
+    def _asking(self, rpc: Rpc) -> Make:
+        return lambda stream: AskCall(self, stream, rpc)
+
+    def __call__(self, stream: Stream) -> Call:
+        found = self._paths.get(stream.path)
+        if found is None:
+            raise RpcError(Code.UNIMPLEMENTED, f"there is no method {stream.path[:200]} here")
+        try:
+            self._access.check(found[0], stream.metadata.get)
+        except ServeError as error:
+            raise rpc_error(error) from error
+        return found[1](stream)
+
+    # ------------------------------------------------------------------------------------ what calls ask for
+
+    def check(self, action: str, stream: Stream) -> None:
+        """For what is known to be wanted only by the message."""
+        self._access.check(action, stream.metadata.get)
+
+    def forwarded(self, stream: Stream) -> dict[str, str] | None:
+        return None if self._forward is None else self._forward.of(stream.metadata.items())
+
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        """Shared memory for a request of which only `first` is here, so that its first large tensor is where models
+        can read it, and aligned."""
+        start = tensor_at(first)
+        if start is None:
+            return None
+        try:
+            block = space(self.link.session.memory, size + ALIGN - 1)
+        except Unavailable:
+            return None  # there may be, when all of it is here
+        shift = -start % ALIGN
+        found: memoryview = block.data[shift : shift + size]
+        return found
+
+    def in_room(self, raw: list[Piece]) -> list[Piece]:
+        """Tensors that need not be copied any more, as they are aligned."""
+        found = []
+        for piece in raw:
+            if len(piece) > INLINE_BYTES:
+                array = np.frombuffer(piece, np.uint8)
+                if array.__array_interface__["data"][0] % ALIGN == 0:
+                    piece = array
+            found.append(piece)
+        return found
+
+    def pieces(self, plan: RpcPlan, raw: list[Piece]) -> list[Piece]:
+        """The bytes of each input."""
+        specs = plan.plan.inputs
+        if raw:
+            if plan.contents:
+                raise InvalidRequest(
+                    f"contents field must not be specified when using raw_input_contents for '{plan.contents}' for "
+                    f"model '{plan.model}'"
+                )
+            if len(raw) != plan.raw:
+                raise InvalidRequest(
+                    f"raw_input_contents has {len(raw)} tensors, and {plan.raw} inputs for model '{plan.model}' are "
+                    "not in shared memory"
+                )
+            if plan.raw == len(specs):
+                return raw
+        left = iter(raw)
+        return [next(left, b"") if spec.follows else self.asker.given(spec) for spec in specs]
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """No more is asked for: whoever only waits for news is told so; what is asked already is answered."""
+        self.stopping = True
+        for watch in list(self.watches):
+            watch.end()
+        for stream in list(self.streams):
+            stream.stop()

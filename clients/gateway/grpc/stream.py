@@ -1,0 +1,234 @@
+"""ModelStreamInfer: requests one after another over one call, and their answers. The rule of the file: an error ends
+its request and not the stream, unless the caller has asked for that.
+
+An answer that comes as a whole waits for those of the requests before it; one in parts is sent as it comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.gateway.grpc.calls import Targets, answer_of
+from shmserve.clients.gateway.grpc.codes import Code, code_of
+from shmserve.clients.gateway.grpc.plans import RpcPlan
+from shmserve.clients.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed
+from shmserve.clients.gateway.http2.seam import Stream
+from shmserve.clients.gateway.kserve.answers import Buffer, Held
+from shmserve.clients.gateway.kserve.asking import not_passed_on
+from shmserve.clients.gateway.kserve.status import text_of
+from shmserve.errors import ServeError
+from shmserve.messages import Reply
+from shmserve.session import WINDOW, StreamTicket
+
+if TYPE_CHECKING:
+    from shmserve.clients.gateway.grpc.services import Services
+
+MOST = 256
+"""Requests of one stream that are not answered. The next ones wait at the caller."""
+_MODELS = 1024
+_ENDS = "triton_grpc_error"
+"""With this in the metadata, an error ends the stream with its code."""
+
+
+class _Request(StreamTicket):
+    __slots__ = ("call", "final", "plan", "request_id", "targets", "version", "whole")
+
+    def __init__(self, call: StreamCall) -> None:
+        super().__init__(WINDOW)
+        self.call = call
+        self.plan: RpcPlan | None = None
+        self.request_id = ""
+        self.targets: Targets | None = None
+        self.version = 0
+        self.final = False
+        """Its last answer is handed on, and had outputs."""
+        self.whole = True
+        """As far as is known, its answer is one."""
+
+    def settle(self, answer: Any) -> None:
+        """All of it at once."""
+        if type(answer) is Reply:
+            answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
+        self.part(answer, True)
+
+    def news(self) -> None:
+        self.call.news(self)
+
+
+class StreamCall:
+    def __init__(self, services: Services, stream: Stream) -> None:
+        self._services = services
+        self._stream = stream
+        self._live: dict[_Request, None] = {}
+        self._in_order: deque[_Request] = deque()
+        """Those whose answer is one, as far as is known."""
+        self._no_more = False
+        self._paused = False
+        self._ends = stream.metadata.get(_ENDS) == "true"
+        self._over = False
+        self._room: memoryview | None = None
+        """What the next message is read to."""
+        services.streams.add(self)
+
+    # ------------------------------------------------------------------------------------ what comes
+
+    def message(self, data: Buffer) -> None:
+        services = self._services
+        ticket = _Request(self)
+        self._live[ticket] = None
+        try:
+            taken = services.take_apart(data)
+            ticket.request_id = taken.id
+            ticket.plan = plan = services.plan(taken.head)
+            asker = services.asker
+            if plan.model in services.in_parts:
+                ticket.whole = False
+            else:
+                self._in_order.append(ticket)
+            ticket.targets = asker.targets(plan.plan)
+            raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
+            pieces = services.pieces(plan, raw)
+            asker.infer(
+                ticket, plan.model, plan.version, plan.plan, pieces, taken.id, services.forwarded(self._stream), WINDOW
+            )  # fmt: skip
+        except ServeError as error:
+            if ticket.plan is None:
+                self._in_order.append(ticket)
+            ticket.fail(error)
+        self._room = None
+        if len(self._live) >= MOST and not self._paused:
+            self._paused = True
+            self._stream.pause()
+
+    def room(self, size: int, first: Buffer) -> memoryview | None:
+        self._room = self._services.room(size, first)
+        return self._room
+
+    def half_closed(self) -> None:
+        self._no_more = True
+        if not self._live:
+            self._finish(0)
+
+    def cancelled(self) -> None:
+        self._over = True
+        self._services.streams.discard(self)
+        link = self._services.link
+        live, self._live = list(self._live), {}
+        self._in_order.clear()
+        for ticket in live:
+            ticket.parts.clear()
+            if not ticket.ended:
+                ticket.ended = True
+                link.cancel(ticket)
+
+    def stop(self) -> None:
+        """The gateway stops: what is here is answered, and then the stream ends."""
+        if not self._live:
+            self._finish(Code.UNAVAILABLE, "the gateway stops")
+
+    # ------------------------------------------------------------------------------------ what is answered
+
+    def news(self, ticket: _Request) -> None:
+        if self._over:
+            return
+        if ticket.whole and not ticket.ended:  # there is more to come, so it answers in parts
+            self._is_in_parts(ticket)
+        if ticket.whole:
+            self._send_in_order()
+        else:
+            self._send(ticket)
+        self._send_returns()
+
+    def resume(self) -> None:
+        if self._over:
+            return
+        for ticket in [ticket for ticket in self._live if not ticket.whole]:
+            if not self._over:
+                self._send(ticket)
+        self._send_in_order()
+        self._send_returns()
+
+    def _is_in_parts(self, ticket: _Request) -> None:
+        ticket.whole = False
+        self._in_order.remove(ticket)
+        assert ticket.plan is not None
+        known = self._services.in_parts
+        if len(known) >= _MODELS:
+            known.clear()
+        known.add(ticket.plan.model)
+        self._send_in_order()
+
+    def _send_in_order(self) -> None:
+        waiting = self._in_order
+        while waiting and waiting[0].ended and self._stream.writable and not self._over:
+            ticket = waiting.popleft()
+            ticket.whole = False  # whatever is left of it goes on by itself
+            self._send(ticket)
+
+    def _send_returns(self) -> None:
+        link = self._services.link
+        if link.session.outbox.messages:
+            link.send_soon()
+
+    def _send(self, ticket: _Request) -> None:
+        """What has come of it, as far as the caller reads."""
+        stream, session = self._stream, self._services.link.session
+        try:
+            while ticket.parts and stream.writable:
+                part: Any = session.next_part(ticket)
+                self._send_part(ticket, part)
+        except ServeError as error:
+            self._give_up(ticket, error)
+        except Exception:
+            self._give_up(ticket, not_passed_on())
+        if ticket.ended and not ticket.parts and stream.writable and ticket in self._live:
+            self._end(ticket)
+
+    def _send_part(self, ticket: _Request, part: Held) -> None:
+        plan, reply = ticket.plan, part.reply
+        assert plan is not None
+        ticket.version = reply.version
+        ticket.final = isinstance(reply, Reply) or reply.last
+        more = IS_FINAL if ticket.final else NOT_FINAL
+        answers = self._services.answers
+        self._stream.send(streamed(answer_of(answers, plan, ticket.request_id, part, ticket.targets, more)))
+
+    def _give_up(self, ticket: _Request, error: ServeError) -> None:
+        """Nothing more of it is wanted."""
+        if not ticket.ended:
+            self._services.link.cancel(ticket)
+        ticket.parts.clear()
+        ticket.ended = True
+        ticket.error = error
+
+    def _end(self, ticket: _Request) -> None:
+        """All that has come of it is sent, and no more will come."""
+        del self._live[ticket]
+        error, plan, stream = ticket.error, ticket.plan, self._stream
+        if error is not None:
+            text = text_of(error, ticket.request_id)
+            if self._ends:
+                self._finish(code_of(error), text)
+                self.cancelled()
+                return
+            stream.send([stream_error(text, ticket.request_id)])
+        elif plan is not None and plan.empty_final and not ticket.final:
+            stream.send(
+                streamed(
+                    self._services.answers.infer(plan.model, ticket.version, ticket.request_id, IS_FINAL, (), None)
+                )
+            )
+        if self._paused and len(self._live) <= MOST // 2:
+            self._paused = False
+            stream.unpause()
+        if not self._live and not self._over:
+            if self._no_more:
+                self._finish(0)
+            elif self._services.stopping:
+                self.stop()
+
+    def _finish(self, code: int, text: str = "") -> None:
+        self._over = True
+        self._services.streams.discard(self)
+        self._stream.finish(code, text)

@@ -1,0 +1,69 @@
+"""Who may do what at a door. The rule of the file: it is decided by what is wanted, never by the path or the method
+that leads there, and every door asks here; what is not in the table nobody may do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from shmserve.clients.gateway.flags import OBSERVE, OPERATE
+from shmserve.clients.gateway.guards.restrict import Restrictions
+from shmserve.clients.gateway.guards.tokens import Tokens
+from shmserve.clients.gateway.http.routes import NEEDS
+from shmserve.errors import Denied
+
+OPEN = ("live", "ready")
+"""Whoever watches over the process may ask this without a token: it says yes or no, and nothing else."""
+_NOBODY = ("of nobody",)
+_NO_RESTRICTIONS = Restrictions()
+
+
+class Unauthenticated(Denied):
+    """With a token it might be another thing."""
+
+    code = "UNAUTHENTICATED"
+
+
+class Access:
+    """`roles`: of callers without a token. Where there are `tokens`, one that is not among them is refused, whatever
+    the door gives."""
+
+    def __init__(
+        self, roles: Iterable[str], tokens: Tokens | None = None, restrictions: Restrictions = _NO_RESTRICTIONS,
+        knob: str = "--http-roles",
+    ) -> None:  # fmt: skip
+        self._roles = frozenset(roles)
+        self.tokens = tokens
+        """Set anew when their file has been read again."""
+        self._restrictions = restrictions
+        self._knob = knob
+
+    def __str__(self) -> str:
+        whom = "for " + " and ".join(sorted(self._roles)) if self._roles else ""
+        if self.tokens is None:
+            return whom or "for nobody"
+        return f"{whom + ', and ' if whom else ''}for {len(self.tokens)} with a token"
+
+    def check(self, action: str, header: Callable[[str], str | None]) -> None:
+        """`header` gives the value of a header, whose name is in lower case. Raises what the caller is told."""
+        roles, needs, tokens = self._roles, NEEDS.get(action, _NOBODY), self.tokens
+        if tokens is not None and action not in OPEN:
+            given = header("authorization")
+            if given is not None:
+                found = tokens.roles(given)
+                if found is None:
+                    raise Unauthenticated("the token is not known here; it is Authorization: Bearer TOKEN")
+                roles = roles | found
+            elif not roles.intersection(needs):
+                raise Unauthenticated("this needs a token: Authorization: Bearer TOKEN")
+        if not roles.intersection(needs) and not (tokens is not None and action in OPEN):
+            whose = f"this door does not give; {self._knob} of the gateway says what it gives"
+            if roles is not self._roles:
+                whose = "neither this token nor this door gives"
+            raise Denied(f"this needs the role {' or '.join(needs)}, which {whose}")
+        if OPERATE in needs and OBSERVE not in needs and header("origin") is not None:
+            if tokens is None or header("authorization") is None:
+                raise Denied("a page in a browser (the request has the header Origin) may not do this without a token")
+        refusal = self._restrictions.refusal(action, header)
+        if refusal is not None:
+            raise Denied(refusal)

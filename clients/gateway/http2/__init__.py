@@ -1,0 +1,13 @@
+"""HTTP/2 under gRPC.
+
+frames, heads, messages  bytes
+protocol    one connection, without a socket
+stream      one call
+life        time, and the end
+host        what all connections share, as one of them sees it
+seam        what services see
+connection  one connection on its socket
+door        all connections
+limits      what a caller may send, and how long it may take
+start       the options, and how the door is made
+"""

@@ -1,0 +1,498 @@
+"""One connection of HTTP/2 as gRPC uses it: bytes in, calls of a service and bytes out. The rule of the file: no socket
+and no clock, and whatever comes, nothing is raised: a caller who leaves the protocol is told so, and is over.
+
+Flow control: what has come is granted again at once, as messages go on to the service at once; a stream that is paused
+is granted nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shmserve.clients.gateway.grpc.codes import Code, RpcError
+from shmserve.clients.gateway.http2 import frames, heads
+from shmserve.clients.gateway.http2 import limits as most
+from shmserve.clients.gateway.http2.frames import Broken, Reason
+from shmserve.clients.gateway.http2.host import Host
+from shmserve.clients.gateway.http2.life import Life
+from shmserve.clients.gateway.http2.stream import Stream
+from shmserve.clients.gateway.kserve.answers import Buffer
+
+_GREETING = frames.settings({
+    frames.MAX_FRAME_SIZE: most.FRAME_BYTES,
+    frames.INITIAL_WINDOW_SIZE: most.STREAM_WINDOW,
+    frames.MAX_HEADER_LIST_SIZE: heads.HEAD_BYTES,
+})  # fmt: skip
+_PREFACE_SIZE = len(frames.PREFACE)
+
+
+class Http2:
+    """`wake`: there is something to send. The owner takes it out of `out`."""
+
+    def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
+        self.door = door
+        self.limits = door.limits
+        self.peer = peer
+        self.wake = wake
+        self.out: list[Buffer] = [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: door.limits.streams}),
+                                  frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
+        self.out_bytes = 0
+        """Of answers, in `out`."""
+        self.accepts = True
+        """The socket takes what is sent."""
+        self.over = False
+        """Nothing more is taken or begun; the owner closes after what is in `out`."""
+        self.streams: dict[int, Stream] = {}
+        self.window = frames.DEFAULT_WINDOW
+        """What the caller takes on all streams together."""
+        self.frame_bytes = frames.DEFAULT_FRAME
+        self._stream_window = frames.DEFAULT_WINDOW
+        self._heads = heads.Heads()
+        self._rest = b""
+        self.greeted = False
+        self._set = False
+        self.last = 0
+        """The highest stream of the caller."""
+        self._taken = 0
+        self.large = False
+        """The last message was."""
+        self._stream: Stream | None = None
+        """Whose DATA is being read, of which so much is left, and then so much of padding; `_ends`: it is the last."""
+        self._left = self._skip = 0
+        self._ends = False
+        self._block: heads.Block | None = None
+        """Headers that are not complete."""
+        self._queued: dict[Stream, None] = {}
+        self.watched: set[Stream] = set()
+        self.resets = self.idle_frames = self._replies = 0
+        self.life = Life(self)
+
+    # ------------------------------------------------------------------------------------ bytes in
+
+    def feed(self, data: bytes) -> None:
+        if self.over:
+            return
+        self.life.heard = True
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        try:
+            self._parse(data)
+        except Broken as error:
+            self.end(error.reason, str(error))
+
+    def space(self) -> memoryview | None:
+        """Where the next bytes belong, if that is a large message; then `fill` is called and not `feed`."""
+        if self._left < most.QUANTUM // 16 or self._stream is None or self.over:
+            return None
+        return self._stream.space(self._left)
+
+    def fill(self, size: int) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        self.life.heard = True
+        self._left -= size
+        stream.fill(size)
+        if not self._left:
+            self._data_done()
+
+    def _parse(self, data: bytes) -> None:
+        at, size = 0, len(data)
+        if not self.greeted:
+            if data[:_PREFACE_SIZE] != frames.PREFACE[:size]:
+                raise Broken(Reason.PROTOCOL_ERROR, "this is a port of gRPC, and what came is not HTTP/2")
+            if size < _PREFACE_SIZE:
+                self._rest = data
+                return
+            self.greeted, at = True, _PREFACE_SIZE
+        unpack = frames.FRAME.unpack_from
+        while at < size:
+            if self._left or self._skip:
+                at = self._go_on(data, at, size)
+                continue
+            if size - at < 9:
+                break
+            high, low, kind, flags, number = unpack(data, at)
+            length = high << 8 | low
+            number &= frames.LARGEST_STREAM
+            start = at + 9
+            end = start + length
+            if not self._set or self._block is not None or length > most.FRAME_BYTES:
+                self._check(kind, number, length)
+            if kind == frames.DATA:
+                if flags & frames.PADDED and start >= size and length:
+                    break
+                at = self._data(number, flags, data, start, length, size)
+            elif end <= size:
+                self._frame(kind, flags, number, data[start:end])
+                at = end
+            elif kind > frames.CONTINUATION:
+                self._idle()
+                self._skip, at = length, start
+            elif length > heads.HEAD_BYTES:
+                raise Broken(
+                    Reason.ENHANCE_YOUR_CALM, f"a frame of {length} bytes; those that are no DATA may have 32768"
+                )
+            else:
+                break
+        self._rest = data[at:]
+
+    def _check(self, kind: int, number: int, length: int) -> None:
+        if length > most.FRAME_BYTES:
+            raise Broken(Reason.FRAME_SIZE_ERROR, f"a frame of {length} bytes; the most is {most.FRAME_BYTES}")
+        if not self._set and kind != frames.SETTINGS:
+            raise Broken(Reason.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        if self._block is not None and (kind != frames.CONTINUATION or number != self._block.number):
+            raise Broken(Reason.PROTOCOL_ERROR, "another frame inside of headers")
+
+    # ------------------------------------------------------------------------------------ DATA
+
+    def _data(self, number: int, flags: int, data: bytes, start: int, length: int, size: int) -> int:
+        """Takes what is here of a frame, and gives where it ends or `data` does."""
+        self._taken += length
+        if self._taken > most.CONNECTION_WINDOW // 2:
+            self._granted(0, self._taken)
+            self._taken = 0
+        padding = 0
+        body = length
+        if flags & frames.PADDED:
+            if not length or data[start] >= length:
+                raise Broken(Reason.PROTOCOL_ERROR, "more padding than frame")
+            padding = data[start]
+            start += 1
+            body = length - 1 - padding
+        stream = self.streams.get(number)
+        if stream is None or stream.half:
+            self._nobodys(number, stream)
+            self._left, self._skip = 0, body + padding
+            return start
+        stream.taken += length
+        if stream.taken > most.STREAM_WINDOW // 2:
+            self._much_of(stream)
+        if not body and not flags & frames.END_STREAM:
+            self._idle()
+        end = start + body
+        if end <= size:
+            self._skip = padding
+            stream.receive(data, start, end)
+            if flags & frames.END_STREAM and not stream.over:
+                stream.half = True
+                stream.ended()
+            return end
+        self._stream, self._left, self._skip = stream, body, padding
+        self._ends = bool(flags & frames.END_STREAM)
+        return start
+
+    def _nobodys(self, number: int, stream: Stream | None) -> None:
+        if not number & 1 or number > self.last:
+            raise Broken(Reason.PROTOCOL_ERROR, "DATA of a stream that was not opened")
+        self._idle()
+        if stream is not None:
+            self._reset(stream, Reason.STREAM_CLOSED)
+
+    def _go_on(self, data: bytes, at: int, size: int) -> int:
+        if not self._left:
+            count = min(self._skip, size - at)
+            self._skip -= count
+            return at + count
+        count = min(self._left, size - at)
+        self._left -= count
+        stream = self._stream
+        assert stream is not None
+        stream.receive(data, at, at + count)
+        if not self._left:
+            self._data_done()
+        return at + count
+
+    def _data_done(self) -> None:
+        stream, self._stream = self._stream, None
+        if self._ends and stream is not None and not stream.over:
+            stream.half = True
+            stream.ended()
+
+    def _much_of(self, stream: Stream) -> None:
+        if not stream.paused:
+            self.grant(stream)
+        elif stream.taken > most.STREAM_WINDOW:
+            self._reset(stream, Reason.FLOW_CONTROL_ERROR)
+
+    def grant(self, stream: Stream) -> None:
+        if not stream.over and stream.taken > most.STREAM_WINDOW // 2:
+            self._granted(stream.number, stream.taken)
+            stream.taken = 0
+
+    def _granted(self, number: int, size: int) -> None:
+        self.out.append(frames.window_update(number, size))
+        self.life.sent()
+        self.wake()
+
+    # ------------------------------------------------------------------------------------ other frames
+
+    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if kind == frames.HEADERS:
+            self._headers(number, flags, payload)
+        elif len(payload) != frames.LENGTHS.get(kind, len(payload)):
+            raise Broken(Reason.FRAME_SIZE_ERROR, "a frame of a wrong length")
+        elif kind == frames.WINDOW_UPDATE:
+            self._window_update(number, payload)
+        elif kind == frames.PING:
+            self._ping(flags, number, payload)
+        elif kind == frames.RST_STREAM:
+            self._rst_stream(number, payload)
+        elif kind == frames.SETTINGS:
+            self._settings(flags, number, payload)
+        elif kind == frames.CONTINUATION:
+            self._continuation(flags, payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise Broken(Reason.PROTOCOL_ERROR, "a push of a caller")
+        else:
+            if (kind == frames.GOAWAY) == bool(number) and kind <= frames.CONTINUATION:
+                raise Broken(Reason.PROTOCOL_ERROR, "a frame of the wrong stream")
+            self._idle()
+
+    def _idle(self) -> None:
+        self.idle_frames += 1
+        if self.idle_frames > most.IDLE_FRAMES:
+            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many frames that move nothing")
+
+    def _settings(self, flags: int, number: int, payload: bytes) -> None:
+        if number or (flags & frames.ACK and not self._set):
+            raise Broken(Reason.PROTOCOL_ERROR, "SETTINGS of a stream, or none at first")
+        if len(payload) % 6 or (flags & frames.ACK and payload) or len(payload) > most.SETTINGS_BYTES:
+            raise Broken(Reason.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
+        self._set = True
+        self._idle()
+        if flags & frames.ACK:
+            return
+        for name, value in frames.settings_of(payload):
+            if name == frames.INITIAL_WINDOW_SIZE:
+                self._initial_window(value)
+            elif name == frames.MAX_FRAME_SIZE:
+                self.frame_bytes = value
+        self._reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self.pump()
+
+    def _initial_window(self, value: int) -> None:
+        change = value - self._stream_window
+        self._stream_window = value
+        for stream in self.streams.values():
+            stream.window += change
+            if stream.window > frames.LARGEST_WINDOW:
+                raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+
+    def _reply(self, data: bytes) -> None:
+        if not self.accepts:
+            self._replies += 1
+            if self._replies > most.UNSENT_REPLIES:
+                raise Broken(Reason.ENHANCE_YOUR_CALM, "the caller asks and does not read")
+        self.out.append(data)
+        self.wake()
+
+    def _ping(self, flags: int, number: int, payload: bytes) -> None:
+        if number:
+            raise Broken(Reason.PROTOCOL_ERROR, "a PING of a stream")
+        if flags & frames.ACK:
+            self.life.acknowledged(payload)
+            return
+        self._idle()
+        self._reply(frames.frame(frames.PING, frames.ACK, 0, payload))
+        self.life.asked()
+
+    def _rst_stream(self, number: int, payload: bytes) -> None:
+        if not number & 1 or number > self.last:
+            raise Broken(Reason.PROTOCOL_ERROR, "RST_STREAM of a stream that was not opened")
+        stream = self.streams.get(number)
+        if stream is None:
+            return
+        if stream.expires is None or self.door.now() < stream.expires - most.EARLY_S:
+            self.resets += 1
+        stream.cancel()
+        if self.resets > most.RESETS:
+            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many calls that are taken back")
+
+    def _window_update(self, number: int, payload: bytes) -> None:
+        size = frames.number(payload) & frames.LARGEST_WINDOW
+        if not number:
+            self.window += size
+            if not size or self.window > frames.LARGEST_WINDOW:
+                raise Broken(Reason.FLOW_CONTROL_ERROR, "a window of nothing, or over 2^31 - 1")
+            if self._queued:
+                self.pump()
+            return
+        stream = self.streams.get(number)
+        if stream is None:
+            if not number & 1 or number > self.last:
+                raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE of a stream that was not opened")
+            return
+        stream.window += size
+        if not size or stream.window > frames.LARGEST_WINDOW:
+            self._reset(stream, Reason.FLOW_CONTROL_ERROR if size else Reason.PROTOCOL_ERROR)
+        elif stream.queued:
+            if size < most.SMALL_UPDATE:
+                self._idle()
+            self.pump()
+
+    # ------------------------------------------------------------------------------------ HEADERS
+
+    def _headers(self, number: int, flags: int, payload: bytes) -> None:
+        if flags & (frames.PADDED | frames.WITH_PRIORITY):
+            payload = heads.unpadded(flags, payload)
+        if not number & 1:
+            raise Broken(Reason.PROTOCOL_ERROR, "headers of a stream that callers do not have")
+        if len(payload) > heads.HEAD_BYTES:
+            raise Broken(Reason.ENHANCE_YOUR_CALM, f"the headers of a call are over {heads.HEAD_BYTES} bytes")
+        if flags & frames.END_HEADERS:
+            self._block_done(number, flags, payload)
+        else:
+            self._block = heads.Block(number, flags, payload)
+
+    def _continuation(self, flags: int, payload: bytes) -> None:
+        block = self._block
+        if block is None:
+            raise Broken(Reason.PROTOCOL_ERROR, "CONTINUATION of nothing")
+        block.add(payload)
+        if flags & frames.END_HEADERS:
+            self._block = None
+            self._block_done(block.number, block.flags, b"".join(block.parts))
+
+    def _block_done(self, number: int, flags: int, block: bytes) -> None:
+        if number > self.last:
+            self.last = number
+            self._open(number, self._heads.head(block), bool(flags & frames.END_STREAM))
+            return
+        self._heads.skip(block)
+        stream = self.streams.get(number)
+        if stream is None or stream.half:
+            self._idle()
+        elif not flags & frames.END_STREAM:
+            self._reset(stream, Reason.PROTOCOL_ERROR)
+        else:
+            stream.half = True
+            stream.ended()
+
+    def _open(self, number: int, head: heads.Head, ended: bool) -> None:
+        if number > self.life.last:
+            return
+        if len(self.streams) >= self.limits.streams or head.malformed:
+            self._idle()
+            self.out.append(frames.reset(number, Reason.PROTOCOL_ERROR if head.malformed else Reason.REFUSED_STREAM))
+            self.wake()
+            return
+        if head.status != 200:
+            self._idle()
+            self.out.append(heads.refused(number, head.status, ended))
+            self.wake()
+            return
+        expires = None if head.timeout is None else self.door.now() + head.timeout
+        stream = Stream(self, number, head, self._stream_window, expires)
+        self.streams[number] = stream
+        if expires is not None:
+            self.door.expire(stream)
+        try:
+            if head.wrong:
+                raise RpcError(Code.INTERNAL, head.wrong)
+            if head.encoding and head.encoding not in heads.ENCODINGS:
+                raise RpcError(Code.UNIMPLEMENTED, f"Compression algorithm '{head.encoding[:40]}' is not supported")
+            stream.serve(self.door.application(stream))
+        except RpcError as error:
+            stream.half = ended
+            stream.fail(error)
+            return
+        except Exception:
+            stream.faulty()
+            return
+        if ended and not stream.over:
+            stream.half = True
+            stream.ended()
+
+    def _reset(self, stream: Stream, reason: Reason) -> None:
+        self._idle()
+        self.out.append(frames.reset(stream.number, reason))
+        self.wake()
+        stream.cancel()
+
+    # ------------------------------------------------------------------------------------ what streams call
+
+    def watch(self, stream: Stream) -> None:
+        """The caller has to go on with it."""
+        if stream not in self.watched:
+            self.watched.add(stream)
+            stream.turn = self.door.turn
+            stream.moved = 0
+
+    def push(self, stream: Stream) -> None:
+        """It has more to send than the caller takes at once."""
+        self._queued[stream] = None
+        while self.writable and stream.pump(most.QUANTUM, resume=False):
+            pass
+        if not stream.queued:
+            self._queued.pop(stream, None)
+        self.wake()
+
+    def forget(self, stream: Stream) -> None:
+        if self.streams.pop(stream.number, None) is None:
+            return
+        self.watched.discard(stream)
+        self._queued.pop(stream, None)
+        if stream.expires is not None:
+            self.door.keep(stream)
+        if not self.streams:
+            self.life.quiet_since = self.door.turn
+            self.wake()
+
+    # ------------------------------------------------------------------------------------ what the owner calls
+
+    def pump(self) -> None:
+        """Sends what is queued, every stream in its turn."""
+        moved = True
+        while moved and self.window > 0 and self._queued:
+            moved = False
+            for stream in list(self._queued):
+                if not self.writable:
+                    return
+                if not stream.queued:
+                    self._queued.pop(stream, None)
+                elif stream.pump(most.QUANTUM):
+                    moved = True
+                    self.wake()
+
+    def resumed(self) -> None:
+        """The socket takes more again."""
+        self.accepts = True
+        self._replies = 0
+        self.pump()
+        for stream in list(self.streams.values()):
+            if not self.writable:
+                break
+            stream.go_on()
+
+    @property
+    def writable(self) -> bool:
+        return self.accepts and self.out_bytes < most.AHEAD_BYTES
+
+    def taken(self) -> None:
+        """What was in `out` is on its way."""
+        size, self.out_bytes = self.out_bytes, 0
+        if size:
+            self.life.sent()
+        if size >= most.AHEAD_BYTES and self.accepts:
+            self.resumed()
+
+    @property
+    def done(self) -> bool:
+        """All calls have ended, and no more are taken."""
+        return self.over or (self.life.ending and not self.streams)
+
+    def end(self, reason: Reason, text: str) -> None:
+        if not self.over:
+            self.over = True
+            self.out.append(frames.goaway(self.last, reason, text))
+            self.lost()
+            self.wake()
+
+    def lost(self) -> None:
+        """The caller is gone."""
+        self.over = True
+        for stream in list(self.streams.values()):
+            stream.cancel()

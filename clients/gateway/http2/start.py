@@ -1,0 +1,99 @@
+"""The options of the gRPC door, and how it is made. The rule of the file: names and units are those of Triton, where it
+has the option.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shmserve.clients.gateway.guards.doors import Guard
+    from shmserve.clients.gateway.http.limits import Limits
+    from shmserve.clients.gateway.http2.door import RpcDoor
+    from shmserve.clients.gateway.link import GatewayLink
+    from shmserve.clients.gateway.regions import Regions
+
+_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
+"""Of zlib."""
+Reads = Callable[[str], Any]
+
+
+def add(option: Callable[..., Any], bool_: Reads, port: Reads, size: Reads) -> None:
+    option("--allow-grpc", metavar="BOOL", type=bool_, nargs="?", const=True, default=True,
+           help="a door for gRPC (default: true)")  # fmt: skip
+    option("--grpc-address", metavar="ADDRESS", default="127.0.0.1",
+           help="where gRPC is listened for (default: %(default)s, this machine alone)")  # fmt: skip
+    option("--grpc-port", metavar="N", type=port, default=8001, help="its port (default: %(default)s; 0: any)")
+    option("--reuse-grpc-port", dest="reuse_port", metavar="BOOL", type=bool_, nargs="?", const=True,
+           help="as --reuse-port", default=argparse.SUPPRESS)  # fmt: skip
+    option("--grpc-max-input-size", metavar="BYTES", type=size, default=64 << 20,
+           help="of a message, also when it is decompressed (default: %(default)s)")  # fmt: skip
+    option("--grpc-infer-response-compression-level", metavar="LEVEL", choices=_LEVELS, default="none",
+           help="of messages to callers who take compressed ones: none, low, medium, high (default: none)")  # fmt: skip
+    option("--grpc-keepalive-time", metavar="MS", type=_whole, default=7_200_000,
+           help="a caller who is silent for so long is asked whether he is there (default: %(default)s)")  # fmt: skip
+    option("--grpc-keepalive-timeout", metavar="MS", type=_whole, default=20_000,
+           help="and has so long to answer (default: %(default)s)")  # fmt: skip
+    option("--grpc-keepalive-permit-without-calls", metavar="BOOL", type=bool_, nargs="?", const=True, default=False,
+           help="both sides may ask while there are no calls (default: false)")  # fmt: skip
+    option("--grpc-http2-min-recv-ping-interval-without-data", metavar="MS", type=_from_0, default=300_000,
+           help="a caller who asks again sooner, and got nothing since, is counted (default: %(default)s)")  # fmt: skip
+    option("--grpc-http2-max-ping-strikes", metavar="N", type=_from_0, default=2,
+           help="so often, until he is sent away; 0: never (default: %(default)s)")  # fmt: skip
+    option("--grpc-max-connection-age", metavar="MS", type=_from_0, default=0,
+           help="a connection takes no new calls after so long; 0: it always does (default: %(default)s)")  # fmt: skip
+    option("--grpc-max-connection-age-grace", metavar="MS", type=_from_0, default=0,
+           help="and is closed after so long again; 0: with the last call (default: %(default)s)")  # fmt: skip
+
+
+def _from_0(text: str) -> int:
+    if not text.isdecimal() or not int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {2**31 - 1}")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    found = _from_0(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return found
+
+
+def door(args: argparse.Namespace, link: GatewayLink, limits: Limits, guard: Guard, regions: Regions) -> RpcDoor:
+    from shmserve.clients.gateway.grpc.services import Services
+    from shmserve.clients.gateway.http2.door import RpcDoor
+    from shmserve.clients.gateway.http2.limits import Limits as RpcLimits
+
+    services = Services(link, limits, guard.access, regions, guard.forward)
+    found = RpcLimits(
+        message_bytes=args.grpc_max_input_size,
+        held_bytes=limits.held_bytes,
+        connections=limits.connections,
+        read_timeout_s=limits.read_timeout_s,
+        idle_timeout_s=limits.idle_timeout_s,
+        exit_timeout_s=limits.exit_timeout_s,
+        compression=_LEVELS[args.grpc_infer_response_compression_level],
+        keepalive_s=args.grpc_keepalive_time / 1000,
+        keepalive_timeout_s=args.grpc_keepalive_timeout / 1000,
+        pings_without_calls=args.grpc_keepalive_permit_without_calls,
+        ping_interval_s=args.grpc_http2_min_recv_ping_interval_without_data / 1000,
+        ping_strikes=args.grpc_http2_max_ping_strikes,
+        age_s=args.grpc_max_connection_age / 1000,
+        age_grace_s=args.grpc_max_connection_age_grace / 1000,
+    )
+    return RpcDoor(link.bind(), services, found, services.close)
+
+
+def metrics(door: RpcDoor) -> str:
+    lines = [
+        "# HELP shmserve_gateway_grpc_connections Connections of gRPC that are open",
+        "# TYPE shmserve_gateway_grpc_connections gauge",
+        f"shmserve_gateway_grpc_connections {door.connections}",
+        "# HELP shmserve_gateway_grpc_answers_total Calls over gRPC that have ended, by their status",
+        "# TYPE shmserve_gateway_grpc_answers_total counter",
+    ]
+    for code, count in sorted(door.answers.items()):
+        lines.append(f'shmserve_gateway_grpc_answers_total{{code="{int(code)}"}} {count}')
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,100 @@
+"""A reply of the broker -> the JSON and the buffers that are sent. The rule of the file: the bytes of a tensor that is
+wanted as binary data are handed on as they lie, and never joined or copied here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.clients.gateway.kserve.elements import to_json
+from shmserve.clients.gateway.kserve.plans import Plan
+from shmserve.errors import Internal, InvalidRequest
+from shmserve.messages import Part, Reply
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Held(Struct):
+    """An answer with outputs in shared memory: all buffers of each tensor, in order. They are given back when the
+    last view of them is gone."""
+
+    reply: Reply | Part
+    buffers: list[list[Buffer]]
+
+
+class _Size(Struct):
+    binary_data_size: int
+
+
+class _Output(Struct, omit_defaults=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: _Size | None = None
+    data: msgspec.Raw | None = None
+
+
+class _Response(Struct, omit_defaults=True):
+    model_name: str
+    model_version: str
+    outputs: list[_Output]
+    id: str = ""
+    parameters: dict[str, Any] | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def response(
+    model: str, plan: Plan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None
+) -> tuple[int | None, list[Buffer]]:
+    """The length of the JSON, where binary data follows it, else None; and all that is to be sent. `write` puts an
+    output where the plan has a place for it."""
+    if type(answer) is Held:
+        reply, buffers = answer.reply, answer.buffers
+    else:
+        assert isinstance(answer, Reply)
+        reply, buffers = answer, None
+    outputs: list[_Output] = []
+    behind: list[Buffer] = []
+    binary = False
+    for index, tensor in enumerate(reply.outputs):
+        parts: list[Buffer] = [_inline(tensor.data)] if buffers is None else buffers[index]
+        if write is not None and tensor.name in plan.places:
+            check_room(plan, tensor.name, sum([len(part) for part in parts]))
+            write(tensor.name, parts)
+            # Nothing is said of the place: clients take any parameters for those of binary data.
+            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape))
+        elif plan.is_binary(tensor.name):
+            binary = True
+            behind += parts
+            size = _Size(sum([len(part) for part in parts]))
+            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, size))
+        else:
+            data = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
+            outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, None, data))
+    text = _encode(_Response(model, str(reply.version), outputs, plan.options.id, reply.parameters or None))
+    return (len(text) if binary else None), [text, *behind]
+
+
+def check_room(plan: Plan, name: str, size: int) -> None:
+    place = plan.places[name]
+    if size > place.size:
+        raise InvalidRequest(
+            f"shared memory size specified with the request for output '{name}' ({place.size} bytes) should be at "
+            f"least {size} bytes to hold the results"
+        )
+
+
+def _inline(data: Any) -> bytes:
+    if type(data) is not bytes:
+        raise Internal("an output came neither inside its message nor in shared memory")
+    return data
+
+
+def joined(parts: Sequence[Buffer]) -> bytes:
+    return parts[0] if len(parts) == 1 and type(parts[0]) is bytes else b"".join(parts)

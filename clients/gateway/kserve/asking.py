@@ -1,0 +1,137 @@
+"""Asks the broker for those who came through any door. The rule of the file: whatever goes wrong with one request is
+answered to it, and to nobody else; how, is known by the door.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shmserve.clients.gateway.device_regions import DeviceRegion
+from shmserve.clients.gateway.guards.headers import merged
+from shmserve.clients.gateway.kserve.documents import Question
+from shmserve.clients.gateway.kserve.plans import Plan, Spec
+from shmserve.clients.gateway.link import GatewayLink, Inputs, Piece, space
+from shmserve.clients.gateway.regions import Region, Regions
+from shmserve.errors import Internal, ServeError
+from shmserve.messages import INLINE_BYTES
+from shmserve.session import Ticket
+
+log = logging.getLogger("shmserve.gateway")
+_KNOWN = 1024
+NO_TIME = 0.0
+"""The session looks at the time only of what has a timeout of its own, which requests of doors do not have."""
+
+
+class Waiting(Ticket):
+    """A question whose answer somebody waits for."""
+
+    __slots__ = ()
+
+    def settle(self, answer: Any) -> None:
+        try:
+            self.take(answer)
+        except ServeError as error:
+            self.fail(error)
+        except Exception:
+            self.fail(not_passed_on())
+
+    def take(self, answer: Any) -> None:
+        raise NotImplementedError
+
+
+def not_passed_on() -> Internal:
+    """For a mistake of ours, called where it was caught."""
+    log.exception("an answer could not be passed on")
+    return Internal("the gateway could not pass the answer on; its log says why")
+
+
+class _Learning(Ticket):
+    """Whether a model is one that has its outputs written where they are wanted."""
+
+    __slots__ = ("_found", "_key")
+
+    def __init__(self, found: dict[tuple[str, str], bool], key: tuple[str, str]) -> None:
+        self._found = found
+        self._key = key
+
+    def settle(self, answer: Any) -> None:
+        self._found[self._key] = "ensemble_scheduling" not in answer
+
+    def fail(self, error: ServeError) -> None:
+        self._found.pop(self._key, None)
+
+
+class Asker:
+    """Of one door. `regions` are those of all doors."""
+
+    def __init__(self, link: GatewayLink, regions: Regions) -> None:
+        self.link = link
+        self.regions = regions
+        self._plain: dict[tuple[str, str], bool] = {}
+
+    def ask(self, ticket: Ticket, question: Question) -> None:
+        link = self.link
+        link.session.ask(
+            ticket, question.what, NO_TIME, question.model, question.version or None, None, question.body
+        )  # fmt: skip
+        link.send_soon()
+
+    def given(self, spec: Spec) -> Any:
+        """The bytes of an input that came neither behind nor beside the request; or where workers find them."""
+        if spec.place is None:
+            return spec.data or b""
+        region = self.regions.find(spec.place)
+        part = region.part(spec.place)
+        if part is not None:
+            return part
+        assert isinstance(region, Region)
+        size = spec.place.size
+        target: Piece = bytearray(size) if size <= INLINE_BYTES else space(self.link.session.memory, size)
+        region.read_into(spec.place, target)
+        return target
+
+    def targets(self, plan: Plan) -> dict[str, Region | DeviceRegion] | None:
+        """The regions that outputs go to."""
+        return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
+
+    def _outputs(self, plan: Plan, model: str, version: str, window: int) -> Any:
+        """Those with a place are written there by the model's worker, as far as that can be."""
+        written = self._written_by_workers(model, version) and not window
+        found = {}
+        for name, place in plan.places.items():
+            region = self.regions.find(place)
+            part = region.part(place) if written or isinstance(region, DeviceRegion) else None
+            if part is not None:
+                found[name] = part
+        outputs = plan.outputs or ()
+        return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **found}
+
+    def _written_by_workers(self, model: str, version: str) -> bool:
+        """Of an ensemble not every output can be. What a model is, is asked for at its first request, for the next."""
+        known = self._plain.get((model, version))
+        if known is None:
+            if len(self._plain) >= _KNOWN:
+                self._plain.clear()
+            self._plain[model, version] = False
+            ticket = _Learning(self._plain, (model, version))
+            self.link.session.ask(ticket, "config", NO_TIME, model, version or None)
+        return bool(known)
+
+    def infer(
+        self, ticket: Ticket, model: str, version: str, plan: Plan, pieces: Sequence[Piece],
+        request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
+    ) -> None:  # fmt: skip
+        """Raises what the caller is told. `forwarded`: headers that the model gets to see."""
+        link, asked = self.link, plan.options
+        inputs = Inputs(link.session.memory)
+        for spec, piece in zip(plan.inputs, pieces, strict=True):
+            inputs.add(spec.name, spec.dtype, spec.shape, piece)
+        outputs = self._outputs(plan, model, version, window) if plan.places else plan.outputs
+        parameters = asked.parameters if forwarded is None else merged(asked.parameters, forwarded)
+        link.session.infer(
+            ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, asked.priority, asked.sequence,
+            asked.sequence_start, asked.sequence_end, parameters, request_id or None, window,
+        )  # fmt: skip
+        link.send_soon()

@@ -1,0 +1,124 @@
+"""Tensors as JSON, both ways, and as the typed contents of gRPC. The rule of the file: numbers are never rounded to
+make them fit; what has no exact place in the type, but for the precision of floats, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shmserve.clients.gateway.http.limits import JSON_DEPTH
+from shmserve.dtypes import ITEM_BYTES, to_numpy
+from shmserve.errors import InvalidRequest
+from shmserve.shm import strings
+
+_BINARY_ONLY = ("FP16", "BF16")
+_KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, float}, "FP64": {int, float}}
+_encode = msgspec.json.Encoder().encode
+
+
+def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
+    """The values of `data` in the tensor's own form."""
+    if dtype in _BINARY_ONLY:
+        raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as JSON; use the binary data extension")
+    if dtype not in ITEM_BYTES:
+        raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype}'")
+    values = _flat(name, data)
+    if len(values) != math.prod(shape):
+        raise InvalidRequest(
+            f"Unable to parse 'data': Shape does not match true shape of 'data' field: input '{name}' of shape "
+            f"{list(shape)} has {math.prod(shape)} elements, and {len(values)} are given"
+        )
+    wrong = set(map(type, values)) - _KINDS.get(dtype, {int})
+    if wrong:
+        raise InvalidRequest(f"input '{name}' is of {dtype}, and some of its data is {_json_names(wrong)}")
+    try:
+        if dtype == "BYTES":
+            return bytes(strings.encode_bytes(np.array(values, object)))
+        with np.errstate(over="ignore"):
+            return np.array(values, to_numpy(dtype)).tobytes()
+    except (OverflowError, ValueError) as error:
+        raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype} ({error})") from error
+
+
+CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""Data-type -> the list of InferTensorContents that has its elements."""
+_CONTENTS = {"int_contents": "INT32", "uint_contents": "UINT32"}
+
+
+def contents_to_bytes(name: str, dtype: str, contents: Any) -> bytes:
+    """The elements of an InferTensorContents in the tensor's own form."""
+    field = CONTENTS.get(dtype)
+    if field is None:
+        raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")
+    for other in dict.fromkeys(CONTENTS.values()):
+        if other != field and len(getattr(contents, other)):
+            raise InvalidRequest(f"input '{name}' is of {dtype}, whose elements are in {field}, and {other} has some")
+    values = getattr(contents, field)
+    if dtype == "BYTES":
+        return bytes(strings.encode_bytes(np.array(list(values), object)))
+    array = np.fromiter(values, to_numpy(_CONTENTS.get(field, dtype)), len(values))
+    kind = to_numpy(dtype)
+    if array.dtype != kind:
+        narrow = array.astype(kind)
+        if not np.array_equal(narrow, array):
+            raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype}")
+        array = narrow
+    return array.tobytes()
+
+
+def _flat(name: str, data: Any) -> list[Any]:
+    """The values in order. Nesting need not be that of the shape, but each value has to be as deep as the others."""
+    values: list[Any] = data if type(data) is list else [data]
+    for _ in range(JSON_DEPTH):
+        kinds = set(map(type, values))
+        if list not in kinds:
+            return values
+        if len(kinds) > 1:
+            raise InvalidRequest(f"input '{name}': lists and values are mixed in its 'data'")
+        values = list(chain.from_iterable(values))
+    raise InvalidRequest(f"input '{name}': its 'data' is nested more than {JSON_DEPTH} deep")
+
+
+def _json_names(kinds: set[type]) -> str:
+    names = {bool: "true or false", str: "a string", int: "an integer", float: "a number with a fraction"}
+    return " or ".join(sorted(names.get(kind, "null" if kind is type(None) else "an object") for kind in kinds))
+
+
+def to_json(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> msgspec.Raw:
+    """The values as one flat list of JSON. What is not a number is written NaN, Infinity and -Infinity."""
+    if dtype in _BINARY_ONLY:
+        raise InvalidRequest(f"output '{name}': {dtype} data cannot be sent as JSON; ask for it as binary data")
+    if dtype == "BYTES":
+        return msgspec.Raw(_encode(_texts(name, shape, data)))
+    array = np.frombuffer(data, to_numpy(dtype))
+    values = array.tolist()
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return msgspec.Raw(json.dumps(values, separators=(",", ":")).encode())
+    return msgspec.Raw(_encode(values))
+
+
+def _texts(name: str, shape: tuple[int, ...], data: bytes) -> list[str]:
+    try:
+        return [item.decode() for item in strings.decode_bytes(data, shape).ravel().tolist()]
+    except UnicodeDecodeError:
+        text = f"output '{name}' has strings that are not UTF-8, which JSON cannot carry; ask for it as binary data"
+        raise InvalidRequest(text) from None

@@ -1,0 +1,115 @@
+"""The generate extension: a JSON object whose keys are inputs and parameters -> a Plan, and each answer -> such an
+object.
+
+The rule of the file: what a key means is said by the model's configuration, and nothing is guessed from its value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shmserve.clients.gateway.kserve.answers import Held, joined
+from shmserve.clients.gateway.kserve.elements import to_bytes, to_json
+from shmserve.clients.gateway.kserve.plans import Plan, Spec, Value, options_of, tensor_type
+from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest
+
+ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
+    "of responses"
+)
+_OWN = ("id", "parameters")
+_encode = msgspec.json.Encoder().encode
+
+
+def generate_plan(text: bytes, config: Mapping[str, Any]) -> Plan:
+    """`config` is the model's configuration."""
+    given = _read(text)
+    lead = (1,) if config.get("max_batch_size", 0) else ()
+    inputs = {one["name"]: one for one in config.get("input", [])}
+    specs: list[Spec] = []
+    parameters: dict[str, Value] = {}
+    request_id = ""
+    for name, value in given.items():
+        if name in inputs:
+            specs.append(_spec(name, inputs[name], lead, value))
+        elif name == "id":
+            request_id = value if type(value) is str else str(_scalar("id", value))
+        elif name == "parameters" and type(value) is dict:
+            for inner, its in value.items():
+                _add(parameters, inner, its)
+        else:
+            _add(parameters, name, value)
+    return Plan(tuple(specs), 0, options_of(request_id, parameters))
+
+
+def _read(text: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise InvalidRequest("failed to parse the request JSON buffer: it is nested too deep") from None
+    except ValueError as error:
+        raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
+    if type(given) is not dict:
+        raise InvalidRequest("failed to parse the request JSON buffer: it is not an object")
+    return given
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"failed to parse the request JSON buffer: '{twice[:80]}' is given more than once")
+    return found
+
+
+def _scalar(name: str, value: Any) -> Value:
+    if type(value) not in (str, int, float, bool):
+        raise InvalidRequest(f"'{name[:80]}' is no input of the model, and as a parameter it must be one value")
+    found: Value = value
+    return found
+
+
+def _add(parameters: dict[str, Value], name: str, value: Any) -> None:
+    if name in parameters:
+        raise InvalidRequest(f"parameter '{name[:80]}' is given more than once")
+    parameters[name] = _scalar(name, value)
+
+
+def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: Any) -> Spec:
+    """A value for one element, or a list of all elements in order."""
+    dims = [int(dim) for dim in config["dims"]]
+    count = len(value) if type(value) is list else 1
+    variable = [index for index, dim in enumerate(dims) if dim < 0]
+    if len(variable) > 1:
+        dims = [1] * (len(dims) - 1) + [count]
+    elif variable:
+        others = elements(tuple(dim for dim in dims if dim >= 0))
+        dims[variable[0]] = count // others if others else 0
+    shape = (*lead, *dims)
+    dtype = tensor_type(config)
+    data = to_bytes(name, dtype, shape, value)
+    return Spec(name, dtype, shape, len(data), data)
+
+
+def generated(model: str, plan: Plan, answer: Held) -> bytes:
+    """One answer as an object: an output of one element as its value, others as lists of all elements in order."""
+    found: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
+    if plan.options.id:
+        found["id"] = plan.options.id
+    for tensor, parts in zip(answer.reply.outputs, answer.buffers, strict=True):
+        text = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
+        if elements(tensor.shape) == 1:
+            text = msgspec.Raw(bytes(text)[1:-1])
+        found[tensor.name] = text
+    return _encode(found)
+
+
+def event(text: bytes) -> bytes:
+    """As one server-sent event."""
+    return b"data: %b\n\n" % text

@@ -1,0 +1,85 @@
+"""The options of the ZeroMQ door, and how it is started. The rule of the file: what its options ask for is looked at
+before anything listens; zmq is imported only where the door is wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.commands_base import Failed, Misuse
+from shmserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from shmserve.clients.gateway.link import GatewayLink
+    from shmserve.clients.gateway.zmqtcp.door import ZmqDoor
+
+log = logging.getLogger("shmserve.gateway")
+
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
+
+
+def add(option: Callable[..., Any], size: Callable[[str], int]) -> None:
+    option("--zmq-address", metavar="URL",
+           help="where ZeroMQ is listened for, as tcp://127.0.0.1:8790 (default: nowhere)")  # fmt: skip
+    option("--zmq-server-key", metavar="FILE", help="the gateway's own NAME.key, from `shmserve keygen`")
+    option("--zmq-keys", metavar="FILE",
+           help="who is let in: lines of PUBLIC-KEY ROLE,ROLE NAME; it is read again when it changes")  # fmt: skip
+    option("--zmq-max-input-size", metavar="BYTES", type=size, default=64 << 20,
+           help="of the inputs of one request over ZeroMQ (default: %(default)s)")  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
+    """Makes the door; None: it is not wanted. Misuse where what is asked for cannot be."""
+    given = [f"--{name}" for name in ("zmq-server-key", "zmq-keys") if getattr(args, name.replace("-", "_"))]
+    if args.zmq_address is None:
+        if given:
+            raise Misuse(f"{' and '.join(given)} without --zmq-address: say where to listen, as tcp://127.0.0.1:8790")
+        return None
+    if len(given) < 2:
+        raise Misuse(
+            "--zmq-address needs --zmq-server-key and --zmq-keys: nobody is let in without a key; "
+            "`shmserve keygen` makes them"
+        )
+    found = _ADDRESS.fullmatch(args.zmq_address)
+    if found is None or int(found[2]) > 65535:
+        raise Misuse(f"--zmq-address {args.zmq_address} is not tcp://HOST:PORT")
+    import zmq
+
+    from shmserve.clients.gateway.zmqtcp.asked import Limits
+    from shmserve.clients.gateway.zmqtcp.door import ZmqDoor
+    from shmserve.clients.gateway.zmqtcp.keys import Allowed
+    from shmserve.clients.keys import read_pair
+
+    if not zmq.has("curve"):
+        raise Failed("this libzmq was built without CURVE; that of pyzmq's wheels has it: pip install -U pyzmq")
+    try:
+        pair, allowed = read_pair(args.zmq_server_key), Allowed(args.zmq_keys)
+    except InvalidRequest as error:
+        raise Misuse(str(error)) from error
+    limits = Limits(
+        input_bytes=args.zmq_max_input_size,
+        held_bytes=max(args.memory_bytes // 4, args.zmq_max_input_size),
+        exit_timeout_s=args.exit_timeout_secs,
+    )
+    return lambda link: ZmqDoor(link, limits, pair, allowed)
+
+
+def listen(door: ZmqDoor, args: argparse.Namespace) -> int:
+    """The port."""
+    from shmserve.clients.gateway.zmqtcp.door import is_open_to_others
+
+    try:
+        port = door.open(args.zmq_address, args.reuse_port)
+    except OSError as error:
+        raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror or error}") from error
+    log.info("ZeroMQ with CURVE on %s, port %d; keys in its file: %d", args.zmq_address, port, door.keys)
+    if is_open_to_others(args.zmq_address):
+        log.warning(
+            "%s is not this machine alone: whoever reaches the port may knock, and is let in with a key of --zmq-keys",
+            args.zmq_address,
+        )
+    return port

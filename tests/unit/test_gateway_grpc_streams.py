@@ -1,0 +1,172 @@
+"""ModelStreamInfer on streams that are not real."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.clients.gateway.grpc import calls as grpc_calls
+from shmserve.clients.gateway.grpc import stream as grpc_stream
+from shmserve.clients.gateway.grpc.codes import Code
+from shmserve.errors import NotFound, Unavailable
+from shmserve.messages import Reply
+from tests.unit.grpc_calls import Case, part
+
+# ---------------------------------------------------------------------------------------- streams
+
+
+def test_whole_answers_come_in_the_order_of_their_requests() -> None:
+    case = Case("ModelStreamInfer")
+    first, second = case.ask(id="1"), case.ask(id="2")
+    assert case.ask("refused", id="3") is None
+    fourth = case.ask(id="4")
+    second.part(part("b", True), True)
+    fourth.part(part("d", True), True)
+    assert case.said() == []
+    first.part(part("a", True), True)
+    assert case.said() == [
+        ("1", "a", True), ("2", "b", True), ("3", "[request id: 3] not this one", None), ("4", "d", True),
+    ]  # fmt: skip
+    case.call.half_closed()
+    assert case.stream.end == (0, "")
+    assert not case.services.streams
+
+
+def test_answers_in_parts_come_as_they_are_made() -> None:
+    case = Case("ModelStreamInfer")
+    waits, talks, again = case.ask("w", id="w"), case.ask("p", id="p"), case.ask("p", id="q")
+    talks.part(part("a"), False)
+    again.part(part("x"), False)
+    talks.part(part("b"), False)
+    again.part(None, True)
+    assert case.said() == [("p", "a", False), ("q", "x", False), ("p", "b", False)]
+    talks.part(part("c", True), True)
+    assert case.said() == [("p", "c", True)]
+    known = case.ask("p", id="r")  # by now it is known that this model answers so
+    known.part(part("y", True), True)
+    assert case.said() == [("r", "y", True)]
+    case.call.half_closed()
+    assert case.stream.end is None
+    waits.part(part("z", True), True)
+    assert case.said() == [("w", "z", True)]
+    assert case.stream.end == (0, "")
+
+
+def test_an_empty_final_answer_is_for_who_asks_for_it() -> None:
+    for wanted in (False, True):
+        case = Case("ModelStreamInfer")
+        ticket = case.ask(id="1", triton_enable_empty_final_response=wanted)
+        ticket.part(part("a"), False)
+        ticket.part(None, True)
+        assert case.said() == [("1", "a", False), *([("1", "", True)] if wanted else [])]
+        ticket = case.ask(id="2", triton_enable_empty_final_response=wanted)
+        ticket.part(part("b", True), True)
+        assert case.said() == [("2", "b", True)]
+        assert "triton_enable_empty_final_response" not in (case.link.asked[-1][1][10] or {})
+
+
+def test_an_error_ends_its_request_and_not_the_stream() -> None:
+    case = Case("ModelStreamInfer")
+    ticket, other = case.ask(id="1"), case.ask(id="2")
+    ticket.part(part("a"), False)
+    ticket.fail(Unavailable("no more"))
+    case.call.message(b"\xff")
+    other.part(part("b", True), True)
+    said = case.said()
+    assert said[:3] == [("1", "a", False), ("1", "no more", None), ("2", "b", True)]
+    assert "ModelInferRequest" in said[3][1]
+    assert case.stream.end is None
+
+
+def test_or_the_stream_for_who_asks_for_that() -> None:
+    case = Case("ModelStreamInfer", triton_grpc_error="true")
+    first, second = case.ask(id="1"), case.ask(id="2")
+    second.fail(NotFound("gone"))
+    assert case.said() == []
+    first.part(part("a", True), True)
+    assert case.said() == [("1", "a", True)]
+    assert case.stream.end == (Code.NOT_FOUND, "gone")
+    case = Case("ModelStreamInfer", triton_grpc_error="true")
+    first, second = case.ask(id="1"), case.ask(id="2")
+    first.fail(NotFound("gone"))
+    assert case.stream.end == (Code.NOT_FOUND, "gone")
+    assert case.link.cancelled == [second]
+
+
+def test_a_caller_who_does_not_read_is_sent_no_more() -> None:
+    case = Case("ModelStreamInfer")
+    talks, whole = case.ask("p", id="p"), case.ask(id="w")
+    talks.part(part("a"), False)
+    case.stream.writable = False
+    talks.part(part("b"), False)
+    talks.part(None, True)
+    whole.part(part("c", True), True)
+    assert case.said() == [("p", "a", False)]
+    assert talks.handed == 1  # of the two that came, and no more are asked for
+    case.call.half_closed()
+    case.stream.writable = True
+    case.call.resume()
+    assert case.said() == [("p", "b", False), ("w", "c", True)]
+    assert case.stream.end == (0, "")
+
+
+def test_too_many_requests_wait_at_the_caller() -> None:
+    case = Case("ModelStreamInfer")
+    tickets = [case.ask() for _ in range(grpc_stream.MOST)]
+    assert case.stream.paused
+    for count, ticket in enumerate(tickets, 1):
+        ticket.part(part("a", True), True)
+        assert case.stream.paused is (grpc_stream.MOST - count > grpc_stream.MOST // 2)
+    assert len(case.said()) == grpc_stream.MOST
+
+
+def test_a_stream_is_taken_back() -> None:
+    case = Case("ModelStreamInfer")
+    done, left, right = case.ask(), case.ask(), case.ask("p")
+    done.part(part("a", True), True)
+    right.part(part("b"), False)
+    case.call.cancelled()
+    assert case.link.cancelled == [left, right]
+    case.said()
+    left.part(part("c", True), True)
+    right.fail(Unavailable("late"))
+    case.call.resume()
+    assert not case.stream.sent
+    assert case.stream.end is None
+    assert not case.services.streams
+
+
+def test_a_gateway_that_stops_ends_streams_when_they_are_answered() -> None:
+    idle, busy = Case("ModelStreamInfer"), Case("ModelStreamInfer")
+    ticket = busy.ask()
+    for case in (idle, busy):
+        case.services.close()
+    ends = [idle.stream.end, busy.stream.end]
+    ticket.part(part("a", True), True)
+    assert len(busy.said()) == 1
+    stops = (Code.UNAVAILABLE, "the gateway stops")
+    assert [*ends, busy.stream.end] == [stops, None, stops]
+
+
+def test_mistakes_of_ours_end_one_request(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("ModelStreamInfer")
+
+    def broken(*given: Any) -> Any:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grpc_stream, "answer_of", broken)
+        ticket = case.ask(id="1")
+        ticket.part(part("a"), False)
+        assert case.said() == [("1", "the gateway could not pass the answer on; its log says why", None)]
+        assert case.link.cancelled == [ticket]
+    case.ask().part(part("b", True), True)
+    assert case.said() == [("", "b", True)]
+    unary = Case("ModelInfer")
+    with monkeypatch.context() as patch:
+        patch.setattr(grpc_calls, "answer_of", broken)
+        unary.ask().settle(Reply(0, 1, ()))
+    assert unary.stream.end is not None
+    assert unary.stream.end[0] == Code.INTERNAL
+    assert "could not be passed on" in caplog.text
