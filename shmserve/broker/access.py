@@ -1,7 +1,7 @@
-"""Who has which roles: the one table that every door asks about those who come through it.
+"""Who has which roles on this machine: the table that the doors of the broker ask about those who come through them.
 
 The rule of the file: rules are looked up in the machine's lists of users and groups once, at start; what is asked later
-is numbers and keys that the kernel, or a handshake, vouches for.
+is numbers that the kernel vouches for. Callers from the network, and the keys they have, are the gateway's matter.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from msgspec import Struct
 
 from shmserve.access import EVERYTHING, INFER, NOBODY, OBSERVE, ROLES
 
-FORM = "WHO=ROLE,ROLE with WHO one of uid:N, gid:N, user:NAME, group:NAME, key:PUBLIC-KEY, *"
-_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-"""A CURVE public key, as it is written."""
+FORM = "WHO=ROLE,ROLE with WHO one of uid:N, gid:N, user:NAME, group:NAME, *"
 _MOST_ID = 2**32 - 2
 
 
 class Principal(Struct, frozen=True):
-    """Who is at the other end. `uid` -1: nobody of this machine, known by the key alone."""
+    """Who is at the other end."""
 
-    uid: int = -1
+    uid: int
     groups: frozenset[int] = frozenset()
-    key: str = ""
 
 
 class Rule(Struct, frozen=True):
-    """`kind` is uid, gid, key or *; `who` the number or the key."""
+    """`kind` is uid, gid or *; `who` the number."""
 
     kind: str
     who: int | str
@@ -58,15 +55,13 @@ class Access:
     @property
     def for_others(self) -> bool:
         """Whether there are rules for users other than those who may do everything anyway."""
-        return any(kind != "key" and (kind != "uid" or who not in self._masters) for kind, who in self._roles)
+        return any(kind != "uid" or who not in self._masters for kind, who in self._roles)
 
     def roles_of(self, principal: Principal) -> int:
         if principal.uid in self._masters:
             return EVERYTHING
         known = self._roles
         roles = known.get(("*", ""), NOBODY) | known.get(("uid", principal.uid), NOBODY)
-        if principal.key:
-            roles |= known.get(("key", principal.key), NOBODY)
         for group in principal.groups:
             roles |= known.get(("gid", group), NOBODY)
         return roles
@@ -92,10 +87,8 @@ def rule(text: str) -> Rule:
             return Rule("uid", user_id(name), bits)
         case "group":
             return Rule("gid", group_id(name), bits)
-        case "key" if _KEY.fullmatch(name):
-            return Rule("key", name, bits)
         case "key":
-            raise ValueError(f"'{name}' is not a CURVE public key, which has 40 characters")
+            raise ValueError(f"'{text}': keys are let in, and have their roles, by --zmq-keys of the gateway")
     raise ValueError(f"'{text}' is not {FORM}")
 
 

@@ -94,7 +94,7 @@ FLAGS = (
     Flag("socket-group", "group", ACCESS, "members of this group may connect to the lane, infer and observe", None,
          "NAME", shown="nobody but the server's own user"),
     Flag("access", "access", ACCESS, "gives roles, of infer, observe and operate, to uid:N, gid:N, user:NAME, "
-         "group:NAME, key:PUBLIC-KEY, or * for all who can connect; may be given several times", [], "WHO=ROLE,ROLE",
+         "group:NAME, or * for all who can connect; may be given several times", [], "WHO=ROLE,ROLE",
          repeatable=True),
     Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
          "times", [], "NAME=VALUE", repeatable=True),

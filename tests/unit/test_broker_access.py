@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,8 +29,8 @@ MINE = grp.getgrgid(os.getegid())
 OTHER = ME.pw_uid + 1000
 
 
-def others(*rules: str, uid: int = OTHER, groups: tuple[int, ...] = (OTHER,), key: str = "", group: Any = None) -> int:
-    return Access([rule(text) for text in rules], group).roles_of(Principal(uid, frozenset(groups), key))
+def others(*rules: str, uid: int = OTHER, groups: tuple[int, ...] = (OTHER,), group: Any = None) -> int:
+    return Access([rule(text) for text in rules], group).roles_of(Principal(uid, frozenset(groups)))
 
 
 # ---------------------------------------------------------------------------------------------- rules
@@ -42,7 +41,6 @@ def test_without_rules_only_the_owner_and_root() -> None:
         assert access.roles_of(Principal(os.geteuid())) == EVERYTHING
         assert access.roles_of(Principal(0, frozenset((5,)))) == EVERYTHING
     assert others() == NOBODY
-    assert Access().roles_of(Principal(-1, key="x" * 40)) == NOBODY
 
 
 def test_rules_add_up() -> None:
@@ -51,17 +49,13 @@ def test_rules_add_up() -> None:
     assert others("gid:7=infer", "gid:8=operate", groups=(6, 7, 8)) == INFER | OPERATE
     assert others("gid:7=infer", f"uid:{OTHER + 1}=operate") == NOBODY
     assert others("*=infer,observe") == INFER | OBSERVE
-    key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
-    assert others(f"key:{key}=infer", uid=-1, groups=(), key=key) == INFER
-    assert others(f"key:{key}=infer", uid=-1, groups=(), key=key[::-1]) == NOBODY
-    assert others(f"key:{key}=infer") == NOBODY
     assert others(group=7, groups=(7,)) == INFER | OBSERVE
     assert others(f"uid:{OTHER}=operate", group=7, groups=(7,)) == EVERYTHING
 
 
-def test_a_key_of_curve_is_read() -> None:
-    public, _ = zmq.curve_keypair()
-    assert rule(f"key:{public.decode()}=infer") == Rule("key", public.decode(), INFER)
+def test_keys_are_a_matter_of_the_gateway() -> None:
+    with pytest.raises(ValueError, match="--zmq-keys of the gateway"):
+        rule("key:rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7=infer")
 
 
 def test_names_are_looked_up() -> None:
@@ -76,7 +70,7 @@ def test_any_text_is_a_rule_or_refused(text: str) -> None:
     except ValueError as error:
         assert str(error)  # noqa: PT017 (either is right)
     else:
-        assert found.kind in ("uid", "gid", "key", "*")
+        assert found.kind in ("uid", "gid", "*")
         assert 0 < found.roles <= EVERYTHING
 
 

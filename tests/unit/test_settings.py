@@ -174,7 +174,7 @@ def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytes
         (["--access", "uid:4294967295=infer"], "'uid:4294967295' has no number"),
         (["--access", "user:nobody-is-called-this=infer"], "no user 'nobody-is-called-this'"),
         (["--access", "group:nobody-is-called-this=infer"], "no group 'nobody-is-called-this'"),
-        (["--access", "key:short=infer"], "has 40 characters"),
+        (["--access", "key:short=infer"], "--zmq-keys of the gateway"),
         (["--access", "uid:5=infer,rule"], "'rule' is no role; roles are infer, observe, operate"),
         (["--access", "*="], "'' is no role"),
         (["--socket-group", "nobody-is-called-this"], "no group 'nobody-is-called-this'"),
