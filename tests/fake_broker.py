@@ -23,7 +23,7 @@ import zmq
 
 from shmserve import wire
 from shmserve.clients.keys import make_pair, write_pair
-from shmserve.errors import ServeError
+from shmserve.errors import NotFound, ServeError
 from shmserve.messages import (
     INLINE_BYTES,
     OWNER_SHIFT,
@@ -412,9 +412,11 @@ class FakeBroker:
             if message.name is None:
                 peer.mapped.add(message.segment, message.size, fd=descriptors.pop(0))
             else:
-                peer.mapped.add(message.segment, message.size, name=message.name)
+                with contextlib.suppress(NotFound):  # the client has closed meanwhile, and taken the name away
+                    peer.mapped.add(message.segment, message.size, name=message.name)
         elif isinstance(message, Unmap):
-            peer.mapped.remove(message.segment)
+            if message.segment in peer.mapped:
+                peer.mapped.remove(message.segment)
         elif isinstance(message, Return):
             for handle in message.handles:
                 peer.held.remove(handle)

@@ -152,7 +152,11 @@ def _processes() -> Generator[Thing, None, None]:
 def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
     command = _command(pid)
     if not any(part in command for part in ONCE) and not (parent != os.getpid() and PREPARED in command):
-        what = f"zombie {pid}, never waited for" if state == "Z" else f"process {pid}: {command}"
+        what = (
+            f"zombie {pid}, never waited for by {parent}: {_command(parent)}"
+            if state == "Z"
+            else f"process {pid}: {command}"
+        )
         kind = str(pid) if parent == os.getpid() else f"child of {parent}"
         yield Thing("process", ("process", pid, started), kind, what)
 
@@ -239,15 +243,22 @@ def grown(before: Things, after: Things) -> list[Thing]:
 
 # --------------------------------------------------------------------------------- waiting for what is ending
 
-_spawned: set[int] = set()
-"""The processes that this one started itself, as far as known. The other children are orphans that came to us."""
+_spawned: set[tuple[int, int]] = set()
+"""The processes that this one started itself, as far as known: pid, which is used again, and start time. The other
+children are orphans that came to us."""
+
+
+def _note(pid: int) -> None:
+    found = _stat(str(pid)) if pid else None
+    if found is not None:
+        _spawned.add((pid, found[2]))
 
 
 def _note_spawns() -> None:
     def noting(function: Callable[..., int]) -> Callable[..., int]:
         def noted(*args: Any, **kwargs: Any) -> int:
             pid = function(*args, **kwargs)
-            _spawned.add(pid)
+            _note(pid)
             return pid
 
         return noted
@@ -256,7 +267,7 @@ def _note_spawns() -> None:
 
     def noted_execute_child(self: Any, *args: Any, **kwargs: Any) -> None:
         execute_child(self, *args, **kwargs)
-        _spawned.add(self.pid)
+        _note(self.pid)
 
     subprocess.Popen._execute_child = noted_execute_child  # type: ignore[attr-defined]
     for name in ("fork", "posix_spawn", "posix_spawnp"):
@@ -268,7 +279,7 @@ def _reap_orphans() -> None:
     for thing in list(_processes()):
         pid = thing.key[1]
         found = _stat(str(pid))
-        if found and found[0] == "Z" and found[1] == os.getpid() and pid not in _spawned:
+        if found and found[0] == "Z" and found[1] == os.getpid() and (pid, found[2]) not in _spawned:
             os.waitpid(pid, 0)
 
 
