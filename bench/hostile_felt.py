@@ -1,41 +1,29 @@
 """What one honest caller feels beside hostile clients, against what it feels beside processes that only burn as much.
 
-In turn: a hostile client on each link; burners that take the processor time which those took, at the times at which
-they took it, and what the server took for them, evenly; nobody. The rule of the file: a burner is a process, as what it
-stands for was.
+In turn: nobody; a hostile client on each link; burners that take the processor time which those took and which the
+server took for them, thread by thread, at the times at which it was taken. The rule of the file: in each turn the same
+is measured, as measuring is work, too.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
-from threading import Event
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 from bench import models
-from bench.child import Answer, Child, Handler, Team
+from bench.child import Child
+from bench.courses import Course, beyond
 from bench.loading import TURN, Party, busy_seconds
 from bench.processes import descendants
 from bench.setting import Setting, serving
 
-SLICE_S = 0.005
 LINKS = {"lane": "lane.sock", "zmq": "broker.sock"}
-
-
-def burner() -> Handler:
-    """Has taken so much processor time at each time of the profile; what others took from it, it takes later."""
-    wait = Event().wait
-
-    def handle(seconds: float, profile: list[tuple[float, float]]) -> Answer:
-        start, begun = perf_counter(), process_time()
-        for at, due in profile:
-            while process_time() - begun < due and perf_counter() < start + seconds:
-                pass
-            wait(max(0.0, start + min(at, seconds) - perf_counter()))
-        return {}
-
-    return handle
+BURNERS = 8
+LEAST_SHARE = 0.01
+"""Of a core: threads that take less are left out."""
 
 
 @dataclass
@@ -59,41 +47,46 @@ def run_felt(setting: Setting) -> Felt:
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
     models.write(repository, "identity", models.identity(max_batch=8), {})
     found, seconds = Felt(), setting.seconds * TURN
-    with (
-        serving(repository) as server,
-        Child("bench.loading:caller", url=server.lane, model="mlp", shape=models.MLP_SHAPE, oracle=str(path)) as caller,
-        Team([_attack(link, str(server.runtime_dir / name)) for link, name in LINKS.items()]) as attacks,
-        Team([Child("bench.hostile_felt:burner") for _ in range(len(LINKS) + 1)]) as burners,
-    ):
-        caller.ready()
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(repository))
+        caller = stack.enter_context(
+            Child("bench.loading:caller", url=server.lane, model="mlp", shape=models.MLP_SHAPE, oracle=str(path))
+        )
+        attacks = [stack.enter_context(_attack(link, str(server.runtime_dir / name))) for link, name in LINKS.items()]
+        burners = [stack.enter_context(Child("bench.courses:burner")) for _ in range(BURNERS)]
+        watcher = stack.enter_context(Child("bench.courses:watcher"))
+        for child in (caller, watcher, *attacks, *burners):
+            child.ready()
         serving_pids = [server.broker_pid(), *descendants(server.broker_pid())]
-        pids = [*serving_pids, *(child.pid for child in (*attacks.children, *burners.children))]
+        watched = [*serving_pids, *(child.pid for child in attacks)]
 
-        def turn(party: Party, beside: Team | None, orders: list[dict[str, Any]]) -> tuple[float, list[Any]]:
-            """The processor time per second that the server took, and what the others answered."""
+        def turn(party: Party, orders: dict[Child, dict[str, Any]]) -> dict[str, Course]:
+            """How much processor time each thread has taken when."""
+            pids = [*watched, *(child.pid for child in burners)]
             before, start = [busy_seconds(pid) for pid in pids], perf_counter()
-            for child, order in zip(beside.children if beside else (), orders, strict=True):
+            watcher.tell(seconds=seconds, pids=watched)
+            for child, order in orders.items():
                 child.tell(seconds=seconds, **order)
             felt = caller.ask(seconds=seconds)
-            answers = [child.answer() for child in (beside.children if beside else ())]
-            found.packets += sum(answer.get("sent", 0) for answer in answers)
+            found.packets += sum(child.answer().get("sent", 0) for child in orders)
             took = perf_counter() - start
-            shares = [(busy_seconds(pid) - was) / took for pid, was in zip(pids, before, strict=True)]
+            party.busy.append(sum((busy_seconds(pid) - was) / took for pid, was in zip(pids, before, strict=True)))
             party.p50_us.append(felt["median_us"])
             party.p99_us.append(felt["p99_us"])
-            party.busy.append(sum(shares))
             party.calls += felt["calls"]
             party.failed += felt["failed"]
             party.first += felt["first"]
-            return sum(shares[: len(serving_pids)]), answers
+            courses: dict[str, Course] = watcher.answer()["courses"]
+            return courses
 
         for _ in range(setting.rounds):
-            idle, _ = turn(found.nothing, None, [])
-            busy, answers = turn(found.hostile, attacks, [{"count": 1 << 40}] * len(LINKS))
-            share = max(0.0, busy - idle)
-            evenly = [(n * SLICE_S, (n + 1) * SLICE_S * share) for n in range(int(seconds / SLICE_S) + 1)]
-            profiles = [evenly, *(answer["profile"] for answer in answers)]
-            turn(found.burning, burners, [{"profile": profile} for profile in profiles])
+            usual = turn(found.nothing, {})
+            courses = turn(found.hostile, {child: {"count": 1 << 40} for child in attacks})
+            over = [beyond(course, usual.get(thread, [])) for thread, course in courses.items()]
+            over.sort(key=lambda course: -course[-1][1])
+            orders = [course for course in over if course[-1][1] > LEAST_SHARE * seconds]
+            assert len(orders) <= BURNERS, f"{len(orders)} threads took part"
+            turn(found.burning, {child: {"course": c} for child, c in zip(burners, orders, strict=False)})
     return found
 
 
