@@ -27,6 +27,8 @@ class ChildFailed(RuntimeError):
 
 class Child:
     python = sys.executable
+    apart = False
+    """In a session of its own. Where the kernel shares processors by sessions, that counts."""
 
     def __init__(self, target: str, **setup: Any) -> None:
         self._target = target
@@ -36,6 +38,7 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
+            start_new_session=self.apart,
         )
         self.pid = self._process.pid
         self._waiting = True
@@ -87,6 +90,10 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Apart(Child):
+    apart = True
 
 
 class Team:

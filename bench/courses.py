@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from threading import Event
 from time import perf_counter, process_time
 
@@ -70,6 +71,18 @@ def beyond(course: Course, usual: Course) -> Course:
     for at, taken in course:
         most = max(most, taken - rate * at)
         found.append((at, most))
+    return found
+
+
+def together(courses: Sequence[Course]) -> Course:
+    """Of several threads, as if one had taken it."""
+    latest = [0.0] * len(courses)
+    found: Course = []
+    for at, index, taken in sorted((at, index, taken) for index, course in enumerate(courses) for at, taken in course):
+        latest[index] = taken
+        if found and found[-1][0] == at:
+            found.pop()
+        found.append((at, sum(latest)))
     return found
 
 

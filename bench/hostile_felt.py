@@ -1,8 +1,9 @@
 """What one honest caller feels beside hostile clients, against what it feels beside processes that only burn as much.
 
 In turn: nobody; a hostile client on each link; burners that take the processor time which those took and which the
-server took for them, thread by thread, at the times at which it was taken. The rule of the file: in each turn the same
-is measured, as measuring is work, too.
+server took for them, at the times at which it was taken: one for each thread of the hostile ones, in the same session,
+and one for each process of the server, in a session of its own, as the server's are. The rule of the file: in each turn
+the same is measured, as measuring is work, too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from time import perf_counter
 from typing import Any
 
 from bench import models
-from bench.child import Child
-from bench.courses import Course, beyond
+from bench.child import Apart, Child
+from bench.courses import Course, beyond, together
 from bench.loading import TURN, Party, busy_seconds
 from bench.processes import descendants
 from bench.setting import Setting, serving
@@ -54,15 +55,16 @@ def run_felt(setting: Setting) -> Felt:
         )
         attacks = [stack.enter_context(_attack(link, str(server.runtime_dir / name))) for link, name in LINKS.items()]
         burners = [stack.enter_context(Child("bench.courses:burner")) for _ in range(BURNERS)]
+        apart = [stack.enter_context(Apart("bench.courses:burner")) for _ in range(BURNERS)]
         watcher = stack.enter_context(Child("bench.courses:watcher"))
-        for child in (caller, watcher, *attacks, *burners):
+        for child in (caller, watcher, *attacks, *burners, *apart):
             child.ready()
         serving_pids = [server.broker_pid(), *descendants(server.broker_pid())]
         watched = [*serving_pids, *(child.pid for child in attacks)]
 
         def turn(party: Party, orders: dict[Child, dict[str, Any]]) -> dict[str, Course]:
             """How much processor time each thread has taken when."""
-            pids = [*watched, *(child.pid for child in burners)]
+            pids = [*watched, *(child.pid for child in (*burners, *apart))]
             before, start = [busy_seconds(pid) for pid in pids], perf_counter()
             watcher.tell(seconds=seconds, pids=watched)
             for child, order in orders.items():
@@ -82,12 +84,19 @@ def run_felt(setting: Setting) -> Felt:
         for _ in range(setting.rounds):
             usual = turn(found.nothing, {})
             courses = turn(found.hostile, {child: {"count": 1 << 40} for child in attacks})
-            over = [beyond(course, usual.get(thread, [])) for thread, course in courses.items()]
-            over.sort(key=lambda course: -course[-1][1])
-            orders = [course for course in over if course[-1][1] > LEAST_SHARE * seconds]
-            assert len(orders) <= BURNERS, f"{len(orders)} threads took part"
-            turn(found.burning, {child: {"course": c} for child, c in zip(burners, orders, strict=False)})
+            over = {thread: beyond(course, usual.get(thread, [])) for thread, course in courses.items()}
+            of_server = [[over[thread] for thread in over if int(thread.split()[0]) == pid] for pid in serving_pids]
+            of_attacks = [course for thread, course in over.items() if int(thread.split()[0]) not in serving_pids]
+            orders = _handed_out(burners, of_attacks, seconds)
+            orders |= _handed_out(apart, [together(threads) for threads in of_server if threads], seconds)
+            turn(found.burning, orders)
     return found
+
+
+def _handed_out(burners: list[Child], courses: list[Course], seconds: float) -> dict[Child, dict[str, Any]]:
+    found = [course for course in courses if course[-1][1] > LEAST_SHARE * seconds]
+    assert len(found) <= len(burners), f"{len(found)} took part"
+    return {child: {"course": course} for child, course in zip(burners, found, strict=False)}
 
 
 def _attack(link: str, path: str) -> Child:
