@@ -10,6 +10,7 @@ are never parsed where requests are scheduled.
     link      the lane to the broker, for tensors that stay bytes
     regions   shared memory that callers have registered; device_regions, on a GPU
     listen    sockets that callers connect to
+    callers   all connections of one, of HTTP and of gRPC
     flags     the options
     child     what is different if a server has started it
     service   what is different if a service manager has
