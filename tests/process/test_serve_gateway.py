@@ -116,6 +116,7 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
             server.until(r"ERROR gateway 0 has ended \(signal SIGKILL\); it is started again at once")
             assert client.ready("same")  # nobody else has noticed
             assert int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1]) == port
+            assert int(server.until(r"Prometheus on 127.0.0.1, port (\d+)")[1]) == metrics
         status, body = ask(port, "/v2/models/same/infer", ASKED)
         assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [7])
         assert b"\nshmserve_gateway_restarts_total 1\n" in ask(metrics, "/metrics")[1]
