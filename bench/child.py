@@ -9,9 +9,11 @@ ends when its standard input does.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,6 +73,10 @@ class Child:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
+    def tell_where(self) -> None:
+        """What each of its threads does just now goes to standard error."""
+        os.kill(self.pid, signal.SIGUSR1)
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -124,6 +130,7 @@ def main() -> int:
     # What models and libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1)
     module, _, name = sys.argv[1].partition(":")
     handler: Handler = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
     answers.write("{}\n")

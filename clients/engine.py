@@ -332,9 +332,10 @@ def _flusher(engine: weakref.ref[Engine]) -> Any:
         if found is None or found.lock._is_owned() or not found.lock.acquire(blocking=False):  # type: ignore[attr-defined]
             return
         try:
-            if found._link is not None and not found._unsent and not found.closed:
+            link = found._link
+            if link is not None and not link.in_use() and not found._unsent and not found.closed:
                 for packet in found.session.take():
-                    if found._unsent or not found._link.send(packet):
+                    if found._unsent or not link.send(packet):
                         found._unsent.append(packet)
         except ConnectionLost:
             return  # the next call will see it as well, and has somebody to tell

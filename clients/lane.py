@@ -70,6 +70,9 @@ class Lane:
             raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error
         return True
 
+    def in_use(self) -> bool:
+        return False  # a system call is not interrupted by the collector
+
     def wait_writable(self, wait: float | None) -> None:
         self._poll(select.POLLOUT, wait)
 

@@ -41,6 +41,9 @@ class Link(Protocol):
         """The next packet. None: nothing came within about `wait` seconds (None: no limit), or there is room again
         for what is `to_send`, or, if `wakeable`, `wake` was called. ConnectionLost when the link has ended."""
 
+    def in_use(self) -> bool:
+        """A thread is in the midst of it, and that may be this one: the collector runs anywhere. It must not send."""
+
     def wait_writable(self, wait: float | None) -> None:
         """Returns when there may be room again, or the time is over."""
 

@@ -90,6 +90,9 @@ class ZmqLink:
                 os.eventfd_write(self._wakeup, 1)
         return True
 
+    def in_use(self) -> bool:
+        return self._guard.locked()
+
     def wait_writable(self, wait: float | None) -> None:
         """libzmq's own threads make the room, and tell so on the same descriptor as everything else."""
         poll = select.poll()
@@ -109,8 +112,12 @@ class ZmqLink:
                 if parts is not None:
                     return parts[0], [], parts[1:]
                 self._heed_monitor()
-                if to_send and self._events() & zmq.POLLOUT:
-                    return None
+                if to_send:
+                    events = self._events()
+                    if events & zmq.POLLOUT:
+                        return None
+                    if events & zmq.POLLIN:
+                        continue  # asking has swallowed the signal for it
                 self._waiting = True
             left = None if end is None else end - time.monotonic()
             woken = False

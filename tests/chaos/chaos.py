@@ -294,7 +294,8 @@ class Director:
     def _answer(self, child: Child, name: str) -> dict[str, Any]:
         left = self._end + PATIENCE - monotonic()
         if not select.select([child.fileno()], [], [], max(1.0, left))[0]:
-            self.found.fault(f"{name} did not end within {PATIENCE:g} s of the end")
+            self.found.fault(f"{name} did not end within {PATIENCE:g} s of the end; standard error says where it is")
+            child.tell_where()
             return {}
         try:
             return child.answer()

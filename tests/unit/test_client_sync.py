@@ -20,6 +20,7 @@ import pytest
 
 import shmserve
 from shmserve.messages import Bye, Cancel, Goodbye, Hello, Infer, Reply, Return
+from shmserve.session.memory import FLUSH_BYTES
 from tests.fake_broker import MODELS, FakeBroker, Peer, echo
 
 as_completed: Callable[..., Iterator[Any]] = concurrent.futures.as_completed
@@ -301,6 +302,40 @@ def test_results_that_nobody_asks_for_are_given_back(client: shmserve.Client, br
     client.live()
     client.live()
     del future
+    client.flush()
+    assert broker.wait_for(Return)
+    assert broker.held_handles == []
+
+
+class Collecting:
+    """A socket of a link. Whenever it is read, the collector runs, as it may."""
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
+
+    def recv_multipart(self, *arguments: Any) -> Any:
+        gc.collect()
+        return self._found.recv_multipart(*arguments)
+
+    def recvmsg_into(self, *arguments: Any) -> Any:
+        gc.collect()
+        return self._found.recvmsg_into(*arguments)
+
+
+def test_the_collector_may_run_in_the_midst_of_reading(client: shmserve.Client, broker: FakeBroker) -> None:
+    cycle: list[Any] = [client.infer("echo", {"x": np.zeros(FLUSH_BYTES)})]
+    cycle.append(cycle)
+    link: Any = client._engine._link
+    link._socket = link._sock = found = Collecting(getattr(link, "_socket", None) or link._sock)
+    link._recvmsg_into = found.recvmsg_into
+    del cycle
+    asking = threading.Thread(target=client.live, daemon=True)
+    asking.start()
+    asking.join(20)
+    assert not asking.is_alive(), "giving it back has waited for the very thread that does so"
     client.flush()
     assert broker.wait_for(Return)
     assert broker.held_handles == []
