@@ -14,7 +14,7 @@ from msgspec import Struct
 from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.clients.gateway.kserve.plans import Place
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.session.device import Devices, RegionPart
+from shmserve.session.foreign import Foreign, RegionPart
 from shmserve.shm.cuda import EXPORTED_BYTES, name_of, uuid_bytes
 
 _LARGEST = 2**63 - 1
@@ -31,10 +31,10 @@ class DeviceOrder(Struct):
 class DeviceRegion:
     """Requests refer to it by parts, which keep it as it is while they are in flight."""
 
-    def __init__(self, name: str, order: DeviceOrder, devices: Callable[[], Devices]) -> None:
+    def __init__(self, name: str, order: DeviceOrder, foreign: Callable[[], Foreign]) -> None:
         """Raises what the caller is told, if it cannot be one."""
         self.name = name
-        self._devices = devices
+        self._foreign = foreign
         self._size, self._device = order.byte_size, order.device_id
         if not 0 < order.byte_size <= _LARGEST or len(order.raw_handle) != EXPORTED_BYTES:
             raise InvalidRequest(
@@ -46,7 +46,7 @@ class DeviceRegion:
             raise InvalidRequest(
                 f"failed to register CUDA shared memory region '{name}': there is no GPU {order.device_id} here"
             )
-        self._region = devices().announce(order.byte_size, name_of(order.raw_handle, uuid_bytes(uuid)))
+        self._region = foreign().announce(order.byte_size, name_of(order.raw_handle, uuid_bytes(uuid)))
 
     def status(self) -> dict[str, Any]:
         return {"name": self.name, "device_id": self._device, "byte_size": self._size}
@@ -66,7 +66,7 @@ class DeviceRegion:
             raise Unsupported(f"an output for CUDA shared memory region '{self.name}' came in host memory")
 
     def close(self) -> None:
-        self._devices().withdraw(self._region)
+        self._foreign().withdraw(self._region)
 
 
 def _uuid_of(device: int) -> str:

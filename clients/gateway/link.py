@@ -16,7 +16,7 @@ from shmserve.clients.transport import address_of
 from shmserve.errors import HandleLost, Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
 from shmserve.session import Session, StreamTicket, Ticket
-from shmserve.session.device import Region, RegionPart
+from shmserve.session.foreign import Region, RegionPart
 from shmserve.session.inputs import MESSAGE_BYTES
 from shmserve.session.memory import Memory
 from shmserve.session.outputs import give_back
@@ -84,7 +84,7 @@ class GatewaySession(Session):
             return []
         handles = [part for tensor in asked.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
         handles += [wanted.place for wanted in asked.outputs or () if wanted.place is not None]
-        found = [self.memory.devices.region(handle.segment) for handle in handles]
+        found = [self.memory.foreign.regions.get(handle.segment) for handle in handles]
         return [region for region in found if region is not None]
 
 

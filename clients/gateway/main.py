@@ -94,7 +94,7 @@ def _openings(
     args: argparse.Namespace, link: GatewayLink, limits: Limits, guards: Guards, zmq_door: ZmqDoor | None
 ) -> list[Opening]:
     made = []
-    regions = Regions(args.allow_client_shm, lambda: link.session.memory.devices, args.copy_client_shm, link.send_soon)
+    regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
     guard = guards.http
     http = Door(link, limits, guard.access, regions=regions, forward=guard.forward)
     if args.allow_http:

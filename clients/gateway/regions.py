@@ -20,8 +20,8 @@ from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.clients.gateway.kserve.plans import Place, check_text
 from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.messages import INLINE_BYTES
-from shmserve.session.device import Devices, RegionPart
-from shmserve.session.device import Region as Passed
+from shmserve.session.foreign import Foreign, RegionPart
+from shmserve.session.foreign import Region as Passed
 from shmserve.shm.posix import PREFIX
 
 _KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
@@ -44,28 +44,28 @@ class Order(Struct):
 class Region:
     """One of them. Its descriptor is closed when nobody refers to it any more, also no request in flight."""
 
-    def __init__(self, name: str, order: Order, descriptor: int, devices: Callable[[], Devices] | None = None) -> None:
-        """`devices`: of the link by which its name goes on to the workers; None: it does not."""
+    def __init__(self, name: str, order: Order, descriptor: int, foreign: Callable[[], Foreign] | None = None) -> None:
+        """`foreign`: that of the link by which its name goes on to the workers; None: it does not."""
         self.name = name
         self.order = order
         self._descriptor = descriptor
-        self._devices = devices
+        self._foreign = foreign
         self._passed: Passed | None = None
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def part(self, place: Place) -> RegionPart | None:
         """The place as workers find it. None: its bytes are to be copied."""
-        if self._devices is None or place.size <= INLINE_BYTES or not self._devices().takes_names:
+        if self._foreign is None or place.size <= INLINE_BYTES or not self._foreign().takes_names:
             return None
         if self._passed is None:
-            self._passed = self._devices().announce(
+            self._passed = self._foreign().announce(
                 self.order.offset + self.order.byte_size, "/" + self.order.key.lstrip("/")
             )
         return None if self._passed.lost else RegionPart(self._passed, self.order.offset + place.offset, place.size)
 
     def close(self) -> None:
-        if self._devices is not None and self._passed is not None:
-            self._devices().withdraw(self._passed)
+        if self._foreign is not None and self._passed is not None:
+            self._foreign().withdraw(self._passed)
 
     def status(self) -> dict[str, Any]:
         order = self.order
@@ -101,19 +101,19 @@ class Region:
 
 
 class Regions:
-    """`allowed` false: nothing can be registered. `devices`: of the link to the broker, for memory on GPUs, and
+    """`allowed` false: nothing can be registered. `foreign`: that of the link to the broker, for memory on GPUs, and
     without `copied` for that on the host, too. `changed` is called when the broker is to be told of an end."""
 
     def __init__(
         self,
         allowed: bool,
-        devices: Callable[[], Devices] | None = None,
+        foreign: Callable[[], Foreign] | None = None,
         copied: bool = False,
         changed: Callable[[], object] = lambda: None,
     ) -> None:
         self.allowed = allowed
         self._changed = changed
-        self._devices = devices
+        self._foreign = foreign
         self._copied = copied
         self._regions: dict[str, Region | DeviceRegion] = {}
 
@@ -128,14 +128,14 @@ class Regions:
         if len(self._regions) >= _MOST:
             raise Unavailable(f"{_MOST} shared memory regions are registered, which is the limit")
         if isinstance(order, DeviceOrder):
-            if self._devices is None:
+            if self._foreign is None:
                 raise Unsupported("CUDA shared memory cannot be registered here")
-            self._regions[name] = DeviceRegion(name, order, self._devices)
+            self._regions[name] = DeviceRegion(name, order, self._foreign)
             return
         if not 0 <= order.offset <= _LARGEST or not 0 < order.byte_size <= _LARGEST - order.offset:
             raise _invalid(name)
         by_name = not self._copied and len(self._regions) < _MOST_PASSED and _NAME.fullmatch(order.key)
-        self._regions[name] = Region(name, order, _opened(name, order), self._devices if by_name else None)
+        self._regions[name] = Region(name, order, _opened(name, order), self._foreign if by_name else None)
 
     def unregister(self, kind: str, name: str) -> None:
         """Without a name all. One that is not there is no mistake."""

@@ -11,16 +11,16 @@ import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmserve.dtypes import elements, from_numpy
-from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.messages import DIMS, OWNER_SHIFT, Handle, Map
+from shmserve.errors import InvalidRequest
+from shmserve.messages import DIMS, Handle
 from shmserve.session.cuda import Cuda
 from shmserve.shm.arena import Arena, Block
-from shmserve.shm.cuda import CudaExtent, is_device
+from shmserve.shm.cuda import CudaExtent
 
 if TYPE_CHECKING:
     from shmserve.session.memory import Memory
@@ -105,38 +105,6 @@ class Source:
         return elements(self.shape) * self.dtype.itemsize
 
 
-class Region:
-    """Memory that somebody else has exported on a GPU, or has made on the host, and that is only passed on."""
-
-    fd = -1
-
-    def __init__(self, id: int, size: int, name: str) -> None:
-        self.id = id
-        self.size = size
-        self.name = name
-        self.lost = False
-        """A worker could not open it."""
-
-    @property
-    def on_gpu(self) -> bool:
-        return is_device(self.name)
-
-    def map(self, audience: str = "") -> Map:
-        return Map(self.id, self.size, self.name, audience)
-
-
-class RegionPart(NamedTuple):
-    """A tensor in it, as an input, or in the place of an output."""
-
-    region: Region
-    offset: int
-    size: int
-
-    @property
-    def handle(self) -> Handle:
-        return Handle(self.region.id, self.offset, self.size)
-
-
 def interface_of(value: Any) -> Any:
     """What says where an array is on a device. None: it is on none."""
     try:
@@ -161,7 +129,6 @@ class Devices:
         self._arenas: dict[int, Arena] = {}
         self._streams: dict[int, int] = {}
         self._freed: deque[tuple[int, Block]] = deque()
-        self._regions: dict[int, Region] = {}
         self._cuda: Cuda | None = None
 
     @property
@@ -283,37 +250,7 @@ class Devices:
             self.free(source.device, block)
 
     def owns(self, segment: int) -> bool:
-        return segment in self._regions or any(
-            known.id == segment for arena in self._arenas.values() for known in arena.segments
-        )
-
-    # ------------------------------------------------------------------------------------ memory of others
-
-    @property
-    def takes_names(self) -> bool:
-        """Whether memory on the host can be announced by its name."""
-        return self._memory.by_name
-
-    def announce(self, size: int, name: str) -> Region:
-        """Memory that another process has exported, or made, under that name."""
-        if not (self._memory.on_gpu if is_device(name) else self._memory.by_name):
-            raise Unsupported("the server takes no memory of others from this connection: that needs the role operate")
-        region = Region(self._memory.owner << OWNER_SHIFT | next(self._memory.numbers), size, name)
-        self._regions[region.id] = region
-        self._memory.maps.append(region)
-        return region
-
-    def withdraw(self, region: Region) -> None:
-        """Requests that name it already still find it."""
-        if self._regions.pop(region.id, None) is None:
-            return
-        if region in self._memory.maps:
-            self._memory.maps.remove(region)
-        else:
-            self._memory.unmaps.append(region.id)
-
-    def region(self, segment: int) -> Region | None:
-        return self._regions.get(segment)
+        return any(known.id == segment for arena in self._arenas.values() for known in arena.segments)
 
     # ------------------------------------------------------------------------------------ connections
 
@@ -325,15 +262,6 @@ class Devices:
             before = [segment.id for segment in arena.segments]
             arena.renumber(owner)
             numbers |= {old: segment.id for old, segment in zip(before, arena.segments, strict=True)}
-        regions, self._regions = list(self._regions.values()), {}
-        for region in regions:
-            old, region.id = region.id, owner << OWNER_SHIFT | next(self._memory.numbers)
-            numbers[old] = region.id
-            self._regions[region.id] = region
-            if region.on_gpu:
-                self._tell(region)
-            elif self._memory.by_name:
-                self._memory.maps.append(region)
         return numbers
 
     def close(self) -> None:
@@ -344,7 +272,6 @@ class Devices:
             idle = [segment.extent for segment in arena.segments if not segment.blocks.used]
             _spare.setdefault((os.getpid(), device), []).extend(e for e in idle if isinstance(e, CudaExtent))
         self._arenas.clear()
-        self._regions.clear()
         streams, self._streams = self._streams, {}
         for device, stream in streams.items():
             self.cuda.end_stream(device, stream)

@@ -15,7 +15,8 @@ import numpy as np
 from shmserve.dtypes import ITEM_BYTES, from_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.messages import DIMS, INLINE_BYTES, NAME_LENGTH, TENSORS, Handle, Tensor
-from shmserve.session.device import RegionPart, interface_of
+from shmserve.session.device import interface_of
+from shmserve.session.foreign import RegionPart
 from shmserve.session.memory import Memory
 from shmserve.session.results import NUMPY
 from shmserve.session.ticket import Array, Kept

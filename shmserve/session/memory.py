@@ -21,7 +21,8 @@ import numpy.typing as npt
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
 from shmserve.messages import FRAME_BYTES, Handle, Map, Tensor
-from shmserve.session.device import DeviceArray, Devices, Region
+from shmserve.session.device import DeviceArray, Devices
+from shmserve.session.foreign import Foreign, Region
 from shmserve.session.results import NUMPY, from_bytes
 from shmserve.session.ticket import Array, Kept
 from shmserve.shm import memfd, posix
@@ -58,6 +59,7 @@ class Memory:
         self.numbers = count(1)
         """Of all own segments."""
         self._devices: Devices | None = None
+        self._foreign: Foreign | None = None
         self._limit_bytes = limit_bytes
         self._freed: deque[Block] = deque()
         self._arena = Arena(
@@ -89,6 +91,13 @@ class Memory:
         if self._devices is None:
             self._devices = Devices(self, self._limit_bytes)
         return self._devices
+
+    @property
+    def foreign(self) -> Foreign:
+        """What others have made."""
+        if self._foreign is None:
+            self._foreign = Foreign(self)
+        return self._foreign
 
     def empty_on(self, device: str | int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         """An array on a device, "cuda:0" or its number, as this process counts them."""
@@ -176,6 +185,8 @@ class Memory:
     def is_own(self, handle: Handle) -> bool:
         if any(segment.id == handle.segment for segment in self._arena.segments):
             return True
+        if self._foreign is not None and handle.segment in self._foreign.regions:
+            return True
         return self._devices is not None and self._devices.owns(handle.segment)
 
     # ------------------------------------------------------------------------------------ connections
@@ -190,7 +201,9 @@ class Memory:
         self.unmaps.clear()
         self._arena.renumber(owner)
         numbers = {old: segment.id for old, segment in zip(before, segments, strict=True)}
-        return numbers if self._devices is None else numbers | self._devices.connected(owner)
+        if self._devices is not None:
+            numbers |= self._devices.connected(owner)
+        return numbers if self._foreign is None else numbers | self._foreign.connected(owner)
 
     def disconnected(self) -> None:
         """What was mapped, and what was to be returned, belonged to the connection. Views of it stay valid."""
@@ -202,6 +215,7 @@ class Memory:
         self._arena.close()
         if self._devices is not None:
             self._devices.close()
+        self._foreign = None
         self.mapped.close()
         self._freed.clear()
         self.maps.clear()

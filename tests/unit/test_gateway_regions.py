@@ -18,7 +18,7 @@ from shmserve.clients.gateway.kserve.plans import Place
 from shmserve.clients.gateway.regions import Order, Region, Regions
 from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unsupported
 from shmserve.messages import Handle
-from shmserve.session.device import Devices
+from shmserve.session.foreign import Foreign
 from shmserve.session.memory import Memory
 from shmserve.shm.cuda import parts_of
 from tests.gpu_harness import standins
@@ -122,22 +122,22 @@ UUIDS = ["GPU-" + "00112233-4455-6677-8899-aabbccddeeff", "GPU-" + "01" * 16]
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Foreign]:
     """A link to a broker that has GPUs."""
     monkeypatch.setenv("STANDIN_GPUS", json.dumps([{"uuid": uuid, "pci": str(n)} for n, uuid in enumerate(UUIDS)]))
     memory = Memory("memfd", 1 << 20)
     with standins():
-        yield memory.devices
+        yield memory.foreign
     memory.close()
 
 
-def test_memory_on_a_gpu_is_only_passed_on(devices: Devices) -> None:
+def test_memory_on_a_gpu_is_only_passed_on(foreign: Foreign) -> None:
     handle = bytes(range(64))
-    regions = Regions(True, lambda: devices)
+    regions = Regions(True, lambda: foreign)
     regions.register("g", DeviceOrder(handle, 1, 1000))
     assert regions.status("cuda", "") == [{"name": "g", "device_id": 1, "byte_size": 1000}]
     assert regions.status("system", "") == []
-    (told,) = [segment.map() for segment in devices._memory.maps]
+    (told,) = [segment.map() for segment in foreign._memory.maps]
     assert told.size == 1000
     assert told.name is not None
     assert parts_of(told.name) == (handle, b"\x01" * 16)
@@ -148,15 +148,15 @@ def test_memory_on_a_gpu_is_only_passed_on(devices: Devices) -> None:
         regions.find(Place("g", 100, 901))
     with pytest.raises(AlreadyExists):
         regions.register("g", Order("/k", 1))
-    devices._memory.maps.clear()  # it has been told
-    devices._memory.connected(9)
-    assert part.handle == Handle(devices._memory.maps[0].id, 100, 900)
+    foreign._memory.maps.clear()  # it has been told
+    foreign._memory.connected(9)
+    assert part.handle == Handle(foreign._memory.maps[0].id, 100, 900)
     assert part.handle.segment >> 32 == 9
-    devices._memory.maps.clear()
+    foreign._memory.maps.clear()
     regions.unregister("system", "")
     assert regions.status("cuda", "g")
     regions.unregister("cuda", "g")
-    assert devices._memory.unmaps == [part.handle.segment]
+    assert foreign._memory.unmaps == [part.handle.segment]
     with pytest.raises(NotFound):
         regions.find(Place("g", 0, 1))
 
@@ -174,15 +174,15 @@ def test_memory_on_a_gpu_is_only_passed_on(devices: Devices) -> None:
         (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1 here"),
     ],
 )
-def test_memory_on_a_gpu_that_is_refused(devices: Devices, order: DeviceOrder, said: str) -> None:
-    regions = Regions(True, lambda: devices)
+def test_memory_on_a_gpu_that_is_refused(foreign: Foreign, order: DeviceOrder, said: str) -> None:
+    regions = Regions(True, lambda: foreign)
     with pytest.raises(InvalidRequest, match=said):
         regions.register("g", order)
     assert regions.status("cuda", "") == []
-    assert devices._memory.maps == []
+    assert foreign._memory.maps == []
 
 
-def test_memory_on_a_gpu_where_the_broker_takes_none(devices: Devices) -> None:
-    devices._memory.on_gpu = False
+def test_memory_on_a_gpu_where_the_broker_takes_none(foreign: Foreign) -> None:
+    foreign._memory.on_gpu = False
     with pytest.raises(Unsupported, match="needs the role operate"):
-        Regions(True, lambda: devices).register("g", DeviceOrder(bytes(64), 0, 10))
+        Regions(True, lambda: foreign).register("g", DeviceOrder(bytes(64), 0, 10))
