@@ -1,7 +1,6 @@
 """The protobuf side of model_config.proto: its descriptors, an empty message, and the way from there to our structs.
 
-The rule of the file: the descriptors live in a pool of their own. Other packages register a file of the same names in
-the process-wide pool, and two of them there would be an error at import.
+The rule of the file: nothing here knows a field by its name.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
+from shmserve.pools import pool_of
 from shmserve.repo.outline import shown
 from shmserve.repo.schema import ModelConfig
 
@@ -22,17 +22,7 @@ Field = Any
 """A field's descriptor. Its class differs between protobuf's versions and implementations."""
 
 PACKAGE = "inference"
-_FILE = Path(__file__).with_name("model_config.binpb")
-
-
-def _pool() -> descriptor_pool.DescriptorPool:
-    pool = descriptor_pool.DescriptorPool()
-    for file in descriptor_pb2.FileDescriptorSet.FromString(_FILE.read_bytes()).file:
-        pool.Add(file)
-    return pool
-
-
-POOL = _pool()
+POOL = pool_of(Path(__file__).with_name("model_config.binpb"))
 CONFIG: Descriptor = POOL.FindMessageTypeByName(f"{PACKAGE}.ModelConfig")
 _CONFIG_CLASS = message_factory.GetMessageClass(CONFIG)
 

@@ -13,22 +13,13 @@ from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import message_factory
 
 import shmserve.clients.gateway
+from shmserve.pools import pool_of
 
-_FILE = Path(shmserve.clients.gateway.__file__).with_name("grpc") / "grpc.binpb"
 INFERENCE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
-
-
-def _pool() -> descriptor_pool.DescriptorPool:
-    pool = descriptor_pool.DescriptorPool()
-    for file in descriptor_pb2.FileDescriptorSet.FromString(_FILE.read_bytes()).file:
-        pool.Add(file)
-    return pool
-
-
-POOL = _pool()
+POOL = pool_of(Path(shmserve.clients.gateway.__file__).with_name("grpc") / "grpc.binpb")
 
 
 def message(name: str, /, **fields: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The messages of gRPC as protobuf has them: grpc.binpb, which `make proto` writes. The rule of the file: descriptors
-live in a pool of their own, as other packages register messages of the same names in the one of the process.
+"""The messages of gRPC as protobuf has them: grpc.binpb, which `make proto` writes. The rule of the file: no error
+of protobuf's leaves it.
 """
 
 from __future__ import annotations
@@ -7,24 +7,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
+from google.protobuf import json_format, message_factory
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.errors import Internal, InvalidRequest
+from shmserve.pools import pool_of
 
 INFERENCE = "inference.GRPCInferenceService"
 HEALTH = "grpc.health.v1.Health"
-_FILE = Path(__file__).with_name("grpc.binpb")
-
-
-def _pool() -> descriptor_pool.DescriptorPool:
-    pool = descriptor_pool.DescriptorPool()
-    for file in descriptor_pb2.FileDescriptorSet.FromString(_FILE.read_bytes()).file:
-        pool.Add(file)
-    return pool
-
-
-POOL = _pool()
+POOL = pool_of(Path(__file__).with_name("grpc.binpb"))
 
 
 def message_class(name: str) -> Any:

@@ -1,0 +1,16 @@
+"""Descriptors of messages, from the files that `make proto` writes. The rule of the file: they live in pools of their
+own. Other packages register files of the same names in the process-wide pool, where two would be an error at import.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from google.protobuf import descriptor_pb2, descriptor_pool
+
+
+def pool_of(path: Path) -> descriptor_pool.DescriptorPool:
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes()).file:
+        pool.Add(file)
+    return pool
