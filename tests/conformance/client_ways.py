@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -28,15 +26,6 @@ LINKS: dict[str, tuple[Callable[[FakeBroker], str], dict[str, Any]]] = {
     "tcp": (lambda broker: broker.tcp, {}),
 }
 CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError)
-
-
-@pytest.fixture
-def broker() -> Iterator[FakeBroker]:
-    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
-        made = FakeBroker(Path(folder))
-        made.start()
-        yield made
-        made.stop()
 
 
 WAYS = [

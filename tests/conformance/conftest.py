@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.client_ways import broker, client, connect, link, way
+from tests.conformance.client_ways import client, connect, link, way
+from tests.running_broker import broker
 
 __all__ = ["broker", "client", "connect", "link", "way"]

@@ -12,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from shmserve.clients.commands_operate import progress
 from shmserve.clients.commands_status import instance_rows, models_table
 from shmserve.tables import bytes_text
 from tests.fake_broker import NOTHING, FakeBroker
+from tests.running_broker import running
 
 END_S = 60
 ROOT = Path(__file__).parents[2]
@@ -82,11 +82,8 @@ class Operated(FakeBroker):
 
 @pytest.fixture
 def broker() -> Iterator[Operated]:
-    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
-        made = Operated(Path(folder))
-        made.start()
+    with running(Operated) as made:
         yield made
-        made.stop()
 
 
 def run(broker: FakeBroker, *words: str) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +19,6 @@ from tests.fake_broker import FakeBroker
 assert FACES, "its import makes the pipe of uvloop before any test is watched"
 X = np.arange(4, dtype=np.float32)
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
-
-
-@pytest.fixture
-def broker() -> Iterator[FakeBroker]:
-    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
-        made = FakeBroker(Path(folder))
-        made.start()
-        yield made
-        made.stop()
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

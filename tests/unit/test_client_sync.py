@@ -8,11 +8,9 @@ import gc
 import os
 import queue
 import signal
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,15 +25,6 @@ as_completed: Callable[..., Iterator[Any]] = concurrent.futures.as_completed
 X = np.arange(4, dtype=np.float32)
 
 
-@pytest.fixture
-def broker() -> Iterator[FakeBroker]:
-    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
-        made = FakeBroker(Path(folder))
-        made.start()
-        yield made
-        made.stop()
-
-
 @pytest.fixture(params=["lane", "ipc"])
 def client(request: pytest.FixtureRequest, broker: FakeBroker) -> Iterator[shmserve.Client]:
     with shmserve.Client(getattr(broker, request.param)) as made:
@@ -44,29 +33,11 @@ def client(request: pytest.FixtureRequest, broker: FakeBroker) -> Iterator[shmse
 
 def run_all(jobs: list[Callable[[], Any]]) -> list[Any]:
     """Each in a thread of its own; what they return, or the first error."""
-    results: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run(number: int, job: Callable[[], Any]) -> None:
-        try:
-            results.put((number, job(), None))
-        except BaseException as error:
-            results.put((number, None, error))
-
-    threads = [threading.Thread(target=run, args=(number, job)) for number, job in enumerate(jobs)]
-    for thread in threads:
-        thread.start()
-    found: list[Any] = [None] * len(jobs)
-    failures = []
-    for _ in threads:
-        number, result, error = results.get(timeout=60)
-        found[number] = result
-        if error is not None:
-            failures.append(error)
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return found
+    pool = concurrent.futures.ThreadPoolExecutor(len(jobs))
+    futures = [pool.submit(job) for job in jobs]
+    _, hanging = concurrent.futures.wait(futures, timeout=60)
+    pool.shutdown(wait=not hanging)
+    return [future.result(0) for future in futures]
 
 
 # ------------------------------------------------------------------------------------------------ threads

@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,13 @@ from hypothesis import strategies as st
 from shmserve.broker.logs import INDENT, Formatter, printable, say, set_up
 
 log = logging.getLogger("shmserve.test")
+pytestmark = pytest.mark.usefixtures("own_log")
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def settings(**given: Any) -> argparse.Namespace:
     known = {"log_verbose": 0, "log_info": True, "log_warning": True, "log_error": True}
     return argparse.Namespace(**known | {"log_format": "default", "log_file": None} | given)
-
-
-@pytest.fixture(autouse=True)
-def _root() -> Iterator[None]:
-    """The root's own handlers are the test runner's."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.handlers[:] = []
-    yield
-    for handler in root.handlers:
-        handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.mark.parametrize(
