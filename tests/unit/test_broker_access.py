@@ -23,6 +23,7 @@ from shmserve.broker import lane
 from shmserve.broker.access import Access, Principal, Rule, rule
 from shmserve.broker.lane import LaneDoor, give, open_to_group, peer, room_for
 from shmserve.errors import Denied
+from tests.fake_loop import Loop
 
 ME = pwd.getpwuid(os.geteuid())
 MINE = grp.getgrgid(os.getegid())
@@ -94,27 +95,6 @@ def test_roles_are_the_union_of_what_matches(
 # ---------------------------------------------------------------------------------------------- the door
 
 
-class Loop:
-    """Of a loop what the door uses; nothing happens by itself."""
-
-    def __init__(self) -> None:
-        self.readers: dict[int, Any] = {}
-        self.later: list[Any] = []
-
-    def add_reader(self, number: int, call: Any) -> None:
-        self.readers[number] = call
-
-    def remove_reader(self, number: int) -> None:
-        self.readers.pop(number, None)
-
-    def call_later(self, _: float, call: Any) -> Any:
-        self.later.append(call)
-        return self
-
-    def cancel(self) -> None:
-        self.later.clear()
-
-
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneDoor]]:
     loop, opened = Loop(), []
@@ -161,7 +141,7 @@ def test_out_of_descriptors_nobody_is_let_in_for_a_while(
         assert not opened
         assert not loop.readers
         assert os.strerror(errno.EMFILE) in caplog.text
-        loop.later.pop()()
+        loop.fire()
         (accept,) = loop.readers.values()
         accept()
         assert len(opened) == 1

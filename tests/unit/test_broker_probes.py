@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from shmserve.broker.probes import LIMIT_S, Probes
 from shmserve.messages import Probe, Probed
-
-
-class Timer:
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call = call
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class Loop:
-    def __init__(self) -> None:
-        self.timers: list[Timer] = []
-
-    def call_later(self, seconds: float, call: Callable[..., None], *more: Any) -> Timer:
-        assert seconds == LIMIT_S
-        self.timers.append(Timer(lambda: call(*more)))
-        return self.timers[-1]
+from tests.fake_loop import Loop
 
 
 def made() -> tuple[Loop, Probes, list[tuple[int, Probe]], list[bool]]:
@@ -60,7 +39,7 @@ def test_one_is_enough_to_say_no() -> None:
 def test_who_does_not_answer_is_not_ready() -> None:
     loop, probes, _, answers = made()
     probes.ask([1], answers.append)
-    loop.timers[0].call()
+    assert loop.fire() == LIMIT_S
     probes.said(1, Probed(1, True))
     assert answers == [False]
     probes.ask([1, 2], answers.append)

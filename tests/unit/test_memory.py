@@ -19,35 +19,9 @@ from shmserve.broker.cgroups import CannotHave, Groups
 from shmserve.broker.memory import GPU_KNOBS, LOOK_S, NEAR_S, Memory
 from shmserve.broker.terms import Terms, terms_of
 from shmserve.repo.schema import ModelConfig, ModelParameter
+from tests.fake_loop import Loop
 
 MIB = 1 << 20
-
-
-class Timer:
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call = call
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class Loop:
-    """Its time passes when somebody says so."""
-
-    def __init__(self) -> None:
-        self.timers: list[tuple[float, Timer]] = []
-
-    def call_later(self, after: float, call: Callable[[], None]) -> Timer:
-        timer = Timer(call)
-        self.timers.append((after, timer))
-        return timer
-
-    def fire(self) -> float:
-        after, timer = self.timers.pop()
-        assert not self.timers
-        timer.call()
-        return after
 
 
 class Place:
@@ -108,7 +82,7 @@ def test_without_limits_nobody_looks() -> None:
     place.loop.fire()
     assert not place.loop.timers
     place.memory.started(3, 103, MIB)
-    ((_, timer),) = place.loop.timers
+    (timer,) = place.loop.timers
     place.memory.close()
     assert timer.cancelled
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,9 @@ from shmserve.broker.traces import TraceFile, TraceSettings, config
 from shmserve.core.effects import Log, Traced
 from shmserve.core.trace import PER_SECOND, Sample
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from tests.fake_loop import Loop
+
+pytestmark = pytest.mark.usefixtures("own_log")
 
 OFF = {
     "trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1", "log_frequency": "0", "trace_file": "",
@@ -28,19 +30,6 @@ LOG = {
     "log_format": "default",
 }  # fmt: skip
 ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3), st.lists, max_leaves=3)
-
-
-@pytest.fixture(autouse=True)
-def _root() -> Iterator[None]:
-    """The root's own handlers are the test runner's."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.handlers[:] = []
-    yield
-    for handler in root.handlers:
-        handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 # ---------------------------------------------------------------------------------------- the log
@@ -234,25 +223,6 @@ def test_the_flag(text: str, found: tuple[str, Any] | None) -> None:
 
 
 # ---------------------------------------------------------------------------------------- the file
-
-
-class Loop:
-    """Timers that fire when the test says so."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Any] = []
-
-    def call_later(self, seconds: float, work: Any) -> Loop:
-        self.waiting.append(work)
-        return self
-
-    def cancel(self) -> None:
-        self.waiting.clear()
-
-    def fire(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for work in waiting:
-            work()
 
 
 def traced(number: int, times: tuple[int, ...] = (3, 4, 5, 6), **more: Any) -> Traced:

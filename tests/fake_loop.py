@@ -1,0 +1,43 @@
+"""Of an event loop what parts of the broker use of it. The rule: nothing happens by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+
+class Timer:
+    def __init__(self, after: float, call: Callable[[], None]) -> None:
+        self.after = after
+        self.call = call
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Loop:
+    """Its time passes when somebody says so."""
+
+    def __init__(self) -> None:
+        self.timers: list[Timer] = []
+        self.readers: dict[int, Any] = {}
+
+    def call_later(self, after: float, call: Callable[..., None], *more: Any) -> Timer:
+        self.timers.append(Timer(after, partial(call, *more)))
+        return self.timers[-1]
+
+    def add_reader(self, number: int, call: Any) -> None:
+        self.readers[number] = call
+
+    def remove_reader(self, number: int) -> None:
+        self.readers.pop(number, None)
+
+    def fire(self) -> float:
+        """The one timer that there is. After how long it was to be."""
+        timer = self.timers.pop()
+        assert not self.timers
+        assert not timer.cancelled
+        timer.call()
+        return timer.after
