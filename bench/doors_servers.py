@@ -23,7 +23,7 @@ from time import monotonic
 from urllib.error import URLError
 
 from bench import models
-from bench.processes import descendants
+from bench.processes import descendants, own_seconds
 from bench.setting import serving
 
 START_S, END_S, LOOK_S = 90.0, 60.0, 0.05
@@ -99,7 +99,7 @@ class Serving:
         below = {pid for top in self.pids.values() for pid in descendants(top)}
         found = dict.fromkeys([*self.pids, "model"], 0.0)
         for pid in {*below, *named}:
-            found[named.get(pid, "model")] += _busy(pid)
+            found[named.get(pid, "model")] += own_seconds(pid)
         return found
 
     def answered(self, model: str) -> int:
@@ -107,14 +107,6 @@ class Serving:
         with urllib.request.urlopen(f"http://{self.http}/v2/models/{model}/stats", timeout=END_S) as answer:
             (stats,) = json.load(answer)["model_stats"]
         return int(stats["inference_stats"]["success"]["count"])
-
-
-def _busy(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:  # it has ended since it was listed
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # ---------------------------------------------------------------------------------------- ours

@@ -17,8 +17,8 @@ from typing import Any
 from bench import models
 from bench.child import Apart, Child
 from bench.courses import Course, beyond, together
-from bench.loading import TURN, Party, busy_seconds
-from bench.processes import descendants
+from bench.loading import TURN, Party
+from bench.processes import busy_seconds, descendants
 from bench.setting import Setting, serving
 
 LINKS = {"lane": "lane.sock", "zmq": "broker.sock"}

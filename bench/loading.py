@@ -24,7 +24,7 @@ from bench import models
 from bench.child import Answer, Child, Handler
 from bench.clock import summary
 from bench.engine import session
-from bench.processes import descendants
+from bench.processes import busy_seconds
 from bench.setting import Setting, serving
 from bench.table import micros
 
@@ -153,23 +153,6 @@ def script(model: str) -> Handler:
 
     cycle()
     return lambda seconds, period: again(cycle, seconds, period)
-
-
-def busy_seconds(pid: int) -> float:
-    """Processor time of a process, of all below it, and of those of them that have ended and been waited for."""
-    while True:
-        below = descendants(pid)
-        try:
-            ticks = sum(sum(map(int, _stat(one)[11:15])) for one in [pid, *below])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if descendants(pid) == below:
-            return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields from the third on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 # ------------------------------------------------------------------------------------------------ the measure

@@ -10,6 +10,9 @@ import select
 from pathlib import Path
 from time import monotonic
 
+TICKS = os.sysconf("SC_CLK_TCK")
+"""In a second of processor time."""
+
 
 def private_bytes(pid: int) -> int:
     """Private_Clean + Private_Dirty of every mapping but those of shared memory.
@@ -45,17 +48,20 @@ def resident_bytes(pid: int) -> int:
     return 0
 
 
+def _stat(pid: int) -> list[str]:
+    """The fields from the state on; none of a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def descendants(pid: int) -> list[int]:
     """All live processes below this one."""
     below: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if fields[0] != "Z":
+        fields = _stat(int(entry)) if entry.isdigit() else []
+        if fields and fields[0] != "Z":
             below.setdefault(int(fields[1]), []).append(int(entry))
     found, open_ = [], [pid]
     while open_:
@@ -63,6 +69,20 @@ def descendants(pid: int) -> list[int]:
         found += children
         open_ += children
     return found
+
+
+def own_seconds(pid: int) -> float:
+    """Processor time of this process alone; 0 once it has ended."""
+    return sum(map(int, _stat(pid)[11:13])) / TICKS
+
+
+def busy_seconds(pid: int) -> float:
+    """Processor time of a process, of all below it, and of those of them that have ended and been waited for."""
+    while True:
+        below = descendants(pid)
+        found = [fields for one in (pid, *below) if (fields := _stat(one))]
+        if len(found) == 1 + len(below) and descendants(pid) == below:
+            return sum(sum(map(int, fields[11:15])) for fields in found) / TICKS
 
 
 class Living:
@@ -94,7 +114,7 @@ class Others:
 def _busy() -> float:
     """Seconds of all cores that were not idle."""
     user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split(None, 11)[1:11])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq + steal) / TICKS
 
 
 def _ours() -> float:
@@ -113,8 +133,5 @@ def _of_a_stranger(name: str, ours: set[int]) -> bool:
     pid, _, rest = name.removeprefix("shmserve-").partition("-")
     if not pid.isdigit() or int(pid) in ours:
         return False
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return fields[0] != "Z" and rest.startswith(f"{fields[19]}-")
+    fields = _stat(int(pid))
+    return bool(fields) and fields[0] != "Z" and rest.startswith(f"{fields[19]}-")

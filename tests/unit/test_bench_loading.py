@@ -7,7 +7,8 @@ import resource
 
 import pytest
 
-from bench.loading import SPACING_NS, Found, Party, again, busy_seconds, paced
+from bench.loading import SPACING_NS, Found, Party, again, paced
+from bench.processes import busy_seconds
 
 MS = 1_000_000
 
