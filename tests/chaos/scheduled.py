@@ -8,6 +8,7 @@ has lost what it knew.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bench.child import Answer, Handler
-from bench.soak_client import Allowed, Call, Tally
+from bench.soak_client import PATIENCE, Allowed, Call, Tally
 from shmserve import errors
 
 MODELS = ("spread", "rows", "sums", "repeat", "calls")
@@ -25,7 +26,6 @@ ROWS = 6
 WIDTH = 4000
 PARTS = 20
 WINDOW = 3
-PATIENCE = 30.0
 
 SPREAD = """\
 import triton_python_backend_utils as pb_utils
@@ -151,110 +151,84 @@ def write(root: Path) -> None:
         (root / name / "1" / "model.py").write_text(text)
 
 
-class Rows:
+class Caller:
+    """One request after the other."""
+
+    def __init__(self, client: Any, seed: int) -> None:
+        self.client = client
+        self.random = random.Random(seed)
+
+    def timeout(self) -> float | None:
+        roll = self.random
+        return roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None
+
+    def ask(self, tally: Tally, call: Call, output: str = "y", cancel: bool = False, **options: Any) -> bool:
+        """Whether it was answered."""
+        tally.sent += 1
+        try:
+            future = self.client.submit(call.model, {"x": call.x}, timeout=call.timeout, **options)
+            if cancel:
+                call.cancelled = True
+                future.cancel()
+            result = future.result(PATIENCE)
+        except (errors.ServeError, CancelledError) as error:
+            tally.failed(call, error)
+        except TimeoutError:
+            tally.lost += 1
+        else:
+            tally.right(call.model, result[output], call.expected)
+            return True
+        return False
+
+
+class Rows(Caller):
     """Calls of the ensemble: each row is a request of its own to identity_FP32, which all others call, too."""
 
-    def __init__(self, client: Any, seed: int) -> None:
-        self._client = client
-        self._random = random.Random(seed)
-
     def one(self, tally: Tally) -> None:
-        roll = self._random
+        roll = self.random
         shape = (roll.randrange(ROWS), roll.randrange(1, WIDTH))
         x = np.full(shape, roll.randrange(1000), np.float32) + np.arange(shape[0], dtype=np.float32)[:, None]
-        call = Call(
-            "rows",
-            x,
-            2 * x if shape[0] else np.empty((0, 0), np.float32),
-            roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None,
-        )
-        tally.sent += 1
-        try:
-            future = self._client.submit("rows", {"x": x}, timeout=call.timeout)
-            if roll.random() < 0.1:
-                call.cancelled = True
-                future.cancel()
-            result = future.result(PATIENCE)
-        except (errors.ServeError, CancelledError) as error:
-            tally.failed(call, error)
-        except TimeoutError:
-            tally.lost += 1
-        else:
-            tally.right("rows", result["z"], call.expected)
+        expected = 2 * x if shape[0] else np.empty((0, 0), np.float32)
+        self.ask(tally, Call("rows", x, expected, self.timeout()), "z", cancel=roll.random() < 0.1)
 
 
-class Calls:
+class Calls(Caller):
     """Requests to a model that calls the models that all others call, too."""
 
-    def __init__(self, client: Any, seed: int) -> None:
-        self._client = client
-        self._random = random.Random(seed)
-
     def one(self, tally: Tally) -> None:
-        roll = self._random
+        roll = self.random
         x = np.full((roll.randrange(1, ROWS), roll.randrange(1, WIDTH)), roll.randrange(1000), np.float32)
-        call = Call("calls", x, 2 * x, roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None)
-        tally.sent += 1
-        try:
-            future = self._client.submit("calls", {"x": x}, timeout=call.timeout)
-            if roll.random() < 0.1:
-                call.cancelled = True
-                future.cancel()
-            result = future.result(PATIENCE)
-        except (errors.ServeError, CancelledError) as error:
-            tally.failed(call, error)
-        except TimeoutError:
-            tally.lost += 1
-        else:
-            tally.right("calls", result["y"], call.expected)
+        self.ask(tally, Call("calls", x, 2 * x, self.timeout()), cancel=roll.random() < 0.1)
 
 
-class Sums:
+class Sums(Caller):
     """A sequence after the other, each from its START to its END."""
 
-    def __init__(self, client: Any, seed: int) -> None:
-        self._client = client
-        self._random = random.Random(seed)
-
     def one(self, tally: Tally) -> None:
-        roll = self._random
+        roll = self.random
         key, length = roll.randrange(1, 1 << 48), roll.randrange(1, 12)
         total = np.zeros((1, 3), np.float32)
         for index in range(length):
             x = np.array([[roll.randrange(100) for _ in range(3)]], np.float32)
             total = total + x
-            call = Call("sums", x, total, None)
-            tally.sent += 1
-            begin, end = index == 0, index == length - 1
-            try:
-                future = self._client.submit("sums", {"x": x}, sequence=key, sequence_start=begin, sequence_end=end)
-                result = future.result(PATIENCE)
-            except errors.ServeError as error:
-                tally.failed(call, error)
+            place = {"sequence": key, "sequence_start": index == 0, "sequence_end": index == length - 1}
+            if not self.ask(tally, Call("sums", x, total, None), **place):
                 return
-            except TimeoutError:
-                tally.lost += 1
-                return
-            tally.right("sums", result["y"], call.expected)
 
 
-class Repeat:
+class Repeat(Caller):
     """Streams, of which some are left before their end."""
 
-    def __init__(self, client: Any, seed: int) -> None:
-        self._client = client
-        self._random = random.Random(seed)
-
     def one(self, tally: Tally) -> None:
-        roll = self._random
+        roll = self.random
         count, size = roll.randrange(PARTS), roll.choice([1, 1, 30, 5000])
         leave = roll.randrange(count) if count and roll.random() < 0.2 else -1
-        call = Call("repeat", None, None, roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None)
+        call = Call("repeat", None, None, self.timeout())
         tally.sent += 1
         came = 0
         x = np.array([[count, size]], np.float32)
         try:
-            for part in self._client.stream("repeat", {"x": x}, window=WINDOW, timeout=call.timeout):
+            for part in self.client.stream("repeat", {"x": x}, window=WINDOW, timeout=call.timeout):
                 if not np.array_equal(part["y"], np.full((1, size), came, np.float32)):
                     tally.fault(f"repeat: answer {came} of {count} is another one: {part['y'].shape}")
                 if came == leave:
@@ -294,11 +268,8 @@ def scheduled(url: str, seed: int, allowed: Allowed, reconnect_timeout: float) -
 
 
 def _together(answers: list[Answer]) -> Answer:
-    total: dict[str, Any] = {"sent": 0, "lost": 0, "wrong": 0, "examples": []}
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for answer in answers:
-        for key in total:
-            total[key] += answer[key]
-        for key, count in answer["counts"].items():
-            counts[key] = counts.get(key, 0) + count
-    return {**total, "counts": counts}
+        counts.update(answer["counts"])
+    total = {key: sum(answer[key] for answer in answers) for key in ("sent", "lost", "wrong")}
+    return {**total, "examples": [text for answer in answers for text in answer["examples"]], "counts": dict(counts)}
