@@ -211,7 +211,7 @@ class Sums(Caller):
         for index in range(length):
             x = np.array([[roll.randrange(100) for _ in range(3)]], np.float32)
             total = total + x
-            place = {"sequence": key, "sequence_start": index == 0, "sequence_end": index == length - 1}
+            place: dict[str, Any] = {"sequence": key, "sequence_start": index == 0, "sequence_end": index == length - 1}
             if not self.ask(tally, Call("sums", x, total, None), **place):
                 return
 
