@@ -6,7 +6,7 @@ import argparse
 import re
 import socket
 
-from shmserve.access import ROLES
+from shmserve.access import roles_of
 from shmserve.clients import keys
 from shmserve.clients.commands_base import Failed, Misuse, print_json
 
@@ -17,9 +17,10 @@ def keygen(args: argparse.Namespace) -> int:
     name = args.name or socket.gethostname().partition(".")[0] or "shmserve"
     if not _NAME.fullmatch(name):
         raise Misuse(f"'{name}' is no name for keys: up to 64 letters, digits and . _ - @, the first a letter or digit")
-    for role in args.roles.split(","):
-        if role not in ROLES:
-            raise Misuse(f"'{role}' is no role; roles are {', '.join(ROLES)}")
+    try:
+        roles_of(args.roles)
+    except ValueError as error:
+        raise Misuse(str(error)) from error
     pair = keys.make_pair()
     try:
         args.out.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -70,5 +70,15 @@ def names(roles: int) -> list[str]:
     return [name for name, bit in ROLES.items() if roles & bit]
 
 
+def roles_of(text: str) -> int:
+    """ROLE,ROLE as it is written in flags and files. ValueError."""
+    roles = NOBODY
+    for name in text.split(","):
+        if name not in ROLES:
+            raise ValueError(f"{name[:40]!r} is no role; roles are {', '.join(ROLES)}")
+        roles |= ROLES[name]
+    return roles
+
+
 def _have(roles: int) -> str:
     return " and ".join(names(roles)) or "none"

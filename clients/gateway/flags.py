@@ -8,13 +8,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from shmserve.access import INFER, OBSERVE, ROLES, names, roles_of
 from shmserve.clients.gateway.guards import restrict
 from shmserve.clients.gateway.http2 import start as http2_start
 from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
-
-INFER, OBSERVE, OPERATE = "infer", "observe", "operate"
-ROLES = (INFER, OBSERVE, OPERATE)
-"""What a door lets callers do."""
 
 
 def add(made: argparse.ArgumentParser) -> None:
@@ -30,8 +27,8 @@ def add(made: argparse.ArgumentParser) -> None:
     option("--metrics-port", metavar="N", type=_port, default=8002, help="its port (default: %(default)s; 0: any)")
     option("--no-metrics", dest="allow_metrics", action="store_false", help="as --allow-metrics=false")
     option("--http-roles", metavar="ROLE,ROLE", type=_roles,
-           help=f"what callers may do, of {', '.join(ROLES)} (default: {INFER},{OBSERVE}; with --tokens-file nothing, "
-           "but for those with a token)")  # fmt: skip
+           help=f"what callers may do, of {', '.join(ROLES)} (default: {','.join(names(INFER | OBSERVE))}; with "
+           "--tokens-file nothing, but for those with a token)")  # fmt: skip
     option("--grpc-roles", metavar="ROLE,ROLE", type=_roles, help="the same for gRPC (default: as --http-roles)")
     option("--allow-client-shm", metavar="BOOL", type=_bool, nargs="?", const=True, default=False,
            help="callers may register shared memory of this machine (default: false)")  # fmt: skip
@@ -140,7 +137,8 @@ def _seconds(text: str) -> float:
 
 
 def _roles(text: str) -> str:
-    for name in text.split(","):
-        if name not in ROLES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no role; roles are {', '.join(ROLES)}")
+    try:
+        roles_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from shmserve.access import EVERYTHING, INFER, NOBODY, OBSERVE, ROLES
+from shmserve.access import EVERYTHING, INFER, NOBODY, OBSERVE, roles_of
 
 FORM = "WHO=ROLE,ROLE with WHO one of uid:N, gid:N, user:NAME, group:NAME, *"
 _MOST_ID = 2**32 - 2
@@ -72,11 +72,7 @@ def rule(text: str) -> Rule:
     who, given, roles = text.rpartition("=")
     if not given:
         raise ValueError(f"'{text}' is not {FORM}")
-    bits = NOBODY
-    for name in roles.split(","):
-        if name not in ROLES:
-            raise ValueError(f"'{name}' is no role; roles are {', '.join(ROLES)}")
-        bits |= ROLES[name]
+    bits = roles_of(roles)
     if who == "*":
         return Rule("*", "", bits)
     kind, _, name = who.partition(":")

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from bench.mischief import Mischief
 from shmserve import messages, wire
-from shmserve.clients.gateway.flags import ROLES
+from shmserve.access import ROLES
 from shmserve.clients.gateway.guards.access import Access
 from shmserve.clients.gateway.http import bodies, heads
 from shmserve.clients.gateway.kserve import documents, generate

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.flags import ROLES
+from shmserve.access import ROLES
 from shmserve.clients.gateway.guards.access import Access
 from shmserve.clients.gateway.http.connection import Connection
 from shmserve.clients.gateway.http.heads import Heads

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway import flags
+from shmserve.access import ROLES
 from shmserve.clients.gateway.grpc import wire as grpc_wire
 from shmserve.clients.gateway.grpc.codes import Code, RpcError, code_of
 from shmserve.clients.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
@@ -21,9 +21,9 @@ from shmserve.clients.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
 from shmserve.clients.gateway.grpc.rpcs import RPCS
 from shmserve.clients.gateway.grpc.services import Services
 from shmserve.clients.gateway.grpc.wire import IS_FINAL, Answers, stream_error, streamed, take_apart
-from shmserve.clients.gateway.guards.access import Access
+from shmserve.clients.gateway.guards.access import NEEDS, Access
 from shmserve.clients.gateway.http.limits import Limits
-from shmserve.clients.gateway.http.routes import NEEDS, Route
+from shmserve.clients.gateway.http.routes import Route
 from shmserve.clients.gateway.kserve.documents import BadLoad, Known, Question, question_of
 from shmserve.clients.gateway.kserve.elements import CONTENTS, contents_to_bytes
 from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Spec
@@ -399,7 +399,7 @@ def test_who_has_none_of_the_roles_is_refused_before_a_message_is_read() -> None
         f"/{INFERENCE}/ModelStreamInfer": "infer",
         f"/{HEALTH}/Check": "ready",
     }
-    for roles in (set(some) for count in range(4) for some in itertools.combinations(flags.ROLES, count)):
+    for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
         services = Services(nothing, Limits(), Access(roles, knob="--grpc-roles"), Regions(False))
         for path, action in paths.items():
             stream: Any = _Stream(path)

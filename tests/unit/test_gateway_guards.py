@@ -16,15 +16,14 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.access import ROLES
 from shmserve.clients import cli
 from shmserve.clients.commands_base import Failed, Misuse
-from shmserve.clients.gateway import flags
 from shmserve.clients.gateway.guards import headers, restrict, tls, tokens
-from shmserve.clients.gateway.guards.access import OPEN, Access, Unauthenticated
+from shmserve.clients.gateway.guards.access import NEEDS, OPEN, Access, Unauthenticated
 from shmserve.clients.gateway.guards.doors import Guards
 from shmserve.clients.gateway.guards.tls import Files, Given
 from shmserve.clients.gateway.http.heads import Heads, parse
-from shmserve.clients.gateway.http.routes import NEEDS
 from shmserve.errors import Denied, InvalidRequest
 from shmserve.messages import PARAMETERS
 
@@ -47,7 +46,7 @@ def digest(token: str) -> str:
 @pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
 def test_who_has_none_of_the_roles_is_refused(action: str) -> None:
     """Every action against every set of roles; one that is not in the table nobody has."""
-    for roles in (set(some) for count in range(4) for some in itertools.combinations(flags.ROLES, count)):
+    for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
         access = Access(roles)
         if roles & set(NEEDS.get(action, ())):
             access.check(action, nothing)
@@ -58,9 +57,9 @@ def test_who_has_none_of_the_roles_is_refused(action: str) -> None:
 
 @pytest.mark.parametrize("action", [*NEEDS, "whatever", ""])
 def test_tokens_give_their_roles_and_nobody_else_has_any(action: str) -> None:
-    known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in flags.ROLES))
+    known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in ROLES))
     access = Access((), known)
-    for role in flags.ROLES:
+    for role in ROLES:
         bearer = {"authorization": f"Bearer {role}"}
         if role in NEEDS.get(action, ()):
             access.check(action, bearer.get)
@@ -94,12 +93,12 @@ def test_pages_in_browsers_change_nothing_in_the_name_of_who_looks_at_them() -> 
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
     changing |= {"memory_register", "memory_unregister", "memory_status"}
     for action in NEEDS:
-        Access(flags.ROLES, tokens.Tokens(f"a operate {digest('t')}")).check(action, page.get)
+        Access(ROLES, tokens.Tokens(f"a operate {digest('t')}")).check(action, page.get)
         if action in changing:
             with pytest.raises(Denied, match="a page in a browser"):
-                Access(flags.ROLES).check(action, page.get)
+                Access(ROLES).check(action, page.get)
         else:
-            Access(flags.ROLES).check(action, page.get)
+            Access(ROLES).check(action, page.get)
 
 
 # ---------------------------------------------------------------------------------------- tokens
@@ -276,7 +275,7 @@ def test_heads_say_who_may_and_what_goes_on() -> None:
 
 
 def test_two_authorizations_are_none() -> None:
-    access = Access(flags.ROLES, tokens.Tokens(f"a infer {digest('a')}\nb infer {digest('b')}"))
+    access = Access(ROLES, tokens.Tokens(f"a infer {digest('a')}\nb infer {digest('b')}"))
     for other in "ab":
         head = parse(lines("Authorization: Bearer a", f"authorization: Bearer {other}"), access=access)
         assert isinstance(head.refusal, Unauthenticated)

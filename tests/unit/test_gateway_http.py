@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway import flags
-from shmserve.clients.gateway.guards.access import Access
+from shmserve.access import ROLES
+from shmserve.clients.gateway.guards.access import NEEDS, OPERATE, Access
 from shmserve.clients.gateway.http import bodies
 from shmserve.clients.gateway.http.heads import BadHead, Heads, parse
-from shmserve.clients.gateway.http.routes import NEEDS, Route, resolve
+from shmserve.clients.gateway.http.routes import Route, resolve
 from shmserve.clients.gateway.kserve import documents
 from shmserve.clients.gateway.regions import Regions
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 
-EVERYBODY = Access(flags.ROLES)
+EVERYBODY = Access(ROLES)
 
 # ---------------------------------------------------------------------------------------- heads
 
@@ -258,7 +258,7 @@ def test_the_door_of_metrics_has_one_path() -> None:
 def test_roles_that_are_given_by_default_change_nothing() -> None:
     """Whoever may not operate can neither change what is served nor what the server writes down."""
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
-    assert {action for action, needs in NEEDS.items() if needs == (flags.OPERATE,)} == changing
+    assert {action for action, needs in NEEDS.items() if needs == (OPERATE,)} == changing
 
 
 # ---------------------------------------------------------------------------------------- documents

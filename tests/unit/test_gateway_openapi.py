@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from shmserve.clients.gateway.guards.access import NEEDS
 from shmserve.clients.gateway.http import openapi
-from shmserve.clients.gateway.http.routes import NEEDS, PATHS, resolve
+from shmserve.clients.gateway.http.routes import PATHS, resolve
 from shmserve.clients.gateway.kserve.plans import plan_of
 
 DOCUMENT = json.loads(openapi.text())

@@ -6,12 +6,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from shmserve.clients.gateway.flags import OBSERVE, OPERATE
+from shmserve.access import ROLES
 from shmserve.clients.gateway.guards.restrict import Restrictions
 from shmserve.clients.gateway.guards.tokens import Tokens
-from shmserve.clients.gateway.http.routes import NEEDS
 from shmserve.errors import Denied
 
+INFER, OBSERVE, OPERATE = ROLES
+_ANY = tuple(ROLES)
+NEEDS = {
+    "live": _ANY,
+    "ready": _ANY,
+    "model_ready": _ANY,
+    "metadata": _ANY,
+    "model_metadata": _ANY,
+    "config": (OBSERVE, OPERATE),
+    "statistics": (OBSERVE, OPERATE),
+    "index": (OBSERVE, OPERATE),
+    "metrics": (OBSERVE, OPERATE),
+    "infer": (INFER,),
+    "generate": (INFER,),
+    "generate_stream": (INFER,),
+    "load": (OPERATE,),
+    "unload": (OPERATE,),
+    "trace": (OBSERVE, OPERATE),
+    "set_trace": (OPERATE,),
+    "log": (OBSERVE, OPERATE),
+    "set_log": (OPERATE,),
+    "memory_status": (INFER, OPERATE),
+    "memory_register": (INFER, OPERATE),
+    "memory_unregister": (INFER, OPERATE),
+    "named_repository": (OPERATE,),
+    "openapi": _ANY,
+}
+"""What is wanted -> the roles of which the door has to give one. What is not here nobody gets."""
 OPEN = ("live", "ready")
 """Whoever watches over the process may ask this without a token: it says yes or no, and nothing else."""
 _NOBODY = ("of nobody",)

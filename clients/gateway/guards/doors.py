@@ -10,8 +10,8 @@ import logging
 import ssl
 from collections.abc import Iterator
 
+from shmserve.access import INFER, OBSERVE, names
 from shmserve.clients.commands_base import Failed, Misuse
-from shmserve.clients.gateway.flags import INFER, OBSERVE
 from shmserve.clients.gateway.guards import restrict, tls, tokens
 from shmserve.clients.gateway.guards.access import Access
 from shmserve.clients.gateway.guards.headers import Forward
@@ -71,9 +71,7 @@ class Guards:
         roles, rpc_roles = _roles(args.http_roles, found), _roles(args.grpc_roles or args.http_roles, found)
         try:
             self.http = Guard(Access(roles, found, restricted), forward, common, "http/1.1")
-            self.metrics = Guard(
-                Access(_roles(OBSERVE if found is None else None, found), found), None, common, "http/1.1"
-            )
+            self.metrics = Guard(Access(names(OBSERVE) if found is None else [], found), None, common, "http/1.1")
             self.rpc = Guard(
                 Access(rpc_roles, found, rpc_restricted, "--grpc-roles"), rpc_forward, _rpc(args) or common, "h2"
             )
@@ -112,7 +110,7 @@ def _roles(given: str | None, found: tokens.Tokens | None) -> list[str]:
     """Of callers without a token."""
     if given is not None:
         return given.split(",")
-    return [INFER, OBSERVE] if found is None else []
+    return names(INFER | OBSERVE) if found is None else []
 
 
 def _common(args: argparse.Namespace) -> Files | None:

@@ -18,7 +18,7 @@ GROUPS = {
     "trace": ("trace", "set_trace"),
     "logging": ("log", "set_log"),
 }
-"""Triton's names -> what is wanted, as in routes.NEEDS."""
+"""Triton's names -> what is wanted, as in access.NEEDS."""
 RPC_PREFIX = "triton-grpc-protocol-"
 """What the header's name begins with in gRPC, and the flag leaves out."""
 

@@ -13,7 +13,7 @@ import secrets
 import stat
 from hmac import compare_digest
 
-from shmserve.clients.gateway.flags import ROLES
+from shmserve.access import roles_of
 
 FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}", re.ASCII)
@@ -44,9 +44,7 @@ class Tokens:
         name, roles, digest = words
         if not _NAME.fullmatch(name):
             raise ValueError("a name has up to 64 letters, digits, and of _ . @ -")
-        for role in roles.split(","):
-            if role not in ROLES:
-                raise ValueError(f"{role[:40]!r} is no role; roles are {', '.join(ROLES)}")
+        roles_of(roles)
         if not _DIGEST.fullmatch(digest):
             raise ValueError(
                 "the SHA-256 of a token has 64 digits of 0-9 and a-f; the token itself does not belong here"

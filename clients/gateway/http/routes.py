@@ -1,5 +1,4 @@
-"""Methods and paths of HTTP -> what is wanted. The rule of the file: one table of paths, and beside it one of who may
-do what.
+"""Methods and paths of HTTP -> what is wanted. The rule of the file: one table of paths.
 
 What is wanted has one name here, whatever the path; whether this door gives it is looked up by that name.
 """
@@ -10,35 +9,6 @@ from collections import defaultdict
 from urllib.parse import unquote
 
 from msgspec import Struct
-
-from shmserve.clients.gateway.flags import INFER, OBSERVE, OPERATE, ROLES
-
-NEEDS = {
-    "live": ROLES,
-    "ready": ROLES,
-    "model_ready": ROLES,
-    "metadata": ROLES,
-    "model_metadata": ROLES,
-    "config": (OBSERVE, OPERATE),
-    "statistics": (OBSERVE, OPERATE),
-    "index": (OBSERVE, OPERATE),
-    "metrics": (OBSERVE, OPERATE),
-    "infer": (INFER,),
-    "generate": (INFER,),
-    "generate_stream": (INFER,),
-    "load": (OPERATE,),
-    "unload": (OPERATE,),
-    "trace": (OBSERVE, OPERATE),
-    "set_trace": (OPERATE,),
-    "log": (OBSERVE, OPERATE),
-    "set_log": (OPERATE,),
-    "memory_status": (INFER, OPERATE),
-    "memory_register": (INFER, OPERATE),
-    "memory_unregister": (INFER, OPERATE),
-    "named_repository": (OPERATE,),
-    "openapi": ROLES,
-}
-"""What is wanted -> the roles of which the door has to give one. What is not here nobody gets."""
 
 
 class Route(Struct, frozen=True):

@@ -13,7 +13,7 @@ import zmq
 from msgspec import Struct
 from zmq.utils import z85
 
-from shmserve.access import NOBODY, ROLES
+from shmserve.access import ROLES, roles_of
 from shmserve.clients import keys
 from shmserve.errors import InvalidRequest
 
@@ -46,11 +46,10 @@ def parse(text: str, shown: str) -> dict[str, Entry]:
             raise InvalidRequest(f"{where}: the key has no roles; they are {', '.join(ROLES)}, with commas between")
         if words[0] in found:
             raise InvalidRequest(f"{where}: this key is there twice")
-        roles = NOBODY
-        for role in words[1].split(","):
-            if role not in ROLES:
-                raise InvalidRequest(f"{where}: '{role[:40]}' is no role; roles are {', '.join(ROLES)}")
-            roles |= ROLES[role]
+        try:
+            roles = roles_of(words[1])
+        except ValueError as error:
+            raise InvalidRequest(f"{where}: {error}") from None
         found[words[0]] = Entry(roles, words[2].strip() if len(words) > 2 else "")
     return found
 
