@@ -17,8 +17,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from shmserve.broker import children
 from shmserve.broker.families import Page
-from shmserve.broker.logs import printable
 from shmserve.paths import python
 
 log = logging.getLogger("shmserve")
@@ -34,10 +34,9 @@ OPEN_S = 60.0
 """So long one may take to open its doors."""
 GRACE_S = 5.0
 """Beyond the time that requests have at a stop."""
-LINE_BYTES = 4096
-_LEVELS = ("debug", "info", "warning", "error", "critical")
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
-_PASSED_ON_PREFIXES = ("SSL_", "OPENSSL_")
+_LEVELS = {level: level for level in ("debug", "info", "warning", "error", "critical")}
+_PASSED_ON = ("SSL_", "OPENSSL_")
+"""How variables begin that a gateway gets, beside those of every child. It parses bytes from the network."""
 
 
 class Doors(Struct, frozen=True):
@@ -58,14 +57,13 @@ class _Gateway(Struct, eq=False):
     number: int
     process: subprocess.Popen[bytes] | None = None
     pidfd: int = -1
-    output: int = -1
+    output: children.Output | None = None
     told: int = -1
     """Where it says that its doors are open."""
     is_open: bool = False
     began: float = 0.0
     deaths: int = 0
     timer: Any = None
-    partial: bytes = b""
     words: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
 
@@ -114,35 +112,34 @@ class Gateways:
     def _start(self, gateway: _Gateway) -> None:
         gateway.timer = None
         told, telling = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        output, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(written, True)
+        output = children.Output(self._loop, _LEVELS)
         ports = [word for door, port in self.ports.items() if door in PORTS for word in (f"--{door}-port", str(port))]
         words = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(telling), *self._options, *ports]
         try:
             process = subprocess.Popen(
                 [*python(), "-m", MODULE, *words],
                 stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=written,
+                stdout=output.written,
+                stderr=output.written,
                 pass_fds=[telling],
-                env=_environment(),
+                env=children.environment(*_PASSED_ON),
                 start_new_session=True,  # a terminal's Ctrl-C is for the broker, which ends them in order
             )
         except OSError as error:
             os.close(told)
-            os.close(output)
+            output.close()
             self._gone(gateway, 1, f"cannot start a process: {error.strerror}")
             return
         finally:
             os.close(telling)
-            os.close(written)
+            os.close(output.written)
         gateway.process, gateway.output, gateway.told = process, output, told
         gateway.pidfd = os.pidfd_open(process.pid)
         gateway.began = self._loop.time()
         gateway.is_open = False
         gateway.words.clear()
         self.pids.add(process.pid)
-        self._loop.add_reader(output, self._listen, gateway)
+        self._loop.add_reader(output.descriptor, self._listen, gateway)
         self._loop.add_reader(told, self._hear, gateway)
         self._loop.add_reader(gateway.pidfd, self._end, gateway)
         gateway.timer = self._loop.call_later(OPEN_S, self._late, gateway)
@@ -181,23 +178,10 @@ class Gateways:
         self._kill(gateway)
 
     def _listen(self, gateway: _Gateway) -> None:
-        try:
-            data = os.read(gateway.output, 65536)
-        except BlockingIOError:
-            return
-        if not data:
-            self._loop.remove_reader(gateway.output)
-            data = b"\n" if gateway.partial else b""
-        *lines, gateway.partial = (gateway.partial + data).split(b"\n")
-        if len(gateway.partial) > LINE_BYTES:
-            lines.append(gateway.partial)
-            gateway.partial = b""
-        for line in lines:
-            text = printable(line[:LINE_BYTES].decode("utf-8", "backslashreplace"))
-            word, colon, rest = text.partition(": ")
-            level = word if colon and word in _LEVELS else ""
-            gateway.words.append(rest if level else text)
-            self._say(level or "info", f"[gateway] {rest if level else text}", {"gateway": gateway.number})
+        assert gateway.output is not None
+        for _, level, text in gateway.output.lines():
+            gateway.words.append(text)
+            self._say(level, f"[gateway] {text}", {"gateway": gateway.number})
 
     def _end(self, gateway: _Gateway) -> None:
         """Its process has ended."""
@@ -209,10 +193,11 @@ class Gateways:
 
     def _drop(self, gateway: _Gateway) -> None:
         assert gateway.process is not None
+        assert gateway.output is not None
         self._stop_hearing(gateway)
-        for descriptor in (gateway.pidfd, gateway.output):
-            self._loop.remove_reader(descriptor)
-            os.close(descriptor)
+        gateway.output.close()
+        self._loop.remove_reader(gateway.pidfd)
+        os.close(gateway.pidfd)
         if gateway.timer is not None:
             gateway.timer.cancel()
             gateway.timer = None
@@ -224,7 +209,7 @@ class Gateways:
             self._look_for_end()
         elif not self._begun:
             self._ended = _nothing  # what follows is no failure of its own
-            why = last_words.removeprefix("shmserve gateway: ") or _reason(code)
+            why = last_words.removeprefix("shmserve gateway: ") or children.ended_with(code)
             self._failed(2 if code == 2 else 1, f"the doors to the network cannot be opened: {why}")
         else:
             lived = self._loop.time() - gateway.began if gateway.is_open else 0.0
@@ -232,7 +217,7 @@ class Gateways:
             gateway.deaths = 1 if lived > STEADY_S else gateway.deaths + 1
             pause = pause_s(gateway.deaths)
             again = f"in {pause:g} s" if pause else "at once"
-            text = f"gateway {gateway.number} has ended ({_reason(code)}); it is started again {again}"
+            text = f"gateway {gateway.number} has ended ({children.ended_with(code)}); it is started again {again}"
             self._say("error", text, {"gateway": gateway.number})
             gateway.timer = self._loop.call_later(pause, self._start, gateway)
 
@@ -287,17 +272,6 @@ class Gateways:
 
 def _nothing() -> None:
     """It has been told."""
-
-
-def _environment() -> dict[str, str]:
-    """Not more: what parses bytes from the network need not hold the server's secrets."""
-    return {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)}
-
-
-def _reason(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    return f"signal {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
 
 
 def arguments_of(given: Mapping[str, Any], rest: Sequence[str]) -> tuple[str, ...]:

@@ -16,9 +16,9 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve import wire
+from shmserve.broker import children
 from shmserve.broker.cgroups import Groups
 from shmserve.broker.link import Link
-from shmserve.broker.logs import printable
 from shmserve.broker.memory import GPU_KNOBS, Memory
 from shmserve.broker.prepared import Prepared, reap
 from shmserve.broker.terms import NOTHING, Terms
@@ -30,7 +30,6 @@ from shmserve.repo.gpus import VISIBLE
 
 STDERR_LINES = 20
 """The last lines of a worker's stderr, told to operators when it dies."""
-LINE_BYTES = 4096
 _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "error"}
 """How a line begins that has a level (workers.say), and what the log calls it. Other lines are what a model prints."""
 REAP_S = 2.0
@@ -40,23 +39,22 @@ MAKING_S = 2.0
 GRACE_S = 10.0
 """A worker whose link has ended has this long to end itself."""
 
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
-_PASSED_ON_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
-"""What of the environment a worker gets. Not more: it may hold the server's secrets."""
+_PASSED_ON = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
+"""How variables begin that a worker gets, beside those of every child."""
 
 _codec = wire.Codec(WorkerReport)
 
 
 class Worker(Struct, eq=False):
-    """`pid` 0: it has not been made yet. `output`: where it writes to. `theirs`: the other ends of its link and output,
-    as long as it may need them. `process`: it was started as a fresh interpreter."""
+    """`pid` 0: it has not been made yet. `theirs`: the other ends of its link and output, as long as it may need them.
+    `process`: it was started as a fresh interpreter."""
 
     peer: int
     name: str
     about: dict[str, Any]
     """For the log: model, version, instance."""
     link: Link
-    output: int
+    output: children.Output
     words: list[str]
     memory: tuple[int, int]
     """How much it may have on the host, and on its GPU."""
@@ -66,7 +64,6 @@ class Worker(Struct, eq=False):
     pid: int = 0
     pidfd: int = -1
     loading_error: str = ""
-    partial: bytes = b""
     killed: str = ""
 
 
@@ -112,17 +109,16 @@ class Workers:
         """Raises OSError if it cannot be started. It may be a moment before there is a process."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output, written = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(written, True)
+        output = children.Output(self._loop, _LEVELS)
         group = self._memory.group(peer, terms.memory)
         words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
         link = Link(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
         about = {"model": effect.model, "version": effect.version, "instance": spec.name}
-        ends = (theirs.detach(), written)
+        ends = (theirs.detach(), output.written)
         limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0
         worker = Worker(peer, spec.name, about, link, output, words, limits, ends, deque(maxlen=STDERR_LINES))
         self._workers[peer] = worker
-        self._loop.add_reader(output, self._listen, worker)
+        self._loop.add_reader(output.descriptor, self._listen, worker)
         if self._prepared is None or not self._prepared.start(peer, words, *ends):
             try:
                 self._start(worker)
@@ -196,23 +192,9 @@ class Workers:
         self._loop.call_later(GRACE_S, self.kill, peer, "it closed its link and did not end")
 
     def _listen(self, worker: Worker) -> None:
-        try:
-            data = os.read(worker.output, 65536)
-        except BlockingIOError:
-            return
-        if not data:
-            self._loop.remove_reader(worker.output)
-            data = b"\n" if worker.partial else b""
-        *lines, worker.partial = (worker.partial + data).split(b"\n")
-        if len(worker.partial) > LINE_BYTES:
-            lines.append(worker.partial)
-            worker.partial = b""
-        for line in lines:
-            text = printable(line[:LINE_BYTES].decode("utf-8", "backslashreplace"))
-            worker.stderr.append(text)
-            word, colon, rest = text.partition(": ")
-            level = _LEVELS.get(word, "") if colon else ""
-            self._say(level or "info", f"[{worker.name}] {rest if level else text}", worker.about)
+        for line, level, text in worker.output.lines():
+            worker.stderr.append(line)
+            self._say(level, f"[{worker.name}] {text}", worker.about)
 
     def _ended(self, worker: Worker) -> None:
         """The process has ended. What it still said on its link and its stderr comes first."""
@@ -229,8 +211,7 @@ class Workers:
     def _forget(self, worker: Worker) -> None:
         worker.link.close("")
         self._close_theirs(worker)
-        self._loop.remove_reader(worker.output)
-        os.close(worker.output)
+        worker.output.close()
         del self._workers[worker.peer]
 
     def _close_theirs(self, worker: Worker) -> None:
@@ -282,16 +263,12 @@ def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)}
     # A server does not tell others what it serves, unless it was set up to.
-    return {"ORT_DISABLE_TELEMETRY": "1"} | kept | {"PYTHONUNBUFFERED": "1"}
+    return {"ORT_DISABLE_TELEMETRY": "1"} | children.environment(*_PASSED_ON) | {"PYTHONUNBUFFERED": "1"}
 
 
 def _reason(code: int, killed: str) -> str:
     """`killed`: why we have ended it ourselves."""
     if killed:
         return f"killed: {killed}"
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
-    return f"signal {name}" + (", perhaps out of memory" if -code == signal.SIGKILL else "")
+    return children.ended_with(code) + (", perhaps out of memory" if -code == signal.SIGKILL else "")
