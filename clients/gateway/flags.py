@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.access import INFER, OBSERVE, ROLES, names, roles_of
+from shmserve.clients.gateway.grpc import start as grpc_start
 from shmserve.clients.gateway.guards import restrict
-from shmserve.clients.gateway.http2 import start as http2_start
 from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
 
 
@@ -53,7 +53,7 @@ def add(made: argparse.ArgumentParser) -> None:
            help="for requests in flight at the end (default: %(default)g)")  # fmt: skip
     option("--memory-bytes", metavar="BYTES", type=_above_0, default=4 << 30,
            help="the most shared memory for tensors that come in (default: %(default)s)")  # fmt: skip
-    http2_start.add(made.add_argument_group("gRPC").add_argument, _bool, _port, _above_0)
+    grpc_start.add(made.add_argument_group("gRPC").add_argument, _bool, _port, _above_0)
     _add_guards(made.add_argument_group("who may come in"))
     zmqtcp_start.add(made.add_argument_group("ZeroMQ, with keys").add_argument, _above_0)
     option(

@@ -11,9 +11,9 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.clients.gateway.guards.tls import HANDSHAKE_S
-
 BACKLOG = 1024
+HANDSHAKE_S = 10.0
+"""At most, for the handshake of TLS; who has not done with it by then is let go."""
 _GOODBYE_S = 5.0
 """For the caller's last word of TLS."""
 

@@ -18,11 +18,11 @@ import uvloop
 
 from shmserve.clients.commands_base import Failed, Misuse
 from shmserve.clients.gateway.child import ServerLog, end_with
+from shmserve.clients.gateway.grpc import start as grpc_start
 from shmserve.clients.gateway.guards import tokens
 from shmserve.clients.gateway.guards.doors import Guard, Guards
 from shmserve.clients.gateway.http.door import Door
 from shmserve.clients.gateway.http.limits import Limits
-from shmserve.clients.gateway.http2 import start as http2_start
 from shmserve.clients.gateway.link import GatewayLink
 from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.service import Service
@@ -103,8 +103,8 @@ def _openings(
     if zmq_door is not None:
         more.append(zmq_door.metrics)
     if args.allow_grpc:
-        rpc = http2_start.door(args, link, limits, guards.rpc, regions)
-        more.append(partial(http2_start.metrics, rpc))
+        rpc = grpc_start.door(args, link, guards.rpc, regions)
+        more.append(partial(grpc_start.metrics, rpc))
         made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics

@@ -14,7 +14,7 @@ import sys
 
 import uvloop
 
-from shmserve.clients.gateway.grpc.codes import Code, RpcError
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.door import RpcDoor
 from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.seam import Call, Stream

@@ -10,7 +10,6 @@ from typing import Any
 from shmserve.clients.gateway.grpc.messages import INFERENCE
 from shmserve.clients.gateway.grpc.services import Services
 from shmserve.clients.gateway.guards.access import Access
-from shmserve.clients.gateway.http.limits import Limits
 from shmserve.clients.gateway.kserve.answers import Held
 from shmserve.clients.gateway.regions import Regions
 from shmserve.errors import InvalidRequest
@@ -95,7 +94,7 @@ class Case:
         link: Any = self.link
         roles = {"infer", "observe", "operate"}
         forward: Any = Forward()
-        self.services = Services(link, Limits(), Access(roles, knob="--grpc-roles"), Regions(False), forward)
+        self.services = Services(link, 16 << 20, Access(roles, knob="--grpc-roles"), Regions(False), forward)
         self.stream = Stream(f"/{service}/{method}", **metadata)
         stream: Any = self.stream
         self.call: Any = self.services(stream)

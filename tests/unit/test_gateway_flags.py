@@ -10,8 +10,9 @@ import pytest
 from shmserve.broker import main, settings
 from shmserve.broker.flag import Flag
 from shmserve.broker.flags import FLAGS
-from shmserve.broker.gateways import PAUSE_MAX_S, Doors, pause_s
+from shmserve.broker.gateways import PAUSES_NS, Doors
 from shmserve.clients.gateway import flags as gateway_flags
+from shmserve.core.lifecycle import pause_ns
 
 PASSED = [flag for flag in FLAGS if flag.gateway]
 SAMPLES = {
@@ -73,5 +74,5 @@ def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
 
 
 def test_pauses_grow_and_end() -> None:
-    assert [pause_s(deaths) for deaths in range(1, 6)] == [0, 1, 2, 4, 8]
-    assert pause_s(10_000) == PAUSE_MAX_S
+    assert [pause_ns(deaths, *PAUSES_NS) / 1e9 for deaths in range(1, 6)] == [0, 1, 2, 4, 8]
+    assert pause_ns(10_000, *PAUSES_NS) == PAUSES_NS[1]

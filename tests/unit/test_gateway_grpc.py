@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 
 from shmserve.access import ROLES
 from shmserve.clients.gateway.grpc import wire as grpc_wire
-from shmserve.clients.gateway.grpc.codes import Code, RpcError, code_of
+from shmserve.clients.gateway.grpc.codes import code_of
 from shmserve.clients.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
 from shmserve.clients.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
 from shmserve.clients.gateway.grpc.rpcs import RPCS
 from shmserve.clients.gateway.grpc.services import Services
 from shmserve.clients.gateway.grpc.wire import IS_FINAL, Answers, stream_error, streamed, take_apart
 from shmserve.clients.gateway.guards.access import NEEDS, Access
-from shmserve.clients.gateway.http.limits import Limits
-from shmserve.clients.gateway.http.routes import Route
-from shmserve.clients.gateway.kserve.documents import BadLoad, Known, Question, question_of
+from shmserve.clients.gateway.http2.codes import Code, RpcError
+from shmserve.clients.gateway.kserve.documents import BadLoad, Known, Question, Route, question_of
 from shmserve.clients.gateway.kserve.elements import CONTENTS, contents_to_bytes
 from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Spec
 from shmserve.clients.gateway.regions import Regions
@@ -400,7 +399,7 @@ def test_who_has_none_of_the_roles_is_refused_before_a_message_is_read() -> None
         f"/{HEALTH}/Check": "ready",
     }
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
-        services = Services(nothing, Limits(), Access(roles, knob="--grpc-roles"), Regions(False))
+        services = Services(nothing, 16 << 20, Access(roles, knob="--grpc-roles"), Regions(False))
         for path, action in paths.items():
             stream: Any = _Stream(path)
             if roles & set(NEEDS[action]):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.grpc.codes import Code, RpcError
 from shmserve.clients.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.clients.gateway.guards.access import Access
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.link import GatewaySession
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.messages import Reply, Tensor

@@ -8,7 +8,7 @@ import pytest
 
 from shmserve.clients.gateway.grpc import calls as grpc_calls
 from shmserve.clients.gateway.grpc import stream as grpc_stream
-from shmserve.clients.gateway.grpc.codes import Code
+from shmserve.clients.gateway.http2.codes import Code
 from shmserve.errors import NotFound, Unavailable
 from shmserve.messages import Reply
 from tests.unit.grpc_calls import Case, part

@@ -16,8 +16,9 @@ from shmserve.access import ROLES
 from shmserve.clients.gateway.guards.access import NEEDS, OPERATE, Access
 from shmserve.clients.gateway.http import bodies
 from shmserve.clients.gateway.http.heads import BadHead, Heads, parse
-from shmserve.clients.gateway.http.routes import Route, resolve
+from shmserve.clients.gateway.http.routes import resolve
 from shmserve.clients.gateway.kserve import documents
+from shmserve.clients.gateway.kserve.documents import Route
 from shmserve.clients.gateway.regions import Regions
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 

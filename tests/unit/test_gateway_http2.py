@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.grpc.codes import Code, RpcError
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.protocol import Http2
 from shmserve.clients.gateway.http2.seam import Stream
 from shmserve.clients.gateway.kserve.answers import Buffer

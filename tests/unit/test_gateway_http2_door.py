@@ -10,8 +10,8 @@ from typing import Any
 import hpack
 import pytest
 
-from shmserve.clients.gateway.grpc.codes import Code
 from shmserve.clients.gateway.http2 import connection as http2_connection
+from shmserve.clients.gateway.http2.codes import Code
 from shmserve.clients.gateway.http2.door import RpcDoor
 from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.seam import Stream

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.clients.gateway.grpc.codes import Code
+from shmserve.clients.gateway.http2.codes import Code
 from tests.unit.http2_caller import HEADERS, Caller, Host, message
 from tests.unit.test_gateway_http2 import HEAD, RST, block, frame
 

@@ -1,6 +1,7 @@
 """The services of gRPC: inference.proto and health.proto, which `make proto` turns into grpc.binpb.
 
-codes     status codes
+start     the options, and how the door is made
+codes     errors of the server as status codes
 messages  the messages as protobuf has them
 wire      the bytes of a request taken apart, those of an answer put together
 plans     what stands around the tensors of a request -> a Plan

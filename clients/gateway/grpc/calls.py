@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.gateway.device_regions import DeviceRegion
-from shmserve.clients.gateway.grpc.codes import Code, RpcError, code_of, rpc_error
+from shmserve.clients.gateway.grpc.codes import code_of, rpc_error
 from shmserve.clients.gateway.grpc.messages import filled, message_class, read
 from shmserve.clients.gateway.grpc.plans import RpcPlan
 from shmserve.clients.gateway.grpc.rpcs import Rpc
 from shmserve.clients.gateway.grpc.wire import Answers, parameters_of
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.seam import Stream
 from shmserve.clients.gateway.kserve.answers import Buffer, Held, check_room
 from shmserve.clients.gateway.kserve.asking import Waiting

@@ -11,8 +11,7 @@ from msgspec import Struct
 
 from shmserve.clients.gateway.device_regions import DeviceOrder
 from shmserve.clients.gateway.grpc.messages import INFERENCE, message_class, methods
-from shmserve.clients.gateway.http.routes import Route
-from shmserve.clients.gateway.kserve.documents import Arguments, unknown_of_load
+from shmserve.clients.gateway.kserve.documents import Arguments, Route, unknown_of_load
 from shmserve.clients.gateway.kserve.plans import check_version
 from shmserve.clients.gateway.regions import Order
 from shmserve.errors import InvalidRequest

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shmserve.clients.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
-from shmserve.clients.gateway.grpc.codes import Code, RpcError, rpc_error
+from shmserve.clients.gateway.grpc.codes import rpc_error
 from shmserve.clients.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.clients.gateway.grpc.plans import RpcPlan, RpcPlans
 from shmserve.clients.gateway.grpc.rpcs import RPCS, Rpc
 from shmserve.clients.gateway.grpc.stream import StreamCall
 from shmserve.clients.gateway.grpc.wire import Answers, take_apart, tensor_at
-from shmserve.clients.gateway.http.limits import Limits
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.seam import Call, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.clients.gateway.kserve.asking import Asker
@@ -37,13 +37,13 @@ class Services:
     """The application of one gRPC door. `forward`: which of the caller's metadata models get to see."""
 
     def __init__(
-        self, link: GatewayLink, limits: Limits, access: Access, regions: Regions, forward: Forward | None = None
+        self, link: GatewayLink, json_bytes: int, access: Access, regions: Regions, forward: Forward | None = None
     ) -> None:
         self.link = link
         self.asker = Asker(link, regions)
         self.answers = Answers()
         self.take_apart = take_apart
-        self.plan = RpcPlans(limits.json_bytes).plan
+        self.plan = RpcPlans(json_bytes).plan
         self.names = frozenset(("", INFERENCE, HEALTH))
         """Services whose health can be asked for."""
         self.watches: set[WatchCall] = set()

@@ -10,9 +10,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.gateway.grpc.calls import Targets, answer_of
-from shmserve.clients.gateway.grpc.codes import Code, code_of
+from shmserve.clients.gateway.grpc.codes import code_of
 from shmserve.clients.gateway.grpc.plans import RpcPlan
 from shmserve.clients.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed
+from shmserve.clients.gateway.http2.codes import Code
 from shmserve.clients.gateway.http2.seam import Stream
 from shmserve.clients.gateway.kserve.answers import Buffer, Held
 from shmserve.clients.gateway.kserve.asking import not_passed_on

@@ -9,9 +9,6 @@ import ssl
 import stat
 from typing import NamedTuple
 
-HANDSHAKE_S = 10.0
-"""At most, for the handshake; who has not done with it by then is let go."""
-
 
 class BadCertificate(Exception):
     """The files cannot be used."""

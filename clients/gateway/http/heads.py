@@ -14,7 +14,8 @@ from msgspec import Struct
 from shmserve.clients.gateway.guards.access import Access, Unauthenticated
 from shmserve.clients.gateway.guards.headers import Forward
 from shmserve.clients.gateway.http.limits import HEADERS
-from shmserve.clients.gateway.http.routes import Route, resolve
+from shmserve.clients.gateway.http.routes import resolve
+from shmserve.clients.gateway.kserve.documents import Route
 from shmserve.errors import ServeError
 
 _REMEMBERED = 1024

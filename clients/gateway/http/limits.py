@@ -11,8 +11,6 @@ HEAD_BYTES = 32 * 1024
 HEADERS = 128
 CHUNKS = 65_536
 """Of one chunked body."""
-JSON_DEPTH = 100
-CLASSES = 1_000_000
 AHEAD_BYTES = 64 * 1024
 """What is read of the next requests while one is being answered."""
 

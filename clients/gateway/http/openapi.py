@@ -12,8 +12,8 @@ from typing import Any
 from msgspec import Struct
 
 import shmserve
-from shmserve.clients.gateway.http.limits import CLASSES
 from shmserve.clients.gateway.http.routes import PATHS, Path
+from shmserve.clients.gateway.kserve.plans import CLASSES
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.messages import DIMS, NAME_LENGTH, TENSORS
 

@@ -12,10 +12,16 @@ from shmserve.clients.gateway.http import openapi
 from shmserve.clients.gateway.http.connection import BINARY, JSON, Connection
 from shmserve.clients.gateway.http.heads import Head
 from shmserve.clients.gateway.http.limits import Limits
-from shmserve.clients.gateway.http.routes import Route
 from shmserve.clients.gateway.kserve.answers import Buffer, Held, response
 from shmserve.clients.gateway.kserve.asking import Asker, Waiting, not_passed_on
-from shmserve.clients.gateway.kserve.documents import Question, arguments_of, error_body, http_answer, question_of
+from shmserve.clients.gateway.kserve.documents import (
+    Question,
+    Route,
+    arguments_of,
+    error_body,
+    http_answer,
+    question_of,
+)
 from shmserve.clients.gateway.kserve.generate import ONE, event, generate_plan, generated
 from shmserve.clients.gateway.kserve.plans import Plan, Plans, raw_plan
 from shmserve.clients.gateway.kserve.status import http_text_of

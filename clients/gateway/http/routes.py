@@ -10,19 +10,7 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
-
-class Route(Struct, frozen=True):
-    """What is wanted, and of what. `status` other than 200: nothing, and this is why."""
-
-    action: str
-    model: str = ""
-    version: str = ""
-    status: int = 200
-    text: str = ""
-    kind: str = ""
-    """Of memory: system or cuda. `model` is the name of the region then."""
-    allow: str = ""
-    """The methods that the path has, where another was used."""
+from shmserve.clients.gateway.kserve.documents import Route
 
 
 class Path(Struct, frozen=True):

@@ -1,6 +1,7 @@
 """HTTP/2 under gRPC.
 
 frames, heads, messages  bytes
+codes       how a call ends
 protocol    one connection, without a socket
 stream      one call
 life        time, and the end
@@ -9,5 +10,4 @@ seam        what services see
 connection  one connection on its socket
 door        all connections
 limits      what a caller may send, and how long it may take
-start       the options, and how the door is made
 """

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from shmserve.clients.gateway.callers import TURNS, Callers
-from shmserve.clients.gateway.grpc.codes import Code, RpcError
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.connection import Connection
 from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.seam import Application

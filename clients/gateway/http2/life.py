@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shmserve.clients.gateway.grpc.codes import Code, RpcError
 from shmserve.clients.gateway.http2 import frames
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.frames import Broken, Reason
 
 if TYPE_CHECKING:

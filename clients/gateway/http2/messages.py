@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from shmserve.clients.gateway.grpc.codes import Code, RpcError
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.kserve.answers import Buffer
 
 COMPRESSED_BYTES = 1024

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shmserve.clients.gateway.grpc.codes import Code, RpcError
 from shmserve.clients.gateway.http2 import frames, heads
 from shmserve.clients.gateway.http2 import limits as most
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.frames import Broken, Reason
 from shmserve.clients.gateway.http2.host import Host
 from shmserve.clients.gateway.http2.life import Life

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shmserve.clients.gateway.grpc.codes import Code, RpcError
 from shmserve.clients.gateway.http2 import frames, heads
 from shmserve.clients.gateway.http2 import limits as most
+from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.messages import COMPRESSED_BYTES, deflated, inflated, too_large
 from shmserve.clients.gateway.http2.seam import Call
 from shmserve.clients.gateway.kserve.answers import Buffer

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.clients.gateway.device_regions import DeviceOrder, handle_of
-from shmserve.clients.gateway.http.routes import Route
 from shmserve.clients.gateway.regions import Order, Regions
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.session.body import Body, of_json, of_load
@@ -22,6 +21,20 @@ _NO_MODEL = "failed to poll from model repository"
 _MEMORY = ("system_shared_memory", "cuda_shared_memory")
 _SETTINGS_BYTES = 16 * 1024
 _encode = msgspec.json.Encoder().encode
+
+
+class Route(Struct, frozen=True):
+    """What is wanted, and of what. `status` other than 200: nothing, and this is why."""
+
+    action: str
+    model: str = ""
+    version: str = ""
+    status: int = 200
+    text: str = ""
+    kind: str = ""
+    """Of memory: system or cuda. `model` is the name of the region then."""
+    allow: str = ""
+    """The methods that the path has, where another was used."""
 
 
 class Flag(Struct):

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmserve.clients.gateway.http.limits import JSON_DEPTH
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.shm import strings
 
+JSON_DEPTH = 100
 _BINARY_ONLY = ("FP16", "BF16")
 _KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, float}, "FP64": {int, float}}
 _encode = msgspec.json.Encoder().encode

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from shmserve.clients.gateway.http.limits import CLASSES, JSON_DEPTH
 from shmserve.clients.gateway.kserve import elements
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest
 from shmserve.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
 from shmserve.session.options import TopK
 
+CLASSES = 1_000_000
 Value = str | int | float | bool
 _LARGEST = 2**63 - 1
 _REMEMBERED = 1024
@@ -154,7 +154,9 @@ def _with_what_is_no_number(text: bytes) -> _Request:
 
 def _unreadable(error: Exception) -> InvalidRequest:
     if isinstance(error, RecursionError):
-        return InvalidRequest(f"failed to parse the request JSON buffer: it is nested more than {JSON_DEPTH} deep")
+        return InvalidRequest(
+            f"failed to parse the request JSON buffer: it is nested more than {elements.JSON_DEPTH} deep"
+        )
     return InvalidRequest(f"failed to parse the request JSON buffer: {error}")
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.guards.doors import Guard
-    from shmserve.clients.gateway.http.limits import Limits
     from shmserve.clients.gateway.http2.door import RpcDoor
     from shmserve.clients.gateway.link import GatewayLink
     from shmserve.clients.gateway.regions import Regions
@@ -61,19 +60,19 @@ def _whole(text: str) -> int:
     return found
 
 
-def door(args: argparse.Namespace, link: GatewayLink, limits: Limits, guard: Guard, regions: Regions) -> RpcDoor:
+def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Regions) -> RpcDoor:
     from shmserve.clients.gateway.grpc.services import Services
     from shmserve.clients.gateway.http2.door import RpcDoor
-    from shmserve.clients.gateway.http2.limits import Limits as RpcLimits
+    from shmserve.clients.gateway.http2.limits import Limits
 
-    services = Services(link, limits, guard.access, regions, guard.forward)
-    found = RpcLimits(
+    services = Services(link, args.http_max_json_size, guard.access, regions, guard.forward)
+    limits = Limits(
         message_bytes=args.grpc_max_input_size,
-        held_bytes=limits.held_bytes,
-        connections=limits.connections,
-        read_timeout_s=limits.read_timeout_s,
-        idle_timeout_s=limits.idle_timeout_s,
-        exit_timeout_s=limits.exit_timeout_s,
+        held_bytes=args.http_max_held_size,
+        connections=args.http_max_connections,
+        read_timeout_s=args.http_read_timeout,
+        idle_timeout_s=args.http_idle_timeout,
+        exit_timeout_s=args.exit_timeout_secs,
         compression=_LEVELS[args.grpc_infer_response_compression_level],
         keepalive_s=args.grpc_keepalive_time / 1000,
         keepalive_timeout_s=args.grpc_keepalive_timeout / 1000,
@@ -83,7 +82,7 @@ def door(args: argparse.Namespace, link: GatewayLink, limits: Limits, guard: Gua
         age_s=args.grpc_max_connection_age / 1000,
         age_grace_s=args.grpc_max_connection_age_grace / 1000,
     )
-    return RpcDoor(link.bind(), services, found, services.close)
+    return RpcDoor(link.bind(), services, limits, services.close)
 
 
 def metrics(door: RpcDoor) -> str:
