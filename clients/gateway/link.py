@@ -5,7 +5,6 @@ string taken apart: bytes that came from the network are what the model gets, an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,12 @@ import numpy as np
 from shmserve.clients.gateway.kserve.answers import Buffer, Held
 from shmserve.clients.loop_link import LoopLink, flusher
 from shmserve.clients.transport import address_of
-from shmserve.errors import HandleLost, Internal, InvalidRequest, ServeError, Unavailable, Unsupported
+from shmserve.errors import HandleLost, Internal, InvalidRequest, Unavailable, Unsupported
 from shmserve.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
-from shmserve.session import Session, StreamTicket, Ticket
+from shmserve.session import Session, Ticket
 from shmserve.session.foreign import Region, RegionPart
 from shmserve.session.inputs import MESSAGE_BYTES
 from shmserve.session.memory import Memory
-from shmserve.session.outputs import give_back
 from shmserve.session.ticket import Array, Kept
 
 _BYTE = np.dtype("uint8")
@@ -35,34 +33,7 @@ class GatewaySession(Session):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._tensors = _as_they_are
-
-    def _on_part(self, part: Part, frames: Sequence[Any]) -> None:
-        ticket = self.tickets.get(part.request)
-        if part.last and ticket is not None:
-            self._forget(ticket)
-        if not isinstance(ticket, StreamTicket):
-            give_back(part, self.memory)
-            return
-        try:
-            found: Any = Held(part, [_buffers(tensor, self.memory) for tensor in part.outputs])
-        except ServeError as error:
-            self.cancel(ticket)
-            ticket.fail(error)
-            return
-        ticket.part(found if part.outputs or not part.last else None, part.last)
-
-    def _settle_slowly(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
-        kept, ticket.kept = ticket.kept, None
-        ticket.message = None
-        try:
-            found: Any = reply if _is_inline(reply) else Held(reply, [_buffers(t, self.memory) for t in reply.outputs])
-        except ServeError as error:
-            ticket.fail(error)
-        else:
-            ticket.settle(found)
-        finally:
-            if kept is not None:
-                self.memory.let_go(kept)
+        self._result_of = _held
 
     def _on_fail(self, message: Fail) -> int:
         if message.code == HandleLost.code:
@@ -93,8 +64,11 @@ def _as_they_are(inputs: Any) -> Any:
     return inputs
 
 
-def _is_inline(reply: Reply) -> bool:
-    return all(type(tensor.data) is bytes for tensor in reply.outputs)
+def _held(reply: Reply | Part, frames: Any, places: Any, memory: Memory) -> Any:
+    """A reply that came inline stays as it is."""
+    if type(reply) is Reply and all(type(tensor.data) is bytes for tensor in reply.outputs):
+        return reply
+    return Held(reply, [_buffers(tensor, memory) for tensor in reply.outputs])
 
 
 def _buffers(tensor: Tensor, memory: Memory) -> list[Buffer]:

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.dtypes import elements
-from shmserve.errors import InvalidRequest
-from shmserve.messages import FRAME_BYTES, Handle, Map, Tensor
+from shmserve.errors import InvalidRequest, ProtocolError
+from shmserve.messages import FRAME_BYTES, Handle, Map, Tensor, Unmap
 from shmserve.session.device import DeviceArray, Devices
 from shmserve.session.foreign import Foreign, Region
 from shmserve.session.results import NUMPY, from_bytes
@@ -181,6 +181,19 @@ class Memory:
         finally:
             for descriptor in left:
                 os.close(descriptor)
+
+    def on_map(self, message: Map) -> int:
+        """Settles no ticket, as `on_unmap`."""
+        if message.name is not None:
+            self.mapped.add(message.segment, message.size, name=message.name)
+        elif message.segment not in self.mapped:
+            raise ProtocolError("a segment was announced without its descriptor")
+        return 0
+
+    def on_unmap(self, message: Unmap) -> int:
+        if message.segment in self.mapped:
+            self.mapped.remove(message.segment)
+        return 0
 
     def is_own(self, handle: Handle) -> bool:
         if any(segment.id == handle.segment for segment in self._arena.segments):

@@ -90,6 +90,8 @@ class Session:
         """Something should be sent soon that no call asked for: an answer to Ping, or returns on Reclaim."""
         self._encoder = Encoder(self.memory)
         self._tensors = self._encoder.tensors
+        self._result_of = result_of
+        """Makes what the asker gets, but of a reply that is inline as a whole, which he gets as it is."""
         self._decode = wire.Codec(BrokerMessage).decode
         self._number = 0
         self._held: dict[int, Kept] = {}
@@ -282,13 +284,14 @@ class Session:
         kept, ticket.kept = ticket.kept, None
         ticket.message = None
         try:
-            result = result_of(reply, frames, kept.places if kept is not None else {}, self.memory)
+            result = self._result_of(reply, frames, kept.places if kept is not None else {}, self.memory)
         except ServeError as error:
             ticket.fail(error)
         else:
             ticket.settle(result)
-        if kept is not None:
-            self.memory.let_go(kept)
+        finally:
+            if kept is not None:
+                self.memory.let_go(kept)
 
     # ------------------------------------------------------------------------------------ answers in parts
 
@@ -300,7 +303,7 @@ class Session:
             give_back(part, self.memory)
             return
         try:
-            result = result_of(part, frames, {}, self.memory) if part.outputs or not part.last else None
+            result = self._result_of(part, frames, {}, self.memory) if part.outputs or not part.last else None
         except ServeError as error:
             self.cancel(ticket)
             ticket.fail(error)
@@ -352,18 +355,6 @@ class Session:
         kept = self._held.pop(message.request, None)
         if kept is not None:
             self.memory.let_go(kept)
-        return 0
-
-    def _on_map(self, message: Map) -> int:
-        if message.name is not None:
-            self.memory.mapped.add(message.segment, message.size, name=message.name)
-        elif message.segment not in self.memory.mapped:
-            raise ProtocolError("a segment was announced without its descriptor")
-        return 0
-
-    def _on_unmap(self, message: Unmap) -> int:
-        if message.segment in self.memory.mapped:
-            self.memory.mapped.remove(message.segment)
         return 0
 
     def _on_reclaim(self, message: Reclaim) -> int:
@@ -486,8 +477,8 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     FailHeld: Session._on_fail_held,
     Released: Session._on_released,
     Answer: lambda session, message: session.questions.on_answer(message),
-    Map: Session._on_map,
-    Unmap: Session._on_unmap,
+    Map: lambda session, message: session.memory.on_map(message),
+    Unmap: lambda session, message: session.memory.on_unmap(message),
     Reclaim: Session._on_reclaim,
     Ping: Session._on_ping,
     Pong: Session._on_pong,
