@@ -19,6 +19,7 @@ from msgspec import Struct, field
 
 from shmserve.broker import children
 from shmserve.broker.families import Page
+from shmserve.core.lifecycle import pause_ns
 from shmserve.paths import python
 
 log = logging.getLogger("shmserve")
@@ -26,8 +27,8 @@ log = logging.getLogger("shmserve")
 MODULE = "shmserve.clients.cli"
 PORTS = ("http", "grpc", "metrics")
 """Doors with a port that can be any: which one was found is kept when their gateway is started anew."""
-PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
-"""Before the second start in a row, doubled for each more; the first is at once."""
+PAUSES_NS = 1_000_000_000, 30_000_000_000
+"""Before the second start in a row, and at most."""
 STEADY_S = 60.0
 """Who has lived so long has not failed in a row."""
 OPEN_S = 60.0
@@ -44,11 +45,6 @@ class Doors(Struct, frozen=True):
 
     count: int
     words: tuple[str, ...]
-
-
-def pause_s(deaths: int) -> float:
-    """Before a gateway that has ended so often in a row is started again."""
-    return min(PAUSE_S * 2.0 ** min(deaths - 2, 10), PAUSE_MAX_S) if deaths > 1 else 0.0
 
 
 class _Gateway(Struct, eq=False):
@@ -215,7 +211,7 @@ class Gateways:
             lived = self._loop.time() - gateway.began if gateway.is_open else 0.0
             self._restarts += 1
             gateway.deaths = 1 if lived > STEADY_S else gateway.deaths + 1
-            pause = pause_s(gateway.deaths)
+            pause = pause_ns(gateway.deaths, *PAUSES_NS) / 1e9
             again = f"in {pause:g} s" if pause else "at once"
             text = f"gateway {gateway.number} has ended ({children.ended_with(code)}); it is started again {again}"
             self._say("error", text, {"gateway": gateway.number})

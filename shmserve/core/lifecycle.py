@@ -22,6 +22,11 @@ from shmserve.messages import LoadFailed, Map, Stop, Unmap
 _I, _V = InstanceState, VersionState
 
 
+def pause_ns(deaths: int, second: int, most: int) -> int:
+    """Before what has ended so often in a row is started again: at once, then after `second`, doubled for each more."""
+    return min(second << (deaths - 2), most) if deaths > 1 else 0
+
+
 class Lifecycle:
     def __init__(
         self, state: State, dispatcher: Dispatcher, ends: Ends, streams: Streams, operations: Operations, calls: Calls
@@ -238,11 +243,7 @@ class Lifecycle:
             )
             self._give_up(version, instance, text, now)
             return
-        pause = (
-            0
-            if named or instance.deaths == 1
-            else min(limits.backoff_ns << (instance.deaths - 2), limits.backoff_max_ns)
-        )
+        pause = 0 if named else pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns)
         self._back_off(instance, pause, now)
 
     def _back_off(self, instance: Instance, pause: int, now: int) -> None:
