@@ -5,6 +5,7 @@ that nobody who is connecting notices.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import socket
 import ssl
@@ -69,3 +70,11 @@ class Listener:
         if tls is None:
             return {}
         return {"ssl": tls, "ssl_handshake_timeout": self._patience_s, "ssl_shutdown_timeout": _GOODBYE_S}
+
+
+def is_local(host: str) -> bool:
+    """Whether nobody but this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -17,9 +17,10 @@ from shmserve.clients import keys
 from shmserve.clients.arguments import parser
 from shmserve.clients.commands_base import Misuse
 from shmserve.clients.gateway.link import GatewaySession
+from shmserve.clients.gateway.listen import is_local
 from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
 from shmserve.clients.gateway.zmqtcp.asked import Limits, Outside
-from shmserve.clients.gateway.zmqtcp.door import is_open_to_others
+from shmserve.clients.gateway.zmqtcp.door import host_of
 from shmserve.clients.gateway.zmqtcp.keys import Entry, parse
 from shmserve.clients.gateway.zmqtcp.peer import Peer
 from shmserve.session.questions import OPERATIONS
@@ -67,7 +68,7 @@ def test_it_is_off_by_default_and_only_of_this_machine_where_it_says_so() -> Non
         ("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("0.0.0.0", True), ("*", True), ("[::]", True),
         ("192.0.2.1", True), ("host.example", True),
     ):  # fmt: skip
-        assert is_open_to_others(f"tcp://{address}:8790") is others
+        assert is_local(host_of(f"tcp://{address}:8790")[0]) is not others
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ what the flags name is read as a whole, or what was read before goes on.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import ssl
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from shmserve.clients.gateway.guards import restrict, tls, tokens
 from shmserve.clients.gateway.guards.access import Access
 from shmserve.clients.gateway.guards.headers import Forward
 from shmserve.clients.gateway.guards.tls import Files, Given
+from shmserve.clients.gateway.listen import is_local
 
 log = logging.getLogger("shmserve.gateway")
 
@@ -39,7 +39,7 @@ class Guard:
 
     def lack(self, address: str) -> str | None:
         """What everybody should know who opens this door to more than this machine."""
-        if _is_local(address):
+        if is_local(address):
             return None
         certified = self.tls is not None and self.tls.verify_mode == ssl.CERT_REQUIRED
         known = certified or self.access.tokens is not None
@@ -158,10 +158,3 @@ def _forward(flag: str, pattern: str | None, withheld: set[str]) -> Forward | No
         raise Misuse(f"{flag}: {error}") from error
     except ImportError as error:
         raise Failed(f"{flag} needs the package google-re2: pip install 'shmserve[gateway]'") from error
-
-
-def _is_local(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"

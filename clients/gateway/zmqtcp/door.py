@@ -8,7 +8,6 @@ A client may choose its identity, so whose message it is, is asked of libzmq for
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import resource
@@ -372,12 +371,3 @@ def host_of(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
     return "0.0.0.0" if host == "*" else host, int(port)
-
-
-def is_open_to_others(address: str) -> bool:
-    """Whether more than this machine can reach it."""
-    host, _ = host_of(address)
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"

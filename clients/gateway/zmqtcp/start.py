@@ -70,14 +70,15 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
 
 def listen(door: ZmqDoor, args: argparse.Namespace) -> int:
     """The port."""
-    from shmserve.clients.gateway.zmqtcp.door import is_open_to_others
+    from shmserve.clients.gateway.listen import is_local
+    from shmserve.clients.gateway.zmqtcp.door import host_of
 
     try:
         port = door.open(args.zmq_address, args.reuse_port)
     except OSError as error:
         raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror or error}") from error
     log.info("ZeroMQ with CURVE on %s, port %d; keys in its file: %d", args.zmq_address, port, door.keys)
-    if is_open_to_others(args.zmq_address):
+    if not is_local(host_of(args.zmq_address)[0]):
         log.warning(
             "%s is not this machine alone: whoever reaches the port may knock, and is let in with a key of --zmq-keys",
             args.zmq_address,
