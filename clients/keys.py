@@ -95,12 +95,19 @@ def read_public(given: str | os.PathLike[str]) -> str:
     raise InvalidRequest(f"{text} has no public key: give the file NAME.pub that `shmserve keygen NAME` has written")
 
 
-def make_pair() -> Pair:
-    """A new one."""
+def check_curve() -> None:
+    """Unsupported where there is nothing that could use keys."""
     import zmq
 
     if not zmq.has("curve"):
         raise Unsupported("this libzmq was built without CURVE; that of pyzmq's wheels has it: pip install -U pyzmq")
+
+
+def make_pair() -> Pair:
+    """A new one."""
+    import zmq
+
+    check_curve()
     while True:
         public, secret = (key.decode() for key in zmq.curve_keypair())
         if public[0].isalnum():  # else it looks like an option, or a comment

@@ -62,6 +62,15 @@ def test_r15_not_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, o
         zmqtcp_start.check(parser().parse_args(["gateway", *options]))
 
 
+def test_r15_not_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zmq.has", lambda what: what != "curve")
+    options = ["--zmq-address", "tcp://127.0.0.1:8790", *GOOD]
+    with pytest.raises(shmserve.Unsupported, match="was built without CURVE"):
+        zmqtcp_start.check(parser().parse_args(["gateway", *options]))
+    with pytest.raises(shmserve.Unsupported, match="was built without CURVE"):
+        keys.make_pair()
+
+
 def test_it_is_off_by_default_and_only_of_this_machine_where_it_says_so() -> None:
     assert zmqtcp_start.check(parser().parse_args(["gateway"])) is None
     for address, others in (

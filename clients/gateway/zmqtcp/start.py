@@ -33,7 +33,7 @@ def add(option: Callable[..., Any], size: Callable[[str], int]) -> None:
 
 
 def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
-    """Makes the door; None: it is not wanted. Misuse where what is asked for cannot be."""
+    """Makes the door; None: it is not wanted. Misuse and Unsupported where what is asked for cannot be."""
     given = [f"--{name}" for name in ("zmq-server-key", "zmq-keys") if getattr(args, name.replace("-", "_"))]
     if args.zmq_address is None:
         if given:
@@ -47,15 +47,12 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
     found = _ADDRESS.fullmatch(args.zmq_address)
     if found is None or int(found[2]) > 65535:
         raise Misuse(f"--zmq-address {args.zmq_address} is not tcp://HOST:PORT")
-    import zmq
-
     from shmserve.clients.gateway.zmqtcp.asked import Limits
     from shmserve.clients.gateway.zmqtcp.door import ZmqDoor
     from shmserve.clients.gateway.zmqtcp.keys import Allowed
-    from shmserve.clients.keys import read_pair
+    from shmserve.clients.keys import check_curve, read_pair
 
-    if not zmq.has("curve"):
-        raise Failed("this libzmq was built without CURVE; that of pyzmq's wheels has it: pip install -U pyzmq")
+    check_curve()
     try:
         pair, allowed = read_pair(args.zmq_server_key), Allowed(args.zmq_keys)
     except InvalidRequest as error:
