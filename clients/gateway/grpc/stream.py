@@ -16,11 +16,11 @@ from shmserve.clients.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error
 from shmserve.clients.gateway.http2.codes import Code
 from shmserve.clients.gateway.http2.seam import Stream
 from shmserve.clients.gateway.kserve.answers import Buffer, Held
-from shmserve.clients.gateway.kserve.asking import not_passed_on
+from shmserve.clients.gateway.kserve.asking import InParts, not_passed_on
 from shmserve.clients.gateway.kserve.status import text_of
 from shmserve.errors import ServeError
 from shmserve.messages import Reply
-from shmserve.session import WINDOW, StreamTicket
+from shmserve.session import WINDOW
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.grpc.services import Services
@@ -32,7 +32,7 @@ _ENDS = "triton_grpc_error"
 """With this in the metadata, an error ends the stream with its code."""
 
 
-class _Request(StreamTicket):
+class _Request(InParts):
     __slots__ = ("call", "final", "plan", "request_id", "targets", "version", "whole")
 
     def __init__(self, call: StreamCall) -> None:
@@ -46,12 +46,6 @@ class _Request(StreamTicket):
         """Its last answer is handed on, and had outputs."""
         self.whole = True
         """As far as is known, its answer is one."""
-
-    def settle(self, answer: Any) -> None:
-        """All of it at once."""
-        if type(answer) is Reply:
-            answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
-        self.part(answer, True)
 
     def news(self) -> None:
         self.call.news(self)

@@ -13,7 +13,7 @@ from shmserve.clients.gateway.http.connection import BINARY, JSON, Connection
 from shmserve.clients.gateway.http.heads import Head
 from shmserve.clients.gateway.http.limits import Limits
 from shmserve.clients.gateway.kserve.answers import Buffer, Held, response
-from shmserve.clients.gateway.kserve.asking import Asker, Waiting, not_passed_on
+from shmserve.clients.gateway.kserve.asking import Asker, InParts, Waiting, not_passed_on
 from shmserve.clients.gateway.kserve.documents import (
     Question,
     Route,
@@ -29,7 +29,7 @@ from shmserve.clients.gateway.link import GatewayLink, Piece, space
 from shmserve.clients.gateway.regions import Region, Regions
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.messages import INLINE_BYTES, Reply
-from shmserve.session import WINDOW, StreamTicket
+from shmserve.session import WINDOW
 
 if TYPE_CHECKING:
     from shmserve.session.ticket import Array
@@ -107,7 +107,7 @@ class _Then(_Waiting):
         self._go_on(answer)
 
 
-class _Generation(StreamTicket):
+class _Generation(InParts):
     """One answer as the body, or all of them as events."""
 
     __slots__ = ("_as_events", "_connection", "_link", "_model", "_plan", "_sent")
@@ -120,12 +120,6 @@ class _Generation(StreamTicket):
         self._plan = plan
         self._as_events = as_events
         self._sent = False
-
-    def settle(self, answer: Any) -> None:
-        """All of it at once."""
-        if type(answer) is Reply:
-            answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
-        self.part(answer, True)
 
     def news(self) -> None:
         try:

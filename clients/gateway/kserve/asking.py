@@ -10,13 +10,14 @@ from typing import Any
 
 from shmserve.clients.gateway.device_regions import DeviceRegion
 from shmserve.clients.gateway.guards.headers import merged
+from shmserve.clients.gateway.kserve.answers import Held
 from shmserve.clients.gateway.kserve.documents import Question
 from shmserve.clients.gateway.kserve.plans import Plan, Spec
 from shmserve.clients.gateway.link import GatewayLink, Inputs, Piece, space
 from shmserve.clients.gateway.regions import Region, Regions
 from shmserve.errors import Internal, ServeError
-from shmserve.messages import INLINE_BYTES
-from shmserve.session import Ticket
+from shmserve.messages import INLINE_BYTES, Reply
+from shmserve.session import StreamTicket, Ticket
 
 log = logging.getLogger("shmserve.gateway")
 _KNOWN = 1024
@@ -39,6 +40,18 @@ class Waiting(Ticket):
 
     def take(self, answer: Any) -> None:
         raise NotImplementedError
+
+
+class InParts(StreamTicket):
+    """A request whose answers somebody waits for. Each part is a Held."""
+
+    __slots__ = ()
+
+    def settle(self, answer: Any) -> None:
+        """All of it at once."""
+        if type(answer) is Reply:
+            answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
+        self.part(answer, True)
 
 
 def not_passed_on() -> Internal:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve import access, wire
 from shmserve.clients.gateway.kserve.answers import Buffer, Held
+from shmserve.clients.gateway.kserve.asking import NO_TIME
 from shmserve.clients.gateway.kserve.status import text_of
 from shmserve.clients.gateway.link import Inputs
 from shmserve.clients.gateway.zmqtcp.asked import (
@@ -64,7 +65,6 @@ from shmserve.session.questions import OPERATIONS
 if TYPE_CHECKING:
     from shmserve.clients.gateway.zmqtcp.keys import Entry
 
-NO_TIME = 0.0
 GIVEN_BY = "the file of --zmq-keys of the gateway"
 MISTAKES_S = 100
 MISTAKES = 1000
