@@ -15,8 +15,8 @@ import onnxruntime as ort
 from shmserve.errors import ModelFailed, NotFound, ServeError
 from shmserve.repo.complete import complete_from_model
 from shmserve.workers.backends import Context, StackedBackend
-from shmserve.workers.backends.facts import unknown
-from shmserve.workers.backends.onnx_facts import facts_of, match, said
+from shmserve.workers.backends.facts import match, none_missing, unknown
+from shmserve.workers.backends.onnx_facts import facts_of, said
 from shmserve.workers.backends.onnx_graphs import Graphs
 from shmserve.workers.backends.onnx_options import Plan, default_max_batch, plan, visible
 from shmserve.workers.backends.onnx_providers import lost
@@ -66,8 +66,10 @@ class Onnx(StackedBackend):
         self._outputs = model_outputs_of(config)
         self._names = [spec.name for spec in self._outputs]
         optional = facts_of(session.get_overridable_initializers(), ())
-        match(config.name, "input", self._inputs, facts_of(session.get_inputs()), optional)
-        match(config.name, "output", self._outputs, facts_of(session.get_outputs(), self._names), None)
+        needed = facts_of(session.get_inputs())
+        match(config.name, "input", self._inputs, needed, optional=optional, flat=(-1,))
+        none_missing(config.name, self._inputs, needed)
+        match(config.name, "output", self._outputs, facts_of(session.get_outputs(), self._names))
         self._run = runner_of(session).run
         self._must_bind = any(spec.dtype == "BF16" for spec in (*self._inputs, *self._outputs))
         self._can_bind = self._must_bind or all(spec.item for spec in self._inputs)

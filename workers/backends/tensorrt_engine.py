@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.repo.complete import TensorFacts
+from shmserve.workers.backends import facts
 
 if TYPE_CHECKING:
     from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput
@@ -204,15 +205,9 @@ def check_profiles(model: str, engine: Engine, profiles: Sequence[int]) -> None:
 def match(config: ModelConfig, engine: Engine, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
     """The configuration must say what the engine says; of the outputs it may leave some out."""
     model = config.name
-    _match(model, "input", inputs, engine.inputs)
-    _match(model, "output", outputs, engine.outputs)
-    given = {spec.name for spec in inputs}
-    missing = [fact.name for fact in engine.inputs if fact.name not in given]
-    if missing:
-        raise InvalidRequest(
-            f"unable to load model '{model}', configuration expects {len(inputs)} inputs, model provides "
-            f"{len(engine.inputs)}: it also has {', '.join(missing)}"
-        )
+    facts.match(model, "input", inputs, engine.inputs, flat=(-1,), whose="engine")
+    facts.match(model, "output", outputs, engine.outputs, whose="engine")
+    facts.none_missing(model, inputs, engine.inputs)
     entries: list[ModelInput | ModelOutput] = [*config.input, *config.output]
     declared = {entry.name: entry.is_shape_tensor for entry in entries}
     for entry in entries:
@@ -241,35 +236,3 @@ def check_batch(config: ModelConfig, engine: Engine, profiles: Sequence[int]) ->
             f"unable to load model '{config.name}': max_batch_size is {config.max_batch_size}, and profile(s) "
             f"{', '.join(map(str, profiles))} of the engine allow batches up to {largest}"
         )
-
-
-def _match(model: str, kind: str, specs: Sequence[Spec], facts: Sequence[TensorFacts]) -> None:
-    by_name = {fact.name: fact for fact in facts}
-    for spec in specs:
-        fact = by_name.get(spec.name)
-        if fact is None:
-            raise InvalidRequest(
-                f"unable to load model '{model}': unexpected inference {kind} '{spec.name}', "
-                f"allowed {kind}s are: {', '.join(by_name)}"
-            )
-        if fact.dtype != spec.dtype:
-            raise InvalidRequest(
-                f"unable to load model '{model}': {kind} '{spec.name}' is {spec.dtype} in the configuration and "
-                f"{fact.dtype} in the engine"
-            )
-        if spec.flat and kind == "output":
-            continue
-        expected = (-1,) if spec.flat else ((-1,) if spec.batched else ()) + spec.shape
-        if len(expected) != len(fact.dims) or any(
-            -1 not in pair and pair[0] != pair[1] for pair in zip(expected, fact.dims, strict=True)
-        ):
-            raise InvalidRequest(
-                f"unable to load model '{model}': {kind} '{spec.name}' has shape {list(expected)} in the "
-                f"configuration{' (with the batch dimension)' if spec.batched else ''} and {list(fact.dims)} in the "
-                "engine"
-            )
-        if spec.batched and fact.dims[0] != -1:
-            raise InvalidRequest(
-                f"unable to load model '{model}': max_batch_size is above 0, but the first dimension of {kind} "
-                f"'{spec.name}' is {fact.dims[0]} in the engine; a batch needs a dynamic one. Set max_batch_size: 0"
-            )
