@@ -21,6 +21,7 @@ from shmserve.core.policy import (
 )
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.repo.complete import SEQUENCE_IDLE_US
+from shmserve.repo.gpus import inputs_there
 from shmserve.repo.schema import (
     ModelConfig,
     ModelDynamicBatching,
@@ -45,7 +46,6 @@ from shmserve.repo.validate import (
 _US = 1000
 ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})
 """Backends that read and write tensors on the GPU of their process."""
-HOST_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
 _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 
 
@@ -64,15 +64,15 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
-        on_device=config.backend in ON_DEVICE or (config.backend == "python" and _reads_there(config)),
+        reads_there=config.backend in ON_DEVICE or (config.backend == "python" and inputs_there(config)),
+        leaves_there=config.backend in ON_DEVICE or (config.backend == "python" and _has_gpu(config)),
         steps=compile_steps(config),
         ahead=config.ensemble_scheduling.max_inflight_requests if config.ensemble_scheduling is not None else 0,
     )
 
 
-def _reads_there(config: ModelConfig) -> bool:
-    """A Python model that takes its inputs on its GPU."""
-    return _parameter(config, HOST_ONLY).lower() in ("no", "false")
+def _has_gpu(config: ModelConfig) -> bool:
+    return any(group.kind == "KIND_GPU" for group in config.instance_group)
 
 
 def _parameter(config: ModelConfig, key: str) -> str:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.outbox import Outbox
 
+INTERNAL = "internal"
+"""The audience of what only workers read."""
 LIMIT_BYTES = 4 * 1024 * 1024 * 1024
 KNOB = "worker-output-bytes"
 NEAR = "@gpu"

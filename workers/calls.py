@@ -35,6 +35,7 @@ from shmserve.messages import (
     Wanted,
 )
 from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.workers.arenas import INTERNAL, Arenas
 from shmserve.workers.pending import Array, Gift, Given, Pending, Response, check, gift_of, wake, within
 from shmserve.workers.tallies import Tallies
 
@@ -42,12 +43,9 @@ if TYPE_CHECKING:
     from shmserve.messages import Options, Work
     from shmserve.shm.mapped import Mapped
     from shmserve.shm.tally import Subject
-    from shmserve.workers.arenas import Arenas
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.streams import Streams
 
-INTERNAL = "internal"
-"""The audience of what only workers read."""
 WINDOW = 64
 """So many answers of a call may come before the model has taken the first."""
 MESSAGE_BYTES = 48 * 1024

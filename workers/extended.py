@@ -18,6 +18,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.messages import Row, Work
 from shmserve.workers.backends import Answer, StackedBackend
+from shmserve.workers.mistakes import check_type
 from shmserve.workers.ragged import BatchInputs, Shapes, cuts_of, shapes_in
 from shmserve.workers.runner import Ran, Runner, Trace, clock, failed
 from shmserve.workers.scatter import Results
@@ -83,6 +84,9 @@ class ExtendedResults(Results):
     def direct(self, index: int, shape: tuple[int, ...]) -> bool:
         return not self._special(index) and super().direct(index, shape)
 
+    def near(self, index: int, shape: tuple[int, ...]) -> int | None:
+        return None if self._special(index) else super().near(index, shape)
+
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
         if not self._special(index):
             return super().place(index, shape)
@@ -123,7 +127,7 @@ class ExtendedResults(Results):
             super().put(index, array)
             return
         spec = self._scatter.specs[index]
-        self._check_type(spec, array)
+        check_type(self._scatter.model, spec, array)
         if self.needed(index):
             self._columns[index] = self._cut(index, array, source.name, shapes_in(self._works, source))
 
@@ -339,7 +343,9 @@ class ExtendedRunner(Runner):
         if answer.error is not None or not any(name in names for name, _ in answer.outputs):
             return {}, answer
         states = {
-            names[name]: extension.states.taken(names[name], array, work.rows, False)
+            names[name]: extension.states.taken(
+                names[name], array if isinstance(array, np.ndarray) else array.host(), work.rows, False
+            )
             for name, array in answer.outputs
             if name in names
         }

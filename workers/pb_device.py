@@ -1,6 +1,7 @@
-"""Inputs of python models that are on their GPU, and stay there: taken by DLPack, as from the server whose API this is.
+"""Tensors of python models that are on their GPU, and stay there: taken and given by DLPack, as with the server whose
+API this is.
 
-The rule: only models that have asked for it get them; what cannot be taken so is in host memory, as ever.
+The rule: only models that have asked for it get inputs so; what cannot be taken or given so is in host memory, as ever.
 """
 
 from __future__ import annotations
@@ -9,17 +10,15 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shmserve.dtypes import from_numpy
 from shmserve.workers.cuda.shared import DevicePiece
-from shmserve.workers.pb_tensor import NUMBERS, Array, Tensor, TritonModelException
+from shmserve.workers.pb_tensor import CUDA, NUMBERS, Array, Tensor, TritonModelException, check_contiguous
 
 HOST_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 if TYPE_CHECKING:
     from shmserve.repo.schema import ModelConfig
     from shmserve.workers.pb_requests import InferenceRequest
-
-_CUDA = 2
-"""The device type in DLPack."""
 
 
 def wanted(config: ModelConfig) -> bool:
@@ -29,31 +28,31 @@ def wanted(config: ModelConfig) -> bool:
 
 
 class DeviceTensor(Tensor):
-    """A tensor in memory of its sender, which the model must not write."""
+    """A tensor in memory of its sender, which the model must not write, or in the model's own."""
 
-    __slots__ = ("_host", "_piece", "_wire")
+    __slots__ = ("_host", "_wire", "piece")
 
-    def __init__(self, tensor: Tensor, piece: DevicePiece, wire: str) -> None:
-        self._name = tensor._name
-        self._work = tensor._work
-        self._piece = piece
+    def __init__(self, name: str, piece: DevicePiece, wire: str) -> None:
+        self._name = name
+        self.piece = piece
         self._wire = wire
         self._host: Array | None = None
 
     @property
     def _array(self) -> Array:  # type: ignore[override]
-        """On the host, for what is handed on to other models."""
+        """On the host, for who does not take it there."""
         if self._host is None:
-            self._host = self._piece.host()
+            self._host = self.piece.host()
         return self._host
 
     def as_numpy(self) -> Array:
+        advice = f", or leave out {HOST_ONLY}" if hasattr(self, "_work") else ""
         raise TritonModelException(
-            f"tensor '{self._name}' is on a GPU, and no numpy array: take it by to_dlpack(), or leave out {HOST_ONLY}"
+            f"tensor '{self._name}' is on a GPU, and no numpy array: take it by to_dlpack(){advice}"
         )
 
     def shape(self) -> list[int]:
-        return list(self._piece.shape)
+        return list(self.piece.shape)
 
     def triton_dtype(self) -> int:
         return NUMBERS[self._wire]
@@ -63,10 +62,10 @@ class DeviceTensor(Tensor):
 
     def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
         cupy = importlib.import_module("cupy")
-        return cupy.asarray(self._piece).__dlpack__(stream=stream, **options)
+        return cupy.asarray(self.piece).__dlpack__(stream=stream, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CUDA, 0
+        return CUDA, 0
 
 
 def on_gpu(requests: Sequence[InferenceRequest]) -> None:
@@ -80,4 +79,37 @@ def on_gpu(requests: Sequence[InferenceRequest]) -> None:
             if wire == "BF16":  # which no library takes by its address
                 tensor._array = piece.host()
             else:
-                request._inputs[place] = DeviceTensor(tensor, piece, wire)
+                there = request._inputs[place] = DeviceTensor(tensor._name, piece, wire)
+                there._work = tensor._work
+
+
+class OwnPiece(DevicePiece):
+    """What the model has made there. It lives as long as this, and is complete."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self, made: Any) -> None:
+        """`made`: an array of cupy's over it."""
+        self._made = made
+        self.address = made.__cuda_array_interface__["data"][0]
+        self.dtype = made.dtype
+        self.shape = made.shape
+        self.nbytes = made.nbytes
+
+    def host(self) -> Array:
+        found: Array = self._made.get()
+        return found
+
+
+def given(name: str, source: Any) -> DeviceTensor | None:
+    """What DLPack says is on the process's GPU. None: it cannot be used there."""
+    if source.__dlpack_device__()[1] != 0:
+        return None
+    try:
+        cupy = importlib.import_module("cupy")
+        made = cupy.from_dlpack(source)
+    except (ImportError, BufferError, RuntimeError, TypeError, ValueError):  # its own library may copy it to the host
+        return None
+    check_contiguous(name, made)
+    cupy.cuda.runtime.deviceSynchronize()  # a capsule does not say in which stream it is written
+    return DeviceTensor(name, OwnPiece(made), from_numpy(made.dtype))

@@ -29,12 +29,14 @@ NUMBERS = {
 } | {"BYTES": 13, "BF16": 14}
 """Wire name -> the number of the data type in the configuration's enum."""
 NAMES = {number: name for name, number in NUMBERS.items()}
-_CPU = 1
-"""The device type of host memory in DLPack."""
+_CPU, CUDA = 1, 2
+"""The types of devices in DLPack: host memory, and that of a GPU."""
 _BF16 = dtypes.to_numpy("BF16")
 
-# In DLPack a capsule holds a struct that names the type of its elements by a code in one byte, here.
-_CAPSULES = ((b"dltensor", 20), (b"dltensor_versioned", 52))
+# In DLPack a capsule holds a struct that names its device, by type and number, here, and the type of its elements, by a
+# code in one byte, 12 bytes behind that.
+_CAPSULES = ((b"dltensor", 8), (b"dltensor_versioned", 40))
+_TO_CODE = 12
 _CODE_UINT, _CODE_BFLOAT = 1, 4
 _is_valid: Callable[..., int] = ctypes.pythonapi.PyCapsule_IsValid
 _pointer: Callable[..., int] = ctypes.pythonapi.PyCapsule_GetPointer
@@ -100,33 +102,43 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """From anything with `__dlpack__`, or a capsule. It must be contiguous. What lies on a device is copied to host
-        memory, if its maker does that."""
-        source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
-        device = source.__dlpack_device__()
+        """From anything with `__dlpack__`, or a capsule. It must be contiguous. What lies on a GPU stays there until
+        it is known where it is read; what cannot is copied to host memory, if its maker does that."""
         try:
+            source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
+            device = source.__dlpack_device__()
+            if int(device[0]) == CUDA:
+                from shmserve.workers.pb_device import given  # few models are on a GPU
+
+                there = given(name, source)
+                if there is not None:
+                    return there
             if int(device[0]) != _CPU:
-                array = np.from_dlpack(_to_host(name, source, device))
-            else:
-                array = _from_capsule(_capsule_of(source))
+                source = _to_host(name, source, device)
+            array = _from_capsule(_capsule_of(source))
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TritonModelException(f"tensor '{name}' cannot be read as DLPack: {error}") from error
-        if not array.flags.c_contiguous:
-            raise TritonModelException(f"tensor '{name}' is not contiguous; DLPack tensors must be")
+        check_contiguous(name, array)
         return Tensor(name, array)
 
 
+def check_contiguous(name: str, array: Any) -> None:
+    if not array.flags.c_contiguous:
+        raise TritonModelException(f"tensor '{name}' is not contiguous; DLPack tensors must be")
+
+
 class _Capsule:
-    """What numpy wants around a bare DLPack capsule, which can only come from host memory here."""
+    """What libraries want around a bare DLPack capsule."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
+        self._device = _device_of(capsule)
 
     def __dlpack__(self, **_: Any) -> Any:
         return self._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CPU, 0
+        return self._device
 
 
 def _capsule_of(source: Any) -> Any:
@@ -148,9 +160,18 @@ def _from_capsule(capsule: Any) -> Array:
 
 
 def _code_of(capsule: Any) -> ctypes.c_uint8:
+    return ctypes.c_uint8.from_address(_device_at(capsule) + _TO_CODE)
+
+
+def _device_of(capsule: Any) -> tuple[int, int]:
+    kind, number = (ctypes.c_int32 * 2).from_address(_device_at(capsule))
+    return kind, number
+
+
+def _device_at(capsule: Any) -> int:
     for name, offset in _CAPSULES:
         if _is_valid(capsule, name):
-            return ctypes.c_uint8.from_address(_pointer(capsule, name) + offset)
+            return _pointer(capsule, name) + offset
     raise TypeError("it is no DLPack capsule, or one that was consumed already")
 
 

@@ -6,6 +6,7 @@ all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from shmserve.messages import Handle
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
+    from shmserve.workers.cuda.shared import DevicePiece
     from shmserve.workers.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -54,6 +56,18 @@ class Placing:
 
         self._check(spec, place, source.nbytes)
         memory_of(self._mapped).store(place, source)
+
+    def move(self, target: int, piece: DevicePiece) -> None:
+        """Copies what is on this process's GPU to an address there."""
+        from shmserve.workers.cuda.shared import memory_of
+
+        memory_of(self._mapped).move(target, piece)
+
+    def spread(self, source: int, places: Sequence[Handle], sizes: Sequence[int]) -> None:
+        """Copies what lies one behind the other at an address of this process's GPU to places there."""
+        from shmserve.workers.cuda.shared import memory_of
+
+        memory_of(self._mapped).spread(source, places, sizes)
 
     def _check(self, spec: Spec, place: Handle, size: int) -> None:
         if place.size < size:

@@ -9,15 +9,17 @@ message, as conditions are: the broker looks at them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import lt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.dtypes import ITEM_BYTES, elements, from_numpy
+from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor
-from shmserve.shm.strings import encode_bytes
+from shmserve.workers.arenas import INTERNAL
 from shmserve.workers.classify import Top, classify, refusal
+from shmserve.workers.mistakes import check_shape, check_type, strings
 from shmserve.workers.placing import Placing
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.arenas import Arenas
     from shmserve.workers.calls import Calls
+    from shmserve.workers.cuda.shared import DevicePiece
     from shmserve.workers.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -168,7 +171,7 @@ class Results:
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
         """An array to write an output of all requests into. What it holds before is undefined."""
         spec = self._scatter.specs[index]
-        self._check_shape(spec, shape)
+        check_shape(self._scatter.model, spec, shape, self._rows)
         array = self._place_one(index, spec, shape) if len(self._works) == 1 else self._place_all(index, spec, shape)
         if array is None:
             if not spec.item:
@@ -185,10 +188,10 @@ class Results:
         spec, works = self._scatter.specs[index], self._works
         place = self._place(index, 0)
         if isinstance(place, Handle):
-            return self._near_place(index, place, shape)
+            return self._near_places(index, shape)
         if [spec.name in work.near for work in works].count(True) != len(works) or not spec.item:
             return None
-        self._check_shape(spec, shape)
+        check_shape(self._scatter.model, spec, shape, self._rows)
         size = elements(shape) * spec.item
         small = size <= INLINE_BYTES if len(works) == 1 else self._whole(index, shape) is None
         if small or (self._places is not None and any(place is not None for place in self._places[index])):
@@ -201,42 +204,70 @@ class Results:
         self._ready[index] = _nothing(spec, shape)
         return block.address
 
-    def _near_place(self, index: int, place: Handle, shape: tuple[int, ...]) -> int | None:
-        """The caller's own memory on the GPU, where it is the caller's of the only request."""
-        spec = self._scatter.specs[index]
-        if len(self._works) > 1 or not spec.item or not self._scatter.placing.is_on_device(place):
+    def _near_places(self, index: int, shape: tuple[int, ...]) -> int | None:
+        """The caller's own memory on the GPU, where there is one request; else a block there, of which each gets its
+        share. None: it goes by way of the host, and what is wrong is said then."""
+        spec, works, placing = self._scatter.specs[index], self._works, self._scatter.placing
+        if not spec.item or self._failures or self._places is None:
             return None
-        self._check_shape(spec, shape)
-        if self._failures or elements(shape) * spec.item > place.size:
-            return None  # why not is said when it is copied there
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        row_bytes = elements(shape[1:]) * spec.item
+        sizes = [work.rows * row_bytes for work in works] if len(works) > 1 else [elements(shape) * spec.item]
+        handles = [place for place in self._places[index] if isinstance(place, Handle) and placing.is_on_device(place)]
+        if len(handles) < len(works) or any(map(lt, [place.size for place in handles], sizes)):
+            return None
+        if len(works) == 1:
+            address = placing.address(handles[0])
+        else:
+            try:
+                block = self._scatter.arenas.allocate_near(INTERNAL, sum(sizes))
+            except Unavailable:
+                return None
+            self._blocks[index] = block
+            address = block.address
         self._placed.add(index)
         self._ready[index] = _nothing(spec, shape)
-        return self._scatter.placing.address(place)
+        return address
 
     def put(self, index: int, array: Array) -> None:
         """An output of all requests that was computed elsewhere. It is copied before this returns."""
         spec = self._scatter.specs[index]
-        self._check_type(spec, array)
-        self._check_shape(spec, array.shape)
+        check_type(self._scatter.model, spec, array)
+        check_shape(self._scatter.model, spec, array.shape, self._rows)
         if self.needed(index):
             self._columns[index] = self._split(index, spec, array)
 
-    def put_named(self, name: str, array: Array) -> None:
+    def put_named(self, name: str, array: Any) -> None:
+        """Also what is a piece on the GPU."""
         index = self._scatter.names.get(name)
         if index is None:
             raise ModelFailed(
                 f"unexpected output '{name}': the outputs of model '{self._scatter.model}' are "
                 f"{', '.join(self._scatter.names)}"
             )
-        if self._columns[index] is not None:
+        if self._columns[index] is not None or self._ready[index] is not None:
             raise ModelFailed(f"output '{name}' was given twice")
+        if not isinstance(array, np.ndarray) and hasattr(array, "host"):
+            if self._stays(index, array):
+                return
+            array = array.host()
         self.put(index, array)
+
+    def _stays(self, index: int, piece: DevicePiece) -> bool:
+        """Whether a piece on the GPU was copied there to where all readers want it."""
+        if piece.dtype != self._scatter.specs[index].numpy:
+            return False
+        address = self.near(index, piece.shape)
+        if address is None:
+            return False
+        self._scatter.placing.move(address, piece)
+        return True
 
     def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
         """An output that is the input of that name, as it is: where only workers read it, it need not be copied. False:
         it must be."""
         spec, arenas = self._scatter.specs[index], self._scatter.arenas
-        self._check_shape(spec, shape)
+        check_shape(self._scatter.model, spec, shape, self._rows)
         column = []
         for position, work in enumerate(self._works):
             tensor = next((tensor for tensor in work.inputs if tensor.name == source), None)
@@ -366,9 +397,7 @@ class Results:
         works = self._works
         shape = spec.outer(array.shape)
         if index in self._placed:
-            place = self._place(index, 0)
-            assert isinstance(place, Handle)
-            return [Tensor(spec.name, spec.dtype, shape, (place,))]
+            return self._split_placed(index, spec, array, shape)
         if index in self._blocks:
             return self._split_block(index, spec, array, shape)
         if len(works) == 1:
@@ -390,6 +419,20 @@ class Results:
             tensors.append(self._one(index, spec, position, array[start:end], (work.rows, *shape[1:])))
             start = end
         return tensors
+
+    def _split_placed(self, index: int, spec: Spec, array: Array, shape: tuple[int, ...]) -> Sequence[Tensor | None]:
+        assert self._places is not None
+        works, places = self._works, [place for place in self._places[index] if isinstance(place, Handle)]
+        if len(works) == 1:
+            return [Tensor(spec.name, spec.dtype, shape, (places[0],))]
+        row_bytes = array.nbytes // self._rows
+        self._scatter.placing.spread(self._blocks[index].address, places, [work.rows * row_bytes for work in works])
+        block = self._blocks.pop(index)
+        self._scatter.arenas.free([Handle(block.segment, block.offset, block.size)])
+        return [
+            Tensor(spec.name, spec.dtype, (work.rows, *shape[1:]), (place,))
+            for work, place in zip(works, places, strict=True)
+        ]
 
     def _split_block(self, index: int, spec: Spec, array: Array, shape: tuple[int, ...]) -> Sequence[Tensor | None]:
         block = self._blocks.pop(index)
@@ -420,7 +463,7 @@ class Results:
             if isinstance(place, Top):
                 part = classify(spec, part, place.count, self._scatter.labels[index])
                 shape, dtype = part.shape, "BYTES"
-            source = part if ITEM_BYTES[dtype] else self._strings(spec, part)
+            source = part if ITEM_BYTES[dtype] else strings(self._scatter.model, spec, part)
             size = source.nbytes
             if isinstance(place, Handle):
                 self._scatter.placing.write(spec, place, part.shape, source)
@@ -441,40 +484,7 @@ class Results:
         np.copyto(block.array(source.dtype, source.shape), source)
         return Tensor(spec.name, dtype, shape, (Handle(block.segment, block.offset, size),))
 
-    # ------------------------------------------------------------------------------------ what models get wrong
-
-    def _strings(self, spec: Spec, part: Array) -> Array:
-        try:
-            return np.frombuffer(encode_bytes(part), _BYTE)
-        except InvalidRequest as error:
-            raise ModelFailed(f"output '{spec.name}' of model '{self._scatter.model}': {error}") from None
-
-    def _check_type(self, spec: Spec, array: Any) -> None:
-        if not isinstance(array, np.ndarray):
-            raise ModelFailed(
-                f"output '{spec.name}' of model '{self._scatter.model}' is a {type(array).__name__}; expected an array"
-            )
-        if array.dtype != spec.numpy and not (spec.dtype == "BYTES" and array.dtype.kind in "SU"):
-            raise ModelFailed(
-                f"output '{spec.name}' of model '{self._scatter.model}' has the wrong data type: expected "
-                f"{spec.dtype}, found {_wire_name(array.dtype)}"
-            )
-
-    def _check_shape(self, spec: Spec, shape: tuple[int, ...]) -> None:
-        if not spec.fits(shape) or (spec.batched and shape[0] != self._rows):
-            raise ModelFailed(
-                f"output '{spec.name}' of model '{self._scatter.model}' has the wrong shape: expected "
-                f"{spec.expected(self._rows)}, found {list(shape)}"
-            )
-
 
 def _nothing(spec: Spec, shape: tuple[int, ...]) -> Array:
     """For an output that is on the device: only its shape and its size are asked for."""
     return np.broadcast_to(np.zeros((), spec.numpy), shape)
-
-
-def _wire_name(dtype: np.dtype[Any]) -> str:
-    try:
-        return from_numpy(dtype)
-    except TypeError:
-        return str(dtype)

@@ -20,7 +20,7 @@ from shmserve.messages import Options, Tensor, Work
 from shmserve.repo.inside import open_inside, read_inside
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes
-from shmserve.workers.arenas import Arenas
+from shmserve.workers.arenas import INTERNAL, Arenas
 from shmserve.workers.extended import extension_of, runner_of
 from shmserve.workers.gather import Gather
 from shmserve.workers.outbox import Unheard
@@ -113,7 +113,7 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
     sequence = config.sequence_batching is not None
     # More bytes than would travel inside a message, but these do not travel.
     return [
-        Work(number, rows, tuple(tensors), None, "internal", _lone(number) if sequence else None)
+        Work(number, rows, tuple(tensors), None, INTERNAL, _lone(number) if sequence else None)
         for number in range(1, sample.batch_size + 1)
     ]
 

@@ -119,7 +119,9 @@ class ModelPolicy(Struct, frozen=True):
     """It answers a request as often as it likes."""
     cached: bool = False
     """Answers are kept, and given to whoever asks the same."""
-    on_device: bool = False
-    """Its instances on GPUs can read tensors there, and leave them there."""
+    reads_there: bool = False
+    """Its instances on GPUs can read tensors there."""
+    leaves_there: bool = False
+    """They can leave tensors there."""
     ahead: int = 0
     """How many answers a step of this ensemble may be ahead of what the caller has been given; 0: as usual."""

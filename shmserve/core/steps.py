@@ -106,7 +106,7 @@ class Steps:
             number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, (), (), now, level, deadline=parent.deadline,
             audience=parent.audience if final else INTERNAL, run=run, spot=spot, outside=outside,
-            special=True, near=self._near(run, index, member) if policy.on_device and not final else (),
+            special=True, near=self._near(run, index, member) if policy.leaves_there and not final else (),
             aliases=not (final or step.mapped or member.cached),
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
@@ -168,7 +168,7 @@ def _gpu_of(version: Version) -> int | None:
 
 
 def _reads_on(version: Version, device: int) -> bool:
-    return version.policy is not None and version.policy.on_device and _gpu_of(version) == device
+    return version.policy is not None and version.policy.reads_there and _gpu_of(version) == device
 
 
 def _passed_on(options: Options | None, window: int) -> Options | None:

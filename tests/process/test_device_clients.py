@@ -81,6 +81,52 @@ class TritonPythonModel:
         size = 4 * x.shape()[0] * 40000
         return np.frombuffer(ctypes.string_at(address, size), np.float32).reshape(x.shape())
 """
+GIVE = """\
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from cupy.cuda import runtime
+
+
+class Made:
+    \"\"\"As a library has it: in its own memory, and written in a stream of its own.\"\"\"
+
+    def __init__(self, array):
+        self.array = np.ascontiguousarray(array)
+        self.address = runtime.malloc(array.nbytes)
+        self.stream = runtime.streamCreateWithFlags(1)
+        self.described = {
+            "shape": array.shape, "typestr": array.dtype.str, "data": (self.address, False), "version": 3,
+        }
+        runtime.memcpyAsync(
+            self.address, self.array.ctypes.data, array.nbytes, runtime.memcpyHostToDevice, self.stream
+        )
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, **_):
+        raise AssertionError("the stand-in looks at what is described")
+
+    def __del__(self):
+        runtime.streamDestroy(self.stream)
+        runtime.free(self.address)
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
+
+    def one(self, x):
+        array = x + 5
+        if x[0, 0] == 1000:
+            array = array[:, :-1]
+        elif x[0, 0] == 2000:
+            array = array.astype(np.float64)
+        y = pb_utils.Tensor.from_dlpack("y", Made(array))
+        assert not y.is_cpu()
+        assert y.shape() == list(array.shape)
+        return pb_utils.InferenceResponse([y])
+"""
 ON_GPU = """
 instance_group { kind: KIND_GPU gpus: 0 }
 parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }
@@ -113,6 +159,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
     written(repository, "limited", LIMITED, PYTHON)
     written(repository, "there", PASS.replace("identity", "python") + ON_GPU, THERE)
     chained(repository, "then", "plan", "there")
+    written(repository, "give", PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }", GIVE)
+    chained(repository, "given", "give", "plan")
+    chained(repository, "given_elsewhere", "give", "other")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
         patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
@@ -232,6 +281,44 @@ def test_a_python_model_that_takes_it_there(journal: Path, client: shmserve.Clie
     forget(journal)
     np.testing.assert_array_equal(client.infer("then", {"x": x})["y"], given + 3)
     assert copies(journal, "plan") == copies(journal, "there") == set()
+
+
+def test_a_python_model_that_gives_it_there(journal: Path, client: shmserve.Client) -> None:
+    """1 is the model's own: it puts on the GPU what it gives."""
+    given, y = numbers(2), client.empty((2, WIDTH), device="cuda:0")
+    for model, more, kinds in (("give", 5, {"1", "2"}), ("given", 6, {"1", "3"}), ("given_elsewhere", 6, {"1", "2"})):
+        forget(journal)
+        np.testing.assert_array_equal(client.infer(model, {"x": given})["y"], given + more)
+        assert copies(journal, "give") == kinds, model
+    forget(journal)
+    client.infer("give", {"x": given}, outputs={"y": y})
+    np.testing.assert_array_equal(y.numpy(), given + 5)
+    assert copies(journal, "give") == {"1", "3"}
+
+
+def test_what_a_python_model_gives_wrong_there(client: shmserve.Client) -> None:
+    y = client.empty((2, WIDTH), device="cuda:0")
+    for number, said in ((1000, "wrong shape: expected"), (2000, "wrong data type: expected FP32, found FP64")):
+        given = numbers(2)
+        given[0, 0] = number
+        for model, outputs in (("give", None), ("give", {"y": y}), ("given", None)):
+            with pytest.raises(shmserve.ModelFailed, match=said):
+                client.infer(model, {"x": given}, outputs=outputs)
+
+
+def test_many_places_at_once(journal: Path, client: shmserve.Client) -> None:
+    """Whatever batches they come in, nothing of them passes through the host."""
+    given = [numbers(1 + seed % 3, seed) for seed in range(12)]
+    places = [client.empty(array.shape, device="cuda:0") for array in given]
+    inputs = [client.empty(array.shape, device="cuda:0") for array in given]
+    for array, x in zip(given, inputs, strict=True):
+        write(x.__cuda_array_interface__, array)
+    forget(journal)
+    futures = [client.submit("plan", {"x": x}, outputs={"y": place}) for x, place in zip(inputs, places, strict=True)]
+    for array, place, future in zip(given, places, futures, strict=True):
+        assert future.result()["y"] is place
+        np.testing.assert_array_equal(place.numpy(), array + 1)
+    assert copies(journal, "plan") <= {"3"}
 
 
 def test_many_at_once(client: shmserve.Client) -> None:

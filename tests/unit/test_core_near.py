@@ -40,9 +40,9 @@ class Gpus(World):
         return found
 
 
-def model(name: str, on_device: bool = True, cached: bool = False) -> ModelPolicy:
+def model(name: str, there: bool = True, cached: bool = False) -> ModelPolicy:
     x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
-    return ModelPolicy(name, 1, 8, (x,), (y,), BatchPolicy(), on_device=on_device, cached=cached)
+    return ModelPolicy(name, 1, 8, (x,), (y,), BatchPolicy(), reads_there=there, leaves_there=there, cached=cached)
 
 
 def world(
@@ -171,7 +171,11 @@ def test_a_tensor_that_waits_for_another_one() -> None:
     for name in (FIRST, "other"):
         made.deploy(model(name), large="y")
     x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
-    made.deploy(ModelPolicy(LAST, 1, 8, (x, TensorSpec("z", "FP32", (1,))), (y,), BatchPolicy(), on_device=True))
+    made.deploy(
+        ModelPolicy(
+            LAST, 1, 8, (x, TensorSpec("z", "FP32", (1,))), (y,), BatchPolicy(), reads_there=True, leaves_there=True
+        )
+    )
     steps = (
         StepPolicy(FIRST, 0, (("x", "x"),), (("y", "t"),)),
         StepPolicy("other", 0, (("x", "x"),), (("y", "u"),)),

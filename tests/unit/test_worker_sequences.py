@@ -86,6 +86,7 @@ class Stacked(StackedBackend):
             raise ValueError("below zero")
         assert outputs.needed(1)
         assert not outputs.direct(1, state.shape)
+        assert outputs.near(1, state.shape) is None
         if outputs.needed(0):
             outputs.put(0, x + state[..., :1])
         target = outputs.place(1, state.shape)

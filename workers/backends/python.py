@@ -19,7 +19,7 @@ from shmserve.workers import pb_utils
 from shmserve.workers.backends import Answer, Backend, Context, Request, SeparateBackend
 from shmserve.workers.backends.python_model import PythonModel
 from shmserve.workers.device import device_of
-from shmserve.workers.pb_device import on_gpu, wanted
+from shmserve.workers.pb_device import DeviceTensor, on_gpu, wanted
 from shmserve.workers.pb_model import flag, has_generator
 from shmserve.workers.pb_requests import request_from
 from shmserve.workers.say import public, say_trace
@@ -272,11 +272,14 @@ class Python(PythonModel, SeparateBackend):
             if wrong:
                 return self._failure(wrong)
         wanted: dict[str, Value] | None = parameters or None
-        return Answer(
-            [(tensor._name, self._as_declared(tensor._name, tensor._array)) for tensor in response._tensors],
-            None,
-            wanted,
-        )
+        return Answer([(tensor._name, self._given_back(tensor)) for tensor in response._tensors], None, wanted)
+
+    def _given_back(self, tensor: pb_utils.Tensor) -> Any:
+        """What a tensor holds: on a GPU, if it is there and of the right type. Nothing is converted there."""
+        name = tensor._name
+        if isinstance(tensor, DeviceTensor) and self._integers.get(name, tensor.piece.dtype) == tensor.piece.dtype:
+            return tensor.piece
+        return self._as_declared(name, tensor._array)
 
     def _failure(self, what: str) -> Answer:
         return Answer(error=Failure(ModelFailed.code, self._text(what)))

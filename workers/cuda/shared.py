@@ -6,6 +6,7 @@ The rule: what is opened stays so until its owner says that nothing of it will b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -137,6 +138,28 @@ class DeviceMemory:
                 cuda.synchronize_stream(self._stream)
             except cuda.errors as error:
                 raise HandleLost(f"memory on the GPU cannot be written any more: {error}") from error
+
+    def move(self, target: int, piece: DevicePiece) -> None:
+        """Copies on the device. It is there when this returns."""
+        self._within([(target, piece.address, piece.nbytes)])
+
+    def spread(self, source: int, handles: Sequence[Handle], sizes: Sequence[int]) -> None:
+        """Copies what lies one behind the other to where its readers want it. It is there when this returns."""
+        parts = []
+        for handle, size in zip(handles, sizes, strict=True):
+            parts.append((self.address(handle), source, size))
+            source += size
+        self._within(parts)
+
+    def _within(self, parts: Sequence[tuple[int, int, int]]) -> None:
+        cuda = self.cuda
+        try:
+            for target, source, size in parts:
+                if size:
+                    cuda.copy(target, source, size, cuda.within, self._stream)
+            cuda.synchronize_stream(self._stream)
+        except cuda.errors as error:
+            raise cuda.failure(error) from error
 
     def forget(self, segment: int) -> None:
         """Its owner will name it no more, and every batch that read it has been waited for."""

@@ -1,6 +1,9 @@
 """As much of cupy as is used here: its binding of the CUDA runtime, and arrays as far as others make them."""
 
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from . import cuda
 
@@ -11,6 +14,18 @@ class _Array:
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__cuda_array_interface__ = interface
         self.owner = owner
+        self.shape = tuple(interface["shape"])
+        self.dtype = np.dtype(interface["typestr"])
+        self.nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        self.flags = SimpleNamespace(c_contiguous=interface.get("strides") is None)
+
+    def get(self) -> Any:
+        """A copy on the host."""
+        made, runtime = np.empty(self.shape, self.dtype), cuda.runtime
+        source = self.__cuda_array_interface__["data"][0]
+        runtime.memcpyAsync(made.ctypes.data, source, self.nbytes, runtime.memcpyDeviceToHost, 0)
+        runtime.streamSynchronize(0)
+        return made
 
     def __dlpack__(self, **how: Any) -> Any:
         return "capsule", self.__cuda_array_interface__["data"][0], how
