@@ -11,6 +11,7 @@ are never parsed where requests are scheduled.
     regions   shared memory that callers have registered; device_regions, on a GPU
     listen    sockets that callers connect to
     callers   all connections of one, of HTTP and of gRPC
+    metrics   what Prometheus is told of doors
     flags     the options
     child     what is different if a server has started it
     service   what is different if a service manager has

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from shmserve.clients.gateway.listen import Listener
+from shmserve.clients.gateway.metrics import family
 from shmserve.errors import Unavailable
 
 TURNS = 4
@@ -79,6 +80,14 @@ class Callers:
     @property
     def connections(self) -> int:
         return len(self._connections)
+
+    def metrics(self, protocol: str, answers: str, label: str) -> str:
+        """`answers`: what they are called. `label`: that of their status."""
+        name = protocol.lower()
+        counts = {f'{label}="{status:d}"': count for status, count in sorted(self.answers.items())}
+        return family(
+            f"{name}_connections", "gauge", f"Connections of {protocol} that are open", {"": self.connections}
+        ) + family(f"{name}_answers_total", "counter", f"{answers}, by their status", counts)
 
     # ------------------------------------------------------------------------------------ what connections call
 

@@ -99,12 +99,12 @@ def _openings(
     http = Door(link, limits, guard.access, regions=regions, forward=guard.forward)
     if args.allow_http:
         made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
-    more: list[Callable[[], str]] = [partial(_metrics, http)]
+    more: list[Callable[[], str]] = [partial(http.metrics, "HTTP", "Answers over HTTP", "status")]
     if zmq_door is not None:
         more.append(zmq_door.metrics)
     if args.allow_grpc:
         rpc = grpc_start.door(args, link, guards.rpc, regions)
-        more.append(partial(grpc_start.metrics, rpc))
+        more.append(partial(rpc.metrics, "gRPC", "Calls over gRPC that have ended", "code"))
         made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
@@ -170,16 +170,3 @@ async def _renew(openings: list[Opening], guards: Guards) -> None:
         log.error("%s; what was read before goes on", error)
     else:
         log.info("certificates and tokens have been read again")
-
-
-def _metrics(door: Door) -> str:
-    lines = [
-        "# HELP shmserve_gateway_http_connections Connections of HTTP that are open",
-        "# TYPE shmserve_gateway_http_connections gauge",
-        f"shmserve_gateway_http_connections {door.connections}",
-        "# HELP shmserve_gateway_http_answers_total Answers over HTTP, by their status",
-        "# TYPE shmserve_gateway_http_answers_total counter",
-    ]
-    for status, count in sorted(door.answers.items()):
-        lines.append(f'shmserve_gateway_http_answers_total{{status="{status}"}} {count}')
-    return "\n".join(lines) + "\n"

@@ -83,16 +83,3 @@ def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Reg
         age_grace_s=args.grpc_max_connection_age_grace / 1000,
     )
     return RpcDoor(link.bind(), services, limits, services.close)
-
-
-def metrics(door: RpcDoor) -> str:
-    lines = [
-        "# HELP shmserve_gateway_grpc_connections Connections of gRPC that are open",
-        "# TYPE shmserve_gateway_grpc_connections gauge",
-        f"shmserve_gateway_grpc_connections {door.connections}",
-        "# HELP shmserve_gateway_grpc_answers_total Calls over gRPC that have ended, by their status",
-        "# TYPE shmserve_gateway_grpc_answers_total counter",
-    ]
-    for code, count in sorted(door.answers.items()):
-        lines.append(f'shmserve_gateway_grpc_answers_total{{code="{int(code)}"}} {count}')
-    return "\n".join(lines) + "\n"

@@ -22,6 +22,7 @@ import zmq
 
 from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.clients.gateway.link import GatewayLink
+from shmserve.clients.gateway.metrics import family
 from shmserve.clients.gateway.zmqtcp.asked import Limits, Outside
 from shmserve.clients.gateway.zmqtcp.keys import FULL, GOOD, UNKNOWN, Allowed, Entry, Zap
 from shmserve.clients.gateway.zmqtcp.peer import Peer, decode
@@ -348,15 +349,12 @@ class ZmqDoor(Outside):
         self._context.term()
 
     def metrics(self) -> str:
-        lines = []
-        for name, kind, about, value in (
-            ("connections", "gauge", "Clients over ZeroMQ on tcp", len(self._peers)),
-            ("messages_total", "counter", "Messages of clients over ZeroMQ on tcp", self.messages),
-            ("refused_total", "counter", "Connections over ZeroMQ on tcp that did not shake hands well", self.refused),
-        ):
-            full = f"shmserve_gateway_zmq_{name}"
-            lines += [f"# HELP {full} {about}", f"# TYPE {full} {kind}", f"{full} {value}"]
-        return "\n".join(lines) + "\n"
+        about = "Connections over ZeroMQ on tcp that did not shake hands well"
+        return (
+            family("zmq_connections", "gauge", "Clients over ZeroMQ on tcp", {"": len(self._peers)})
+            + family("zmq_messages_total", "counter", "Messages of clients over ZeroMQ on tcp", {"": self.messages})
+            + family("zmq_refused_total", "counter", about, {"": self.refused})
+        )
 
 
 def _is_hello(packet: Buffer) -> bool:
