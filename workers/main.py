@@ -7,7 +7,6 @@ a fault, and its exit code says which.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import gc
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shmserve.allocator import keep_freed_memory
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.messages import Load, Loaded, LoadFailed
+from shmserve.prctl import NAME, NO_NEW_PRIVS, PDEATHSIG, prctl
 from shmserve.workers.exits import Exit
 from shmserve.workers.link import Link
 from shmserve.workers.say import say, say_trace
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from shmserve.workers.model import Model
     from shmserve.workers.outbox import Outbox
 
-_PR_SET_NAME = 15
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NO_NEW_PRIVS = 38
 _GC_THRESHOLDS = (50_000, 20, 50)
 """What the loop makes is freed by counting; the collector is for the cycles of models, so it may be lazy."""
 
@@ -128,11 +125,10 @@ def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
 def prepare(name: str) -> None:
     """Makes the process the broker's: dies with it, leaves signals to it, prints to stderr only."""
     faulthandler.enable()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    prctl(PDEATHSIG, signal.SIGKILL)
+    prctl(NO_NEW_PRIVS, 1)
     if name:
-        libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0)
+        prctl(NAME, name.encode()[:15])
     # Handlers that do nothing, and not SIG_IGN, which the processes that a model starts would inherit.
     signal.signal(signal.SIGINT, _leave_it_to_the_broker)
     signal.signal(signal.SIGTERM, _leave_it_to_the_broker)

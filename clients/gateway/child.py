@@ -5,20 +5,18 @@ The rule of the file: however the server ends, its ports are free for the next o
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
 
 from shmserve.clients.commands_base import Failed
-
-PR_SET_PDEATHSIG = 1
+from shmserve.prctl import PDEATHSIG, prctl
 
 
 def end_with(parent: int) -> None:
     """The kernel ends this process when its parent, of that pid, has ended."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise Failed(f"the kernel does not tell when the server ends: {os.strerror(ctypes.get_errno())}")
+    if error := prctl(PDEATHSIG, signal.SIGKILL):
+        raise Failed(f"the kernel does not tell when the server ends: {os.strerror(error)}")
     if os.getppid() != parent:
         raise Failed(f"the server, process {parent}, has ended before its gateway could begin")
 

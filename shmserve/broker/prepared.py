@@ -6,7 +6,6 @@ The rule of the file: whatever does not go well with it, a worker can still be s
 from __future__ import annotations
 
 import array
-import ctypes
 import os
 import socket
 import subprocess
@@ -15,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.paths import python
+from shmserve.prctl import CHILD_SUBREAPER, prctl
 from shmserve.rights import ANCILLARY_BYTES, received
 
-PR_SET_CHILD_SUBREAPER = 36
 ROOM = "-" * 1024
 """An argument that says nothing: the command lines of workers are shown in its place."""
 TIMES = 3
@@ -145,8 +144,8 @@ class Prepared:
 
 def _adopt() -> None:
     """Processes below us whose parent has ended become our children."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if error := prctl(CHILD_SUBREAPER, 1):
+        raise OSError(error, os.strerror(error))
 
 
 def reap(known: set[int]) -> None:
