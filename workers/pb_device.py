@@ -11,20 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmserve.dtypes import from_numpy
+from shmserve.repo.gpus import HOST_ONLY
+from shmserve.repo.gpus import inputs_there as wanted
 from shmserve.workers.cuda.shared import DevicePiece
 from shmserve.workers.pb_tensor import CUDA, NUMBERS, Array, Tensor, TritonModelException, check_contiguous
 
-HOST_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
+__all__ = ["DeviceTensor", "OwnPiece", "given", "on_gpu", "wanted"]
 
 if TYPE_CHECKING:
-    from shmserve.repo.schema import ModelConfig
     from shmserve.workers.pb_requests import InferenceRequest
-
-
-def wanted(config: ModelConfig) -> bool:
-    """Whether the model takes inputs on its GPU."""
-    found = config.parameters.get(HOST_ONLY)
-    return found is not None and found.string_value.lower() in ("no", "false")
 
 
 class DeviceTensor(Tensor):
