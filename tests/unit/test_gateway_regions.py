@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import posix_ipc
@@ -14,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.clients.gateway.device_regions import DeviceOrder
-from shmserve.clients.gateway.kserve.plans import Place
+from shmserve.clients.gateway.kserve.asking import Asker
+from shmserve.clients.gateway.kserve.plans import Options, Place, Plan
 from shmserve.clients.gateway.regions import Order, Region, Regions
 from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unsupported
-from shmserve.messages import Handle
+from shmserve.messages import INLINE_BYTES, Handle
+from shmserve.session import Ticket
 from shmserve.session.foreign import Foreign
 from shmserve.session.memory import Memory
 from shmserve.shm.cuda import parts_of
@@ -114,6 +117,30 @@ def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> Non
         Regions(False).register("r", Order(memory[0], 10))
     with pytest.raises(Unsupported, match="CUDA"):
         Regions(True).register("r", DeviceOrder(bytes(64), 0, 100))
+
+
+@pytest.mark.parametrize(
+    ("copied", "size", "window", "asked"),
+    [(False, 8192, 0, ["config"]), (True, 8192, 0, []), (False, 8192, 2, []), (False, INLINE_BYTES, 0, [])],
+)
+def test_what_a_model_is_is_asked_where_a_worker_could_write(
+    memory: tuple[str, int], copied: bool, size: int, window: int, asked: list[str]
+) -> None:
+    key, descriptor = memory
+    os.ftruncate(descriptor, 8192)
+    mapped = Memory("memfd", 1 << 20)
+    mapped.by_name = True
+    questions: list[str] = []
+    session = SimpleNamespace(memory=mapped, infer=lambda *_: None, ask=lambda _, what, *__: questions.append(what))
+    link: Any = SimpleNamespace(session=session, send_soon=lambda: None)
+    regions = Regions(True, lambda: mapped.foreign, copied)
+    regions.register("r", Order(key, 8192))
+    plan = Plan((), 0, Options(), ["y"], places={"y": Place("r", 0, size)})
+    asker = Asker(link, regions)
+    asker.infer(Ticket(), "m", "", plan, [], "", window=window)
+    asker.infer(Ticket(), "m", "", plan, [], "", window=window)
+    assert questions == asked
+    mapped.close()
 
 
 # ---------------------------------------------------------------------------------------- on GPUs

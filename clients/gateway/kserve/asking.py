@@ -111,12 +111,12 @@ class Asker:
 
     def _outputs(self, plan: Plan, model: str, version: str, window: int) -> Any:
         """Those with a place are written there by the model's worker, as far as that can be."""
-        written = self._written_by_workers(model, version) and not window
         found = {}
         for name, place in plan.places.items():
             region = self.regions.find(place)
-            part = region.part(place) if written or isinstance(region, DeviceRegion) else None
-            if part is not None:
+            on_gpu = isinstance(region, DeviceRegion)
+            part = region.part(place) if on_gpu or not window else None
+            if part is not None and (on_gpu or self._written_by_workers(model, version)):
                 found[name] = part
         outputs = plan.outputs or ()
         return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **found}
