@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.dtypes import from_numpy
 from shmserve.repo.gpus import HOST_ONLY
-from shmserve.repo.gpus import inputs_there as wanted
 from shmserve.workers.cuda.shared import DevicePiece
 from shmserve.workers.pb_tensor import CUDA, NUMBERS, Array, Tensor, TritonModelException, check_contiguous
-
-__all__ = ["DeviceTensor", "OwnPiece", "given", "on_gpu", "wanted"]
 
 if TYPE_CHECKING:
     from shmserve.workers.pb_requests import InferenceRequest

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, ServeError
 from shmserve.messages import PARAMETERS, Failure
+from shmserve.repo.gpus import inputs_there
 from shmserve.workers import pb_utils
 from shmserve.workers.backends import Answer, Backend, Context, Request, SeparateBackend
 from shmserve.workers.backends.python_model import PythonModel
 from shmserve.workers.device import device_of
-from shmserve.workers.pb_device import DeviceTensor, on_gpu, wanted
+from shmserve.workers.pb_device import DeviceTensor, on_gpu
 from shmserve.workers.pb_model import flag, has_generator
 from shmserve.workers.pb_requests import request_from
 from shmserve.workers.say import public, say_trace
@@ -71,7 +72,7 @@ class Python(PythonModel, SeparateBackend):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
         self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
-        self.on_device = wanted(config) and device_of(config, self.context.instance).kind == "GPU"
+        self.on_device = inputs_there(config) and device_of(config, self.context.instance).kind == "GPU"
 
     # ------------------------------------------------------------------------------------ batches
 
