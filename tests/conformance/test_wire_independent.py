@@ -48,6 +48,7 @@ class Speaker:
             tag, protocol, self.owner, server, limits = self.read()
             assert (tag, protocol) == (WELCOME, 1)
             assert isinstance(server, str)
+            assert limits
             assert all(type(value) is int for value in limits.values())
 
     def send(self, *batch: Message, frames: tuple[bytes, ...] = ()) -> None:

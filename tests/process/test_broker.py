@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,10 @@ def infer(number: int, model: str = "echo", timeout_us: int = 0) -> Infer:
     return Infer(number, model, 0, (Tensor("x", "FP32", (1, 2), data),), None, timeout_us)
 
 
+def answer_of(number: int) -> tuple[Tensor, ...]:
+    return (Tensor("y", "FP32", (1, 2), np.full((1, 2), number, np.float32).tobytes()),)
+
+
 def is_live(lane: Lane) -> bool:
     lane.send(Ask(5, "live"))
     return bool(lane.receive_kind(Answer).body == b'{"live":true}')
@@ -35,6 +40,15 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """For tests that leave it as it was."""
+    place = tmp_path_factory.mktemp("running")
+    identity(place / "models", "echo")
+    with Launched(place / "models", place / "run") as server:
+        yield server
+
+
 def test_starts_answers_and_stops(repository: Path, tmp_path: Path) -> None:
     with Launched(repository, tmp_path / "run") as server:
         assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
@@ -45,10 +59,10 @@ def test_starts_answers_and_stops(repository: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_orders_reach_a_worker_in_the_order_of_their_turns(repository: Path, tmp_path: Path) -> None:
+def test_orders_reach_a_worker_in_the_order_of_their_turns(running: Launched) -> None:
     """The answer to a question is sent in the midst of a turn, which looks whether ZeroMQ has brought something; what
     has come then must wait until the rest of the turn has been sent."""
-    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as lane, Zmq(server.zmq) as other:
+    with Lane(running.lane) as lane, Zmq(running.zmq) as other:
         lane.hello("memfd")
         other.hello("frames")
         for number in range(1, 1500, 2):
@@ -56,7 +70,7 @@ def test_orders_reach_a_worker_in_the_order_of_their_turns(repository: Path, tmp
             lane.send(Ask(number, "live"), infer(number + 1))
             assert lane.receive_kind(Reply).request == number + 1
             assert other.receive_kind(Reply).request == number
-        assert "ERROR" not in server.log
+        assert "ERROR" not in running.log
 
 
 def test_sigint_stops_with_code_0(repository: Path, tmp_path: Path) -> None:
@@ -96,19 +110,19 @@ def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:
         assert server.wait() == 0
 
 
-def test_a_second_server_in_the_same_place_is_refused(repository: Path, tmp_path: Path) -> None:
-    with Launched(repository, tmp_path / "run") as server:
-        second = subprocess.run(
-            [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)],
-            env=os.environ | {"SHMSERVE_RUNTIME_DIR": str(tmp_path / "run")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert second.returncode == 1
-        assert "another server runs" in second.stderr
-        with Lane(server.lane) as lane:
-            lane.hello("memfd")
+def test_a_second_server_in_the_same_place_is_refused(running: Launched, repository: Path) -> None:
+    second = subprocess.run(
+        [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)],
+        env=os.environ | {"SHMSERVE_RUNTIME_DIR": str(running.runtime_dir)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert "another server runs" in second.stderr
+    with Lane(running.lane) as lane:
+        lane.hello("memfd")
+        assert is_live(lane)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model-repository", "/nowhere/at/all"], ["--no-such-flag"]])
@@ -152,15 +166,15 @@ def test_a_killed_worker_fails_its_requests_and_comes_back(tmp_path: Path) -> No
         assert not before & set(server.workers())
 
 
-def test_a_client_that_dies_leaves_the_others_alone(repository: Path, tmp_path: Path) -> None:
-    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as honest:
+def test_a_client_that_dies_leaves_the_others_alone(running: Launched) -> None:
+    with Lane(running.lane) as honest:
         honest.hello("memfd")
         for _ in range(20):
-            with Lane(server.lane) as lane:
+            with Lane(running.lane) as lane:
                 lane.hello("memfd")
                 lane.send(*[infer(n) for n in range(1, 40)])
         honest.send(infer(1))
-        honest.receive_kind(Reply)
+        assert honest.receive_kind(Reply) == Reply(1, 1, answer_of(1))
 
 
 def test_a_client_that_does_not_read_is_cut_off_with_a_log_line(repository: Path, tmp_path: Path) -> None:
@@ -231,11 +245,7 @@ def test_a_flood_of_mistakes_over_zeromq_is_kept_and_then_ended(repository: Path
         assert honest.receive_kind(Reply).request == 3
         flood.hello("frames")
         flood.send(infer(2))
-        assert flood.receive_kind(Reply, Goodbye) == Reply(2, 1, flood_answer(2))
-
-
-def flood_answer(number: int) -> tuple[Tensor, ...]:
-    return (Tensor("y", "FP32", (1, 2), np.full((1, 2), number, np.float32).tobytes()),)
+        assert flood.receive_kind(Reply, Goodbye) == Reply(2, 1, answer_of(2))
 
 
 def test_cancel_and_deadline_reach_waiting_requests(tmp_path: Path) -> None:

@@ -273,8 +273,12 @@ def test_a_gateway_says_when_it_listens_and_that_it_lives(ear: Ear, address: str
     service.close()
 
 
-def test_a_gateway_without_a_manager_says_nothing(loop: Any) -> None:
-    service = Service(loop, Manager({}, 1))
+def test_a_gateway_without_a_manager_says_nothing(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
+    manager = Manager({"WATCHDOG_USEC": "20000"}, 1)
+    service = Service(loop, manager)
     service.ready({})
     service.stopping()
     service.close()
+    assert not manager
+    assert manager.watchdog_s == 0
+    assert not caplog.records

@@ -259,7 +259,9 @@ def test_what_may_not_be_read(tmp_path: Path) -> None:
 
 def test_the_sample_repository() -> None:
     examples = Path(__file__).parents[2] / "repo" / "examples"
-    for model in scan([examples], backends=BACKENDS):
+    found = scan([examples], backends=BACKENDS)
+    assert {"add_sub", "mlp", "sentiment"} <= {model.name for model in found}
+    for model in found:
         # A sample whose file is fetched at set-up has no version before that.
         assert not model.problems or "at least one version must be available" in model.problems[0], model
         assert not model.warnings

@@ -172,9 +172,14 @@ def test_an_old_kernel_has_its_pages_touched_one_by_one(monkeypatch: pytest.Monk
 
 def test_an_older_kernel_without_the_flag_against_execution(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[[str, int], int] = os.memfd_create
+    asked: list[int] = []
 
     def old(name: str, flags: int) -> int:
+        asked.append(flags & 8)
         return real(name, flags if not flags & 8 else 0x8000)
 
     monkeypatch.setattr(os, "memfd_create", old)
-    memfd.create(SIZE).close()
+    extent = memfd.create(SIZE)
+    assert asked == [8, 0]
+    assert os.fstat(extent.fd).st_size == SIZE
+    extent.close()
