@@ -52,18 +52,6 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    place = tmp_path_factory.mktemp("wheel")
-    run("git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), "clone", cwd=place)
-    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
-    run(*pip, "wheel", "--no-deps", "--wheel-dir", place, place / "clone", cwd=place)
-    (found,) = place.glob("shmserve-*.whl")
-    return found
-
-
-@pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", place / "venv", cwd=place)

@@ -146,18 +146,6 @@ def test_a_stop_by_systemd_leaves_time_for_requests_in_flight() -> None:
 # ------------------------------------------------------------------------------------------------- on a machine
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    place = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
-    subprocess.run(["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), place / "clone"], check=True)
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", place, place / "clone"], check=True)
-    (found,) = place.glob("shmserve-*.whl")
-    return found
-
-
 def test_packagers_get_everything_below_one_directory(wheel: Path, tmp_path: Path) -> None:
     interpreter = python()
     if interpreter is None:

@@ -1,0 +1,30 @@
+"""Fixtures of several tests with real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a clean clone of HEAD, which is beside it; the environment tells nothing of the checkout."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    place = tmp_path_factory.mktemp("wheel")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_"))}
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
+    for command in (
+        ("git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), "clone"),
+        (*pip, "wheel", "--no-deps", "--wheel-dir", str(place), str(place / "clone")),
+    ):
+        ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    (found,) = place.glob("shmserve-*.whl")
+    return found
