@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import NAMES, PURE, REST
+from tests.__main__ import CALM, NAMES, PURE, REST
 
 ROOT = Path(__file__).parents[1]
 FILE_LINES = 500
@@ -203,7 +203,8 @@ def test_every_test_is_in_one_half_of_the_suite() -> None:
     for path in ROOT.glob("tests/**/test_*.py"):
         name = path.relative_to(ROOT).as_posix()
         pure, rest = (any(name == part or name.startswith(f"{part}/") for part in half) for half in (PURE, REST))
-        assert rest if name in NAMES else pure != rest, name
+        assert rest if name in (*NAMES, *CALM) else pure != rest, name
+    assert all((ROOT / name).is_file() for name in (*NAMES, *CALM))
 
 
 def test_the_change_log_has_a_place_for_the_next_change() -> None:
