@@ -17,6 +17,14 @@ from tests.process.living import PATIENCE_S, identity
 
 pytestmark = pytest.mark.process
 
+BRIEF = """
+import sys
+from shmserve.clients import cli, commands_base
+commands_base.CONNECT_S = 0.2
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The command, but for how long it waits for a server to come back."""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -68,7 +76,7 @@ def test_again_and_again(server: Server, terminal: bool) -> None:
 def test_until_the_server_ends(tmp_path: Path) -> None:
     identity(tmp_path, "only")
     with Server(tmp_path) as server:
-        command = [sys.executable, "-m", "shmserve.clients.cli", *words(server, "--watch", "0.05")]
+        command = [sys.executable, "-c", BRIEF, *words(server, "--watch", "0.05")]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"model")
