@@ -12,9 +12,11 @@ import select
 import struct
 import threading
 import time
+from typing import Any
 
 import zmq
 
+from shmserve import zmqio
 from shmserve.clients.transport import Address, Incoming, no_server
 from shmserve.errors import ConnectionLost, Denied, ServeError, Unavailable
 from shmserve.session import Packet
@@ -48,6 +50,9 @@ class ZmqLink:
         self._waiting = False
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
+        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+        self._told = True
+        """Its monitor may have something to say."""
         try:
             self._configure(self._socket)
             self._socket.connect(address.url)
@@ -79,14 +84,11 @@ class ZmqLink:
             if self._ended:
                 raise ConnectionLost("the connection to the server ended")
             try:
-                if packet.frames:
-                    self._socket.send_multipart([packet.data, *packet.frames], zmq.NOBLOCK)
-                else:
-                    self._socket.send(packet.data, zmq.NOBLOCK)
+                zmqio.send(self._socket, (packet.data, *packet.frames))
             except zmq.Again:
                 return False
             # Sending may have swallowed the signal that something came, so whoever waits for it is told.
-            if self._waiting and self._events() & zmq.POLLIN:
+            if self._waiting and self._events() & zmqio.IN:
                 os.eventfd_write(self._wakeup, 1)
         return True
 
@@ -97,7 +99,7 @@ class ZmqLink:
         """libzmq's own threads make the room, and tell so on the same descriptor as everything else."""
         poll = select.poll()
         with self._guard:
-            if self._ended or self._events() & zmq.POLLOUT:
+            if self._ended or self._events() & zmqio.OUT:
                 return
             poll.register(self.descriptors()[0], select.POLLIN)
         poll.poll(1 if wait is None else min(1.0, max(0.0, wait) * 1000))
@@ -111,12 +113,13 @@ class ZmqLink:
                 parts = self._take()
                 if parts is not None:
                     return parts[0], [], parts[1:]
-                self._heed_monitor()
+                if self._told or (wait is not None and wait <= 0):
+                    self._heed_monitor()
                 if to_send:
                     events = self._events()
-                    if events & zmq.POLLOUT:
+                    if events & zmqio.OUT:
                         return None
-                    if events & zmq.POLLIN:
+                    if events & zmqio.IN:
                         continue  # asking has swallowed the signal for it
                 self._waiting = True
             left = None if end is None else end - time.monotonic()
@@ -126,6 +129,7 @@ class ZmqLink:
                     return None
                 for descriptor, _ in self._poll.poll(None if left is None else left * 1000 + 1):
                     woken |= descriptor == self._wakeup
+                    self._told |= descriptor == self._monitor_fd
             finally:
                 self._waiting = False
             if woken:
@@ -137,21 +141,17 @@ class ZmqLink:
                 if wakeable:
                     return None
 
-    def _take(self) -> list[bytes] | None:
+    def _take(self) -> list[Any] | None:
         if self._ended:
             raise ConnectionLost("the connection to the server ended")
-        try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        if not zmqio.events(self._socket) & zmqio.IN:  # cheaper than to try
             return None
+        return zmqio.receive(self._socket)
 
     def _heed_monitor(self) -> None:
-        while True:
-            try:
-                parts = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            event, value = _EVENT.unpack(parts[0])
+        self._told = False
+        while zmqio.events(self._monitor) & zmqio.IN:
+            event, value = _EVENT.unpack(zmqio.receive(self._monitor)[0])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established = True
             elif event == zmq.EVENT_CONNECT_RETRIED and not self._established:
@@ -182,10 +182,10 @@ class ZmqLink:
         os.eventfd_write(self._wakeup, 1)
 
     def descriptors(self) -> list[int]:
-        return [int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
+        return [int(self._socket.getsockopt(zmq.FD)), self._monitor_fd]
 
     def _events(self) -> int:
-        return int(self._socket.getsockopt(zmq.EVENTS))
+        return zmqio.events(self._socket)
 
     # ------------------------------------------------------------------------------------ the end
 

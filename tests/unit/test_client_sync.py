@@ -287,9 +287,9 @@ class Collecting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._found, name)
 
-    def recv_multipart(self, *arguments: Any) -> Any:
+    def recv(self, *arguments: Any) -> Any:
         gc.collect()
-        return self._found.recv_multipart(*arguments)
+        return self._found.recv(*arguments)
 
     def recvmsg_into(self, *arguments: Any) -> Any:
         gc.collect()

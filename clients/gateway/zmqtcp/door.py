@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from shmserve import zmqio
 from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.clients.gateway.link import GatewayLink
 from shmserve.clients.gateway.metrics import family
@@ -144,7 +145,7 @@ class ZmqDoor(Outside):
         end = monotonic() + BURST_S
         for _ in range(BURST):
             try:
-                parts = receive(zmq.NOBLOCK, copy=False)
+                parts = receive(zmqio.NOBLOCK, copy=False)
             except zmq.Again:
                 self._heed_monitor()
                 break
@@ -164,8 +165,8 @@ class ZmqDoor(Outside):
             self._loop.call_soon(self._look)
 
     def _heed_monitor(self) -> None:
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+        while zmqio.events(self._monitor) & zmqio.IN:
+            event, value = _EVENT.unpack(zmqio.receive(self._monitor)[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._connections.add(value)
                 if len(self._connections) > self._most:
@@ -286,7 +287,7 @@ class ZmqDoor(Outside):
         take a thread of pyzmq's to be given back."""
         self._soon()
         try:
-            self._socket.send_multipart([peer.identity, *parts], zmq.NOBLOCK)
+            zmqio.send(self._socket, (peer.identity, *parts))
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

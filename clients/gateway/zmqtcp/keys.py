@@ -13,6 +13,7 @@ import zmq
 from msgspec import Struct
 from zmq.utils import z85
 
+from shmserve import zmqio
 from shmserve.access import ROLES, roles_of
 from shmserve.clients import keys
 from shmserve.errors import InvalidRequest
@@ -96,7 +97,7 @@ class Zap:
 
     def look(self) -> None:
         """Until there is nothing: the descriptor tells only that something changed."""
-        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while zmqio.events(self._socket) & zmqio.IN:
             self._socket.send_multipart(self._answer(self._socket.recv_multipart(zmq.NOBLOCK)))
 
     def _answer(self, parts: list[bytes]) -> list[bytes]:
