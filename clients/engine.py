@@ -41,6 +41,8 @@ class Engine(Connection):
         self._gates: dict[Any, None] = {}
         self.reader: threading.Thread | None = None
         self._reader_leads = False
+        self._reader_gate: Any = None
+        """Where it sleeps while another thread leads."""
         self._parked: Any = None
         self._needing_reader = 0
 
@@ -84,9 +86,11 @@ class Engine(Connection):
             self.send_now()  # the Cancel
 
     def _follow(self, future: Future | None, wait: float | None) -> None:
-        """Sleeps until the future is settled or nobody leads."""
+        """Sleeps until the future is settled or nobody leads; the reader, which has none, until something is new."""
         gate = threading.Lock()
         gate.acquire()
+        if threading.current_thread() is self.reader:
+            self._reader_gate = gate
         self._gates[gate] = None
         gates = future.watch().gates if future is not None else []
         gates.append(gate)
@@ -199,13 +203,15 @@ class Engine(Connection):
         elif self._parked is not None:
             self._parked.release()
             self._parked = None
-        elif self._reader_leads and self._link is not None:
-            self._link.wake()  # what is in the outbox should go
+        else:
+            self.nudge()  # what is in the outbox should go
 
     def nudge(self) -> None:
         """With the lock: a deadline was added that may be earlier than what the reader waits for."""
         if self._reader_leads and self._link is not None:
             self._link.wake()
+        elif self._reader_gate is not None:
+            self._open(self._reader_gate)
 
     def _read(self) -> None:
         """The reader thread. It leads only while somebody wants to be told; then it waits a while for more."""

@@ -53,7 +53,7 @@ class Lane:
         self._buffer = bytearray(PACKET_BYTES + 1)
         self._buffers = [self._buffer]
         self._view = memoryview(self._buffer)
-        self._wakeup = -1
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     # ------------------------------------------------------------------------------------ out
 
@@ -127,8 +127,6 @@ class Lane:
         if not wakeable:
             self._poll(events, wait)
             return
-        if self._wakeup < 0:
-            self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll(events, wait, self._wakeup)
         try:
             os.eventfd_read(self._wakeup)
@@ -136,8 +134,7 @@ class Lane:
             return  # nobody called
 
     def wake(self) -> None:
-        if self._wakeup >= 0:
-            os.eventfd_write(self._wakeup, 1)
+        os.eventfd_write(self._wakeup, 1)
 
     def descriptors(self) -> list[int]:
         return [self._sock.fileno()]

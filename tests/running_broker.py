@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 
+import shmserve
 from tests.fake_broker import FakeBroker
 
 Made = TypeVar("Made", bound=FakeBroker)
@@ -28,4 +29,10 @@ def running(kind: Callable[[Path], Made]) -> Iterator[Made]:
 @pytest.fixture
 def broker() -> Iterator[FakeBroker]:
     with running(FakeBroker) as made:
+        yield made
+
+
+@pytest.fixture(params=["lane", "ipc"])
+def client(request: pytest.FixtureRequest, broker: FakeBroker) -> Iterator[shmserve.Client]:
+    with shmserve.Client(getattr(broker, request.param)) as made:
         yield made

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.running_broker import broker
+from tests.running_broker import broker, client
 
-__all__ = ["broker"]
+__all__ = ["broker", "client"]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import gc
 import os
-import queue
 import signal
 import threading
 import traceback
@@ -23,12 +22,6 @@ from tests.fake_broker import MODELS, FakeBroker, Peer, echo
 
 as_completed: Callable[..., Iterator[Any]] = concurrent.futures.as_completed
 X = np.arange(4, dtype=np.float32)
-
-
-@pytest.fixture(params=["lane", "ipc"])
-def client(request: pytest.FixtureRequest, broker: FakeBroker) -> Iterator[shmserve.Client]:
-    with shmserve.Client(getattr(broker, request.param)) as made:
-        yield made
 
 
 def run_all(jobs: list[Callable[[], Any]]) -> list[Any]:
@@ -202,55 +195,6 @@ def test_concurrent_futures_wait_and_as_completed(client: shmserve.Client, broke
     waiting = as_completed([held], timeout=20)
     assert held.cancel()
     assert next(waiting).cancelled()
-
-
-def test_callbacks(client: shmserve.Client, broker: FakeBroker, caplog: pytest.LogCaptureFixture) -> None:
-    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    future = client.submit("hold", {"x": X})
-    future.add_done_callback(lambda _: 1 // 0)
-    future.add_done_callback(called.put)
-    broker.answer()
-    assert called.get(timeout=20) is future
-    np.testing.assert_array_equal(future.result()["x"], X)
-    assert "ZeroDivisionError" in caplog.text
-    future.add_done_callback(called.put)
-    assert called.get(timeout=0) is future, "at once, as it is done"
-
-    def again(found: Any) -> None:
-        """A callback may use the client."""
-        called.put(client.infer("echo", {"x": X + 1})["x"][0])
-
-    client.submit("echo", {"x": X}).add_done_callback(again)
-    assert called.get(timeout=20) == 1
-    client.submit("nope", {}).add_done_callback(called.put)
-    assert isinstance(called.get(timeout=20).exception(), shmserve.NotFound)
-    cancelled = client.submit("hold", {"x": X})
-    cancelled.add_done_callback(called.put)
-    assert cancelled.cancel()
-    assert called.get(timeout=20).cancelled()
-
-
-def test_callbacks_come_at_a_deadline(client: shmserve.Client) -> None:
-    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    client.submit("hold", {"x": X}).add_done_callback(called.put)  # the reader waits without a limit
-    client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
-    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
-
-
-def test_a_thread_exists_only_once_callbacks_do(client: shmserve.Client) -> None:
-    before = threading.active_count()
-    client.infer("echo", {"x": X})
-    futures = [client.submit("echo", {"x": X}) for _ in range(50)]
-    assert [future.result()["x"].size for future in futures] == [4] * 50
-    assert threading.active_count() == before
-    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for _ in range(3):
-        client.submit("echo", {"x": X}).add_done_callback(called.put)
-        called.get(timeout=20)
-        assert threading.active_count() == before + 1
-        assert client.infer("echo", {"x": X})["x"].size == 4
-    client.close()
-    assert threading.active_count() == before
 
 
 def test_asyncio_wrap_future(client: shmserve.Client) -> None:

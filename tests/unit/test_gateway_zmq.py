@@ -21,6 +21,7 @@ from shmserve.errors import Unavailable
 from shmserve.messages import Cancel, More
 from tests.client_faces import FACES
 from tests.fake_broker import MODELS, FakeBroker, echo
+from tests.running_broker import running
 from tests.zmq_door import HELLO, Bare, DoorThread
 
 LIMITS = Limits(
@@ -31,11 +32,8 @@ LIMITS = Limits(
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[FakeBroker]:
-    with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
-        made = FakeBroker(Path(folder))
-        made.start()
+    with running(FakeBroker) as made:
         yield made
-        made.stop()
 
 
 @pytest.fixture(scope="module")
