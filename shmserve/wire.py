@@ -35,7 +35,7 @@ encode = msgspec.msgpack.Encoder().encode
 """A list of messages -> the bytes of a packet."""
 
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw], strict=True)
-_anything = msgspec.msgpack.Decoder()
+_integer = msgspec.msgpack.Decoder(int)
 
 
 class Codec:
@@ -73,24 +73,27 @@ class Codec:
         return found
 
     def _refuse(self, raw: msgspec.Raw, reason: str) -> Refused:
-        """Finds the request number of a bad message, and says in names, not indexes, which field is wrong."""
+        """Finds the request number of a bad message, and says in names, not indexes, which field is wrong. Of the
+        message no more is read than that: it may be large, and somebody may send many such."""
         try:
-            fields = _anything.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
-            return Refused(0, f"message cannot be read: {reason}")
-        if not isinstance(fields, list) or not fields or not isinstance(fields[0], int):
+            fields = _raw_list.decode(raw)
+            tag = _integer.decode(fields[0])
+        except (msgspec.MsgspecError, IndexError):
             return Refused(0, "a message is an array that begins with its tag, an integer")
-        kind = self._by_tag.get(fields[0])
+        kind = self._by_tag.get(tag)
         if kind is None:
             known = ", ".join(f"{tag} {known.__name__}" for tag, known in sorted(self._by_tag.items()))
-            return Refused(_request_of(fields), f"unknown message type {fields[0]}; known here: {known}")
+            return Refused(_request_of(fields), f"unknown message type {tag}; known here: {known}")
         number = _request_of(fields) if "request" in kind.__struct_fields__[:1] else 0
         return Refused(number, f"message {kind.__name__}: {_in_names(kind, reason)}")
 
 
-def _request_of(fields: list[Any]) -> int:
-    number = fields[1] if len(fields) > 1 else 0
-    return number if isinstance(number, int) and 0 < number < 2**63 else 0
+def _request_of(fields: list[msgspec.Raw]) -> int:
+    try:
+        number = _integer.decode(fields[1])
+    except (msgspec.MsgspecError, IndexError):
+        return 0
+    return number if 0 < number < 2**63 else 0
 
 
 _PATH = re.compile(r" - at `\$(.*)`$")

@@ -160,13 +160,13 @@ def test_what_it_did_not_come_to_do_is_done_another_way(place: Place) -> None:
 
 def test_one_that_hangs_keeps_nobody_from_the_end(tmp_path: Path) -> None:
     identity(tmp_path / "models", "m")
-    options = ("--model-control-mode", "explicit", "--load-model", "m", "--load-limit-secs", "1")
+    options = ("--model-control-mode", "explicit", "--load-model", "m", "--load-limit-secs", "2")
     with Launched(tmp_path / "models", tmp_path / "run", *options) as server:
         with shmserve.Client(f"unix://{server.lane}") as client:
             (stopped,) = set(children_of(server.process.pid)) - set(server.workers())
             client.unload("m")
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(Unavailable, match=r"it did not load within 1 s \(--load-limit-secs\)"):
+            with pytest.raises(Unavailable, match=r"it did not load within 2 s \(--load-limit-secs\)"):
                 client.load("m")
             await_end(stopped)
             client.load("m")
