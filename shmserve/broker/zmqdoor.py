@@ -48,8 +48,11 @@ SWEEP_S = 1.0
 BURST = 64
 BURST_NS = 1_000_000
 """So many messages, or as many as take so long, are read before the others have their turn."""
-UNHEARD = 1000
-"""Messages that are kept of a client that is not heard for a while."""
+UNHEARD = 250
+UNHEARD_BYTES = 4 * MESSAGE_BYTES
+"""So much is kept of a client that is not heard for a while."""
+FREED = 16
+"""Messages that are given up in one go: each may have hundreds of frames."""
 SENT_AWAY = 4096
 """Identities that are remembered of clients that have been sent away."""
 
@@ -74,6 +77,7 @@ class Outbox:
         self.heard_from = 0
         self.unheard: deque[list[bytes]] = deque()
         """What has come since it was told to wait."""
+        self.unheard_bytes = 0
         self.waiting: Any = None
         self._door = door
 
@@ -179,7 +183,8 @@ class ZmqDoor:
         outbox.heard = True
         if outbox.waiting is not None:
             outbox.unheard.append(parts)
-            if len(outbox.unheard) > UNHEARD:
+            outbox.unheard_bytes += sum(map(len, parts))
+            if len(outbox.unheard) > UNHEARD or outbox.unheard_bytes > UNHEARD_BYTES:
                 self._send_away(outbox)
             return
         self._hear(outbox, parts)
@@ -216,11 +221,16 @@ class ZmqDoor:
         if left > 0:
             outbox.waiting = self._loop.call_later(left / 1e9, self._go_on, outbox)
         elif outbox.unheard:
-            self._hear(outbox, outbox.unheard.popleft())
+            parts = outbox.unheard.popleft()
+            outbox.unheard_bytes -= sum(map(len, parts))
+            self._hear(outbox, parts)
             outbox.waiting = self._loop.call_soon(self._go_on, outbox)  # behind the turn, which may make it wait again
 
     def _send_away(self, outbox: Outbox) -> None:
-        text = f"this client is not heard for its mistakes (client_errors), and has sent {UNHEARD} messages more"
+        text = (
+            f"this client is not heard for its mistakes (client_errors), and has sent more than {UNHEARD} messages or "
+            f"{UNHEARD_BYTES} bytes since"
+        )
         self._try(outbox, [wire.encode([Goodbye(Unavailable.code, text)])])
         outbox.closing = True
         self.drop(outbox, text)
@@ -335,7 +345,7 @@ class ZmqDoor:
             return
         del self._outboxes[outbox.identity]
         self._stuck.discard(outbox)
-        outbox.unheard.clear()
+        self._free(outbox.unheard)
         if outbox.waiting is not None:
             outbox.waiting.cancel()
         if outbox.closing:
@@ -348,6 +358,13 @@ class ZmqDoor:
             self._unswept.add(outbox.pid)
             self._loop.call_later(SWEEP_S, self._sweep, outbox.pid)
         self._ended(outbox.peer, reason)
+
+    def _free(self, unheard: deque[list[bytes]]) -> None:
+        """Not all at once, for which the others would wait."""
+        for _ in range(min(FREED, len(unheard))):
+            unheard.popleft()
+        if unheard:
+            self._loop.call_soon(self._free, unheard)
 
     def _sweep(self, pid: int) -> None:
         """Of one that has gone: if its process was killed, its named segments are still there."""

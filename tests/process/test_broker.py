@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bench.raw import Ended, Lane, Zmq
+from shmserve import wire
 from shmserve.messages import Answer, Ask, Cancel, Fail, Goodbye, Infer, Reply, Tensor, Unmap
 from tests.process.launch import Launched, await_end, identity
 
@@ -235,7 +236,7 @@ def test_a_flood_of_mistakes_over_zeromq_is_kept_and_then_ended(repository: Path
         assert honest.receive_kind(Reply).request == 2
         assert flood.receive_kind(Reply).request == 1
         flood.send(*FLOOD * 3)
-        for number in range(1, 1100):
+        for number in range(1, 400):
             flood.send(infer(number))
         goodbye = flood.receive_kind(Goodbye)
         assert goodbye.code == "UNAVAILABLE"
@@ -246,6 +247,17 @@ def test_a_flood_of_mistakes_over_zeromq_is_kept_and_then_ended(repository: Path
         flood.hello("frames")
         flood.send(infer(2))
         assert flood.receive_kind(Reply, Goodbye) == Reply(2, 1, answer_of(2))
+
+
+def test_what_is_kept_of_a_flood_over_zeromq_has_a_limit_of_bytes_too(repository: Path, tmp_path: Path) -> None:
+    with Launched(repository, tmp_path / "run", "--limit", "client_errors=40") as server, Zmq(server.zmq) as flood:
+        flood.hello("frames")
+        flood.send(*FLOOD * 3)
+        for _ in range(12):
+            flood.send_bytes(wire.encode([infer(1)]), (bytes(3 << 20),))
+        goodbye = flood.receive_kind(Goodbye)
+        assert goodbye.code == "UNAVAILABLE"
+        assert "or 33554432 bytes since" in goodbye.text
 
 
 def test_cancel_and_deadline_reach_waiting_requests(tmp_path: Path) -> None:
