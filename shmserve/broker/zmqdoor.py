@@ -355,8 +355,9 @@ class ZmqDoor:
         if outbox.watch is not None:
             self._loop.remove_reader(outbox.watch)
             os.close(outbox.watch)
-            self._unswept.add(outbox.pid)
-            self._loop.call_later(SWEEP_S, self._sweep, outbox.pid)
+            if outbox.pid not in self._unswept:
+                self._unswept.add(outbox.pid)
+                self._loop.call_later(SWEEP_S, self._sweep, outbox.pid)
         self._ended(outbox.peer, reason)
 
     def _free(self, unheard: deque[list[bytes]]) -> None:
