@@ -272,15 +272,14 @@ class Admission:
             self._check_held(client)
         plain = version.plain and (options is None or not options.sequence)
         level = 0 if plain else self._intake.level(client, version, message.version, options, rows, now)
-        segments, pins = self._memory(client, message, blocks) if outside else _NOTHING
-        special = bool(segments)
-        if version.decoupled or (options is not None and options.window):
-            special = True
-            if options is None or not options.window:
-                raise Unsupported(
-                    f"model '{version.model}' has a decoupled transaction policy: it may answer a request many times; "
-                    f"call it with stream()"
-                )
+        streamed = version.decoupled or (options is not None and bool(options.window))
+        if streamed and (options is None or not options.window):
+            raise Unsupported(
+                f"model '{version.model}' has a decoupled transaction policy: it may answer a request many times; "
+                f"call it with stream()"
+            )
+        segments, pins = self._memory(client, message, blocks) if outside else _NOTHING  # from here nothing is refused
+        special = streamed or bool(segments)
         own = state.next_number()
         request = Request(
             own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,

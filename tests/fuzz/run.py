@@ -17,7 +17,8 @@ from typing import Any
 SECONDS = 30
 """Of wall time, on a machine that may do much else."""
 LONGEST = 2048
-LIMIT_MB = 1024
+LIMIT_MB = 4096
+"""What the process that started this one has had counts as this one's, too."""
 GROWTH_BYTES = 96 << 20
 """What the process may grow by in the second half of a run: the fuzzer keeps every input that was new to it."""
 

@@ -342,6 +342,20 @@ def test_each_model_of_the_machine_answers_as_it_should(name: str, limited: bool
     machine.teardown()
 
 
+def test_one_answer_asked_of_a_model_that_has_many_uses_no_memory() -> None:
+    """It is refused. What its places lie in is not kept for it."""
+    machine = EverythingMachine()
+    machine.begin(["e_turn"], False)
+    machine.happen(flag=False, number=1, together=False, what="deploy", which=0)
+    machine.busy(which=0)
+    machine.happen(flag=False, number=0, together=False, what="segment", which=0)
+    machine.infer(
+        count=1, options=None, rows=1, timeout_ms=0, together=False, value=0, wanted=("placed",), where="inline",
+        which=0, which_model=2,
+    )  # fmt: skip
+    machine.teardown()
+
+
 def test_a_sequence_that_goes_on_in_the_turn_in_which_its_model_is_replaced() -> None:
     """By way of an ensemble, whose requests choose a generation before any step of them has begun."""
     state = EverythingMachine()
