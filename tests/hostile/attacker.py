@@ -204,17 +204,17 @@ class Attacker:
         return {"sent": sent}
 
     def connect(self, count: int) -> Answer:
-        """Connections of which most say nothing. What those were told that said Hello."""
+        """Connections of which most say nothing, and the last one Hello: when that is answered, all have been seen."""
         told: Counter[str] = Counter()
-        for number in range(count):
-            lane = Lane(self._path)
-            self._others.append(lane)
-            if number % 4 == 0:
-                with suppress(BrokenPipeError, ConnectionResetError):  # why it was sent away comes below
-                    lane.send(Hello(1, os.getpid(), "one of many", "memfd"))
-        for number, lane in enumerate(self._others):
+        made = [Lane(self._path) for _ in range(count)]
+        self._others += made
+        silent, greeting = [lane for number, lane in enumerate(made) if number % 4 != 3], made[3::4]
+        for lane in greeting:
+            with suppress(BrokenPipeError, ConnectionResetError):  # why it was sent away comes below
+                lane.send(Hello(1, os.getpid(), "one of many", "memfd"))
+        for lane in greeting + silent:
             try:
-                message = lane.receive(20.0 if number % 4 == 0 else 0.0)
+                message = lane.receive(20.0 if lane in greeting else 0.0)
                 told[f"{message.code}: {message.text}" if isinstance(message, Goodbye) else "Welcome"] += 1
             except TimeoutError:
                 told["nothing"] += 1
