@@ -102,9 +102,12 @@ class Lifecycle:
         for other in list(version.instances):
             self._operations.stop(version, other)
         version.idle.clear()
+        self._refuse_waiting(version, reason, now)
+        self._operations.has_failed(version, reason)
+
+    def _refuse_waiting(self, version: Version, reason: str, now: int) -> None:
         text = f"Request for unknown model: '{version.model}' version {version.number} is not at ready state: {reason}"
         self._empty_queue(version, text, now)
-        self._operations.has_failed(version, reason)
 
     def _empty_queue(self, version: Version, text: str, now: int) -> None:
         """Nobody will come to run what waits."""
@@ -154,6 +157,8 @@ class Lifecycle:
                 self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
             self._operations.remove_stopped(version, instance)
+            if version.state is _V.UNAVAILABLE and version.waits:  # what it had is back in a queue that nobody serves
+                self._refuse_waiting(version, version.reason, now)
         elif version.state is _V.UNLOADING and not self._is_missed(version):
             instance.move(_I.STOPPED)
         elif not instance.loaded:

@@ -127,3 +127,25 @@ def test_whatever_operators_do_the_books_balance() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_what_is_back_in_the_queue_of_a_model_that_is_given_up_is_answered() -> None:
+    """One of two instances cannot load again; the other one ends with a request that it had not begun."""
+    machine = OperatedMachine()
+    machine.begin(names=[], ahead="pair")
+    machine.connect(kind=0, other=False)
+    machine.connect(kind=0, other=False)
+    machine.crash(which=63)
+    machine.segment(together=False, which=0)
+    machine.crash(which=0)
+    machine.gone(really=0, which=0)
+    machine.gone(really=0, which=0)
+    machine.time(late=False, us=1)
+    for _ in range(2):
+        machine.infer(
+            count=1, optional=False, options=None, rows=0, shape=1, timeout_ms=0, together=False, wanted=None,
+            where="inline", which=0, which_model=0,
+        )  # fmt: skip
+    machine.cannot_load(says=True, which=0)
+    machine.crash(which=0)
+    machine.teardown()
