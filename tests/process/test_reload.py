@@ -405,6 +405,7 @@ def test_unloading_finishes_what_was_asked(running: tuple[Server, Path], client:
         with shmserve.Client(url) as other:
             futures = [other.submit("leaving", {"x": LARGE}) for _ in range(20)]
             futures[0].result(living.PATIENCE_S)
+            other.live()  # behind the others: what comes on another connection must not overtake them
             client.unload("leaving")
             answers = [future.result(living.PATIENCE_S)["y"] for future in futures]
             assert all((y == 1).all() for y in answers)
