@@ -6,6 +6,7 @@ and one bad model hides nothing of the others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,11 @@ class Finding(NamedTuple):
         """For people and their editors: the file as it is found from here, and the line."""
         file = str(self.repository / self.file)
         return f"{file}:{self.line}:{self.column}" if self.line else file
+
+    @property
+    def relative(self) -> str:
+        """In one line, without the place of the repository."""
+        return str(Problem(self.file, self.line, self.column, self.path, self.text))
 
 
 class CheckedModel(NamedTuple):
@@ -163,62 +169,20 @@ class _Check:
         self._models: list[_Model] = []
 
     def add_root(self, root: Path) -> None:
-        try:
-            if is_model(root):
-                hint = f"check its parent: {root.resolve().parent}"
-                self._of_root(
-                    root, Seen(ERROR, "", "this is a model; a repository is the directory around models", hint)
-                )
-                return
-            for seen in look_at_root(root):
-                self._of_root(root, seen)
-            names = model_names([root])
-        except (OSError, InvalidRequest) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            self._of_root(root, Seen(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))
-            return
-        if not names:
-            hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-            self._of_root(root, Seen(WARNING, "", "there is no model in it", hint))
-        for paths in names.values():
-            self._models.append(self._look(root, paths[0]))
-
-    def _of_root(self, root: Path, seen: Seen) -> None:
-        self._findings.append(Finding("", seen.severity, root, seen.file, 0, 0, "", seen.text, seen.hint))
+        self._findings += root_notes(root)
+        with contextlib.suppress(OSError, InvalidRequest):  # which is among the findings
+            if not is_model(root):
+                for paths in model_names([root]).values():
+                    self._models.append(self._look(root, paths[0]))
 
     def _look(self, root: Path, path: Path) -> _Model:
         found = scan_model(path, backends=self._backends, gpus=self._gpus, config_name=self._config_name)
-        numbers, config = found.versions, None
-        try:
-            if not numbers:
-                numbers = _numbers(path, found.given)
-            config = found.config or self._as_if_sound(found, path, numbers)
-            seen = look_at_model(path, config, numbers)
-        except OSError:  # which the scan has told
-            seen = []
-        model = _Model(root, found, config, numbers)
-        unreadable = any(one.text.startswith(_UNREADABLE) for one in seen)
-        for problem in found.faults:
-            if not (unreadable and problem.text.startswith(_UNREADABLE)):
-                model.add(ERROR, problem)
-        for problem in found.remarks:
-            lacking = problem.file.rpartition("/")[2] in map(str, found.missing) and not problem.line
-            model.add(ERROR if lacking else WARNING, problem)
-        for one in seen:
-            if not (one.path and model.has(one.path)):
-                model.add_seen(one)
+        model = _examined(root, found, self._backends, self._gpus)
         final = self._completed.get(found.name)
         if final is not None and found.given is not None:
             for text in surprises(found.given, final):
                 model.add_seen(Seen(WARNING, "", text, path="max_batch_size"))
         return model
-
-    def _as_if_sound(self, found: Found, path: Path, numbers: Sequence[int]) -> ModelConfig | None:
-        """What the configuration would be but for its problems."""
-        if found.given is None:
-            return None
-        files = os.listdir(path / str(numbers[0])) if numbers else ()
-        return complete(found.given, found.name, files, self._backends, self._gpus)
 
     # ------------------------------------------------------------------------------------------- all together
 
@@ -253,6 +217,68 @@ class _Check:
             member = Member(final or model.config, model.numbers, reason, final is not None or _settled(model))
             members.setdefault(model.found.name, member)
         return members
+
+
+def root_notes(root: Path) -> list[Finding]:
+    """All that is known of a repository apart from its models."""
+    seen = []
+    try:
+        if is_model(root):
+            text = "this is a model; a repository is the directory around models"
+            seen = [Seen(ERROR, "", text, f"check its parent: {root.resolve().parent}")]
+        else:
+            seen = look_at_root(root)
+            if not model_names([root]):
+                hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
+                seen.append(Seen(WARNING, "", "there is no model in it", hint))
+    except (OSError, InvalidRequest) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        seen.append(Seen(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))
+    return [Finding("", one.severity, root, one.file, 0, 0, "", one.text, one.hint) for one in seen]
+
+
+def notes(found: Found, *, backends: Collection[str], gpus: Collection[int] = ()) -> tuple[Finding, ...]:
+    """What a server logs when it loads the model: every warning of a check, and versions that are left out. What else
+    is wrong fails the load, and is reported with that."""
+    model = _examined(found.path.parent, found, backends, gpus)
+    remarks = {str(remark) for remark in found.remarks}
+    return tuple(
+        finding for finding in model.done().findings if finding.severity == WARNING or finding.relative in remarks
+    )
+
+
+def _examined(root: Path, found: Found, backends: Collection[str], gpus: Collection[int]) -> _Model:
+    """All that is known of a model without the others."""
+    path, numbers, config = found.path, found.versions, None
+    try:
+        if not numbers:
+            numbers = _numbers(path, found.given)
+        config = found.config or _as_if_sound(found, numbers, backends, gpus)
+        seen = look_at_model(path, config, numbers)
+    except OSError:  # which the scan has told
+        seen = []
+    model = _Model(root, found, config, numbers)
+    unreadable = any(one.text.startswith(_UNREADABLE) for one in seen)
+    for problem in found.faults:
+        if not (unreadable and problem.text.startswith(_UNREADABLE)):
+            model.add(ERROR, problem)
+    for problem in found.remarks:
+        lacking = problem.file.rpartition("/")[2] in map(str, found.missing) and not problem.line
+        model.add(ERROR if lacking else WARNING, problem)
+    for one in seen:
+        if not (one.path and model.has(one.path)):
+            model.add_seen(one)
+    return model
+
+
+def _as_if_sound(
+    found: Found, numbers: Sequence[int], backends: Collection[str], gpus: Collection[int]
+) -> ModelConfig | None:
+    """What the configuration would be but for its problems."""
+    if found.given is None:
+        return None
+    files = os.listdir(found.path / str(numbers[0])) if numbers else ()
+    return complete(found.given, found.name, files, backends, gpus)
 
 
 def _settled(model: _Model) -> bool:

@@ -11,8 +11,10 @@ from msgspec import Struct, structs
 
 from shmserve.core.policy import (
     BatchPolicy,
+    IdControl,
     InstanceSpec,
     ModelPolicy,
+    PaddingPolicy,
     QueuePolicy,
     Resource,
     SequencePolicy,
@@ -22,6 +24,7 @@ from shmserve.core.policy import (
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.repo.complete import SEQUENCE_IDLE_US
 from shmserve.repo.gpus import inputs_there
+from shmserve.repo.padding import padding_of
 from shmserve.repo.schema import (
     ModelConfig,
     ModelDynamicBatching,
@@ -35,6 +38,7 @@ from shmserve.repo.schema import (
 )
 from shmserve.repo.steps import compile_steps
 from shmserve.repo.validate import (
+    CRASH_LIMIT,
     ENVIRONMENT,
     EXECUTION_LIMIT,
     GPU_MEMORY_LIMIT,
@@ -44,6 +48,7 @@ from shmserve.repo.validate import (
 )
 
 _US = 1000
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})
 """Backends that read and write tensors on the GPU of their process."""
 _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
@@ -61,12 +66,15 @@ def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
         execution_limit_ns=_limit(config),
         retry=_parameter(config, RETRY).lower() != "false",
+        crash_limit=_count(config, CRASH_LIMIT),
+        first_response_ms=_first_response_buckets(config),
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
         reads_there=config.backend in ON_DEVICE or (config.backend == "python" and inputs_there(config)),
         leaves_there=config.backend in ON_DEVICE or (config.backend == "python" and _has_gpu(config)),
         steps=compile_steps(config),
+        padding=_padding(config),
         ahead=config.ensemble_scheduling.max_inflight_requests if config.ensemble_scheduling is not None else 0,
     )
 
@@ -83,6 +91,11 @@ def _parameter(config: ModelConfig, key: str) -> str:
 def _limit(config: ModelConfig) -> int | None:
     text = _parameter(config, EXECUTION_LIMIT)
     return round(float(text) * 1e9) if text else None
+
+
+def _count(config: ModelConfig, key: str) -> int | None:
+    text = _parameter(config, key)
+    return int(text) if text else None
 
 
 def memory_limit(config: ModelConfig) -> int | None:
@@ -214,6 +227,14 @@ def _batching(dynamic: ModelDynamicBatching) -> BatchPolicy:
     )
 
 
+def _padding(config: ModelConfig) -> PaddingPolicy | None:
+    found = padding_of(config)
+    if found is None:
+        return None
+    inputs = tuple((entry.name, entry.axes) for entry in found.inputs)
+    return PaddingPolicy(inputs, found.lookahead, found.multiple, found.batch_cost)
+
+
 def _sequence(config: ModelConfig, sequence: ModelSequenceBatching) -> SequencePolicy:
     """Without a strategy it is the direct one."""
     oldest = sequence.oldest
@@ -226,7 +247,7 @@ def _sequence(config: ModelConfig, sequence: ModelSequenceBatching) -> SequenceP
         utilization=direct.minimum_slot_utilization if oldest is None else 0.0,
         batching=_oldest(config, oldest) if oldest is not None else BatchPolicy(),
         iterative=sequence.iterative_sequence,
-        strings=_strings(sequence),
+        id_control=_id_control(sequence),
     )
 
 
@@ -240,12 +261,11 @@ def _oldest(config: ModelConfig, oldest: ModelSequenceBatchingStrategyOldest) ->
     )
 
 
-def _strings(sequence: ModelSequenceBatching) -> bool | None:
-    """Whether ids are strings: the type of the tensor in which the model gets them says so."""
+def _id_control(sequence: ModelSequenceBatching) -> IdControl | None:
     for tensor in sequence.control_input:
         for control in tensor.control:
             if control.kind == "CONTROL_SEQUENCE_CORRID":
-                return control.data_type == "TYPE_STRING"
+                return IdControl(tensor.name, FROM_CONFIG[control.data_type])
     return None
 
 
@@ -256,3 +276,12 @@ def _queue(policy: ModelQueuePolicy) -> QueuePolicy:
         allow_override=policy.allow_timeout_override,
         max_size=policy.max_queue_size,
     )
+
+
+def _first_response_buckets(config: ModelConfig) -> tuple[float, ...]:
+    """Of the only family whose buckets a model can set, as in Triton."""
+    for control in config.model_metrics.metric_control if config.model_metrics is not None else ():
+        named, options = control.metric_identifier, control.histogram_options
+        if named is not None and options is not None and named.family == FIRST_RESPONSE:
+            return options.buckets
+    return ()

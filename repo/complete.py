@@ -7,7 +7,7 @@ that KIND_AUTO becomes the kind it stands for; what is wrong stays wrong, for va
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -46,6 +46,7 @@ ENGINES = (
 
 COMPLETING = frozenset({"onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
 """Backends that can say what a model's inputs and outputs are."""
+_Entry = TypeVar("_Entry", ModelInput, ModelOutput)
 _OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})
 
 _NAME_IN_GROUP = 112
@@ -169,6 +170,23 @@ def _input(config: ModelConfig, tensor: TensorFacts, skip: int) -> ModelInput:
 def _output(config: ModelConfig, tensor: TensorFacts, skip: int) -> ModelOutput:
     dims, reshape = _dims(tensor, skip)
     return ModelOutput(name=tensor.name, data_type=_data_type(config, tensor), dims=dims, reshape=reshape)
+
+
+def with_scalars(config: ModelConfig, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> ModelConfig:
+    """Dims of 1 stand for a tensor of the model that has none, as in Triton: the engine sees it without dims."""
+    if config.max_batch_size > 0:
+        return config
+    scalars = {tensor.name for tensor in (*inputs, *outputs) if not tensor.dims}
+    return replace(
+        config,
+        input=tuple(_scalar(entry) if entry.name in scalars else entry for entry in config.input),
+        output=tuple(_scalar(entry) if entry.name in scalars else entry for entry in config.output),
+    )
+
+
+def _scalar(entry: _Entry) -> _Entry:
+    stands_for_one = entry.reshape is None and set(entry.dims) == {1}
+    return replace(entry, reshape=ModelTensorReshape()) if stands_for_one else entry
 
 
 def _version_policy(policy: schema.ModelVersionPolicy | None) -> schema.ModelVersionPolicy:

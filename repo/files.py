@@ -21,6 +21,8 @@ from shmserve.repo.complete import ENGINES, is_ensemble
 from shmserve.repo.inside import open_inside
 from shmserve.repo.labels import read_labels
 from shmserve.repo.load import CONFIG_FILE
+from shmserve.repo.onnx_differences import differences
+from shmserve.repo.onnx_header import NotOnnx, TooLarge, read_header
 from shmserve.repo.outline import shown
 from shmserve.repo.problems import nearest
 from shmserve.repo.schema import ModelConfig, ModelOutput
@@ -34,6 +36,7 @@ SOURCE_BYTES = 4 * 1024 * 1024
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ENGINE_FILES = frozenset(engine.file for engine in ENGINES)
 _CLASS = "TritonPythonModel"
+_SOURCE = "model.py"
 
 
 class Seen(NamedTuple):
@@ -89,6 +92,7 @@ def look_at_model(folder: Path, config: ModelConfig | None, selected: Sequence[i
     found = list(_misplaced(folder, config))
     found += _walk(folder, selected)
     if config is not None and not is_ensemble(config):
+        found += _without_effect(folder, config, selected)
         for version in selected:
             found += _model_file(folder, version, config)
         found += _labels(folder, config)
@@ -116,6 +120,32 @@ def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Seen]:
         elif entry.isdigit() and (path / CONFIG_FILE).is_file():
             hint = f"it is the model's: move it to {name}/{CONFIG_FILE}"
             yield Seen(WARNING, f"{here}/{CONFIG_FILE}", "not read: versions have no configuration of their own", hint)
+
+
+def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) -> Iterator[Seen]:
+    """Configurations that are served, but hardly as they are meant."""
+    groups = config.instance_group
+    if groups and all(group.passive for group in groups):
+        hint = "remove `passive` from one of its groups"
+        yield Seen(
+            WARNING, "", "all its instances are passive: no request of it will be answered", hint, "instance_group"
+        )
+    accelerators = config.optimization and config.optimization.execution_accelerators
+    kinds = {group.kind for group in groups}
+    if accelerators and config.backend == "onnxruntime":
+        for field, kind, there in (
+            ("gpu_execution_accelerator", "KIND_GPU", "no instance of the model runs on a GPU"),
+            ("cpu_execution_accelerator", "KIND_CPU", "no instance of the model runs on the CPU"),
+        ):
+            for index, accelerator in enumerate(getattr(accelerators, field)):
+                if kind not in kinds:
+                    path = f"optimization.execution_accelerators.{field}[{index}]"
+                    text = f'accelerator "{shown(accelerator.name)}" has no effect: {there}'
+                    yield Seen(WARNING, "", text, f"instance_group [ {{ kind: {kind} }} ] makes one", path)
+    if config.backend == "python" and not (config.input or config.output) and not says_more(folder, selected, config):
+        text = "the model has neither inputs nor outputs: there is no `input` or `output` in its configuration, and no "
+        hint = f"write them into {CONFIG_FILE}, or add auto_complete_config to the model"
+        yield Seen(WARNING, printed(folder.name), f"{text}auto_complete_config in its {_SOURCE}", hint)
 
 
 def _walk(folder: Path, selected: Collection[int]) -> Iterator[Seen]:
@@ -178,11 +208,27 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[See
         yield Seen(ERROR, name, "an empty file", "copy the model again")
     elif start.startswith(_POINTER):
         yield Seen(ERROR, name, "stands for a file that Git LFS has not brought here", "in its checkout: git lfs pull")
+    elif config.backend == "onnxruntime":
+        yield from _onnx(path, name, config)
     elif config.backend == "python" and len(start) <= SOURCE_BYTES:
         yield from _source(name, start)
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "it is run by the server: chmod o-w"
             yield Seen(WARNING, name, "every user of this machine may change it", hint)
+
+
+def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Seen]:
+    """What the file declares, held against the configuration."""
+    try:
+        with path.open("rb") as file:
+            header = read_header(file)
+    except NotOnnx as error:
+        yield Seen(ERROR, name, str(error), "copy the model again")
+        return
+    except TooLarge:
+        return
+    for path_, text, write in differences(config, header):
+        yield Seen(ERROR, "", text, f"write {write}" if write else "", path_)
 
 
 def _source(name: str, source: bytes) -> Iterator[Seen]:

@@ -33,18 +33,20 @@ class Snapshot(NamedTuple):
     files: Mapping[str, Look]
     newest: int
 
-    def lacks(self, earlier: Snapshot) -> list[str]:
-        """What was there and has changed or gone. What has been added does not count."""
-        return [path for path, look in earlier.files.items() if self.files.get(path) != look]
-
     def digest(self) -> str:
         """Of all of it."""
         return _digest(self.files.items())
 
     def of_version(self, number: int) -> str:
         """Of what this version may read: its own directory, and what no version has for itself."""
-        own = f"{number}/"
-        return _digest((path, look) for path, look in self.files.items() if path.startswith(own) or _is_shared(path))
+        return _digest(
+            (path, look)
+            for path, look in self.files.items()
+            if is_of_version(path, number) and not _is_configuration(path)
+        )
+
+    def of_configuration(self) -> str:
+        return _digest((path, look) for path, look in self.files.items() if _is_configuration(path))
 
 
 def take(folder: Path) -> Snapshot:
@@ -54,9 +56,36 @@ def take(folder: Path) -> Snapshot:
     return Snapshot({path: look for path, look, _ in found if path}, newest)
 
 
-def _is_shared(path: str) -> bool:
+def is_of_version(path: str, number: int) -> bool:
+    """Whether a file is in this version's directory, or in that of no version."""
     top = path.partition("/")[0]
-    return top not in _CONFIGS and not (top.isascii() and top.isdigit())
+    return path.startswith(f"{number}/") or not (top.isascii() and top.isdigit())
+
+
+def look_of(state: os.stat_result) -> Look:
+    return state.st_size, state.st_mtime_ns, state.st_ino
+
+
+def changed(folder: Path, looks: Mapping[str, Look]) -> str:
+    """Which of these files below `folder` looks different now, and in what; "": none."""
+    for path, (size, time, inode) in looks.items():
+        try:
+            now = look_of(os.stat(folder / path))
+        except FileNotFoundError:
+            return f"{path} changed on disk since it was loaded (it is gone)"
+        except OSError as error:
+            return f"{path} cannot be read any more: {error.strerror}"
+        if now != (size, time, inode):
+            if now[0] != size:
+                how = f"size {size} -> {now[0]}"
+            else:
+                how = "it was replaced" if now[2] != inode else "it was written to"
+            return f"{path} changed on disk since it was loaded ({how})"
+    return ""
+
+
+def _is_configuration(path: str) -> bool:
+    return path.partition("/")[0] in _CONFIGS
 
 
 def _digest(files: Iterable[tuple[str, Look]]) -> str:
@@ -88,7 +117,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, Look, int]]:
                     raise
                 here = (state.st_dev, state.st_ino)
                 if not stat.S_ISDIR(state.st_mode):
-                    yield path, (state.st_size, state.st_mtime_ns, state.st_ino), state.st_ctime_ns
+                    yield path, look_of(state), state.st_ctime_ns
                 elif here not in above:  # else a link to a directory that it is in
                     yield path + "/", (0, 0, 0), state.st_ctime_ns
                     todo.append((path + "/", entry.path, (*above, here)))

@@ -104,7 +104,7 @@ def find_model(roots: Sequence[Path], name: str) -> Path:
     """The directory of a model. NotFound if there is none, InvalidRequest for two, or no name at all."""
     if not name.strip():
         raise InvalidRequest("Model name cannot be empty. Please enter a valid name to deploy.")
-    if "/" in name or ".." in name:
+    if "/" in name or name.strip() == "..":
         text = f"model name must not contain path traversal characters; found '{shown(name)}', expected {NAME_RULE}"
         raise InvalidRequest(text)
     failed = f"failed to load '{shown(name)}', failed to poll from model repository"

@@ -62,8 +62,8 @@ _rows("ModelConfig", _Y, "the model's file in its version directory", "default_m
 _rows("ModelConfig", _N, "only TensorRT has files for each kind of GPU", "cc_model_filenames", only=_TENSORRT)
 _rows("ModelConfig", _N, "metrics carry no labels of the model's own yet", "metric_tags")
 _PARAMETERS = (
-    "for the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, retry_alone, send_waits and stacked "
-    "are ours"
+    "for the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, retry_alone, crash_limit, "
+    "send_waits, stacked, strict_outputs and padding with its relatives are ours"
 )
 _rows("ModelConfig", _Y, _PARAMETERS, "parameters")
 _rows("ModelConfig", _Y, "run by every instance before it takes requests", "model_warmup")
@@ -74,7 +74,7 @@ _rows(
     "an agent may replace or refuse the model's files, and none can be run",
     "model_repository_agents",
 )
-_rows("ModelConfig", _N, "the metrics are those of every model", "model_metrics")
+_rows("ModelConfig", _Y, "see its fields", "model_metrics")
 
 _LIMITER = "with --rate-limit execution_count"
 _rows("ModelRateLimiter", _Y, _LIMITER, "resources", "priority")
@@ -200,11 +200,11 @@ _rows("ModelRepositoryAgents", _X, "with `ModelConfig.model_repository_agents`",
 _rows("ModelRepositoryAgents.Agent", _X, "with `ModelConfig.model_repository_agents`", "name", "parameters")
 _rows("ModelResponseCache", _Y, "where the server has a cache (--cache-config)", "enable")
 
-_METRICS = "with `ModelConfig.model_metrics`"
-_rows("ModelMetrics", _N, _METRICS, "metric_control")
-_rows("ModelMetrics.MetricControl", _N, _METRICS, "metric_identifier", "histogram_options")
-_rows("ModelMetrics.MetricControl.MetricIdentifier", _N, _METRICS, "family")
-_rows("ModelMetrics.MetricControl.HistogramOptions", _N, _METRICS, "buckets")
+_METRICS = "for nv_inference_first_response_histogram_ms, with --metrics-config histogram_latencies=true"
+_rows("ModelMetrics", _Y, _METRICS, "metric_control")
+_rows("ModelMetrics.MetricControl", _Y, _METRICS, "metric_identifier", "histogram_options")
+_rows("ModelMetrics.MetricControl.MetricIdentifier", _Y, _METRICS, "family")
+_rows("ModelMetrics.MetricControl.HistogramOptions", _Y, _METRICS, "buckets")
 
 
 def markdown() -> str:

@@ -13,21 +13,25 @@ from typing import NamedTuple
 
 from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.messages import DIMS, NAME_LENGTH, TENSORS
-from shmserve.repo.complete import ENGINES, ENSEMBLE, can_complete, is_ensemble
+from shmserve.repo.complete import ENGINES, ENSEMBLE, can_complete, is_ensemble, needs_completion
 from shmserve.repo.outline import shown
+from shmserve.repo.padding import validate_padding
 from shmserve.repo.problems import meant, nearest
 from shmserve.repo.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 from shmserve.repo.validate_data import file_name, validate_warmup
 from shmserve.repo.validate_schedulers import validate_scheduler
 
-MODEL_NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}", re.ASCII)
-NAME_RULE = f"1 to {NAME_LENGTH} letters, digits, or any of _ . - and no dot in front"
+MODEL_NAME = re.compile(r"(?![. ])[ -.0-\[\]-~]{1,128}(?<! )")
+"""Printable ASCII that is one safe name of a directory. What else Triton takes could forge lines of a log or a path."""
+NAME_RULE = f"1 to {NAME_LENGTH} printable ASCII characters, none of / and \\, no dot in front, no space at an end"
 INSTANCES = 1024
 """The most instances of one model: each is a process."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
 """Leaves room for the number that makes an instance's name of it."""
 EXECUTION_LIMIT = "execution_limit_secs"
 """A model's parameter: a batch that runs for longer hangs; 0: no limit."""
+CRASH_LIMIT = "crash_limit"
+"""A model's parameter: crashes in a row after which an instance counts as broken; 0: never."""
 RETRY = "retry_alone"
 """A model's parameter: false, if a request that lost its worker must not be run a second time."""
 MEMORY_LIMIT = "memory_limit_mb"
@@ -39,6 +43,7 @@ ENVIRONMENT = "EXECUTION_ENV_PATH"
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 """In front of a path: the directory of the model."""
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
+_COUNT = re.compile(r"[0-9]{1,6}", re.ASCII)
 _MEGABYTES = re.compile(r"[0-9]{1,9}", re.ASCII)
 _PLACE = re.compile(r"(/|\$\$TRITON_MODEL_DIRECTORY/)[^\0]+")
 _LARGEST = 2**63 - 1
@@ -79,11 +84,16 @@ def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
         problem(f'parameters["{EXECUTION_LIMIT}"]', text)
     if retry is not None and retry.string_value.lower() not in ("true", "false"):
         problem(f'parameters["{RETRY}"]', f'found "{shown(retry.string_value)}", expected "true" or "false"')
+    crashes = config.parameters.get(CRASH_LIMIT)
+    if crashes is not None and not _COUNT.fullmatch(crashes.string_value):
+        text = f'found "{shown(crashes.string_value)}", expected a number of crashes, such as "5", or "0" for no limit'
+        problem(f'parameters["{CRASH_LIMIT}"]', text)
     for key in (MEMORY_LIMIT, GPU_MEMORY_LIMIT):
         memory = config.parameters.get(key)
         if memory is not None and not _MEGABYTES.fullmatch(memory.string_value):
             text = f'found "{shown(memory.string_value)}", expected MiB, such as "2048", or "0" for no limit'
             problem(f'parameters["{key}"]', text)
+    validate_padding(config, config.max_batch_size == 0 and needs_completion(config), problem)
     place = config.parameters.get(ENVIRONMENT)
     if place is not None and not _PLACE.fullmatch(place.string_value):
         text = f"expected an absolute path, or one that begins with {MODEL_DIRECTORY}/"

@@ -15,9 +15,6 @@ from shmserve.repo.schema import ModelConfig
 from shmserve.repo.steps import IF, added, validate_added
 from shmserve.repo.validate_data import file_name
 
-PRIORITY_LEVELS = 10_000
-"""The most priority levels: each has a queue."""
-
 _CORRELATION_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
 _ProblemFunction = Callable[[str, str], None]
@@ -51,8 +48,6 @@ def _dynamic(config: ModelConfig, dynamic: schema.ModelDynamicBatching, problem:
     path = "dynamic_batching"
     _preferred(config, f"{path}.preferred_batch_size", dynamic.preferred_batch_size, problem)
     levels = dynamic.priority_levels
-    if levels > PRIORITY_LEVELS:
-        problem(f"{path}.priority_levels", f"found {levels}, expected at most {PRIORITY_LEVELS}")
     if levels:
         if not 1 <= dynamic.default_priority_level <= levels:
             text = f"found {dynamic.default_priority_level}, expected 1 to {levels}, the priority_levels"
