@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 
 from shmserve import access
+from shmserve.core.checks import options_bytes
 from shmserve.core.clients import Client
 from shmserve.core.crowd import SECOND, Crowd
 from shmserve.core.effects import Close, Forget, Free, Query
 from shmserve.core.ends import Ends
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
+from shmserve.core.graph import HANDLE_BYTES
 from shmserve.core.intake import Intake
 from shmserve.core.ledger import INTERNAL
+from shmserve.core.questions import Questions
 from shmserve.core.request import Request
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.states import RequestState
@@ -67,13 +70,23 @@ _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 
 class Admission:
-    def __init__(self, state: State, ends: Ends, streams: Streams, intake: Intake, crowd: Crowd, server: str) -> None:
+    def __init__(
+        self,
+        state: State,
+        ends: Ends,
+        streams: Streams,
+        intake: Intake,
+        crowd: Crowd,
+        questions: Questions,
+        server: str,
+    ) -> None:
         self._state = state
         self._streams = streams
         self._intake = intake
         self._ends = ends
         self._server = server
         self._crowd = crowd
+        self.questions = questions
         self._client_requests = state.limits.client_requests
         self._busy = self._crowd.busy
         self._heavy = self._crowd.heavy
@@ -119,6 +132,7 @@ class Admission:
                 "inline_bytes": INLINE_BYTES,
                 "frame_bytes": FRAME_BYTES,
                 "client_requests": limits.client_requests,
+                "client_questions": limits.client_questions,
                 "client_segments": limits.client_segments,
                 "client_held_bytes": limits.client_held_bytes,
                 "device_memory": int(client.plane == "lane" and access.allows("register", client.roles)),
@@ -128,6 +142,7 @@ class Admission:
 
     def closed(self, peer: int, event: Closed, now: int) -> None:
         """The client has gone, in one call: its requests, its holds, its segments."""
+        self.questions.gone(event.peer)
         client = self._state.clients.pop(event.peer, None)
         if client is None:
             return
@@ -154,6 +169,7 @@ class Admission:
         if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
             self._crowd.expelled(client, self._state.now)
         client.leaving = True
+        self.questions.gone(client.number)
         client.roles = access.NOBODY
         self._tell_operator("info", client, f"is sent away: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
@@ -253,7 +269,7 @@ class Admission:
         version = None if message.version else state.ready.get(message.model)
         going_on = None
         if options is not None and options.sequence:
-            going_on = self._intake.sequencer.version_of(message.model, message.version, options)
+            going_on = self._intake.sequencer.version_of(client, message.model, message.version, options)
             version = going_on or version
         if state.draining and going_on is None:
             raise Unavailable(STOPPING)
@@ -265,7 +281,11 @@ class Admission:
         if version is None:
             version = state.look_up(message.model, message.version)
         assert version.checker is not None, version.label
-        rows, signature, inline, outside = version.checker.check(inputs, outputs)
+        rows, signature, inline, outside, length = version.checker.check(inputs, outputs)
+        if options is not None:
+            inline += options_bytes(options)
+        if outside:
+            inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
         if len(state.requests) >= self._busy:
             self._crowd.check_queue(client, version, inline, now)
         if client.held_bytes > self._heavy:
@@ -283,9 +303,10 @@ class Admission:
         own = state.next_number()
         request = Request(
             own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
-            signature, segments, pins, blocks, now, level, audience=client.audience, special=special,
+            signature, segments, pins, blocks, now, level, audience=client.audience, special=special, length=length,
         )  # fmt: skip
         client.requests[number] = state.requests[own] = request
+        client.bytes += inline
         if message.timeout_us:
             request.deadline = now + message.timeout_us * 1000
             state.set_timer(request.deadline, Timer.DEADLINE, request)
@@ -437,15 +458,14 @@ class Admission:
         client = self._greeted(peer)
         if client is None:
             return
-        if message.what:  # else it is more of what was asked before, and goes on only where that was allowed
-            try:
+        try:
+            if message.what:  # otherwise it continues a body, which goes on only where its beginning was allowed
                 if message.what not in access.QUESTIONS:
                     raise access.unknown(message.what)
                 self._check_role(client, message.what)
-            except ServeError as error:
-                self._refuse(client, message.request, error, now)
-                return
-        self._state.effects.append(Query(peer, message))
+            self.questions.put(peer, message)
+        except ServeError as error:
+            self._refuse(client, message.request, error, now)
 
     def ping(self, peer: int, message: Ping, now: int) -> None:
         if self._greeted(peer) is not None:

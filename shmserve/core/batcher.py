@@ -23,24 +23,27 @@ class Reason(Enum):
     FULL = "full"  # no more rows may be added
     PREFERRED = "preferred"  # it has a size that the model prefers, or the next request would pass over the last one
     DELAY = "delay"  # its oldest request has waited for as long as it may
-    SHAPE = "shape"  # the next request has other shapes, or other optional inputs
+    SHAPE = "shape"  # the next request has other shapes, or other optional inputs, or too different a length to pad
     IDLE = "idle"  # an instance is idle, and nothing says that it should wait
     ALONE = "alone"  # it was in a batch that has killed its worker
     SINGLE = "single"  # the model takes one request at a time
 
 
 class Plan(Struct, gc=False):
-    """Run the first `count` now, for `reason`; or, with count 0, look again at `wake` (0: when something arrives)."""
+    """Run the first `count` now, for `reason`; or, with count 0, look again at `wake` (0: when something arrives).
+    `chosen`: not the first, but those at these places, rising."""
 
     count: int
     rows: int
     reason: Reason
     wake: int = 0
+    chosen: list[int] | None = None
 
 
 class Shape(Struct, frozen=True):
     """The batch rules of one model, ready for use. `simple`: no delay, no preferred size but the largest batch.
-    `prefers`: the model names sizes; otherwise its one preferred size is the largest batch."""
+    `prefers`: the model names sizes; otherwise its one preferred size is the largest batch. `passes`: to pad less,
+    requests may run before others that came earlier."""
 
     max_batch: int
     largest: int
@@ -49,13 +52,15 @@ class Shape(Struct, frozen=True):
     varies: bool
     simple: bool
     prefers: bool = True
+    passes: bool = True
 
     @classmethod
     def of(cls, max_batch: int, policy: BatchPolicy, varies: bool) -> Shape:
         preferred = tuple(size for size in policy.preferred if size > 0) or (max_batch,)
         simple = policy.delay_ns == 0 and preferred == (max_batch,) and not varies
         prefers = preferred != (max_batch,)
-        return cls(max_batch, max(preferred), frozenset(preferred), policy.delay_ns, varies, simple, prefers)
+        passes = not policy.preserve_ordering
+        return cls(max_batch, max(preferred), frozenset(preferred), policy.delay_ns, varies, simple, prefers, passes)
 
     def reason(self, rows: int) -> Reason:
         """Why a batch of a best size is sent: nothing more fits in, or the model prefers it."""

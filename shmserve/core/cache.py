@@ -12,6 +12,7 @@ audience that they were made for, and for the generation of the model that made 
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from shmserve.core.versions import Version
 from shmserve.messages import OWNER_SHIFT, Handle, Map, Tensor, Value
 
 Key = tuple[Any, ...]
+_double = struct.Struct("<d").pack
 OVERHEAD = 512
 """Bytes that an entry takes beside its tensors, about."""
 COPIED_BYTES = 1 << 20
@@ -86,7 +88,7 @@ class Cache:
         inputs = tuple(sorted(found))
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
         parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()
-        typed = tuple((name, type(value), value) for name, value in parameters)  # 1, 1.0 and True are not the same
+        typed = tuple((name, type(value), _exact(value)) for name, value in parameters)
         return (request.version, request.audience, inputs, wanted, typed, request.outside)
 
     def _read(self, parts: object) -> bytes | None:
@@ -194,6 +196,11 @@ class Cache:
 
     def check(self) -> None:
         assert self.bytes == sum(entry.size for entry in self._entries.values()) <= max(self.limit, 0)
+
+
+def _exact(value: Value) -> Value | bytes:
+    """Equal only where a model sees no difference: 1, 1.0 and True differ by type, 0.0 and -0.0 by their bits."""
+    return _double(value) if isinstance(value, float) else value
 
 
 def _name(item: tuple[str, Value]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from shmserve import access
 from shmserve.core.admission import Admission
+from shmserve.core.checks import options_bytes
 from shmserve.core.clients import Caller
 from shmserve.core.crowd import Crowd
 from shmserve.core.dispatch import Dispatcher
@@ -108,13 +109,14 @@ class Calls:
     def ask(self, peer: int, message: Ask, now: int) -> None:
         """A model's question about the server, or an operation. Whoever waits for another to load is not loading."""
         _, instance = self._state.instances[peer]
-        if message.what and message.what not in access.QUESTIONS:
-            error = access.unknown(message.what)
+        try:
+            if message.what and message.what not in access.QUESTIONS:
+                raise access.unknown(message.what)
+            if instance.state is InstanceState.STARTING and message.what == "load":
+                self._operations.load_over(instance)
+            self._admission.questions.put(peer, message)
+        except ServeError as error:
             self._state.send(peer, Fail(message.request, error.code, error.message))
-            return
-        if instance.state is InstanceState.STARTING and message.what == "load":
-            self._operations.load_over(instance)
-        self._state.effects.append(Query(peer, message))
 
     def _of(self, peer: int, number: int) -> Request | None:
         caller = self._state.instances[peer][1].caller
@@ -127,13 +129,15 @@ class Calls:
         parent = self._parent(caller.instance, message.parent)
         version = None
         if options is not None and options.sequence:
-            version = self._intake.sequencer.version_of(message.model, message.version, options)
+            version = self._intake.sequencer.version_of(caller, message.model, message.version, options)
         if state.draining and parent is None:
             raise Unavailable(STOPPING)
         self._check_room(caller)
         version = version or state.look_up(message.model, message.version)
         assert version.checker is not None, version.label
-        rows, signature, inline, _ = version.checker.check(message.inputs, message.outputs)
+        rows, signature, inline, _, length = version.checker.check(message.inputs, message.outputs)
+        if options is not None:
+            inline += options_bytes(options)
         self._check_form(version, message)
         plain = version.plain and (options is None or not options.sequence)
         level = 0 if plain else self._intake.level(caller, version, message.version, options, rows, now)
@@ -141,11 +145,12 @@ class Calls:
         number = state.next_number()
         request = Request(
             number, caller, message.call, version, message.inputs, message.outputs, options, rows, rows or 1, inline,
-            signature, segments, pins, (), now, level, special=True, held=message.held,
+            signature, segments, pins, (), now, level, special=True, held=message.held, length=length,
             deadline=_first_of(now + message.timeout_us * 1000 if message.timeout_us else 0, parent),
             audience=INTERNAL if parent is None else parent.audience,
         )  # fmt: skip
         caller.requests[message.call] = state.requests[number] = request
+        caller.bytes += inline
         if request.deadline:
             state.set_timer(request.deadline, Timer.DEADLINE, request)
         if options is not None and TRACE in options.parameters:
@@ -270,6 +275,10 @@ class Calls:
             caller.gone = True
             self._state.waiting.pop(instance, None)
         return caller
+
+    def forget_questions(self, peer: int) -> None:
+        """The worker's process has ended."""
+        self._admission.questions.gone(peer)
 
     def gone(self, caller: Caller, now: int) -> None:
         """What it had under way here has ended with it; now the rest."""

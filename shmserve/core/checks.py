@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest
-from shmserve.messages import FIELD_BYTES, Tensor, Wanted, WantedOutputs
+from shmserve.messages import FIELD_BYTES, Options, Tensor, Wanted, WantedOutputs
 
 _REMEMBERED = 4096
 """Shapes remembered per model version; a model with more distinct shapes than this just looks again."""
@@ -27,8 +27,31 @@ class Good(NamedTuple):
     size: int
 
 
-Checked = tuple[int, object, int, bool]
-"""(rows, signature, inline bytes, has handles). Two requests with equal signatures may share a batch."""
+Checked = tuple[int, object, int, bool, int]
+"""(rows, signature, inline bytes, has handles, length). Two requests with equal signatures may share a batch; what is
+padded is not part of the signature, but its length is given."""
+
+
+VALUE_BYTES = 9
+"""What a number takes at most."""
+
+
+def options_bytes(options: Options) -> int:
+    """About what they take inside the message. Raises if a parameter's value is over the limit of a field."""
+    total = len(options.id) + VALUE_BYTES
+    if type(options.sequence) is str:
+        total += len(options.sequence)
+    for name, value in options.parameters.items():
+        total += len(name) + VALUE_BYTES
+        if type(value) is str:
+            size = len(value) if value.isascii() else len(value.encode())
+            if size > FIELD_BYTES:
+                raise InvalidRequest(
+                    f"the value of parameter '{name}' has {size} bytes, over the limit of {FIELD_BYTES}; send large "
+                    f"values as a tensor"
+                )
+            total += size
+    return total
 
 
 class Checker:
@@ -43,6 +66,9 @@ class Checker:
         self._good: dict[tuple[str, str, tuple[int, ...]], Good] = {}
         self.varies = any(spec.optional or (-1 in spec.dims and not spec.ragged) for spec in policy.inputs)
         self._ragged = {spec.name for spec in policy.inputs if spec.ragged}
+        lead = 1 if policy.max_batch else 0
+        padded = policy.padding.inputs if policy.padding is not None else ()
+        self._padded = {name: tuple(axis + lead for axis in axes) for name, axes in padded}
 
     def check(self, inputs: tuple[Tensor, ...], outputs: WantedOutputs | None) -> Checked:
         mask = inline = 0
@@ -53,7 +79,7 @@ class Checker:
             name = tensor.name
             bit, its_rows, expected = known.get((name, tensor.dtype, tensor.shape)) or self._look(tensor)
             if mask & bit:
-                raise InvalidRequest(f"input '{name}' is given twice for model '{self._policy.name}'")
+                raise InvalidRequest(f"input '{name}' already exists in request to model '{self._policy.name}'")
             mask |= bit
             if its_rows != rows:
                 rows = self._same_rows(rows, its_rows, name)
@@ -76,7 +102,10 @@ class Checker:
         if outputs is not None:
             self._check_outputs(outputs)
             outside = outside or any(wanted.place is not None for wanted in outputs)
-        return rows if rows > 0 else 0, self._signature(inputs) if self.varies else None, inline, outside
+        rows = rows if rows > 0 else 0
+        if self._padded:
+            return rows, self._padded_signature(inputs), inline, outside, self._length(inputs)
+        return rows, self._signature(inputs) if self.varies else None, inline, outside, 0
 
     def _signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """What must agree in a batch, in one order: which inputs there are, and the shapes, without the batch
@@ -84,6 +113,29 @@ class Checker:
         lead = 1 if self._policy.max_batch else 0
         ragged = self._ragged
         return tuple(sorted((t.name, () if t.name in ragged else t.shape[lead:]) for t in inputs))
+
+    def _padded_signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        padded = self._padded
+        return tuple(
+            (name, tuple(-1 if axis in padded.get(name, ()) else dim for axis, dim in enumerate(shape, 1)))
+            for name, shape in self._signature(inputs)
+        )
+
+    def _length(self, inputs: tuple[Tensor, ...]) -> int:
+        """The one length of all padded inputs; 0 if the request has none of them."""
+        length, first = -1, ""
+        for tensor in inputs:
+            for axis in self._padded.get(tensor.name, ()):
+                found = tensor.shape[axis]
+                if length == -1:
+                    length, first = found, tensor.name
+                elif found != length:
+                    raise InvalidRequest(
+                        f"input '{tensor.name}' of shape {_dims(tensor.shape)} has length {found} on padded axis "
+                        f"{axis}, but input '{first}' has {length}; the padded inputs of a request to model "
+                        f"'{self._policy.name}' must have one length"
+                    )
+        return max(length, 0)
 
     # ------------------------------------------------------------------------------------ one input
 
@@ -193,7 +245,7 @@ class Checker:
                     f"its outputs are: {allowed}"
                 )
             if wanted.name in seen:
-                raise InvalidRequest(f"output '{wanted.name}' is asked for twice for model '{self._policy.name}'")
+                raise InvalidRequest(f"output '{wanted.name}' already exists in request to model '{self._policy.name}'")
             seen.add(wanted.name)
             if wanted.classes:
                 self._check_classes(wanted)

@@ -29,6 +29,8 @@ class Client(Struct, eq=False):
     requests: dict[int, Request] = {}
     steps: int = 0
     """Requests of steps of its ensembles."""
+    bytes: int = 0
+    """Inside the messages of its requests in flight, those of steps included."""
     segments: set[int] = set()
     mapped: set[int] = set()
     holds: set[tuple[int, int]] = set()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+from shmserve.access import EVERYTHING, NOBODY
 from shmserve.core import events
 from shmserve.core.admission import Admission
 from shmserve.core.cache import Copies
@@ -24,12 +25,14 @@ from shmserve.core.ends import Ends
 from shmserve.core.ensembles import Ensembles
 from shmserve.core.events import Event
 from shmserve.core.faults import Faults
+from shmserve.core.handover import Handover
 from shmserve.core.instances import Instance
 from shmserve.core.intake import Intake
 from shmserve.core.lifecycle import Lifecycle
 from shmserve.core.limits import Limits
 from shmserve.core.members import Members
 from shmserve.core.operations import Operations
+from shmserve.core.questions import Questions
 from shmserve.core.request import Request
 from shmserve.core.sequencer import Sequencer
 from shmserve.core.sequences import Places, Sequence
@@ -59,6 +62,7 @@ from shmserve.messages import (
     Withdrawn,
 )
 
+_I = InstanceState
 KILLED = InstanceState.KILLED
 
 Handler = Callable[[int, Any, int], None]
@@ -76,20 +80,21 @@ class Core:
         self._streams = self._dispatcher.streams = Streams(self.state, self._ends, self._dispatcher)
         self._sequencer = self._dispatcher.sequencer = Sequencer(self.state, self._ends, self._dispatcher)
         crowd = Crowd(self.state)
+        self._questions = Questions(self.state)
         intake = Intake(self.state, self._ends, self._dispatcher, self._sequencer, crowd)
-        steps = Steps(self.state, intake)
-        self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, self._streams, steps)
-        self._admission = Admission(self.state, self._ends, self._streams, intake, crowd, server)
+        self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, self._streams, Steps(self.state, intake))
+        admission = self._admission = Admission(
+            self.state, self._ends, self._streams, intake, crowd, self._questions, server
+        )
         self._operations = Operations(self.state)
         self._members = Members(self.state, self._operations)
         self._calls = self._ends.calls = Calls(
             self.state, self._ends, self._dispatcher, self._streams, intake, self._admission, self._operations, crowd
         )
-        self._lifecycle = Lifecycle(
-            self.state, self._dispatcher, self._ends, self._streams, self._operations, self._calls
-        )
-        self._faults = Faults(self.state, self._admission, self._dispatcher, survive)
-        admission, operations, lifecycle, calls = self._admission, self._operations, self._lifecycle, self._calls
+        calls, operations, dispatcher = self._calls, self._operations, self._dispatcher
+        lifecycle = self._lifecycle = Lifecycle(self.state, dispatcher, self._ends, self._streams, operations, calls)
+        self._handover = Handover(self.state, self._ends, dispatcher)
+        self._faults = Faults(self.state, self._admission, dispatcher, survive)
         self._of_clients: dict[type, Handler] = {
             Infer: admission.infer,
             events.Framed: admission.framed,
@@ -106,6 +111,8 @@ class Core:
             events.Opened: admission.opened,
             events.Closed: admission.closed,
             events.Garbled: admission.garbled,
+            events.Answered: self._questions.answered,
+            events.Behind: self._questions.behind,
             events.OwnSegment: admission.own_segment,
             events.OwnSegmentGone: admission.own_segment_gone,
             events.Deploy: operations.deploy,
@@ -116,7 +123,11 @@ class Core:
             events.Composed: self._members.composed,
             events.Drain: lifecycle.drain,
         }
-        self._of_workers: dict[type, Handler] = {
+        self._of_workers = self._worker_handlers()
+
+    def _worker_handlers(self) -> dict[type, Handler]:
+        admission, calls, lifecycle = self._admission, self._calls, self._lifecycle
+        return {
             Done: self._done,
             Rows: self._rows,
             Streamed: self._streamed,
@@ -163,7 +174,7 @@ class Core:
         return effects
 
     def deadline(self) -> int | None:
-        return self.state.deadline()
+        return self.state.now if self._questions.waiting else self.state.deadline()
 
     def tick(self, now: int) -> list[Effect]:
         effects = self.state.begin()
@@ -189,6 +200,8 @@ class Core:
 
     def _settle_all(self, now: int) -> None:
         state = self.state
+        if state.replaced or state.forced:
+            self._handover.settle(now)
         self._go_on(now)
         if state.doubt:
             state.doubt = False
@@ -200,6 +213,7 @@ class Core:
         if state.regard:
             self._members.regard(now)
         state.ledger.flush()
+        self._questions.pass_on()
         if state.draining:
             self._lifecycle.settle_drain()
 
@@ -226,14 +240,14 @@ class Core:
             self._sequencer.idle(cast(Sequence, subject), now)
         elif kind is Timer.LEAVE:
             self._operations.leave(cast("Version | Instance | None", subject))
-        elif kind in (Timer.RETRY, Timer.HANG, Timer.LATE):
+        elif kind in (Timer.RETRY, Timer.HANG, Timer.LATE, Timer.RECALL, Timer.OVERDUE):
             self._look_at(kind, cast(Instance, subject), now)
         else:
             request = cast(Request, subject)
             if request.state in (RequestState.LINGERING, RequestState.ENDED):
                 return  # another timer of this very moment has ended it
             if kind is Timer.DEADLINE:
-                text = "the request's own timeout passed before it was answered"
+                text = "Request timeout expired: the request's own timeout passed before it was answered"
                 self._ends.fail_early(request, "DEADLINE_EXCEEDED", text, now)
             elif request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
                 self._queue_timeout(request, now)
@@ -247,14 +261,18 @@ class Core:
                         self._lifecycle.retry(instance, version)
                     elif kind is Timer.HANG:
                         self._dispatcher.look_at(version, instance, now)
+                    elif kind is Timer.RECALL:
+                        self._handover.recall_over(version, instance, now)
+                    elif kind is Timer.OVERDUE:
+                        self._handover.overdue(version, instance, now)
                     else:
                         self._lifecycle.late(instance, version, now)
 
     def _queue_timeout(self, request: Request, now: int) -> None:
         version = request.version
         if version.queue.expire(request):
-            text = f"Request timeout expired: it waited longer than the queue policy of '{version.model}' allows"
-            self._ends.end_early(request, "QUEUE_TIMEOUT", text, now)
+            # Triton's clients compare the whole text, so it says no more.
+            self._ends.end_early(request, "QUEUE_TIMEOUT", "Request timeout expired", now)
         self.state.dirty[version] = None
 
     # ------------------------------------------------------------------------------------ workers' reports
@@ -281,12 +299,20 @@ class Core:
 
     # ------------------------------------------------------------------------------------ invariants
 
+    def roles_of(self, peer: int) -> int:
+        """Of a client, or of a worker, whose model may ask everything."""
+        if peer >= WORKERS_FROM:
+            return EVERYTHING
+        client = self.state.clients.get(peer)
+        return client.roles if client is not None else NOBODY
+
     def check(self) -> None:
         """Everything that must be true between turns. For tests and simulations: it looks at every request."""
         state = self.state
         instances = state.instances.items()
         callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}
         state.ledger.check(state.clients | callers)
+        self._questions.check(state.clients.keys() | state.instances.keys())
         for peer, caller in callers.items():
             held = [request for request in caller.requests.values() if request.held]
             assert caller.number == peer == caller.instance.peer
@@ -328,6 +354,8 @@ class Core:
             state.limiter.check()
         for client in (*state.clients.values(), *callers.values()):
             assert not client.gone
+            steps = [request for request in state.requests.values() if request.client is client and request.run]
+            assert client.bytes == sum(request.inline for request in (*client.requests.values(), *steps))
             assert all(state.requests.get(request.number) is request for request in client.requests.values())
         for model in state.models.values():
             generations = model.generations()
@@ -339,8 +367,11 @@ class Core:
                     assert version.trial.running is not None, version.label
                     assert version.trial.running.count == 1, version.label
                 assert version.queue.count == len(version.queue.in_order()), version.label
+                if version.padding is not None and version.policy is not None:
+                    assert all(r.passed <= version.policy.max_batch for r in version.queue.in_order()), version.label
                 for instance in version.instances:
                     self._check_instance(version.idle, instance)
+                self._check_alive(version)
             self._check_operation(model)
 
     def _check_run(self, request: Request, story: str) -> None:
@@ -389,10 +420,26 @@ class Core:
         for version in model.leaving:
             assert version.state is VersionState.UNLOADING or not version.gone, version.label
 
+    def _check_alive(self, version: Version) -> None:
+        """A version is READY while an instance of it is alive, and what waits is run by one."""
+        serving = [instance for instance in version.instances if not (instance.over or instance.spec.passive)]
+        lost = [instance for instance in serving if instance.lost]
+        if version.state is VersionState.READY and lost:
+            assert version.alive, f"{version.label} is READY: {version.trouble}"
+        if version.state is VersionState.UNAVAILABLE:
+            assert not version.waits, f"{version.label}: nothing will run what waits"
+            assert not any(instance.usable for instance in serving), f"{version.label}: {version.trouble}"
+        if version.state in (VersionState.READY, VersionState.UNAVAILABLE) and not self.state.draining:
+            assert all(i.peer or i.state in (_I.BACKOFF, _I.WAITING) for i in serving), f"{version.label} forgets one"
+
     def _check_instance(self, idle: list[Instance], instance: Instance) -> None:
         story = instance.story()
         known = self.state.instances.get(instance.peer)
         assert (known is not None and known[1] is instance) == bool(instance.peer), story
+        assert not instance.lost or instance.state is not _I.READY, story
+        if instance.quarantined and not instance.over:
+            assert instance.waiting is None, story
+            assert instance.running is None or instance.running.count == 1, story
         assert idle.count(instance) == int(instance.usable and instance.idle), story
         if instance.running is not None:
             assert instance.running.state is BatchState.RUNNING, story

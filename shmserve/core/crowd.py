@@ -13,7 +13,7 @@ from shmserve.core.limits import BURST_S, PATIENCE_S
 from shmserve.core.state import State
 from shmserve.core.versions import Version
 from shmserve.errors import Unavailable
-from shmserve.messages import FIELD_BYTES
+from shmserve.messages import PACKET_BYTES
 
 SECOND = 1_000_000_000
 EXPELLED_NS = SECOND // 4
@@ -36,7 +36,7 @@ class Crowd:
         self._queued = 0
         self._counted_at = -1
         least_bytes = min(limits.model_queue_bytes, limits.queue_bytes)
-        self.busy = min(limits.requests, limits.model_queue, least_bytes // FIELD_BYTES)
+        self.busy = min(limits.requests, limits.model_queue, least_bytes // PACKET_BYTES)
         self.heavy = min(limits.client_held_bytes, limits.held_bytes // limits.connections)
         self._fine = SECOND // limits.client_errors if limits.client_errors else 0
 
@@ -100,20 +100,19 @@ class Crowd:
                 f"{_retry('answers have come')}, or add instances"
             )
         if waiting + inline > limits.model_queue_bytes:
-            if self._has_share(mine, limits.model_queue_bytes // FIELD_BYTES):
+            if self._has_share(client.bytes + inline, limits.model_queue_bytes):
                 raise Unavailable(
                     f"{waiting} bytes wait for model '{version.model}', the limit is {limits.model_queue_bytes} "
-                    f"(model_queue_bytes); {_retry('answers have come')}, or put tensors into shared memory"
+                    f"(model_queue_bytes); {_retry('answers have come')}, or send less inside messages"
                 )
         if self._counted_at != now:  # once in a turn; within it, what came is added
             self._counted_at = now
-            models = self._state.models.values()
-            self._queued = sum(version.waiting_bytes for model in models for version in model.generations())
+            self._queued = sum(client.bytes for client in self._state.clients.values())
         self._queued += inline
-        if self._queued > limits.queue_bytes and self._has_share(mine, limits.queue_bytes // FIELD_BYTES):
+        if self._queued > limits.queue_bytes and self._has_share(client.bytes + inline, limits.queue_bytes):
             raise Unavailable(
-                f"{self._queued} bytes wait for models, the limit is {limits.queue_bytes} (queue_bytes); "
-                f"{_retry('answers have come')}, or put tensors into shared memory"
+                f"{self._queued} bytes are inside requests in flight, the limit is {limits.queue_bytes} (queue_bytes); "
+                f"{_retry('answers have come')}, or send less inside messages"
             )
 
     def held(self, client: Client) -> str:

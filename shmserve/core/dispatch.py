@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shmserve.core.batcher import Reason
+from shmserve.core.batcher import Plan, Reason
 from shmserve.core.effects import Kill, Send
 from shmserve.core.ends import Ends
 from shmserve.core.instances import Batch, Instance
+from shmserve.core.recalls import Recalls
 from shmserve.core.request import Request
 from shmserve.core.state import State, Timer
-from shmserve.core.states import BatchState, InstanceState, RequestState
+from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.core.versions import Version
 from shmserve.messages import (
     CHUNK_BYTES,
@@ -22,7 +23,6 @@ from shmserve.messages import (
     Row,
     Rows,
     Started,
-    Withdraw,
     Withdrawn,
     Work,
 )
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shmserve.core.sequencer import Sequencer
     from shmserve.core.streams import Streams
 
+_READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 
@@ -42,11 +43,15 @@ class Dispatcher:
     def __init__(self, state: State, ends: Ends) -> None:
         self._state = state
         self._ends = ends
+        self.recalls = Recalls(state, ends)
 
     # ------------------------------------------------------------------------------------ out
 
     def dispatch(self, version: Version, now: int) -> None:
         """Sends all that may go now."""
+        if version.state is not _READY and version.waits and not version.alive:
+            what = f"'{version.model}' version {version.number} is not at ready state"
+            self.empty_queue(version, f"Request for unknown model: {what}: {version.reason or version.trouble}", now)
         if version.places is not None:
             self.sequencer.dispatch(version, now)
             return
@@ -54,7 +59,7 @@ class Dispatcher:
         version.wake = 0
         if self._state.waiting:
             self._call_back(version)
-        if version.suspects:
+        if version.suspects or version.reserved is not None:
             self._try_suspect(version, now)
         if self._state.limiter is not None:
             self._dispatch_limited(version, self._state.limiter, now)
@@ -82,9 +87,8 @@ class Dispatcher:
         """What was sent ahead to an instance that waits for other models can run elsewhere meanwhile."""
         for instance in version.instances:
             batch = instance.waiting
-            if batch is not None and instance.waits and not batch.recalled:
-                batch.recalled = True
-                self._state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests())))
+            if batch is not None and instance.waits:
+                self.recalls.recall(instance, batch)
 
     def may_start(self, version: Version, instance: Instance) -> bool:
         """Unless it must wait for resources that others have."""
@@ -97,16 +101,24 @@ class Dispatcher:
             for version in self._state.limiter.release(instance):
                 self._state.dirty[version] = None
 
+    def empty_queue(self, version: Version, text: str, now: int) -> None:
+        """No instance will run what waits."""
+        waiting = [*version.queue.take(version.queue.count), *version.suspects]
+        version.suspects.clear()
+        for request in waiting:
+            self._ends.end_early(request, "UNAVAILABLE", text, now)
+        if version.places is not None:
+            version.places.lose(None, text)
+        self._state.dirty[version] = None
+
     def _try_suspect(self, version: Version, now: int) -> None:
-        """One at a time, in a batch of its own, where nobody else is hurt."""
-        if version.trial is not None:
+        """One at a time, in a batch of its own, so that it can harm no other request."""
+        version.reserved = None
+        if version.trial is not None or not version.suspects:
             return
-        instance = version.quarantine
-        if instance is None or instance.over or instance.waits:
-            instance = version.quarantine = next(
-                (i for i in version.instances if not i.over and not i.spec.passive and not i.waits), None
-            )
-        if instance is None or not instance.usable or not instance.idle or not self.may_start(version, instance):
+        instance = version.place_for(version.suspects[0])
+        if instance is None or not instance.idle or not self.may_start(version, instance):
+            version.reserved = instance
             return
         request = version.suspects.popleft()
         version.trial = instance
@@ -133,6 +145,7 @@ class Dispatcher:
         else:
             limit = version.limit_ns / 1e9
             text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
+            instance.hung = True
             self.kill(version, instance, text)
 
     def _send_ahead(self, version: Version, instance: Instance, now: int) -> bool:
@@ -143,16 +156,16 @@ class Dispatcher:
 
     def _start_batch(self, version: Version, instance: Instance, now: int) -> bool:
         """False: what waits should wait for more; `version.wake` says until when."""
-        plan = version.plan(now)
+        plan = version.plan(now, instance.quarantined)
         if not plan.count:
             version.wake = plan.wake
             return False
         version.wake = 0
-        if version.queue.timed and self._refuse_late(version, instance, plan.count, now):
+        if version.queue.timed and self._refuse_late(version, instance, plan, now):
             return True
         if instance.running is None and not self.may_start(version, instance):
             return False
-        requests = version.queue.take(plan.count)
+        requests = version.take(plan)
         batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
         if instance.running is None:
             self.start(version, instance, batch, requests, now)
@@ -161,22 +174,23 @@ class Dispatcher:
             self._send(instance, batch, requests, 0)
         return True
 
-    def _refuse_late(self, version: Version, instance: Instance, count: int, now: int) -> bool:
-        """Of the first `count` that wait, those that could not be answered in time are not run: whoever asked is told
+    def _refuse_late(self, version: Version, instance: Instance, plan: Plan, now: int) -> bool:
+        """Of those that would run next, those that could not be answered in time are not run: whoever asked is told
         now, and the time goes to those that still can be. True: there were some."""
         done = now + version.service_ns
-        if version.queue.count > count:  # others could have its place: it is not given to a small chance
+        if version.queue.count > plan.count:  # others could have its place: it is not given to a small chance
             done += 4 * version.spread_ns
         running = instance.running
         if running is not None:
             done += max(0, running.began + version.service_ns - now)
-        late = [request for request in version.queue.in_order()[:count] if 0 < request.deadline < done]
-        if late and running is None and len(late) == count:
+        late = [request for request in version.planned(plan) if 0 < request.deadline < done]
+        if late and running is None and len(late) == plan.count:
             # Nothing would be run, and so nothing learned: a model that was slow once must not be refused for ever.
             version.service_ns -= version.service_ns >> 3
             version.spread_ns -= version.spread_ns >> 3
         for request in late:
-            text = f"it cannot be answered before its own timeout passes: that takes about {(done - now) / 1e6:.1f} ms"
+            took = f"that takes about {(done - now) / 1e6:.1f} ms"
+            text = f"Request timeout expired: it cannot be answered before its own timeout passes: {took}"
             version.queue.remove(request)
             self._ends.end_early(request, "DEADLINE_EXCEEDED", text, now)
         return bool(late)
@@ -196,12 +210,12 @@ class Dispatcher:
         if not plan.count:
             return False
         version.wake = 0
-        if version.queue.timed and self._refuse_late(version, instance, plan.count, now):
+        if version.queue.timed and self._refuse_late(version, instance, plan, now):
             return True
         batch.rows += plan.rows
         if plan.reason is not Reason.IDLE:
             batch.reason = plan.reason
-        self._send(instance, batch, version.queue.take(plan.count), batch.pieces[0][0])
+        self._send(instance, batch, version.take(plan), batch.pieces[0][0])
         return True
 
     def _send(self, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
@@ -284,10 +298,12 @@ class Dispatcher:
                 self._ends.end_failed(
                     request, "INTERNAL", f"{version.label} did not answer this request of its batch", now
                 )
+        version.count_padding(batch)
         batch.end()
         instance.running = None
         self.stopped(instance)
-        instance.deaths = 0
+        if instance.deaths or instance.quarantined:
+            self._recovered(version, instance)
         if version.trial is instance:
             version.trial = None
         version.served(times[3] - taken, now - batch.began)
@@ -301,6 +317,15 @@ class Dispatcher:
         elif instance.waiting is None and instance.usable:
             version.idle.append(instance)
         self._state.dirty[version] = None
+
+    def _recovered(self, version: Version, instance: Instance) -> None:
+        """It has done a batch: its crashes before that are forgotten."""
+        instance.deaths = instance.crashes = 0
+        if instance.quarantined:
+            instance.quarantined = False
+            text = f"instance '{instance.spec.name}' of {version.label} has answered, and leaves quarantine"
+            about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+            self._state.log("info", text, **about)
 
     def _again(self, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
         """An iterative model wants to run these once more; unless nobody waits for them any more."""
@@ -317,6 +342,9 @@ class Dispatcher:
         self.sequencer.again(version, found)
 
     def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
+        if instance.revoked:
+            self.kill(version, instance, "it has started requests that it was to give back for a restart")
+            return
         batch = instance.waiting
         if batch is None or instance.running is not None or not batch.known_as(number):
             self.confused(version, instance, f"start of batch {number}")
@@ -332,24 +360,16 @@ class Dispatcher:
     def withdrawn(self, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
         """These requests never ran. They had been answered before, or were called back."""
         for number in message.requests:
+            if number in instance.revoked:
+                instance.revoked.remove(number)
+                continue
             request = self._state.requests.get(number)
             batch = instance.waiting
             known = request is not None and batch is not None and request.batch is batch
             if request is None or batch is None or not (known and (batch.recalled or request.state is _LINGERING)):
                 self.confused(version, instance, f"Withdrawn request {number}")
                 return
-            batch.rows -= request.cost
-            batch.left -= 1
-            request.batch = None
-            if request.state is _LINGERING:
-                self._ends.released(request)
-            else:
-                request.move(_QUEUED)
-                request.instance = None
-                version.queue.put_back(request)
-            if not batch.left:
-                batch.end()
-                instance.waiting = None
+            self.recalls.take_out(version, instance, batch, request)
         if instance.idle and instance.usable and instance not in version.idle:
             version.idle.append(instance)
         self._state.dirty[version] = None
@@ -371,13 +391,18 @@ class Dispatcher:
                         client = request.client
                         append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
                         del client.requests[request.client_number], requests[row.request]
+                        client.bytes -= request.inline
                         request.state = _ENDED  # legal from SENT
                         rows += request.cost
                         arrivals.append(request.arrived)
                         continue
             self._row(version, instance, batch, row, now, taken)
         batch.left -= len(arrivals)
-        version.statistics.answered(arrivals, rows, taken, now)
+        statistics = version.statistics
+        statistics.answered(arrivals, rows, taken, now)
+        if statistics.first is not None:
+            for arrived in arrivals:
+                statistics.first.add(now - arrived)
 
     def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
         request = self._state.requests.get(row.request)
@@ -458,6 +483,7 @@ class Dispatcher:
         if instance.state is InstanceState.KILLED:
             return
         instance.move(InstanceState.KILLED)
+        instance.reason = reason
         if instance in version.idle:
             version.idle.remove(instance)
         text = f"{instance.spec.name} of {version.label} is killed: {reason}"

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec
-from shmserve.messages import Ask, Cancel, Handle
+from shmserve.messages import Ask, Cancel, Handle, Tensor
 
 
 class Send(Struct, gc=False):
@@ -77,13 +77,16 @@ class Log(Struct):
 
 class Traced(Struct):
     """A request of a sample has been answered. `times`: when its batch was taken, ready, computed and placed, if it had
-    one; `log`: its caller has asked for a record too."""
+    one; `log`: its caller has asked for a record too. `tensors`: those it was asked with, and those it was answered
+    with, which can be read in this turn; None: they are not wanted."""
 
     fields: dict[str, Any]
     arrived: int
     times: tuple[int, ...]
     answered: int
     log: Log | None
+    tensors: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+    timestamps: bool = True
 
 
 class Settled(Struct):

@@ -49,6 +49,7 @@ class Ends:
                 self._state.cache.add(request.cache_key, message.outputs, message.parameters, client.number)
         self.tell(request, message)
         if isinstance(message, Reply):
+            self._made(request, message.outputs)
             self.copied_out(request, message.outputs)
         self.finish(request, message.code if isinstance(message, Fail) else "")
 
@@ -56,9 +57,19 @@ class Ends:
         self, request: Request, outputs: tuple[Tensor, ...], parameters: dict[str, Value] | None, last: bool
     ) -> None:
         """One of its answers. After the last one it is to be finished."""
+        if outputs:
+            self._made(request, outputs)
         request.parts += 1
         self.tell(request, Part(request.client_number, request.version.number, outputs, parameters, last))
         self.copied_out(request, outputs)
+
+    def _made(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
+        """A response, for those who look at single ones."""
+        if self._state.traces.open:
+            self._state.traces.made(request, outputs)
+        first = request.version.statistics.first
+        if first is not None and not request.parts:
+            first.add(self._state.now - request.arrived)
 
     def copied_out(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
         """In frames a client is sent copies of what it is told: it holds nothing."""
@@ -133,6 +144,7 @@ class Ends:
         if run is not None:
             del run.out[request.number]
             request.client.steps -= 1
+            request.client.bytes -= request.inline
             self._state.stirred[run] = None
         elif state is not _LINGERING:  # a lingering one has left already; its number may be in use again
             self.leaves(request)
@@ -149,6 +161,8 @@ class Ends:
     def leaves(self, request: Request) -> None:
         """Its client waits for it no more."""
         request.client.requests.pop(request.client_number, None)
+        if request.run is None:  # a step counts until its end
+            request.client.bytes -= request.inline
         if request.held:
             self.calls.over(request)
 

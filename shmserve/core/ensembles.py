@@ -29,6 +29,8 @@ from shmserve.messages import Fail, Handle, Part, Reply, Tensor, Wanted
 _NONE: frozenset[int] = frozenset()
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
+_CLASSES = (-1,)
+"""Dims of an output that is wanted as classes."""
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 
@@ -297,6 +299,7 @@ class Ensembles:
         """An answer to the caller."""
         policy = run.request.version.policy
         assert policy is not None
+        assert policy.steps is not None
         dims = {spec.name: spec.dims for spec in policy.outputs}
         outputs = []
         for name, wanted in run.wanted.items():
@@ -306,6 +309,8 @@ class Ensembles:
                 shape = kept.tensor.shape
                 if wanted is None or not wanted.classes:
                     shape = graph.fit(shape, dims[name], policy.max_batch > 0)
+                elif not policy.steps[run.graph.maker[name]].mapped:
+                    shape = graph.fit(shape, _CLASSES, policy.max_batch > 0)
                 outputs.append(Tensor(name, kept.tensor.dtype, shape, kept.tensor.data))
             elif name not in home.skipped:
                 raise Internal(_DEADLOCK)
@@ -340,7 +345,7 @@ class Ensembles:
     def _count(self, run: Run, now: int) -> None:
         request, statistics = run.request, run.request.version.statistics
         statistics.answered([request.arrived], request.cost, request.arrived, now)
-        statistics.ensemble_done(run.times, now)
+        statistics.ensemble_done(request.cost, run.times, now)
 
     def _answer_failure(self, run: Run, now: int) -> None:
         """Steps under way are dropped, or left alone where a worker has them; the caller is told now."""

@@ -42,6 +42,21 @@ class Garbled(Struct):
     code: str = "PROTOCOL"
 
 
+class Answered(Struct):
+    """The last message of the answer to a question of this peer has been sent."""
+
+    peer: int
+    request: int
+
+
+class Behind(Struct):
+    """A client does not read: so much output waits for it that it gets no more questions answered. Or it has caught up
+    (`behind` is False)."""
+
+    peer: int
+    behind: bool
+
+
 class OwnSegment(Struct):
     """The broker's own arena has grown."""
 
@@ -86,10 +101,12 @@ class Refuse(Struct):
 
 
 class Unload(Struct):
-    """Serve this model no more. What it has is finished; the operation is over when its processes have ended."""
+    """Serve this model no more. What it has is finished, or with `force` fails; the operation is over when its
+    processes have ended."""
 
     model: str
     operation: int = 0
+    force: bool = False
 
 
 class Restart(Struct):

@@ -234,6 +234,10 @@ def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
                 f"row {row} has shape {list(tensor.shape)} for '{first.name}', and row 0 {list(first.shape)}: they "
                 f"cannot be put together"
             )
+        if tensor.dtype != first.dtype:
+            raise InvalidRequest(
+                f"row {row} is {tensor.dtype} for '{first.name}', and row 0 {first.dtype}: they cannot be put together"
+            )
     shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     if len(tensors) == 1:
         return Tensor(first.name, first.dtype, shape, first.data)

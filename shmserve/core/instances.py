@@ -70,6 +70,16 @@ class Batch(Struct, eq=False):
             if request.batch is self and request.state in _AT_WORK
         ]
 
+    def lengths(self) -> tuple[int, int]:
+        """The greatest length of its requests, and how many elements (rows x length) they have."""
+        longest = useful = 0
+        for _, piece in self.pieces:
+            for request in piece:
+                if request.batch is self:
+                    longest = max(longest, request.length)
+                    useful += request.cost * request.length
+        return longest, useful
+
     def move(self, finish: BatchState) -> None:
         if finish not in BATCH_MOVES[self.state]:
             raise IllegalMove(f"batch {self.numbers}", self.state, finish, f"{self.rows} rows")
@@ -91,7 +101,7 @@ class Batch(Struct, eq=False):
         if not late:
             return None
         self.pieces = [(number, piece) for number, piece in self.pieces if number <= through]
-        rest = Batch(late, 0, self.reason, self.signature, self.began)
+        rest = Batch(late, 0, self.reason, self.signature, self.began, recalled=self.recalled)
         for _, piece in late:
             for request in piece:
                 if request.batch is self:
@@ -112,7 +122,19 @@ class Instance(Struct, eq=False):
     running: Batch | None = None
     waiting: Batch | None = None
     deaths: int = 0
-    """In a row: with no batch done between them."""
+    """Crashes and failed restarts in a row: with no batch done between them, and no long uptime."""
+    crashes: int = 0
+    """Of these, the crashes."""
+    ready_since: int = 0
+    """When its process had loaded; 0: it has not."""
+    row_began: int = 0
+    """Batches that its version had done when it first crashed in that row. More by now: other instances did them."""
+    unexplained: bool = False
+    """Its worker died, and the request to blame is not known yet."""
+    lost: bool = False
+    """Its last restart has failed: it could not load, or crashed once too often in a row."""
+    quarantined: bool = False
+    """It crashes while others of its version answer. Until it has done a batch, it is given one request at a time."""
     restarts: int = 0
     """In all, after it had been READY."""
     retry_at: int = 0
@@ -121,6 +143,8 @@ class Instance(Struct, eq=False):
     """When its process was started."""
     watched: bool = False
     """A timer is set for the end of what it may take to run a batch."""
+    hung: bool = False
+    """Its process was killed because it exceeded the execution limit."""
     load_error: str = ""
     """Why it said that it could not load, this time."""
     last_words: str = ""
@@ -135,6 +159,10 @@ class Instance(Struct, eq=False):
     """It takes nothing new, and stops when the sequences and streams that it has are over."""
     closing: bool = False
     """It leaves, and needs nothing more for that: it is given nothing to run."""
+    due: int = 0
+    """It has been replaced: when what it runs must have finished. 0: it has not been."""
+    revoked: set[int] = set()
+    """Requests that were taken back without its answer: it may not start them any more."""
     caller: Caller | None = None
     """Its process as a client, once it has called other models."""
 
@@ -148,6 +176,18 @@ class Instance(Struct, eq=False):
     def usable(self) -> bool:
         """May it be given something to run? One that leaves may, for the sequences that it has."""
         return self.state is InstanceState.READY and not self.spec.passive and not self.closing
+
+    @property
+    def alive(self) -> bool:
+        """It serves, or will without a failed restart in between."""
+        return self.loaded and not (self.lost or self.over or self.spec.passive)
+
+    @property
+    def degraded(self) -> bool:
+        """It is meant to serve, did so before, and does not now, or not fully."""
+        if not self.loaded or self.over or self.spec.passive:
+            return False
+        return self.quarantined or self.state is not InstanceState.READY
 
     @property
     def waits(self) -> bool:

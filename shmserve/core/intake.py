@@ -84,7 +84,7 @@ class Intake:
             if cache.hold_still(key, request):
                 request.cache_key = key
             return False
-        version.statistics.cache_hit(now - request.arrived)
+        version.statistics.cache_hit(now - request.arrived, now)
         self._ends.pass_on(request, entry.handles)
         reply = Reply(request.client_number, version.number, entry.outputs, entry.parameters)
         self._ends.deliver(request, reply)

@@ -22,6 +22,7 @@ class Limits(Struct, frozen=True):
     uid_connections: int = 1024
     requests: int = 65_536
     client_requests: int = 8192
+    client_questions: int = 1024
     model_queue: int = 32_768
     model_queue_bytes: int = 256 << 20
     queue_bytes: int = 1 << 30
@@ -30,12 +31,14 @@ class Limits(Struct, frozen=True):
     segments: int = 16_384
     client_segments: int = 1024
     client_outbox_bytes: int = 64 << 20
+    outbox_bytes: int = 256 << 20
     client_errors: int = 100
-    restarts: int = 5
-    """Worker deaths in a row, with no batch done between them, after which an instance is given up."""
+    crashes: int = 3
+    """Crashes of an instance in a row, with no batch done between them, after which it counts as broken: quarantined if
+    others of its version have done batches meanwhile, lost otherwise. Models may set their own; 0: never."""
     backoff_ns: int = 1_000_000_000
     """Wait before the second restart in a row (the first is at once); doubles, up to backoff_max_ns."""
-    backoff_max_ns: int = 30_000_000_000
+    backoff_max_ns: int = 60_000_000_000
     loading: int = 4
     """Instances that load at the same time: loading takes cores and disk from those that serve."""
     load_retries: int = 0
@@ -52,6 +55,12 @@ class Limits(Struct, frozen=True):
     """For answers that are kept, of models that want that; 0: none are."""
     leaving_ns: int = 30_000_000_000
     """How long sequences of a version that is not served any more have to come to their END."""
+    exit_ns: int = 30_000_000_000
+    """How long what has started may go on at an instance that was restarted; then it is killed."""
+    summaries: bool = False
+    """Collect quantiles of latencies (--metrics-config summary_latencies)."""
+    first_responses: bool = False
+    """Collect the times to the first response (--metrics-config histogram_latencies)."""
     prefetch_ns: int = 100_000_000
     """With several instances, a batch is sent ahead to a busy one only if batches take less than this. It goes to the
     instance that began first; if another is done before that one, it has waited at the wrong place."""
@@ -73,12 +82,14 @@ NAMED = (
           "a quarter of all, so that one user does not shut the others out"),
     Named("requests", "requests in flight of all clients", "about 100 MiB of records, and seconds of work waiting"),
     Named("client_requests", "requests in flight of one client",
-          "beyond that batches grow no better; 64 KiB of inline bytes each are 512 MiB at the very worst"),
+          "beyond that batches grow no better"),
+    Named("client_questions", "questions (readiness, metadata, metrics and the like) of one client without an answer",
+          "a gateway passes on those of all its callers; at about 300 bytes each they cost little to keep"),
     Named("model_queue", "requests that wait for one model version; max_queue_size of its configuration may be less",
           "half of all in flight, so that a model that is stuck leaves room for the others"),
-    Named("model_queue_bytes", "bytes inside messages that wait for one model version",
+    Named("model_queue_bytes", "bytes inside messages (parameters and small tensors) that wait for one model version",
           "a quarter of what may wait for all; tensors in shared memory do not count", FIELD_BYTES),
-    Named("queue_bytes", "bytes inside messages that wait for all models", "what a server can spare without swapping",
+    Named("queue_bytes", "bytes inside messages of all requests in flight", "what a server can spare without swapping",
           FIELD_BYTES),
     Named("held_bytes", "bytes of answers in shared memory that all clients hold",
           "what instances may have for outputs, --worker-output-bytes, of 16 instances"),
@@ -90,6 +101,9 @@ NAMED = (
     Named("client_outbox_bytes", "bytes that wait for a client that does not read",
           "a second of answers at the rate at which they can be made; one further behind does not come back",
           PACKET_BYTES),
+    Named("outbox_bytes",
+          "bytes that wait for clients that do not read, of all clients; a quarter of it is the limit of one user",
+          "above it the client is disconnected that has read nothing for the longest time", PACKET_BYTES),
     Named("client_errors",
           f"mistakes of one client in a second, refused requests aside; one that makes more is heard no faster, and is "
           f"sent away if it has made {BURST_S} times as many at once; 0: no limit",

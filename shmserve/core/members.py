@@ -45,16 +45,16 @@ class Members:
         assert version.graph is not None
         found = []
         for step in version.graph.steps:
-            member, why = self._member(step.model, step.version)
+            member, why, recovers = self._member(step.model, step.version)
             if member is None:
                 circle = self._circle(version)
                 if circle:
                     self._lost(version, f"ensemble '{version.model}' needs itself: {circle}", now)
                 elif why:
                     text = f"ensemble '{version.model}' depends on '{step.model}' which has no loaded version"
-                    self._lost(version, f"{text}{why}", now)
+                    self._lost(version, f"{text}{why}", now, recovers)
                 elif version.state is not _V.LOADING:
-                    self._lost(version, f"model '{step.model}' of a step is being loaded", now)
+                    self._lost(version, f"model '{step.model}' of a step is being loaded", now, True)
                 return
             found.append(member)
         members = tuple(found)
@@ -74,23 +74,25 @@ class Members:
             self._state.cache.purge(version)
             self._state.regard = True
 
-    def _member(self, name: str, number: int) -> tuple[Version | None, str]:
-        """The version that a step would be run by; or None, and why there is none ("": it may yet come)."""
+    def _member(self, name: str, number: int) -> tuple[Version | None, str, bool]:
+        """The version that runs a step; or None, why there is none ("": it is being loaded), and whether it returns
+        by itself."""
         model = self._state.models.get(name)
         if model is None:
-            return None, ": there is no model of that name, or it has not been loaded yet"
+            return None, ": there is no model of that name, or it has not been loaded yet", False
         version = model.versions.get(number) if number else model.default()
         if version is not None and version.state is _V.READY:
-            return version, ""
+            return version, "", False
         if model.operation is not None and not model.unloading:
-            return None, ""
+            return None, "", True
         candidates = [version] if version is not None else [] if number else list(model.versions.values())
         if any(other.state is _V.LOADING for other in candidates):
-            return None, ""
+            return None, "", True
+        recovers = any(other.returns for other in candidates)
         reasons = [other.reason for other in candidates if other.reason not in ("", UNLOADED)] or [model.reason]
         if reasons[0]:
-            return None, f". Model '{name}' loading failed with error: {reasons[0]}"
-        return None, f": it has no version {number}" if number and version is None else ": it is unloaded"
+            return None, f". Model '{name}' loading failed with error: {reasons[0]}", recovers
+        return None, f": it has no version {number}" if number and version is None else ": it is unloaded", recovers
 
     def _circle(self, version: Version) -> str:
         """Ensembles that wait for each other would do so for ever. The way from this one to itself, or ""."""
@@ -115,6 +117,7 @@ class Members:
             return
         loading = version.state is _V.LOADING
         version.move(_V.READY)
+        version.member_recovering = False
         model = self._state.models[version.model]
         if loading:
             version.took_ns = max(now - version.began, 1)
@@ -122,11 +125,14 @@ class Members:
             model.loads.done_ns += version.took_ns
         self._state.refresh(version.model)
         text = f"{version.label} is READY with {len(version.members)} step(s)"
-        self._state.log("debug", text, model=version.model, version=version.number)
+        self._state.log("debug" if loading else "info", text, model=version.model, version=version.number)
         self._operations.is_ready(version)
 
-    def _lost(self, version: Version, reason: str, now: int) -> None:
+    def _lost(self, version: Version, reason: str, now: int, recovers: bool = False) -> None:
         version.members, version.asked = (), 0
+        if recovers != version.member_recovering:
+            version.member_recovering = recovers
+            self._state.regard = True
         if version.state is _V.UNAVAILABLE:
             version.reason = reason
             return

@@ -16,7 +16,7 @@ from shmserve.core.instances import Instance
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.core.versions import Model, Operation, Unloading, Version
+from shmserve.core.versions import FailedChange, Model, Operation, Unloading, Version
 from shmserve.messages import Stop
 
 _I, _V = InstanceState, VersionState
@@ -79,14 +79,14 @@ class Operations:
         if coming is not None:
             self._abandon(model, model.coming.pop(number))
         version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
+        if current is not None:
+            version.statistics = current.statistics
         if target.policy is not None:
-            version.adopt(target.policy, self._state.cache.limit > 0)
+            self._state.adopt(version, target.policy)
             self._state.ensembles[version] = None
             self._state.regard = True
         operation.loading[version] = None
-        if current is not None:
-            version.statistics = current.statistics
-        if current is not None and current.state is _V.READY:
+        if current is not None and (current.state is _V.READY or current.recovering):
             model.coming[number] = version
         else:
             if current is not None:
@@ -103,6 +103,8 @@ class Operations:
                 left.remove(found)
                 if not found.loaded and version.state is _V.READY:
                     operation.starting[found] = version
+                elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
+                    self.spawn(version, found)
             else:
                 self._add(operation, version, Instance(spec))
         operation.surplus += [(version, instance) for instance in left]
@@ -110,19 +112,20 @@ class Operations:
     def _add(self, operation: Operation, version: Version, instance: Instance) -> None:
         version.instances.append(instance)
         operation.added.append((version, instance))
-        if version.state is _V.READY:
+        if version.state is _V.READY or version.recovering:
             operation.starting[instance] = version
         self._state.loads.append((version, instance))
 
     def refuse(self, peer: int, event: Refuse, now: int) -> None:
         model = self._state.models.setdefault(event.model, Model(event.model))
         model.loads.failed += 1
+        model.failed = FailedChange(event.reason, now)
         self._state.regard = True
         if not event.version:
             model.reason = event.reason
             return
         current = model.versions.get(event.version)
-        if current is None or current.state is _V.UNAVAILABLE:
+        if current is None or (current.state is _V.UNAVAILABLE and not current.recovering):
             version = Version(event.model, event.version, [], began=now)
             version.move(_V.UNAVAILABLE, event.reason)
             model.versions[event.version] = version
@@ -133,21 +136,27 @@ class Operations:
             self._tell(event.operation)
             return
         model.reason = ""
+        model.failed = None
         self._overtake(model, OVERTAKEN)
         for number in list(model.coming):
             self._abandon(model, model.coming.pop(number))
         for version in model.versions.values():
             self.retire(version)
         model.unloading.append(Unloading(event.operation, model.generations()))
+        if event.force:
+            self._state.forced += model.generations()
         self._state.refresh(model.name)
         self.look_after(model)
 
     def restart(self, peer: int, event: Restart, now: int) -> None:
         """Of whole versions: the same sources again. Of one instance: a new process, then the old one goes."""
         model = self._state.models.get(event.model)
-        served = [] if model is None else [v for v in model.versions.values() if v.state in (_V.LOADING, _V.READY)]
+        known = model.versions.values() if model is not None else ()
+        served = [v for v in known if v.state in (_V.LOADING, _V.READY) or v.recovering]
         chosen = [version for version in served if event.version in (0, version.number)]
-        if model is None or not chosen:
+        if self._state.draining:
+            self._tell(event.operation, "UNAVAILABLE", STOPPING)
+        elif model is None or not chosen:
             which = f"version {event.version} of model '{event.model}'" if event.version else f"model '{event.model}'"
             self._tell(event.operation, "NOT_FOUND", f"cannot restart {which}: it is not served")
         elif model.operation is not None:
@@ -157,7 +166,7 @@ class Operations:
             self._replace(model, chosen, event)
         else:
             targets = tuple(_target_of(version) for version in served)
-            operation = model.operation = Operation([event.operation], targets, True)
+            operation = model.operation = Operation([event.operation], targets, True, restart=True)
             for version in chosen:
                 self._aim(model, operation, _target_of(version), True, now)
             self.start_waiting()
@@ -207,6 +216,8 @@ class Operations:
     def spawn(self, version: Version, instance: Instance) -> None:
         instance.move(_I.STARTING)
         instance.spawned = self._state.now
+        instance.ready_since = 0
+        instance.hung = False
         if self._state.limits.load_ns:
             self._state.set_timer(self._state.now + self._state.limits.load_ns, Timer.LATE, instance)
         instance.peer = self._state.next_worker()
@@ -226,6 +237,7 @@ class Operations:
         operation = self._state.models[version.model].operation
         if instance.replaces is not None:
             self.stop(version, instance.replaces)
+            self._state.replaced.append((version, instance.replaces, None))
             instance.replaces = None
         if operation is not None:
             operation.starting.pop(instance, None)
@@ -249,11 +261,10 @@ class Operations:
             operation.starting.pop(instance, None)
         elif version in operation.loading or version in model.coming.values():
             operation.loading.pop(version, None)
-        elif version in operation.starting.values():  # it goes, and its new instances with it
-            operation.starting = {new: other for new, other in operation.starting.items() if other is not version}
         else:
             return
         operation.failures.append(f"version {version.number}: {reason}")
+        operation.traceback = operation.traceback or version.take_traceback()
         for number, coming in list(model.coming.items()):  # none of them will take over: why load them?
             del model.coming[number]
             operation.loading.pop(coming, None)
@@ -269,12 +280,16 @@ class Operations:
         if operation.failures:
             for version, instance in operation.added:
                 self.stop(version, instance)
-            text = f"failed to load '{model.name}': {'; '.join(dict.fromkeys(operation.failures))}"
+            why = "; ".join(dict.fromkeys(operation.failures))
+            model.failed = FailedChange(why, self._state.now)
+            text = f"failed to load '{model.name}': {why}"
             if operation.beside and model.default() is not None:
                 text += "; what was served before goes on"
-                self._state.log("error", text, model=model.name)
+                more = {"traceback": operation.traceback} if operation.traceback else {}
+                self._state.log("error", text, model=model.name, **more)
         else:
             text = ""
+            model.failed = None
             self._commit(model, operation)
         self._state.refresh(model.name)
         for number in operation.numbers:
@@ -285,6 +300,8 @@ class Operations:
             old = model.versions[number]
             model.versions[number] = version
             self._abandon(model, old)
+            if operation.restart:
+                self._state.replaced.append((old, None, version))
         model.coming.clear()
         for version, instance in operation.surplus:
             self.stop(version, instance)
@@ -311,7 +328,7 @@ class Operations:
             del self._state.ensembles[version]
             if version.state is _V.UNAVAILABLE:
                 version.reason = UNLOADED
-        if loading or version.state is _V.READY:
+        if loading or version.state is _V.READY or version.recovering:
             version.move(_V.UNLOADING)
             self._state.leaving[version] = None
             if version.places is not None:
@@ -338,10 +355,31 @@ class Operations:
                 version.idle.remove(instance)
             instance.move(_I.STOPPING)
             state.send(instance.peer, Stop())
+            if instance.due:  # it has been restarted, and has stayed for its sequences or streams
+                instance.due = state.now + state.limits.exit_ns
+                state.set_timer(instance.due, Timer.OVERDUE, instance)
         elif instance.state is _I.STARTING:
             instance.move(_I.STOPPING)
             state.effects.append(Kill(instance.peer, "it is not wanted any more"))
             self.load_over(instance)
+        elif instance.state is _I.KILLED:
+            instance.leaving = instance.closing = True
+        self.settle_lost(version)
+
+    def settle_lost(self, version: Version) -> bool:
+        """A version is READY while an instance is alive. True: it was the last one, and those that are lost are
+        restarted now and then. What waits is answered when the version is dispatched."""
+        lost = [
+            instance for instance in version.instances if instance.lost and not (instance.over or instance.spec.passive)
+        ]
+        if version.state is _V.READY and lost and not version.alive:
+            version.move(_V.UNAVAILABLE, version.trouble)
+            self._state.refresh(version.model)
+            self._state.dirty[version] = None
+            return True
+        if version.recovering:
+            version.reason = version.trouble
+        return False
 
     def _let_finish(self, version: Version, instance: Instance) -> bool:
         """An instance that leaves a version which goes on stays for its sequences, for a while, and for its streams."""
@@ -377,7 +415,8 @@ class Operations:
 
     def remove_stopped(self, version: Version, instance: Instance) -> None:
         """One that was taken out of a version that goes on leaves no trace."""
-        if version.state in (_V.LOADING, _V.READY) and any(not other.over for other in version.instances):
+        goes_on = version.state in (_V.LOADING, _V.READY) or version.recovering
+        if goes_on and any(not other.over for other in version.instances):
             version.instances.remove(instance)
 
     def settle_leaving(self) -> None:

@@ -43,13 +43,34 @@ class BatchPolicy(Struct, frozen=True):
     level_policies: dict[int, QueuePolicy] = {}
 
 
+class IdControl(Struct, frozen=True):
+    """The control input that holds the id of a sequence."""
+
+    name: str
+    dtype: str
+
+
+class PaddingPolicy(Struct, frozen=True):
+    """Requests that differ in length share a batch: their inputs are padded to the longest, its length.
+
+    `inputs`: (name, axes without the batch dimension) of those that are padded. `lookahead`: how many waiting requests
+    the batcher chooses from. `multiple`: padded lengths are multiples of this. `batch_cost`: what a batch costs beside
+    its elements (rows x padded length), in elements."""
+
+    inputs: tuple[tuple[str, tuple[int, ...]], ...]
+    lookahead: int = 64
+    multiple: int = 1
+    batch_cost: int = 128
+
+
 class SequencePolicy(Struct, frozen=True):
     """Requests belong to sequences, each of which is bound to an instance from its START to its END.
 
     `direct`: each has a place in the batch of its own, `slots` of them an instance; a batch is run when at least
     `utilization` of the slots have a request, or the oldest has waited for `delay_ns`. Otherwise an instance has
     `slots` candidates, whose oldest requests are put together as dynamic batching does (`batching`).
-    `strings`: ids are strings; None: they may be of either kind. `iterative`: a request may be run many times."""
+    `id_control`: the control in which the model gets the ids; None: they may be of either kind. `iterative`: a request
+    may be run many times."""
 
     direct: bool
     slots: int
@@ -58,7 +79,7 @@ class SequencePolicy(Struct, frozen=True):
     utilization: float = 0.0
     batching: BatchPolicy = BatchPolicy()
     iterative: bool = False
-    strings: bool | None = None
+    id_control: IdControl | None = None
 
 
 class StepPolicy(Struct, frozen=True):
@@ -111,7 +132,7 @@ class ModelPolicy(Struct, frozen=True):
     execution_limit_ns: int | None = None
     """A batch that takes longer hangs. None: the server's limit; 0: no limit."""
     retry: bool = True
-    """Requests that lost their worker in a batch of many are run again, each alone, once."""
+    """Requests that lost their worker are run again, each alone, once."""
     sequence: SequencePolicy | None = None
     steps: tuple[StepPolicy, ...] | None = None
     """An ensemble has these, and no instances."""
@@ -125,3 +146,9 @@ class ModelPolicy(Struct, frozen=True):
     """They can leave tensors there."""
     ahead: int = 0
     """How many answers a step of this ensemble may be ahead of what the caller has been given; 0: as usual."""
+    crash_limit: int | None = None
+    """Crashes in a row after which an instance counts as broken. None: the server's limit; 0: never."""
+    padding: PaddingPolicy | None = None
+    """Only with `batching` and a batch dimension."""
+    first_response_ms: tuple[float, ...] = ()
+    """Upper edges of the histogram of times to the first response; empty: Triton's."""

@@ -9,12 +9,29 @@ under the DELAY action stand behind all unexpired ones of their level.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from operator import attrgetter
 
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
 from shmserve.core.request import Request
 
 _by_tag = attrgetter("tag")
+IDLE_LEVELS = 64
+"""So many priority levels are kept before empty ones are dropped."""
+
+
+def _take_out(waiting: list[Request], numbers: set[int]) -> None:
+    """Those of these numbers, which are near the front. Each that is found is removed from the set."""
+    kept: list[Request] = []
+    for place, request in enumerate(waiting):
+        if not numbers:
+            waiting[:place] = kept
+            return
+        if request.number in numbers:
+            numbers.remove(request.number)
+        else:
+            kept.append(request)
+    waiting[:] = kept
 
 
 def _sums(refunds: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -129,21 +146,37 @@ class Level:
             del self.delayed[:short]
         return taken
 
+    def pick(self, requests: list[Request]) -> None:
+        """Takes these out, wherever they stand. A client that comes now joins behind those taken from the front."""
+        numbers = {request.number for request in requests}
+        ready = self.ready
+        front = next((place for place, request in enumerate(ready) if request.number not in numbers), len(ready))
+        if front:
+            self.turn = ready[front - 1].tag
+        _take_out(ready, numbers)
+        if not ready:
+            self._forget()
+        _take_out(self.delayed, numbers)
+
     def __len__(self) -> int:
         return len(self.ready) + len(self.delayed)
 
 
 class RequestQueue:
-    """All levels. Level numbers are the caller's 1..n; without priorities there is one, number 0."""
+    """All levels. Level numbers are the caller's 1..n; without priorities there is one, number 0.
+
+    Invariant: there may be 2^64 levels, so only those in use have a Level; its policy comes from the configuration.
+    """
 
     def __init__(self, policy: BatchPolicy | None) -> None:
-        policy = policy or BatchPolicy()
-        self._first = 1 if policy.levels else 0
+        self._policy = policy = policy or BatchPolicy()
         self.default_level = policy.default_level if policy.levels else 0
-        self.levels = [
-            Level(policy.level_policies.get(number, policy.default_policy))
-            for number in range(self._first, self._first + max(1, policy.levels))
-        ]
+        self._levels: dict[int, Level] = {}
+        """In the order of their numbers."""
+        self._sweep_at = IDLE_LEVELS
+        self._turn = 0
+        """The highest turn of a level that was dropped: a new level begins there, so that a request that is put back
+        stays ahead of later ones."""
         self.count = 0
         self.bytes = 0
         """Inside the messages of what waits."""
@@ -152,15 +185,33 @@ class RequestQueue:
 
     def level_of(self, priority: int) -> int:
         """The level for a caller's priority: 0 and numbers that are no level mean the default."""
-        if self._first == 0:
-            return 0
-        return priority if 1 <= priority <= len(self.levels) else self.default_level
+        levels = self._policy.levels
+        return priority if 1 <= priority <= levels else self.default_level
 
     def level(self, number: int) -> Level:
-        return self.levels[number - self._first]
+        found = self._levels.get(number)
+        return self._new(number) if found is None else found
+
+    def policy(self, number: int) -> QueuePolicy:
+        return self._policy.level_policies.get(number, self._policy.default_policy)
+
+    def _new(self, number: int) -> Level:
+        if len(self._levels) >= self._sweep_at:
+            self._drop_idle()
+        made = self._levels[number] = Level(self.policy(number))
+        made.turn = self._turn
+        self._levels = dict(sorted(self._levels.items()))
+        return made
+
+    def _drop_idle(self) -> None:
+        """Callers choose the numbers: without this, each that was ever used would stay."""
+        idle = [number for number, level in self._levels.items() if not len(level)]
+        for number in idle:
+            self._turn = max(self._turn, self._levels.pop(number).turn)
+        self._sweep_at = max(IDLE_LEVELS, 2 * len(self._levels))
 
     def add(self, request: Request) -> None:
-        self.levels[request.level - self._first].add(request)
+        self.level(request.level).add(request)
         self.count += 1
         self.bytes += request.inline
         if request.deadline:
@@ -191,28 +242,50 @@ class RequestQueue:
 
     def in_order(self) -> list[Request]:
         """Everything, in the order in which it would run. Not to be changed by the caller."""
-        for level in self.levels:
+        levels = self._levels.values()
+        for level in levels:
             if level.unserved:
                 level.refund()
-        first = self.levels[0]
-        if len(self.levels) == 1 and not first.delayed:
-            return first.ready
+        if len(levels) == 1:
+            (first,) = levels
+            if not first.delayed:
+                return first.ready
         found: list[Request] = []
-        for level in self.levels:
+        for level in levels:
             found += level.ready
             found += level.delayed
         return found
 
     def take(self, count: int) -> list[Request]:
         """Removes and gives the first `count` in order (of `in_order`, with nothing added or removed since)."""
-        taken = self.levels[0].take(count)
-        for level in self.levels[1:]:
+        taken: list[Request] = []
+        for level in self._levels.values():
+            taken += level.take(count - len(taken))
             if len(taken) == count:
                 break
-            taken += level.take(count - len(taken))
+        self._gone(taken)
+        return taken
+
+    def pick(self, places: Sequence[int]) -> list[Request]:
+        """Removes and gives those at these places, rising (of `in_order`, with nothing added or removed since). Each
+        that is passed over so keeps count by how many rows."""
+        waiting = self.in_order()
+        taken = [waiting[place] for place in places]
+        behind = sum([request.cost for request in taken])
+        chosen = set(places)
+        for place, request in enumerate(waiting[: places[-1]]):
+            if place in chosen:
+                behind -= request.cost
+            else:
+                request.passed += behind
+        for number in {request.level for request in taken}:
+            self.level(number).pick([request for request in taken if request.level == number])
+        self._gone(taken)
+        return taken
+
+    def _gone(self, taken: list[Request]) -> None:
         self.count -= len(taken)
         for request in taken:
             self.bytes -= request.inline
             if request.deadline:
                 self.timed -= 1
-        return taken

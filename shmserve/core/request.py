@@ -40,8 +40,8 @@ class Request(Struct, eq=False, gc=False):
     deadline: int = 0
     queue_expires: int = 0
     delayed: bool = False
-    suspect: bool = False
-    """A worker died while it ran this one together with others. It is run once more, alone."""
+    suspect: Instance | None = None
+    """The instance whose worker died while it ran this one. It is run once more, alone."""
     special: bool = False
     """Its answer is not just sent: it has used memory, is a step's, or comes in parts."""
     parts: int = 0
@@ -69,6 +69,10 @@ class Request(Struct, eq=False, gc=False):
     """Where in the batch it must stand; -1: anywhere."""
     chain: Run | None = None
     """It is to an ensemble: how far that is."""
+    length: int = 0
+    """Of its padded inputs."""
+    passed: int = 0
+    """Rows of requests behind it that the batcher has taken before it, to pad less."""
     held: bool = False
     """Its client is an instance that does nothing else before it is answered."""
 

@@ -37,30 +37,30 @@ class Sequencer:
         self._state = state
         self._ends = ends
         self._dispatcher = dispatcher
-        self._lost: dict[Key, tuple[str, str, str]] = {}
-        """User, code and text."""
+        self._lost: dict[Key, tuple[str, str]] = {}
+        """Code and text."""
 
     # ------------------------------------------------------------------------------------ in
 
-    def version_of(self, model: str, number: int, options: Options) -> Version | None:
+    def version_of(self, client: Client, model: str, number: int, options: Options) -> Version | None:
         """The generation where the sequence of this request lives, if it goes on. None: a new one begins, or none is
         known."""
-        sequence = self._find(model, number, options.sequence)
+        sequence = self._find(model, number, options.sequence, client.user)
         if sequence is None or options.sequence_start or sequence.broken is not None:
             return None
         return sequence.version
 
-    def _find(self, model: str, number: int, key: int | str) -> Sequence | None:
+    def _find(self, model: str, number: int, key: int | str, user: str) -> Sequence | None:
         """The one that callers mean who name the version by `number`: 0 for the default one."""
         sequences = self._state.sequences
-        found = sequences.get((model, number, key))
+        found = sequences.get((model, number, key, user))
         if found is not None:
             return found
         if number:
-            found = sequences.get((model, 0, key))
+            found = sequences.get((model, 0, key, user))
             return found if found is not None and found.version.number == number else None
         default = self._state.ready.get(model)
-        return sequences.get((model, default.number, key)) if default is not None else None
+        return sequences.get((model, default.number, key, user)) if default is not None else None
 
     def check(self, client: Client, version: Version, number: int, options: Options | None, rows: int) -> None:
         """Raises if the request cannot be one of a sequence's."""
@@ -80,29 +80,30 @@ class Sequencer:
             raise InvalidRequest(
                 f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
             )
-        strings = policy.sequence.strings
-        if strings is not None and isinstance(key, str) is not strings:
-            kind = "a string" if strings else "an integer"
-            raise InvalidRequest(f"model '{model}' takes {kind} as correlation ID, found {key!r}")
+        control = policy.sequence.id_control
+        if control is not None and isinstance(key, str) is not (control.dtype == "BYTES"):
+            given = "BYTES" if isinstance(key, str) else "UINT64"
+            raise InvalidRequest(
+                f"sequence batching control '{control.name}' data-type is '{given}', but model '{model}' expects "
+                f"'{control.dtype}': found correlation ID {key!r}"
+            )
         if isinstance(key, int) and key < 0:
             raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' takes those above 0")
-        sequence = self._find(model, number, key)
-        if sequence is not None and sequence.broken is None and (sequence.user != client.user or sequence.own):
-            raise InvalidRequest(f"sequence {key} of model '{model}' is that of another user")
+        sequence = self._find(model, number, key, client.user)
+        if sequence is not None and sequence.broken is None and sequence.own:
+            raise InvalidRequest(f"sequence {key} of model '{model}' is that of a request that named none")
         if options.sequence_start:
             if self._state.draining:
                 raise Unavailable(STOPPING)
         elif sequence is None or sequence.over or sequence.broken is not None or sequence.version is not version:
-            self._refuse(client, (model, number, key), sequence)
+            self._refuse((model, number, key, client.user), sequence)
 
-    def _refuse(self, client: Client, key: Key, sequence: Sequence | None) -> None:
+    def _refuse(self, key: Key, sequence: Sequence | None) -> None:
         """There is nothing that a request without START could go on with."""
-        model, _, name = key
-        user, code, text = self._lost.get(key, ("", "", ""))
+        model, _, name, _ = key
+        code, text = self._lost.get(key, ("", ""))
         if sequence is not None and sequence.broken is not None:
-            user, (code, text) = sequence.user, sequence.broken
-        if user != client.user:
-            code = text = ""
+            code, text = sequence.broken
         if code == Unavailable.code:
             raise Unavailable(text)
         raise InvalidRequest(
@@ -114,17 +115,21 @@ class Sequencer:
         """One that was found good, and is in the tables."""
         given = request.options
         own = given is None or not given.sequence
-        options = request.options = self._with_id(version, number, request) if given is None or own else given
-        sequence = self._find(version.model, number, options.sequence)
+        options = self._with_id(version, request) if given is None or own else given
+        user = request.client.user
+        sequence = self._find(version.model, number, options.sequence, user)
         while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
             self._leave_behind(sequence)
-            sequence = self._find(version.model, number, options.sequence)
+            sequence = self._find(version.model, number, options.sequence, user)
         if sequence is None:
-            key = (version.model, number, options.sequence)
-            sequence = self._state.sequences[key] = Sequence(key, request.client.user, version, now, own=own)
+            key = (version.model, number, options.sequence, user)
+            worker_id = _worker_id(version, options.sequence, request)
+            sequence = self._state.sequences[key] = Sequence(key, worker_id, version, now, own=own)
             sequence.places.enter(sequence)
             self._lost.pop(key, None)
             self._state.set_timer(now + sequence.places.policy.idle_ns, Timer.IDLE, sequence)
+        same = sequence.worker_id == options.sequence
+        request.options = options if same else replace(options, sequence=sequence.worker_id)
         request.sequence = sequence
         sequence.requests.append(request)
         sequence.places.waiting(request)
@@ -132,16 +137,11 @@ class Sequencer:
         sequence.active = now
         self._state.dirty[version] = None
 
-    def _with_id(self, version: Version, number: int, request: Request) -> Options:
+    def _with_id(self, version: Version, request: Request) -> Options:
         """Of an iterative model: a request that names no sequence is one of its own."""
         assert version.places is not None
-        text = version.places.policy.strings
-        own = request.number
-        key: int | str = 0
-        while not key or self._find(version.model, number, key) is not None:
-            own = _OWN_IDS + own % _OWN_IDS
-            key = f"request {own}" if text else own
-            own += 1
+        control = version.places.policy.id_control
+        key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
         made = Options() if request.options is None else replace(request.options)
         made.sequence, made.sequence_start, made.sequence_end = key, True, True
         return made
@@ -204,7 +204,7 @@ class Sequencer:
             self._end(places, sequence)
 
     def _remember(self, sequence: Sequence, code: str, text: str) -> None:
-        self._lost[sequence.key] = sequence.user, code, text
+        self._lost[sequence.key] = code, text
         if len(self._lost) > _REMEMBERED:
             del self._lost[next(iter(self._lost))]
 
@@ -212,7 +212,7 @@ class Sequencer:
         """It ends without an END."""
         instance = sequence.instance
         if instance is not None and instance.peer and instance.usable:
-            self._state.send(instance.peer, EndSequences((sequence.id,)))
+            self._state.send(instance.peer, EndSequences((sequence.worker_id,)))
 
     def _end(self, places: Places, sequence: Sequence) -> None:
         places.end(sequence)
@@ -224,6 +224,8 @@ class Sequencer:
         if not heads:
             return
         heads.sort(key=_arrival)
+        if instance.quarantined:
+            del heads[1:]
         signature = heads[0].requests[0].signature
         if places.policy.direct:
             heads = [sequence for sequence in heads if sequence.requests[0].signature == signature]
@@ -298,3 +300,23 @@ class Sequencer:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.requests[0].arrived
+
+
+def _worker_id(version: Version, wanted: int | str, request: Request) -> int | str:
+    """Workers and models keep states by this id, so no two users' sequences may have the same."""
+    assert version.places is not None
+    other = version.places.latest.get(wanted)
+    if other is None or other.user == request.client.user:
+        return wanted
+    return _unused_id(version, isinstance(wanted, str), request)
+
+
+def _unused_id(version: Version, text: bool, request: Request) -> int | str:
+    assert version.places is not None
+    own = request.number
+    while True:
+        own = _OWN_IDS + own % _OWN_IDS
+        key = f"request {own}" if text else own
+        if key not in version.places.latest:
+            return key
+        own += 1

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from shmserve.core.instances import Instance
     from shmserve.core.versions import Version
 
-Key = tuple[str, int, int | str]
-"""Model, the version that callers name (0: the default one), and the id."""
+Key = tuple[str, int, int | str, str]
+"""Model, the version that callers name (0: the default one), the id, and the user: ids of different users differ."""
 
 
 class Sequence(Struct, eq=False):
     """`slot` is its place at its instance."""
 
     key: Key
-    user: str
+    worker_id: int | str
+    """What the worker and the model know it by: the id, or another one where a sequence of another user has that."""
     version: Version
     active: int
     """When it last had a request that began or ended."""
@@ -51,6 +52,10 @@ class Sequence(Struct, eq=False):
     @property
     def id(self) -> int | str:
         return self.key[2]
+
+    @property
+    def user(self) -> str:
+        return self.key[3]
 
     @property
     def idle(self) -> bool:
@@ -98,7 +103,7 @@ class Places:
         self.bound: dict[Instance, list[Sequence | None]] = {}
         self.backlog: dict[Sequence, None] = {}
         self.latest: dict[int | str, Sequence] = {}
-        """By id, the newest one that has not ended."""
+        """By the workers' id, the newest one that has not ended."""
         self.stirred: dict[Sequence, None] = {}
         """Those for which something has changed since they were last looked at."""
         self.waits = self.bytes = 0
@@ -126,8 +131,8 @@ class Places:
     # ------------------------------------------------------------------------------------ coming and going
 
     def enter(self, sequence: Sequence) -> None:
-        sequence.before = self.latest.get(sequence.id)
-        self.latest[sequence.id] = sequence
+        sequence.before = self.latest.get(sequence.worker_id)
+        self.latest[sequence.worker_id] = sequence
         self.backlog[sequence] = None
 
     def bind_waiting(self, instances: list[Instance]) -> None:
@@ -151,7 +156,7 @@ class Places:
             if instance.usable and not instance.leaving and not instance.waits:
                 slots = self.bound.get(instance)
                 count = self.policy.slots - slots.count(None) if slots is not None else 0
-                if count < fewest:
+                if count < (min(fewest, 1) if instance.quarantined else fewest):
                     best, fewest = instance, count
         return best
 
@@ -171,11 +176,11 @@ class Places:
                 del self.bound[sequence.instance]
             sequence.instance = None
         sequence.move(SequenceState.ENDED)
-        if self.latest[sequence.id] is sequence:
+        if self.latest[sequence.worker_id] is sequence:
             if sequence.before is None:
-                del self.latest[sequence.id]
+                del self.latest[sequence.worker_id]
             else:
-                self.latest[sequence.id] = sequence.before
+                self.latest[sequence.worker_id] = sequence.before
             return
         for later in self.backlog:  # one at most: the next of its id
             if later.before is sequence:

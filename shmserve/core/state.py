@@ -11,9 +11,11 @@ from shmserve.core.cache import Cache
 from shmserve.core.clients import Client
 from shmserve.core.effects import Effect, Log, Send
 from shmserve.core.instances import Instance
+from shmserve.core.latencies import FirstResponses
 from shmserve.core.ledger import Ledger
 from shmserve.core.limiter import Limiter
 from shmserve.core.limits import Limits
+from shmserve.core.policy import ModelPolicy
 from shmserve.core.request import Request
 from shmserve.core.sequences import Key, Sequence
 from shmserve.core.states import RequestState, SequenceState, VersionState
@@ -44,6 +46,8 @@ class Timer(Enum):
     IDLE = 7  # a sequence may have had no request for too long
     LEAVE = 8  # a version whose sequences have had their time to come to an end
     DRAIN = 4  # the end of patience at shutdown
+    RECALL = 9  # an instance that was replaced may not have given back what it has not started
+    OVERDUE = 10  # an instance that was replaced may not have finished
 
 
 class State:
@@ -81,6 +85,10 @@ class State:
         """Those that load, and count towards the limit."""
         self.leaving: dict[Version, None] = {}
         """Versions that take no new requests, and go when they have finished."""
+        self.replaced: list[tuple[Version, Instance | None, Version | None]] = []
+        """What a restart has replaced: an instance of a version that goes on, or (None) a version by its successor."""
+        self.forced: list[Version] = []
+        """Versions that are unloaded by force."""
         self.parting: dict[Instance, Version] = {}
         """Instances of versions that go on without them, which stay for the sequences that they have."""
         self.waiting: dict[Instance, None] = {}
@@ -139,8 +147,9 @@ class State:
             broken = [version for version in model.versions.values() if version.reason]
             why = broken[0].reason if broken else model.reason
             loading = any(version.state is VersionState.LOADING for version in model.versions.values())
+            back = any(version.returns for version in model.versions.values())
             note = "; it is loading" if loading else f": {why}" if why else ""
-            raise (Unavailable if loading else NotFound)(
+            raise (Unavailable if loading or back else NotFound)(
                 f"Request for unknown model: '{name}' has no available versions{note}"
             )
         version = model.versions.get(number)
@@ -150,6 +159,12 @@ class State:
             why = f": {version.reason}" if version.reason else f", it is {version.state.value}"
             raise Unavailable(f"Request for unknown model: '{name}' version {number} is not at ready state{why}")
         return version
+
+    def adopt(self, version: Version, policy: ModelPolicy) -> None:
+        """What the version looks like is known."""
+        version.adopt(policy, self.cache.limit > 0)
+        first = FirstResponses.of(policy.first_response_ms) if self.limits.first_responses else None
+        version.statistics.collect(self.limits.summaries, first)
 
     # ------------------------------------------------------------------------------------ time
 

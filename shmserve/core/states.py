@@ -89,7 +89,7 @@ VERSION_MOVES = {
     _V.LOADING: {_V.READY, _V.UNAVAILABLE, _V.UNLOADING},
     _V.READY: {_V.UNAVAILABLE, _V.UNLOADING},
     _V.UNLOADING: {_V.UNAVAILABLE},
-    _V.UNAVAILABLE: {_V.READY},  # an ensemble whose models have come (back)
+    _V.UNAVAILABLE: {_V.READY, _V.UNLOADING},  # an instance, or the models of an ensemble, have come (back)
 }
 
 SEQUENCE_MOVES = {

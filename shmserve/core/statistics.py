@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from shmserve.core import histogram
 from shmserve.core.batcher import Reason
+from shmserve.core.latencies import FirstResponses, Summaries
 from shmserve.core.limits import NAMED
 
 
@@ -79,12 +80,27 @@ class Statistics(Struct):
     reasons: dict[Reason, int] = {}
     batches: dict[int, BatchCount] = {}
     """By rows."""
+    elements: int = 0
+    """Rows x padded length, of all batches of a model whose inputs are padded."""
+    padded_elements: int = 0
+    """Of these, how many are padding."""
     request_times: list[int] = field(default_factory=histogram.empty)
     """From arrival to answer, of each request."""
     queue_times: list[int] = field(default_factory=histogram.empty)
     """From arrival until its batch was taken up, of each request."""
     batch_times: list[int] = field(default_factory=histogram.empty)
     """From taken up to outputs placed, of each batch."""
+
+    summaries: Summaries | None = None
+    first: FirstResponses | None = None
+    """None: not collected, which is the default."""
+
+    def collect(self, summaries: bool, first: FirstResponses | None) -> None:
+        """Which latencies the operator wants. What is collected goes on, as long as it has the same buckets."""
+        if summaries and self.summaries is None:
+            self.summaries = Summaries()
+        if first is not None and (self.first is None or self.first.edges_ms != first.edges_ms):
+            self.first = first
 
     @property
     def rejected(self) -> int:
@@ -115,6 +131,8 @@ class Statistics(Struct):
                 run += 1
         request_times[(now - last).bit_length()] += run
         queue_times[(taken - last).bit_length()] += run
+        if self.summaries is not None:
+            self.summaries.answered(arrivals, taken, now)
 
     def answered_early(self, arrived: int, rows: int, now: int) -> None:
         """A request answered before it is known when its batch was taken up: `queued` follows."""
@@ -122,12 +140,16 @@ class Statistics(Struct):
         self.inference_count += rows
         self.success_ns += now - arrived
         self.request_times[(now - arrived).bit_length()] += 1
+        if self.summaries is not None:
+            self.summaries.request.add(now - arrived, 1, now)
 
     def queued(self, arrivals: list[int], taken: int) -> None:
         for arrived in arrivals:
             if taken > arrived:
                 self.queue_ns += taken - arrived
             self.queue_times[(taken - arrived).bit_length()] += 1
+        if self.summaries is not None:
+            self.summaries.queued(arrivals, taken)
 
     def failed(self, why: Failure, ns: int) -> None:
         self.fail_count += 1
@@ -138,32 +160,42 @@ class Statistics(Struct):
         """Here, not at a worker."""
         self.failed(_FAILURES.get(code, Failure.OTHER), ns)
 
-    def cache_hit(self, ns: int) -> None:
+    def cache_hit(self, ns: int, now: int) -> None:
         """Answered well, with nothing run."""
         self.cache_hits += 1
         self.cache_hit_ns += ns
         self.success_count += 1
         self.success_ns += ns
         self.request_times[ns.bit_length()] += 1
+        if self.summaries is not None:
+            self.summaries.request.add(ns, 1, now)
+            self.summaries.hit.add(ns, 1, now)
 
-    def ensemble_done(self, times: Sequence[int], now: int) -> None:
-        """A request whose steps took so long together: input, infer, output ns."""
+    def ensemble_done(self, rows: int, times: Sequence[int], now: int) -> None:
+        """A request whose steps took so long together: input, infer, output ns. It counts as a batch of its own."""
+        self._add_batch(rows, *times)
         self.input_ns += times[0]
         self.infer_ns += times[1]
         self.output_ns += times[2]
+        self.batch_times[sum(times).bit_length()] += 1
         self.execution_count += 1
         self.last_inference_ns = now
+        if self.summaries is not None:
+            self.summaries.computed(1, times, now)
 
-    def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
-        """The times of a batch count once for the batch, and for each of its requests that was answered well."""
-        taken, ready, computed, placed = times
+    def _add_batch(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         count = self.batches.get(rows)
         if count is None:
             count = self.batches[rows] = BatchCount()
         count.count += 1
-        count.input_ns += ready - taken
-        count.infer_ns += computed - ready
-        count.output_ns += placed - computed
+        count.input_ns += input_ns
+        count.infer_ns += infer_ns
+        count.output_ns += output_ns
+
+    def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
+        """The times of a batch count once for the batch, and for each of its requests that was answered well."""
+        taken, ready, computed, placed = times
+        self._add_batch(rows, ready - taken, computed - ready, placed - computed)
         self.input_ns += (ready - taken) * answered
         self.infer_ns += (computed - ready) * answered
         self.output_ns += (placed - computed) * answered
@@ -171,3 +203,5 @@ class Statistics(Struct):
         self.execution_count += 1
         self.last_inference_ns = now
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if self.summaries is not None:
+            self.summaries.computed(answered, (ready - taken, computed - ready, placed - computed), now)

@@ -14,7 +14,7 @@ from shmserve.core.request import Request
 from shmserve.core.runs import Held, Run, Spot
 from shmserve.core.state import State
 from shmserve.core.versions import Version
-from shmserve.errors import HandleLost, Unavailable, Unsupported
+from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
 from shmserve.messages import Options, Tensor, Wanted
 
 WINDOW = 16
@@ -58,7 +58,7 @@ class Steps:
         step, options = run.graph.steps[index], run.request.options
         if options is None or not options.sequence:
             return
-        member = self._intake.sequencer.version_of(step.model, step.version, options)
+        member = self._intake.sequencer.version_of(run.request.client, step.model, step.version, options)
         if member is not None and member is not run.members[index]:
             if member.decoupled and not run.members[index].decoupled:
                 text = f"'{member.model}' of a step may answer a request many times, unlike what has replaced it"
@@ -83,7 +83,12 @@ class Steps:
         )
         outputs, final = self._wanted(run, index)
         outside = outside or (final and parent.outside)
-        rows, signature, inline, _ = checker.check(inputs, outputs)
+        try:
+            rows, signature, inline, _, length = checker.check(inputs, outputs)
+        except ServeError as error:
+            if step.mapped:  # the caller names it
+                raise
+            raise type(error)(f"step {index}: {error.message}") from None
         source = run.is_source(iteration, index)
         options = _passed_on(parent.options, self._window(run) if source else 0)
         client = parent.client
@@ -107,12 +112,13 @@ class Steps:
             signature, segments, (), (), now, level, deadline=parent.deadline,
             audience=parent.audience if final else INTERNAL, run=run, spot=spot, outside=outside,
             special=True, near=self._near(run, index, member) if policy.leaves_there and not final else (),
-            aliases=not (final or step.mapped or member.cached),
+            aliases=not (final or step.mapped or member.cached), length=length,
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
         if source:
             run.sources[iteration.level] = request
         client.steps += 1
+        client.bytes += inline
         self._intake.put(member, step.version, request, now)
 
     def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:

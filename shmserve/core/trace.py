@@ -7,12 +7,15 @@ and whether `samples` is.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
 from shmserve.core.request import Request
+from shmserve.core.states import RequestState
+from shmserve.messages import Tensor
 
 PARAMETER = "trace_id"
 ID_LENGTH = 128
@@ -28,6 +31,8 @@ class Sample(Struct):
     rate: int
     left: int = -1
     seen: int = 0
+    timestamps: bool = True
+    tensors: bool = False
 
     def takes(self) -> bool:
         self.seen += 1
@@ -39,11 +44,12 @@ class Sample(Struct):
         return True
 
 
-class _Open(NamedTuple):
-    """A request that is traced. `id`: its trace_id, or "". `sampled`: it is one of a sample."""
+class _Open(Struct):
+    """A request that is traced. `id`: its trace_id, or "". `sample`: that it is one of."""
 
     id: str
-    sampled: bool
+    sample: Sample | None
+    outputs: tuple[Tensor, ...] = ()
 
 
 class Traces:
@@ -59,7 +65,7 @@ class Traces:
         """The request has arrived, and there are samples."""
         found = self.samples.get(request.version.model) or self.samples.get("")
         if found is not None and found.takes():
-            self.open[request.number] = _Open("", True)
+            self.open[request.number] = _Open("", found)
 
     def begin(self, request: Request, now: int) -> Log | None:
         """The request has arrived with the parameter. Gives what to log if it is one too many."""
@@ -69,12 +75,20 @@ class Traces:
         self._left -= 1
         if self._left >= 0:
             trace = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
-            self.open[request.number] = _Open(trace, request.number in self.open)
+            sampled = self.open.get(request.number)
+            self.open[request.number] = _Open(trace, sampled.sample if sampled is not None else None)
         elif self._left == -1:
             return Log(
                 "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
             )
         return None
+
+    def made(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
+        """An answer of it, which may have been asked for. Its caller can give the memory of an earlier part back at any
+        time: only what is in the message is kept of that."""
+        trace = self.open.get(request.number)
+        if trace is not None and trace.sample is not None and trace.sample.tensors:
+            trace.outputs = (*_inline(trace.outputs), *outputs)
 
     def answered(self, request: Request, code: str, now: int) -> Log | Traced | None:
         """The request has been answered: well, with code "", or not. None: it is not traced."""
@@ -97,10 +111,20 @@ class Traces:
         fields |= _at_worker(request)
         told = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
         log = Log("info", f"trace {trace.id}: {fields['code']}, {told}", fields)
-        if not trace.sampled:
+        sample = trace.sample
+        if sample is None:
             return log
         times = request.batch.times if request.batch is not None else ()
-        return Traced(fields, request.arrived, times, now, log if trace.id else None)
+        found = Traced(fields, request.arrived, times, now, log if trace.id else None, timestamps=sample.timestamps)
+        if sample.tensors:
+            # One that waited for its turn has returned the memory that it used.
+            inputs = _inline(request.inputs) if request.state is RequestState.DONE else request.inputs
+            found.tensors = inputs, trace.outputs
+        return found
+
+
+def _inline(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor if isinstance(tensor.data, bytes) else replace(tensor, data=()) for tensor in tensors)
 
 
 def _at_worker(request: Request) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from shmserve.core.checks import Checker
 from shmserve.core.events import Target
 from shmserve.core.graph import Graph
 from shmserve.core.instances import Batch, Instance
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy
+from shmserve.core.padding import form_padded, rounded
+from shmserve.core.policy import BatchPolicy, ModelPolicy, PaddingPolicy, QueuePolicy
 from shmserve.core.queue import RequestQueue
 from shmserve.core.request import Request
 from shmserve.core.sequences import Places
@@ -29,22 +30,26 @@ class Version:
         "began",
         "cached",
         "checker",
+        "crash_limit",
         "decoupled",
         "graph",
         "idle",
         "instances",
         "limit_ns",
+        "logged_traceback",
+        "member_recovering",
         "members",
         "model",
         "number",
         "order",
+        "padding",
         "places",
         "plain",
         "policy",
         "prefetch",
-        "quarantine",
         "queue",
         "reason",
+        "reserved",
         "retries",
         "service_ns",
         "shape",
@@ -52,8 +57,10 @@ class Version:
         "spread_ns",
         "state",
         "statistics",
+        "successor",
         "suspects",
         "took_ns",
+        "traceback",
         "trial",
         "users",
         "wake",
@@ -68,8 +75,13 @@ class Version:
         self.took_ns = 0
         """From then until it was READY; 0: it is not, yet."""
         self.retries = 0
+        self.traceback = ""
+        """Of the model, when a worker last failed to load it; "" once it is in the log."""
+        self.logged_traceback = ""
         self.limit_ns = 0
         """A batch that runs for longer hangs; 0: no limit."""
+        self.crash_limit = 0
+        """Crashes in a row after which an instance counts as broken; 0: never."""
         self.instances = instances
         self.state = VersionState.LOADING
         self.reason = ""
@@ -77,9 +89,9 @@ class Version:
         self.checker: Checker | None = None
         self.queue = RequestQueue(None)
         self.suspects: deque[Request] = deque()
-        """Those to be run again, each alone and one at a time, as one of them has killed a worker."""
-        self.quarantine: Instance | None = None
-        """Where suspects are run: one instance, so that the others serve on."""
+        """Those to be run again, each alone and one at a time, as one of them may have killed a worker."""
+        self.reserved: Instance | None = None
+        """Where the next suspect is run. Nothing is sent ahead to it, so that it becomes idle."""
         self.trial: Instance | None = None
         """It runs a suspect now."""
         self.places: Places | None = None
@@ -88,11 +100,14 @@ class Version:
         """Of an ensemble."""
         self.members: tuple[Version, ...] = ()
         """The models of its steps, once all are READY."""
+        self.member_recovering = False
+        """Of an ensemble: the model that it lacks is being loaded, or restarts its instances."""
         self.asked = 0
         """The question to the shell whether they fit together."""
         self.users = 0
         """Runs of ensembles that may still have something for it."""
         self.shape: Shape | None = None
+        self.padding: PaddingPolicy | None = None
         self.prefetch = True
         self.plain = True
         """No priorities, no queue policy, no order to preserve: the short way in and out."""
@@ -108,6 +123,8 @@ class Version:
         """About how long a batch takes: an exponential mean, 0 before the first."""
         self.spread_ns = 0
         """About how far that is from the time after which the batch is known here to be done: a mean, too."""
+        self.successor: Version | None = None
+        """The generation that a restart has put in its place, and that takes its requests."""
         self.wake = 0
         """When what waits should be looked at again though nothing happens; 0: not."""
         self.statistics = Statistics()
@@ -134,6 +151,7 @@ class Version:
         if batching is not None:
             if policy.max_batch > 0:
                 self.shape = Shape.of(policy.max_batch, batching, self.checker.varies)
+                self.padding = policy.padding
             self.prefetch = sends_ahead(batching)
             self.plain = self.prefetch and not batching.preserve_ordering
             if batching.preserve_ordering and not policy.decoupled:
@@ -147,12 +165,52 @@ class Version:
         self.state = legal(VERSION_MOVES, self.label, self.state, finish, f"{len(self.instances)} instances")
         self.reason = reason
 
+    def take_traceback(self) -> str:
+        """For the record of a failed load. "" if the last attempt that was logged ended in the same way."""
+        found, self.traceback = self.traceback, ""
+        if found == self.logged_traceback:
+            return ""
+        self.logged_traceback = found
+        return found
+
     @property
     def healthy(self) -> bool:
         """Can somebody run a request now, or after the batches that run?"""
         if self.graph is not None:
             return self.state is VersionState.READY and all(member.healthy for member in self.members)
         return self.state is VersionState.READY and any(instance.usable for instance in self.instances)
+
+    @property
+    def alive(self) -> bool:
+        """Will what waits here be run?"""
+        return any(instance.alive for instance in self.instances)
+
+    @property
+    def recovering(self) -> bool:
+        """It was READY and has no instance left, but goes on trying to restart them."""
+        if self.state is not VersionState.UNAVAILABLE or not self.took_ns:
+            return False
+        return any(not instance.over for instance in self.instances)
+
+    @property
+    def returns(self) -> bool:
+        """It is not READY, and becomes so by itself once its instances, or those of its steps, can be restarted."""
+        return self.recovering or self.member_recovering
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many instances serve fully, and how many are meant to."""
+        wanted = [i for i in self.instances if not (i.over or i.spec.passive or i.replaces)]
+        return sum(i.state is InstanceState.READY and not i.quarantined for i in wanted), len(wanted)
+
+    @property
+    def trouble(self) -> str:
+        """Why some of its instances do not serve; "" if all do."""
+        return "; ".join(
+            f"instance '{instance.spec.name}'{' is quarantined' if instance.quarantined else ''}: {instance.reason}"
+            for instance in self.instances
+            if instance.degraded
+        )
 
     @property
     def loaded(self) -> bool:
@@ -202,19 +260,49 @@ class Version:
         """It has no process, and none is to come."""
         return not any(instance.peer or not instance.over for instance in self.instances)
 
+    @property
+    def heir(self) -> Version:
+        """Where a request that comes back from one of its instances is queued."""
+        found = self
+        while found.successor is not None:
+            found = found.successor
+        return self if found.gone else found
+
     # ------------------------------------------------------------------------------------ what to do next
 
-    def plan(self, now: int) -> Plan:
+    def plan(self, now: int, alone: bool = False) -> Plan:
+        """The next batch; `alone`: of one request."""
         waiting = self.queue.in_order()
+        if alone:
+            return Plan(1, waiting[0].cost, Reason.ALONE)
         if self.shape is None:
             return Plan(1, waiting[0].cost, Reason.SINGLE)
+        if self.padding is not None:
+            return form_padded(waiting, self.shape, self.padding, now, self._urgent(now))
         return form(waiting, self.shape, now)
 
     def plan_extension(self, batch: Batch, now: int) -> Plan:
         shape = self.shape
         if shape is None or batch.rows in shape.preferred or batch.rows >= shape.max_batch:
             return Plan(0, 0, batch.reason)
-        return form(self.queue.in_order(), shape, now, batch.rows, batch.signature)
+        waiting = self.queue.in_order()
+        if self.padding is not None:
+            base = batch.rows, batch.signature, *batch.lengths()
+            return form_padded(waiting, shape, self.padding, now, self._urgent(now), *base)
+        return form(waiting, shape, now, batch.rows, batch.signature)
+
+    def _urgent(self, now: int) -> int:
+        """A request whose time is over before this might be too late if another batch ran first."""
+        return now + 2 * self.service_ns + 4 * self.spread_ns
+
+    def planned(self, plan: Plan) -> list[Request]:
+        """What the plan is about."""
+        waiting = self.queue.in_order()
+        return waiting[: plan.count] if plan.chosen is None else [waiting[place] for place in plan.chosen]
+
+    def take(self, plan: Plan) -> list[Request]:
+        """The same, out of the queue."""
+        return self.queue.take(plan.count) if plan.chosen is None else self.queue.pick(plan.chosen)
 
     def sends_ahead(self, prefetch_ns: int) -> bool:
         """May a batch wait at a busy instance?"""
@@ -222,11 +310,30 @@ class Version:
 
     def busy(self) -> list[Instance]:
         """Those that have something to do; the one that will probably be done first is first."""
-        trial = self.trial
-        busy = [i for i in self.instances if not i.idle and i.usable and i is not trial and not i.waits]
+        kept = (self.trial, self.reserved)
+        busy = [
+            i for i in self.instances if not i.idle and i.usable and i not in kept and not i.waits and not i.quarantined
+        ]
         if len(busy) > 1:
             busy.sort(key=_began)
         return busy
+
+    def place_for(self, suspect: Request) -> Instance | None:
+        """Where it is run again: if possible not where its worker died, and where it can begin first."""
+        able = [i for i in self.instances if i.usable and not i.leaving and not i.waits]
+        return min(
+            able,
+            key=lambda i: (i.quarantined, i is suspect.suspect, not i.idle, i.waiting is not None, _began(i)),
+            default=None,
+        )
+
+    def count_padding(self, batch: Batch) -> None:
+        """Of a batch that has run."""
+        if self.padding is not None:
+            longest, useful = batch.lengths()
+            elements = batch.rows * rounded(longest, self.padding)
+            self.statistics.elements += elements
+            self.statistics.padded_elements += elements - useful
 
     def served(self, service_ns: int, seen_ns: int) -> None:
         """A batch took so long, and `seen_ns` from here."""
@@ -242,6 +349,8 @@ class Operation(Struct, eq=False):
     targets: tuple[Target, ...]
     beside: bool
     """Something is served meanwhile."""
+    restart: bool = False
+    """What is served is replaced by itself, which takes its requests."""
     loading: dict[Version, None] = {}
     starting: dict[Instance, Version] = {}
     """Those added to versions that are served."""
@@ -250,6 +359,15 @@ class Operation(Struct, eq=False):
     dropped: list[int] = []
     """Versions that are not to be served any more."""
     failures: list[str] = []
+    traceback: str = ""
+    """Of the model, for the log."""
+
+
+class FailedChange(Struct, frozen=True):
+    """A load or restart that has failed, or a state of the files that cannot be served, and when that was found."""
+
+    reason: str
+    at: int
 
 
 class Unloading(Struct, eq=False):
@@ -270,6 +388,8 @@ class Model(Struct, eq=False):
     leaving: list[Version] = []
     """Generations that were replaced and still have something to finish, or a process that has not ended."""
     reason: str = ""
+    failed: FailedChange | None = None
+    """The last change, if it has failed."""
     operation: Operation | None = None
     unloading: list[Unloading] = []
     loads: Loads = field(default_factory=Loads)

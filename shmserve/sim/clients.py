@@ -260,7 +260,9 @@ class Source:
         client.open[number] = asked
         self.result.sent += 1
         world.owed += 1
-        inputs = self._inputs.make(rows if self._batches else 0, client.segment, self._draws)
+        low, high = load.lengths
+        length = low if low == high else self._draws.randint(low, high)
+        inputs = self._inputs.make(rows if self._batches else 0, client.segment, self._draws, length)
         return client.peer, Infer(number, load.model, 0, inputs, None, self._timeout_us, options)
 
     def _rarely(self, client: Client, number: int, asked: Asked, first: bool) -> Options:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from msgspec.structs import fields, replace
 
 from shmserve.core.limits import Limits
-from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
+from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, PaddingPolicy, TensorSpec
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.sim.faults import Faults
 from shmserve.sim.first_come import first_come
@@ -25,7 +25,7 @@ from shmserve.sim.plan import MS, Plan, SimModel
 from shmserve.sim.repository import models, names
 from shmserve.sim.results import ModelResult, Result
 from shmserve.sim.run import simulate
-from shmserve.sim.service import FORMS, Service, parse
+from shmserve.sim.service import FORMS, PerElement, Service, parse
 
 NAME = "model"
 EPILOG = f"""\
@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--instances", type=_count, metavar="N", help="so many, whatever the configuration says")
     model.add_argument("--max-batch", type=_count, metavar="N", help="of the plain model: rows in a batch (default: 8)")
     model.add_argument("--delay-ms", type=_number, metavar="MS", help="of the plain model: queue delay (default: 0)")
+    model.add_argument("--padding", action="store_true", help="of the plain model: requests of different lengths batch")
     model.add_argument(
         "--service", action="append", metavar="[MODEL=]TIME", help="what a batch takes (default: 1ms)", default=[]
     )
@@ -76,6 +77,13 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--recording", type=Path, metavar="FILE", help="instead: arrivals that were recorded")
     load.add_argument("--sweep", type=_rates, metavar="N,N,...", help="one row for each of these rates")
     load.add_argument("--rows", type=_span, default=(1, 1), metavar="N[-M]", help="rows of a request (default: 1)")
+    load.add_argument(
+        "--lengths",
+        type=_span,
+        default=(1, 1),
+        metavar="N[-M]",
+        help="of inputs: in place of each dim of -1 (default 1)",
+    )
     load.add_argument("--sequence", type=_span, default=(1, 1), metavar="N[-M]", help="requests of a sequence")
     load.add_argument("--gap-ms", type=_number, default=0.0, metavar="MS", help="between requests of a sequence")
     load.add_argument("--distinct", type=_count, default=0, metavar="N", help="different inputs, for a cache")
@@ -167,8 +175,10 @@ def _plain(args: argparse.Namespace, services: dict[str, Service]) -> SimModel:
     batches = args.max_batch or 8
     delay = round((args.delay_ms or 0) * MS)
     batching = BatchPolicy(delay_ns=delay) if batches > 1 else None
-    tensors = (TensorSpec("x", "FP32", (16,)),), (TensorSpec("y", "FP32", (16,)),)
-    policy = ModelPolicy(name, 1, batches, *tensors, batching)
+    dims = (16,) if args.lengths == (1, 1) else (-1,)
+    tensors = (TensorSpec("x", "FP32", dims),), (TensorSpec("y", "FP32", (16,)),)
+    padding = PaddingPolicy((("x", (0,)),)) if args.padding and batching is not None else None
+    policy = ModelPolicy(name, 1, batches, *tensors, batching, padding=padding)
     specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(args.instances or 1))
     known = SimModel(policy, specs)
     service = services.get(name) or services.get("")
@@ -183,9 +193,9 @@ def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimMod
     if not args.repository:
         made = _plain(args, services)
         return [made], [made.policy.name]
-    if args.max_batch or args.delay_ms is not None:
+    if args.max_batch or args.delay_ms is not None or args.padding:
         raise InvalidRequest(
-            "--max-batch and --delay-ms are for the plain model; a repository's says it in config.pbtxt"
+            "--max-batch, --delay-ms and --padding are for the plain model; a repository's says it in config.pbtxt"
         )
     found = list(asked) or ([args.model] if args.model else names(args.repository))
     if not asked and len(found) != 1:
@@ -232,8 +242,9 @@ def _load(args: argparse.Namespace, name: str, replay: Replay | None, rate: floa
     timeout = round((args.deadline_ms or 0) * MS)
     gap = round(args.gap_ms * MS)
     return Load(
-        name, arrivals, args.clients, args.rows, timeout, sequence=args.sequence, gap_ns=gap, distinct=args.distinct
-    )
+        name, arrivals, args.clients, args.rows, timeout, sequence=args.sequence, gap_ns=gap, distinct=args.distinct,
+        lengths=args.lengths,
+    )  # fmt: skip
 
 
 def _first_come(plan: Plan, result: Result) -> ModelResult:
@@ -241,6 +252,8 @@ def _first_come(plan: Plan, result: Result) -> ModelResult:
     known = next(model for model in plan.models if model.policy.name == load.model)
     if len(plan.loads) > 1 or known.policy.steps is not None or known.policy.sequence is not None:
         raise InvalidRequest("a first-come queue is compared with one model, that is neither ensemble nor of sequences")
+    if isinstance(known.service, PerElement):
+        raise InvalidRequest("a first-come queue is compared with a model whose service time depends on rows only")
     batches = known.policy.max_batch if known.policy.batching is not None else 1
     return first_come(load, known.service, batches, len(known.instances), result.seconds, plan.seed)
 
@@ -281,6 +294,9 @@ def _lines(model: ModelResult) -> list[tuple[str, str]]:
     if model.batches:
         lines.append(("batches", f"{sum(model.batches.values())}, of {model.mean_batch:.2f} rows on average"))
         lines.append(("instances", f"{model.instances}, busy {model.utilisation:.1%} of the time"))
+    if model.elements:
+        share = model.padded_elements / model.elements
+        lines.append(("padding", f"{share:.1%} of {model.elements} elements (rows x padded length)"))
     if model.deaths:
         lines.append(("deaths", f"{model.deaths} worker processes"))
     return lines

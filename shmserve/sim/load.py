@@ -79,7 +79,8 @@ class Closed(Struct, frozen=True):
 class Load(Struct, frozen=True):
     """Requests to one model.
 
-    `rows` is drawn evenly from the two numbers and all between them. With `sequence` (from, to) each arrival begins a
+    `rows` is drawn evenly from the two numbers and all between them, and so is the length of inputs, which have it in
+    place of each dim of -1, from `lengths`. With `sequence` (from, to) each arrival begins a
     sequence of so many requests, each sent `gap_ns` after the answer to the one before. Of `distinct` different inputs
     each request has one, which matters to a response cache only; 0: no two are alike."""
 
@@ -94,6 +95,7 @@ class Load(Struct, frozen=True):
     window: int = 8
     """Of a decoupled model: so many answers may come before the caller asks for more."""
     distinct: int = 0
+    lengths: tuple[int, int] = (1, 1)
 
 
 def read_recording(path: Path) -> dict[str, Replay]:

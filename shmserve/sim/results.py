@@ -80,6 +80,10 @@ class ModelResult(Struct):
     """From call to answer, of those answered."""
     batches: dict[int, int] = {}
     """Rows -> batches."""
+    elements: int = 0
+    """Rows x padded length, of the batches of a model whose inputs are padded."""
+    padded_elements: int = 0
+    """Of these, how many were padding."""
     instances: int = 0
     busy_ns: int = 0
     deaths: int = 0
@@ -124,6 +128,8 @@ class ModelResult(Struct):
             },
             "batches": {str(rows): count for rows, count in sorted(self.batches.items())},
             "mean_batch": round(self.mean_batch, 3),
+            "elements": self.elements,
+            "padded_elements": self.padded_elements,
             "instances": self.instances,
             "utilisation": round(self.utilisation, 4),
             "deaths": self.deaths,

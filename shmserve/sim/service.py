@@ -1,4 +1,4 @@
-"""How long things take: a batch of so many rows, or the loading of a model.
+"""How long things take: a batch of so many rows, padded to some length, or the loading of a model.
 
 The rule of the file: a time is drawn from the random numbers that are handed in, and from nothing else.
 """
@@ -18,7 +18,7 @@ from shmserve.errors import InvalidRequest
 
 UNITS = {"ns": 1, "us": 1000, "ms": 1_000_000, "s": 1_000_000_000}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)")
-FORMS = "5ms, 1ms+0.2ms/row, lognormal:5ms,0.4 (median, sigma) or table:FILE"
+FORMS = "5ms, 1ms+0.2ms/row, 1ms+5us/element (rows x length), lognormal:5ms,0.4 (median, sigma) or table:FILE"
 
 
 class Constant(Struct, frozen=True):
@@ -26,7 +26,7 @@ class Constant(Struct, frozen=True):
 
     time_ns: int
 
-    def ns(self, rows: int, random: Random) -> int:
+    def ns(self, rows: int, random: Random, length: int = 1) -> int:
         return self.time_ns
 
 
@@ -36,8 +36,18 @@ class Affine(Struct, frozen=True):
     batch_ns: int
     row_ns: int
 
-    def ns(self, rows: int, random: Random) -> int:
+    def ns(self, rows: int, random: Random, length: int = 1) -> int:
         return self.batch_ns + self.row_ns * rows
+
+
+class PerElement(Struct, frozen=True):
+    """So much for a batch, and so much for each of its elements: rows x padded length."""
+
+    batch_ns: int
+    element_ns: int
+
+    def ns(self, rows: int, random: Random, length: int = 1) -> int:
+        return self.batch_ns + self.element_ns * rows * length
 
 
 class Lognormal(Struct, frozen=True):
@@ -47,7 +57,7 @@ class Lognormal(Struct, frozen=True):
     sigma: float
     row_ns: int = 0
 
-    def ns(self, rows: int, random: Random) -> int:
+    def ns(self, rows: int, random: Random, length: int = 1) -> int:
         return round(self.median_ns * math.exp(self.sigma * random.gauss(0.0, 1.0))) + self.row_ns * rows
 
 
@@ -57,7 +67,7 @@ class Table(Struct, frozen=True):
 
     entries: tuple[tuple[int, tuple[int, ...]], ...]
 
-    def ns(self, rows: int, random: Random) -> int:
+    def ns(self, rows: int, random: Random, length: int = 1) -> int:
         entries, share = self.entries, random.random()
         after = bisect_left(entries, rows, key=lambda entry: entry[0])
         if after == len(entries):
@@ -71,7 +81,7 @@ class Table(Struct, frozen=True):
         return low + (high - low) * (rows - below) // (above - below)
 
 
-Service = Constant | Affine | Lognormal | Table
+Service = Constant | Affine | PerElement | Lognormal | Table
 
 
 def _drawn(times: tuple[int, ...], share: float) -> int:
@@ -124,6 +134,8 @@ def parse(text: str) -> Service:
     base, plus, each = text.partition("+")
     if plus and each.strip().endswith("/row"):
         return Affine(time_ns(base), time_ns(each.strip().removesuffix("/row")))
+    if plus and each.strip().endswith("/element"):
+        return PerElement(time_ns(base), time_ns(each.strip().removesuffix("/element")))
     if colon or plus:
         raise InvalidRequest(f"'{text}' is no service time; write {FORMS}")
     return Constant(time_ns(text))

@@ -30,30 +30,30 @@ class Inputs:
         self._policy = policy
         self._distinct = distinct if policy.cached else 1
         """Contents matter to a cache only."""
-        self._known: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._known: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
         self._newest = 0
 
-    def make(self, rows: int, segment: int, random: Random) -> tuple[Tensor, ...]:
-        """`segment` is that of the client."""
+    def make(self, rows: int, segment: int, random: Random, length: int = 1) -> tuple[Tensor, ...]:
+        """`segment` is that of the client, `length` stands in place of each dim of -1."""
         if self._distinct != 1:
-            return self._various(rows, random)
-        found = self._known.get((rows, segment))
+            return self._various(rows, random, length)
+        found = self._known.get((rows, length, segment))
         if found is None:
-            found = self._known[rows, segment] = self._build(rows, segment, b"")
+            found = self._known[rows, length, segment] = self._build(rows, segment, b"", length)
         return found
 
-    def _various(self, rows: int, random: Random) -> tuple[Tensor, ...]:
+    def _various(self, rows: int, random: Random, length: int) -> tuple[Tensor, ...]:
         self._newest += 1
         which = random.randrange(self._distinct) if self._distinct else self._newest
-        return self._build(rows, 0, which.to_bytes(8, "little"))
+        return self._build(rows, 0, which.to_bytes(8, "little"), length)
 
-    def _build(self, rows: int, segment: int, content: bytes) -> tuple[Tensor, ...]:
+    def _build(self, rows: int, segment: int, content: bytes, length: int) -> tuple[Tensor, ...]:
         tensors = []
         offset = 0
         for spec in self._policy.inputs:
             if spec.optional:
                 continue
-            dims = tuple(max(dim, 1) for dim in spec.dims)
+            dims = tuple(length if dim == -1 else dim for dim in spec.dims)
             shape = (rows, *dims) if self._policy.max_batch else dims
             size = size_of(spec.dtype, shape)
             data: bytes | tuple[Handle, ...] = content[:size].ljust(size, b"\0") if size <= INLINE_BYTES else b""
@@ -70,6 +70,16 @@ class Inputs:
             tensors.append(Tensor(spec.name, spec.dtype, shape, data))
             content = b"" if size > INLINE_BYTES else content
         return tuple(tensors)
+
+
+def length_of(policy: ModelPolicy, work: Work) -> int:
+    """Of a request: what its first dim of -1 is. 1 if it has none."""
+    specs = {spec.name: spec.dims for spec in policy.inputs}
+    lead = 1 if policy.max_batch else 0
+    for tensor in work.inputs:
+        if -1 in specs[tensor.name]:
+            return tensor.shape[lead + specs[tensor.name].index(-1)]
+    return 1
 
 
 class Outputs:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from shmserve.core.padding import rounded
 from shmserve.messages import (
     OWNER_SHIFT,
     Done,
@@ -35,7 +36,8 @@ from shmserve.sim.calling import ANSWERS, Calling
 from shmserve.sim.faults import Fate
 from shmserve.sim.plan import SimModel
 from shmserve.sim.results import ModelResult
-from shmserve.sim.tensors import MANY, Outputs
+from shmserve.sim.service import PerElement
+from shmserve.sim.tensors import MANY, Outputs, length_of
 
 if TYPE_CHECKING:
     from shmserve.sim.run import Simulation
@@ -199,7 +201,7 @@ class Worker:
             for work in works:
                 window = work.options.window if work.options is not None else 0
                 self._streams[work.request] = Stream(work, self._draws.randint(*model.answers), window)
-        time = model.service.ns(rows, self._draws)
+        time = model.service.ns(rows, self._draws, self._length(works, rows))
         if self._fate.of_requests:
             for work in works:
                 if work.options is not None and POISON in work.options.parameters:
@@ -215,6 +217,19 @@ class Worker:
             self._calling.begin(works, lambda: world.at(world.now + time, self._finish, batch))
         else:
             world.at(world.now + time, self._finish, batch)
+
+    def _length(self, works: list[Work], rows: int) -> int:
+        """To which these are padded together."""
+        policy = self.model.policy
+        padding = policy.padding
+        if padding is None:
+            return length_of(policy, works[0]) if isinstance(self.model.service, PerElement) else 1
+        lengths = [length_of(policy, work) for work in works]
+        longest = rounded(max(lengths), padding)
+        self._result.elements += rows * longest
+        useful = sum([(work.rows or 1) * length for work, length in zip(works, lengths, strict=True)])
+        self._result.padded_elements += rows * longest - useful
+        return longest
 
     def _verify_sequences(self, works: list[Work]) -> None:
         """One request of each at most, in their order, at one worker from START on, and where direct in one place."""
