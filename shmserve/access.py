@@ -32,10 +32,13 @@ QUESTIONS = {
     "load": OPERATE,
     "unload": OPERATE,
     "restart": OPERATE,
+    "rollback": OPERATE,
     "set_log": OPERATE,
     "set_trace": OPERATE,
 }
 """Ask.what -> the roles of which one is enough."""
+OPERATIONS = frozenset(("load", "unload", "restart", "rollback", "set_log", "set_trace"))
+"""Those that change something, and may have a body."""
 ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUESTIONS
 """The same for all that a client can want. `map`: memory by descriptor, which is the client's own. `register`: memory
 by its name, which a worker opens in the server's name."""

@@ -21,6 +21,8 @@ INLINE_BYTES = 4096
 """A tensor up to this size travels inside its message: no memory to map, nothing to give back."""
 PACKET_BYTES = 192 * 1024
 """The largest packet. The kernel refuses a SEQPACKET packet above its send buffer, about 200 KB by default."""
+PACKET_MESSAGES = 1024
+"""The most messages of a client in one packet: what is decoded at once, though clients have small turns."""
 FIELD_BYTES = 64 * 1024
 """The largest single field. What is bigger travels as a handle or, for answers, in several messages."""
 FRAME_BYTES = 1024 * 1024
@@ -40,6 +42,8 @@ DEVICE = "cuda:"
 Name = Annotated[str, Meta(max_length=NAME_LENGTH)]
 Text = Annotated[str, Meta(max_length=FIELD_BYTES)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Level = Annotated[int, Meta(ge=0)]
+"""A priority level: all that MessagePack can carry, which is 64 bits."""
 Field = Annotated[bytes, Meta(max_length=FIELD_BYTES)]
 Inline = Annotated[bytes, Meta(max_length=INLINE_BYTES)]
 Value = str | int | float | bool
@@ -92,7 +96,7 @@ class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     `window` above 0: the request is answered with Parts, of which so many may come before the caller says More."""
 
     id: Name = ""
-    priority: Id = 0
+    priority: Level = 0
     queue_timeout_us: Id = 0
     sequence: int | Name = 0
     sequence_start: bool = False
@@ -363,6 +367,8 @@ class Loaded(Struct, array_like=True, tag=96, gc=False):
 class LoadFailed(Struct, array_like=True, tag=97, gc=False):
     code: Name
     text: Text
+    trace: Text = ""
+    """The model's traceback, for the log only."""
 
 
 class Failure(Struct, array_like=True, gc=False):

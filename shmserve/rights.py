@@ -15,6 +15,13 @@ ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS * _INT)
 """Room for that many beside a packet."""
 
 
+LOST = (
+    "descriptors were lost on the way, as this process has too many open files; close some, or raise its limit "
+    "(RLIMIT_NOFILE; LimitNOFILE= of a systemd unit)"
+)
+"""What to say on MSG_CTRUNC: ANCILLARY_BYTES has room for all descriptors, so the process has run out of them."""
+
+
 def received(ancillary: Iterable[tuple[int, int, Any]]) -> list[int]:
     """The descriptors in what recvmsg gave. They are the caller's to close."""
     found = array.array("i")

@@ -168,7 +168,7 @@ class Server:
         try:
             command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(self._repository)]
             command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer)]
-            command += [*self._doors, *self._options]
+            command += ["--metrics-interval-ms", "0", *self._doors, *self._options]
             environment = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
             with self._log_file().open("ab") as log:
                 self._process = subprocess.Popen(

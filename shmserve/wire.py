@@ -8,15 +8,15 @@ so that an honest client's mistake costs it that request and nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_args
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shmserve import messages
 from shmserve.errors import Internal, ProtocolError
-from shmserve.messages import PACKET_BYTES
+from shmserve.messages import PACKET_BYTES, PACKET_MESSAGES
 
 Message = Any
 
@@ -39,10 +39,14 @@ _integer = msgspec.msgpack.Decoder(int)
 
 
 class Codec:
-    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`."""
+    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`, up to `most` of a packet."""
 
-    def __init__(self, union: Any) -> None:
-        self._decode = msgspec.msgpack.Decoder(list[union]).decode
+    def __init__(self, union: Any, most: int = PACKET_BYTES) -> None:
+        self._most = most
+        self._decode: Callable[[bytes], list[Message]] = msgspec.msgpack.Decoder(
+            Annotated[list[union], Meta(max_length=most)]
+        ).decode
+        self._raws = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=most)]).decode
         self._decode_one = msgspec.msgpack.Decoder(union).decode
         self._by_tag = {kind.__struct_config__.tag: kind for kind in get_args(union)}
 
@@ -57,8 +61,10 @@ class Codec:
 
     def _decode_singly(self, packet: bytes) -> list[Message]:
         try:
-            raws = _raw_list.decode(packet)
+            raws = self._raws(packet)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if "of length <=" in str(error):
+                raise ProtocolError(f"a packet has more than {self._most} messages, which is the limit") from None
             raise ProtocolError(f"not a packet, which is a MessagePack array of messages: {error}") from None
         found: list[Message] = []
         refused = 0
@@ -134,7 +140,7 @@ _ELEMENT: dict[tuple[type[Struct], str], type[Struct]] = {
 def pack(batch: Sequence[Message]) -> list[bytes]:
     """Messages -> as few packets as they fit in, in order."""
     packet = encode(batch)
-    if len(packet) <= PACKET_BYTES:
+    if len(packet) <= PACKET_BYTES and len(batch) <= PACKET_MESSAGES:
         return [packet]
     if len(batch) == 1:
         name = type(batch[0]).__name__

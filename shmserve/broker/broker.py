@@ -18,19 +18,26 @@ from typing import Any
 import msgspec
 
 from shmserve import wire
+from shmserve.broker import logs
 from shmserve.broker.access import Access, Principal
+from shmserve.broker.answers import Answers
+from shmserve.broker.backlog import Backlog
 from shmserve.broker.catalog import Catalog, read_descriptor
 from shmserve.broker.cgroups import groups
+from shmserve.broker.client_link import ClientLink
 from shmserve.broker.control import Control
 from shmserve.broker.lane import OWN_DESCRIPTORS, LaneDoor, open_to_group, room_for
 from shmserve.broker.link import Link, close_all
 from shmserve.broker.logs import say
+from shmserve.broker.metric_settings import DEFAULTS, MetricSettings
 from shmserve.broker.metrics import Metrics
 from shmserve.broker.operations import Operations
 from shmserve.broker.own import Own
 from shmserve.broker.probes import Probes
 from shmserve.broker.segments import Segments
 from shmserve.broker.tallies import Tallies
+from shmserve.broker.throttle import Rate
+from shmserve.broker.turns import Turns
 from shmserve.broker.workers import Workers
 from shmserve.broker.zmqdoor import Outbox, ZmqDoor
 from shmserve.core import effects, events
@@ -42,11 +49,11 @@ from shmserve.core.state import WORKERS_FROM
 from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
 from shmserve.messages import (
+    PACKET_MESSAGES,
     Answer,
-    Ask,
-    Cancel,
     ClientMessage,
     Counted,
+    Fail,
     Hello,
     Loaded,
     LoadFailed,
@@ -57,13 +64,14 @@ from shmserve.messages import (
     Reply,
 )
 from shmserve.paths import BROKER, LANE
+from shmserve.repo.generation import ALL_DESCRIPTORS
 
 log = logging.getLogger("shmserve")
 
 PING_S = 10.0
 """How often silent ZeroMQ clients are asked whether they live, and unused memory of the broker's own is given back."""
 
-_client_codec = wire.Codec(ClientMessage)
+_client_codec = wire.Codec(ClientMessage, PACKET_MESSAGES)
 
 
 class Broker:
@@ -77,6 +85,8 @@ class Broker:
         arena_bytes: int,
         access: Access,
         prepared: bool = True,
+        log_rate: Rate | None = None,
+        shown: MetricSettings = DEFAULTS,
     ) -> None:
         self.core = core
         self.drained: Callable[[], None] = lambda: None
@@ -91,49 +101,57 @@ class Broker:
         self._catalog = catalog
         self._control = control
         self._segments = Segments()
-        kept_bytes = core.state.limits.cache_bytes
+        limits = core.state.limits
         self._own = Own(
-            self._segments, arena_bytes, kept_bytes, lambda message: self._put(0, events.OwnSegment(message))
+            self._segments, arena_bytes, limits.cache_bytes, lambda message: self._put(0, events.OwnSegment(message))
         )
         core.copy_with(self._own)
-        metrics = Metrics(core.state, self._own.frames, arena_bytes, self.process_of, control.server_ready)
-        instances = core.state.instances
-        self._tallies = Tallies(lambda model: any(version.model == model for version, _ in instances.values()))
+        self.read = self._own.read
+        metrics = Metrics(core.state, self._own.frames, arena_bytes, self.process_of, control.server_ready, shown)
+        self._tallies = Tallies(
+            lambda model: any(version.model == model for version, _ in core.state.instances.values())
+        )
         self._probes = Probes(loop, self.tell)
+        self._answers = Answers(control, self._probes, self.tell, core.roles_of)
         control.metrics = lambda: metrics.text() + self._tallies.text()
-        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups, prepared)
+        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups, prepared, log_rate)
         self._peers = count(1)
         self._links: dict[int, Link | Outbox] = {}
         self._dirty: dict[Link | Outbox, None] = {}
         self._inbox: list[Event] = []
         self._turn_is_due = False
+        self._turns = Turns(self._schedule)
+        self._backlog = Backlog(core.state.limits.outbox_bytes, self._backlog_changed)
         self._carrying_out = False
         self._timer: Any = None
         self._timer_at = 0
         self._forgotten: list[int] = []
-        self._awaiting: list[tuple[int, Ask]] = []
-        """Who wants to know when all is loaded."""
-        limits = core.state.limits
-        room_for(limits.connections + limits.segments + OWN_DESCRIPTORS)
+        room_for(limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS)
         self._outbox_bytes = limits.client_outbox_bytes
         self._zmq_user = os.geteuid()
         self._zmq_roles = access.roles_of(Principal(self._zmq_user))
-        self._door = ZmqDoor(
-            runtime_dir / BROKER,
-            loop,
-            self._segments,
-            self._own.frames,
-            self._zmq_opened,
-            self._deliver,
-            self._ended,
-            self._outbox_bytes,
-        )
+        self._door = self._zmq_door(runtime_dir)
         self._door_used = False
         self._lane = LaneDoor(runtime_dir / LANE, loop, access, self._lane_opened)
         open_to_group(runtime_dir, access.socket_group)
         self._pings = count(1)
         self._keepalive = loop.call_later(PING_S, self._ping_silent)
         self._actions = self._all_actions()
+
+    def _zmq_door(self, runtime_dir: Path) -> ZmqDoor:
+        return ZmqDoor(
+            runtime_dir / BROKER,
+            self._loop,
+            self._segments,
+            self._own.frames,
+            self._zmq_opened,
+            self._deliver,
+            self._ended,
+            f"uid:{self._zmq_user}",
+            self._outbox_bytes,
+            self._turns,
+            self._backlog,
+        )
 
     def _all_actions(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -148,7 +166,7 @@ class Broker:
             effects.Traced: lambda effect: self.traced(effect),
             effects.Compose: self._compose,
             effects.Settled: lambda effect: self.operations.settled(effect),
-            effects.Query: self._query,
+            effects.Query: lambda effect: self._answers.query(effect.peer, effect.ask, self.operations),
             effects.Drained: lambda effect: self.drained(),
         }
 
@@ -156,6 +174,10 @@ class Broker:
         """Workers that are started from now on see the one that is theirs. `used`: what a process has on GPUs."""
         self._workers.gpus = uuids
         self._workers.used_on_gpu = used
+
+    def processes(self) -> dict[int, str]:
+        """The names of workers by pid."""
+        return self._workers.names()
 
     def waited_elsewhere(self, pids: Set[int]) -> None:
         """Of children that are no workers: as long as they are in the set, somebody else waits for their end."""
@@ -165,9 +187,20 @@ class Broker:
 
     def _lane_opened(self, sock: socket.socket, uid: int, roles: int) -> None:
         peer = next(self._peers)
-        limit = self._outbox_bytes
-        self._links[peer] = Link(sock, peer, _client_codec, self._deliver, self._ended, self._loop, limit)
-        self._put(0, events.Opened(peer, f"uid:{uid}", "lane", roles))
+        user = f"uid:{uid}"
+        self._links[peer] = ClientLink(
+            sock,
+            peer,
+            user,
+            _client_codec,
+            self._deliver,
+            self._ended,
+            self._loop,
+            self._outbox_bytes,
+            self._turns,
+            self._backlog,
+        )
+        self._put(0, events.Opened(peer, user, "lane", roles))
 
     def _zmq_opened(self, outbox: Outbox) -> int:
         peer = next(self._peers)
@@ -183,7 +216,15 @@ class Broker:
         if link is not None:
             self._dirty.pop(link, None)
         self.operations.gone(peer)
+        self._answers.gone(peer)
         self._put(0, events.Closed(peer, reason))
+
+    def _backlog_changed(self, peer: int, behind: bool) -> None:
+        if behind:
+            self._answers.fell_behind(peer)
+        else:
+            self._answers.caught_up(peer)
+        self._put(0, events.Behind(peer, behind))
 
     def _ping_silent(self) -> None:
         ask, lost = self._door.silent()
@@ -194,12 +235,16 @@ class Broker:
         for segment in self._own.trim():
             self._put(0, events.OwnSegmentGone(segment))
         self._flush()
+        logs.flush()
         self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
 
     # ------------------------------------------------------------------------------------ in
 
     def _put(self, peer: int, message: Any) -> None:
         self._inbox.append((peer, message))
+        self._schedule()
+
+    def _schedule(self) -> None:
         if not self._turn_is_due:
             self._turn_is_due = True
             self._loop.call_soon(self._turn)
@@ -230,8 +275,7 @@ class Broker:
             if len(inbox) == 1 and len(self.core.state.requests) <= 1 and not self._carrying_out:
                 self._turn()  # nothing else is under way that could come in the same turn: save the trip round the loop
                 return
-            self._turn_is_due = True
-            self._loop.call_soon(self._turn)
+            self._schedule()
 
     def _prepare(self, peer: int, message: Map | Loaded | Hello, descriptors: list[int]) -> Any:
         """Takes the descriptor that belongs to the message. `descriptors` loses it; what is left over is closed."""
@@ -282,8 +326,12 @@ class Broker:
     # ------------------------------------------------------------------------------------ the turn
 
     def _turn(self) -> None:
+        self._turn_is_due = True  # what links deliver now is part of this turn
+        again = self._turns.begin()
         inbox, self._inbox = self._inbox, []
         self._turn_is_due = False
+        if again:
+            self._schedule()
         self._carry_out(self.core.handle(inbox, time.monotonic_ns()))
 
     def _tick(self) -> None:
@@ -295,18 +343,19 @@ class Broker:
         """All of it before the next turn: what a later turn says must not overtake what this one has said."""
         self._carrying_out = True  # the ZeroMQ door looks for messages whenever something is sent
         try:
+            self._answers.begin()
             self._act(wanted)
+            self._answers.end()
             self._flush()
         finally:
             self._carrying_out = False
         for segment in self._forgotten:
             self._segments.forget(segment)
         self._forgotten.clear()
+        if self.operations.untidy and not self._inbox:  # a Deploy in there names sources that the core has not seen
+            self.operations.tidy()
         self._arm()
-        if self._awaiting and not self._control.is_loading():
-            awaiting, self._awaiting = self._awaiting, []
-            for peer, ask in awaiting:
-                self._answer(peer, ask)
+        self._answers.notify()
         if self.turned is not None:
             self.turned()
 
@@ -369,13 +418,25 @@ class Broker:
     # ------------------------------------------------------------------------------------ effects
 
     def _spawn(self, effect: effects.Spawn) -> None:
+        """Whatever fails here, Exited follows: the core waits for the end of every process that it has asked for."""
+        reason = f"{SIGN} in starting its process"
+        try:
+            self._start_worker(effect)
+            reason = ""
+        except OSError as error:
+            reason = f"cannot start a process: {error.strerror}"
+        finally:
+            if reason and self._workers.get(effect.peer) is None:
+                self._put(0, events.Exited(effect.peer, reason))
+            elif reason:
+                self._workers.kill(effect.peer, reason)
+
+    def _start_worker(self, effect: effects.Spawn) -> None:
         load, descriptor = self._catalog.load_order(effect)
         try:
             worker = self._workers.spawn(effect, self._catalog.terms(effect))
             self._links[effect.peer] = worker.link
             worker.link.send_now([load], [descriptor])
-        except OSError as error:
-            self._put(0, events.Exited(effect.peer, f"cannot start a process: {error.strerror}"))
         finally:
             os.close(descriptor)
 
@@ -389,8 +450,9 @@ class Broker:
         self._links.pop(peer, None)
         self._tallies.gone(peer)
         self._probes.gone(peer)
+        self._answers.gone(peer)
         self._put(0, events.Exited(peer, reason, loading_error, detail))
-        self._loop.call_soon(self.operations.tidy)  # behind the turn
+        self.operations.untidy = True
         self.operations.gone(peer)  # its model may have asked for something
 
     def _close(self, effect: effects.Close) -> None:
@@ -404,33 +466,12 @@ class Broker:
         if link is not None:
             link.pause(effect.until)
 
-    def _query(self, effect: effects.Query) -> None:
-        peer, ask = effect.peer, effect.ask
-        if isinstance(ask, Cancel):
-            self.operations.cancelled(peer, ask.request)
-        elif ask.what == "models" and self.operations.explicit:  # those that were never loaded are only on disk
-            self.operations.names(lambda: self._answer(peer, ask))
-        elif ask.what == "loaded" and self._control.is_loading():
-            self._awaiting.append((peer, ask))
-        elif ask.what == "ready" and ask.model:
-            instances = self._control.serving(ask)
-            if not self._probes.ask(instances, lambda ready: self._answer_ready(peer, ask, ready)):
-                self._answer(peer, ask)
-        elif not self.operations.asked(peer, ask):
-            self._answer(peer, ask)
-
-    def _answer_ready(self, peer: int, ask: Ask, ready: bool) -> None:
-        if ready:  # as far as the model knows
-            self._answer(peer, ask)
-        else:
-            self.tell(peer, Answer(ask.request, b'{"ready":false}'))
-
-    def _answer(self, peer: int, ask: Ask) -> None:
-        for message in self._control.answer(ask):
-            self.tell(peer, message)
-
     def tell(self, peer: int, message: Any) -> None:
         """A message that no request is answered by."""
+        kind = type(message)
+        if kind is Fail or (kind is Answer and not message.more):
+            # Ahead of all that the peer sends once it has the answer: flushing may read from the ZeroMQ socket.
+            self._put(0, events.Answered(peer, message.request))
         self._send(Send(peer, message))
         self._flush()
 

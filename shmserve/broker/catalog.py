@@ -8,15 +8,16 @@ belongs to the loop.
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Collection, Iterable, Sequence
-from itertools import count
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from shmserve.broker.differences import Loaded
 from shmserve.broker.overrides import Given
 from shmserve.broker.terms import NOTHING, Terms, terms_of
 from shmserve.core.effects import Spawn
@@ -27,42 +28,53 @@ from shmserve.core.versions import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.messages import Load
 from shmserve.repo.backends import DIRECTORY, installed
-from shmserve.repo.compile import Cores, compile_instances, compile_policy, unknown_policies
+from shmserve.repo.check import Finding
+from shmserve.repo.check import notes as check_notes
+from shmserve.repo.compile import Cores, compile_instances, compile_policy, environment, unknown_policies
 from shmserve.repo.complete import is_ensemble
 from shmserve.repo.completed import surprises, verify
 from shmserve.repo.ensembles import Member, check_graph
+from shmserve.repo.generation import FilesChanged, Generation, Generations
 from shmserve.repo.origins import as_text, origins
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
 from shmserve.repo.snapshot import Snapshot, take
 from shmserve.repo.store import Found, find_model, model_names, scan_model
 
-SNAPSHOT = "snapshot"
-"""The setting that tells a worker which files it should have found."""
+PINS = "pins"
+"""The setting that names the file with the looks of files that are not copies."""
 
 
 class Reading(NamedTuple):
-    """A model as it was on disk. `snapshot` None: it could not be looked at, or is in two repositories."""
+    """A model as it was on disk, and the files of each version, kept. `snapshot` None: it could not be looked at, or is
+    in two repositories. `findings`: what its owner should know, whether it can be served or not."""
 
     found: Found
     snapshot: Snapshot | None = None
     override: Given | None = None
+    generations: Mapping[int, Generation] = MappingProxyType({})
+    findings: tuple[Finding, ...] = ()
 
 
 class Source(Struct, eq=False):
-    """What one version is made of. `completed` is what its worker made of the configuration; `mark` tells whether
-    something else would be made of what is there now."""
+    """What one version is made of. `generation` has its files; None: there are none, or they are read where they are.
+    `completed` is what its worker made of the configuration; `mark` tells whether something else would be made of what
+    is there now."""
 
     number: int
     model: str
     version: int
-    folder: Path
+    origin: Path
+    generation: Generation | None
     given: ModelConfig
     config: ModelConfig
     kind: str
     digest: str
     mark: object = None
-    override: Path | None = None
     completed: ModelConfig | None = None
+    configuration: str = ""
+    """Digest of the configuration files; "": it does not come from there."""
+    target: Target | None = None
+    """How it was deployed last."""
 
 
 class Catalog:
@@ -72,14 +84,15 @@ class Catalog:
         settings: dict[str, str],
         cores: Cores,
         config_name: str = "",
-        verified: bool = False,
+        generations: Generations | None = None,
         resources: Sequence[tuple[str, int, int]] | None = None,
         terms: Terms = NOTHING,
         gpus: Collection[int] = (),
     ) -> None:
-        """`settings` go to the workers; `cores` are divided among them. `verified`: workers see to it that the files
-        do not change while they load them. `resources`: what the rate limiter was given; None: there is none. `terms`:
-        of the processes of models that say nothing else. `gpus`: the numbers of those that models may use."""
+        """`settings` go to the workers; `cores` are divided among them. `generations` keeps the files of versions as
+        they are read; None: workers read the repositories. `resources`: what the rate limiter was given; None: there is
+        none. `terms`: of the processes of models that say nothing else. `gpus`: the numbers of those that models may
+        use."""
         self._cores = cores
         self._gpus = gpus
         self._terms = terms
@@ -87,12 +100,16 @@ class Catalog:
         self._repositories = repositories
         self._settings = settings
         self._config_name = config_name
-        self._verified = verified
+        self._generations = generations
         self._backends = installed(settings.get(DIRECTORY, ""))
         self._numbers = count(1)
         self._sources: dict[int, Source] = {}
         self._latest: dict[tuple[str, int], int] = {}
         """Model and version -> the source that it was last to be made of."""
+        self._previous: dict[str, tuple[int, ...]] = {}
+        """Model -> the sources that were served before the last load."""
+        self._rejected: dict[str, frozenset[int]] = {}
+        """Model -> the sources that a rollback has replaced."""
         self.names: Collection[str] = ()
         """The models in the repositories, when they were last looked at."""
 
@@ -110,29 +127,47 @@ class Catalog:
 
     def read(self, name: str, given: Given | None = None) -> Reading:
         """The model of that name, or what was given in its place. Errors are those of `find_model`."""
-        folder = (
-            given.folder if given is not None and given.folder is not None else find_model(self._repositories, name)
-        )
-        try:
-            return self.read_folder(folder, given)
-        except BaseException:
-            if given is not None and given.folder is not None:
-                remove([given.folder])
-            raise
+        if given is not None and given.folder is not None:
+            return self.read_folder(given.folder, given)
+        return self.read_folder(find_model(self._repositories, name), given)
 
     def read_folder(self, folder: Path, given: Given | None = None) -> Reading:
         """What is read twice with nothing changed between is consistent; what changes all the time is seen as it is."""
         override = given.config if given is not None else None
+        generation: Generation | None = None
+        if given is not None and given.folder is not None and self._generations is not None:
+            generation = self._generations.adopt(given.folder)
         before = _look(folder)
-        for _ in range(3):
+        for left in (2, 1, 0):
             found = scan_model(
                 folder, backends=self._backends, gpus=self._gpus, config_name=self._config_name, override=override
             )
+            kept: Mapping[int, Generation] = {}
+            try:
+                if generation is not None:
+                    kept = dict.fromkeys(found.versions, generation)
+                elif before is not None:
+                    kept = self._keep(found, before, strict=left > 0)
+            except FilesChanged:
+                if not left:
+                    found = _refused(found, "its files change while they are read")
+            except OSError as error:
+                found = _refused(found, f"its files cannot be kept in the runtime directory: {error.strerror}")
             after = _look(folder)
             if after == before:
                 break
             before = after
-        return Reading(found, before, given)
+        findings = check_notes(found, backends=self._backends, gpus=self._gpus)
+        return Reading(found, before, given, kept, findings)
+
+    def _keep(self, found: Found, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
+        if self._generations is None or found.config is None or is_ensemble(found.config):
+            return {}
+        interpreter = environment(found.config, str(found.path))
+        return {
+            number: self._generations.keep(found.path, number, snapshot, interpreter, strict)
+            for number in found.versions
+        }
 
     def read_all(self) -> list[Reading]:
         readings = []
@@ -157,8 +192,8 @@ class Catalog:
         if lack:
             return [(0, Refuse(found.name, version, lack)) for version in found.versions or (0,)]
         targets = tuple(self._target(reading, found.config, number, instances) for number in found.versions)
-        for key in [key for key in self._latest if key[0] == found.name and key[1] not in found.versions]:
-            del self._latest[key]
+        self._rejected.pop(found.name, None)
+        self._wanted(found.name, targets)
         events: list[Event] = [(0, Deploy(found.name, targets, operation))]
         events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
         return events
@@ -166,11 +201,50 @@ class Catalog:
     def _target(
         self, reading: Reading, config: ModelConfig, number: int, instances: tuple[InstanceSpec, ...]
     ) -> Target:
-        source = self._source(reading, number)
-        if not is_ensemble(config):
-            return Target(number, source, instances)
-        self._sources[source].completed = config
-        return Target(number, source, (), compile_policy(config, number))
+        source = self._sources[self._source(reading, number)]
+        if is_ensemble(config):
+            source.completed = config
+            source.target = Target(number, source.number, (), compile_policy(config, number))
+        else:
+            source.target = Target(number, source.number, instances)
+        return source.target
+
+    def _wanted(self, model: str, targets: Iterable[Target]) -> None:
+        for key in [key for key in self._latest if key[0] == model]:
+            del self._latest[key]
+        self._latest.update({(model, target.number): target.source for target in targets})
+
+    def loaded(self) -> list[Loaded]:
+        """What is made of files of the repository."""
+        return [
+            Loaded(source.number, source.origin, source.version, source.digest, source.configuration)
+            for source in self._sources.values()
+            if source.digest and (source.generation is None or source.generation.folder != source.origin)
+        ]
+
+    # ------------------------------------------------------------------------------------ going back
+
+    def replaced(self, model: str, sources: Iterable[int]) -> None:
+        """A load has succeeded; these sources were served before. They are kept until the next one."""
+        self._previous[model] = tuple(source for source in sources if source in self._sources)
+
+    def previous(self, model: str, operation: int, served: Iterable[int]) -> Deploy:
+        """What was served before the last load. `served`: the sources that it takes the place of."""
+        sources = self._previous.get(model)
+        if not sources:
+            raise NotFound(f"failed to load '{model}': it has no previous generation")
+        self._rejected[model] = frozenset(served)
+        targets = [target for source in sources if (target := self._sources[source].target) is not None]
+        self._wanted(model, targets)
+        return Deploy(model, tuple(targets), operation)
+
+    def is_rejected(self, reading: Reading) -> bool:
+        """Whether this is what a rollback has replaced."""
+        rejected, found = self._rejected.get(reading.found.name), reading.found
+        if not rejected or found.config is None:
+            return False
+        known = [self._known(found.name, number, _mark(reading, number)) for number in found.versions]
+        return {source.number if source is not None else 0 for source in known} == rejected
 
     def compose(self, number: int, versions: Iterable[Version]) -> str:
         """Why an ensemble cannot be run with the models that are served now; "" if it can."""
@@ -186,42 +260,35 @@ class Catalog:
         problems = check_graph(source.config, members)
         return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
 
-    def warnings(self, found: Found) -> list[str]:
-        """What its owner should know, though it can be served."""
-        if found.config is None:
-            return list(found.warnings)
-        groups = found.config.instance_group
-        passive = bool(groups) and all(group.passive for group in groups)
-        return [
-            *found.warnings,
-            *(["all its instances are passive: no request of it will be answered"] if passive else []),
-            *(
-                f"host policy '{name}' is not known (--host-policy): its instances use all cores"
-                for name in unknown_policies(found.config, self._cores)
-            ),
-        ]
+    def warnings(self, reading: Reading) -> list[tuple[str, str]]:
+        """What its owner should know, though it may be served, and what to do about it ("" where the text says it)."""
+        found = [(finding.relative, finding.hint) for finding in reading.findings]
+        config = reading.found.config
+        policies = unknown_policies(config, self._cores) if config is not None else ()
+        text = "host policy '{}' is not known (--host-policy): its instances use all cores"
+        return found + [(text.format(name), "") for name in policies]
 
     def _source(self, reading: Reading, version: int) -> int:
         """The number of what the version is made of: the same as before, if that has not changed."""
         found, given = reading.found, reading.override
         assert found.config is not None
         assert found.given is not None
-        content = replace(found.config, instance_group=(), version_policy=None)
         digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
-        mark = (encode_config(content), digest, str(found.path), given is not None)
+        configuration = reading.snapshot.of_configuration() if reading.snapshot is not None and given is None else ""
+        mark = _mark(reading, version)
         source = self._known(found.name, version, mark)
         if source is not None:
-            self._latest[found.name, version] = source.number
+            source.configuration = configuration
             source.config, source.given = found.config, found.given
             source.completed = source.completed and _regrouped(source.completed, found.config)
             return source.number
         number = next(self._numbers)
         kind = "override" if given is not None else "file" if found.file else ""
-        override = given.folder if given is not None else None
+        generation = reading.generations.get(version)
         self._sources[number] = Source(
-            number, found.name, version, found.path, found.given, found.config, kind, digest, mark, override
+            number, found.name, version, found.path, generation, found.given, found.config, kind, digest, mark
         )
-        self._latest[found.name, version] = number
+        self._sources[number].configuration = configuration
         return number
 
     def _known(self, model: str, version: int, mark: object) -> Source | None:
@@ -233,16 +300,11 @@ class Catalog:
         ]
         return same[-1] if same else None
 
-    def prune(self, live: Collection[int]) -> list[Path]:
-        """Forgets sources that nothing is made of any more. Returns the directories that were made for them."""
-        wanted = {*self._latest.values(), *live}
-        dropped = [source for number, source in self._sources.items() if number not in wanted]
-        for source in dropped:
-            del self._sources[source.number]
-        kept = {source.override for source in self._sources.values()}
-        return [
-            folder for folder in {source.override for source in dropped} if folder is not None and folder not in kept
-        ]
+    def prune(self, live: Collection[int]) -> None:
+        """Forgets sources that nothing is made of any more, and with them their files."""
+        wanted = {*self._latest.values(), *live, *chain.from_iterable(self._previous.values())}
+        for number in [number for number in self._sources if number not in wanted]:
+            del self._sources[number]
 
     def is_override(self, number: int) -> bool:
         """A load call brought it, or its configuration."""
@@ -253,6 +315,8 @@ class Catalog:
         """It is not served any more: when it is loaded again, it is read anew."""
         for key in [key for key in self._latest if key[0] == model]:
             del self._latest[key]
+        self._previous.pop(model, None)
+        self._rejected.pop(model, None)
         for source in self._sources.values():
             if source.model == model:
                 source.mark = None
@@ -263,14 +327,15 @@ class Catalog:
         """The Load for a new worker, and the descriptor that goes with it, which the caller closes."""
         source = self._sources[spawn.source]
         settings = self._settings
-        if self._verified and source.override is None:
-            settings = settings | {SNAPSHOT: source.digest}
-        load = Load(spawn.peer, spawn.model, spawn.version, spawn.instance.name, str(source.folder), settings)
+        if source.generation is not None and source.generation.pins:
+            settings = settings | {PINS: source.generation.pins}
+        folder = str(_folder_of(source))
+        load = Load(spawn.peer, spawn.model, spawn.version, spawn.instance.name, folder, settings)
         return load, config_descriptor(source.config)
 
     def terms(self, spawn: Spawn) -> Terms:
         source = self._sources[spawn.source]
-        return terms_of(source.config, source.folder, self._terms)
+        return terms_of(source.config, _folder_of(source), self._terms)
 
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
         """Takes what a worker has completed the configuration to. Also what its owner may not have expected."""
@@ -306,6 +371,23 @@ def why_not(found: Found) -> str:
     return "" if found.config is not None else "it has no configuration"
 
 
+def _mark(reading: Reading, version: int) -> object:
+    """Equal for readings of which the same would be made."""
+    assert reading.found.config is not None
+    content = replace(reading.found.config, instance_group=(), version_policy=None)
+    digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
+    return encode_config(content), digest, str(reading.found.path), reading.override is not None
+
+
+def _refused(found: Found, problem: str) -> Found:
+    return found._replace(config=None, versions=(), problems=(*found.problems, problem))
+
+
+def _folder_of(source: Source) -> Path:
+    """The model's directory, as its workers see it."""
+    return source.generation.folder if source.generation is not None else source.origin
+
+
 def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
     """What a worker completed, with the parts that change in place as they are now."""
     return replace(completed, instance_group=config.instance_group, version_policy=config.version_policy)
@@ -331,9 +413,3 @@ def read_descriptor(descriptor: int, limit: int = 4 << 20) -> bytes:
         return os.pread(descriptor, limit, 0)
     finally:
         os.close(descriptor)
-
-
-def remove(folders: Sequence[Path]) -> None:
-    """Directories that were made for overrides. In a thread."""
-    for folder in folders:
-        shutil.rmtree(folder.parent, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shmserve.broker.catalog import Reading
+from shmserve.core.effects import Settled
 from shmserve.errors import ServeError
 from shmserve.repo.steps import steps_of
 
@@ -49,6 +50,37 @@ class Companions:
                 if not ensembles:
                     alone += [name, *self.unloaded(name)]
         return alone
+
+
+class Together:
+    """Operations that are reported only when others are over too."""
+
+    def __init__(self) -> None:
+        self._others: dict[int, set[int]] = {}
+        """Operation -> those that it still waits for. Never empty."""
+        self._over: dict[int, Settled] = {}
+        """Operations that wait for nothing else any more."""
+
+    def add(self, operation: int, others: set[int]) -> None:
+        if others:
+            self._others[operation] = set(others)
+
+    def over(self, effect: Settled) -> list[Settled]:
+        """Gives what can be reported now. A failure is reported at once."""
+        found = []
+        if effect.operation in self._others and not effect.code:
+            self._over[effect.operation] = effect
+        else:
+            self._others.pop(effect.operation, None)
+            found.append(effect)
+        for operation in [number for number, others in self._others.items() if effect.operation in others]:
+            others = self._others[operation]
+            others.discard(effect.operation)
+            if not others:
+                del self._others[operation]
+                if operation in self._over:
+                    found.append(self._over.pop(operation))
+        return found
 
 
 def needs(reading: Reading, read: Callable[[str], Reading]) -> Iterator[tuple[str, Reading]]:

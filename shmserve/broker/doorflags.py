@@ -5,14 +5,27 @@ The rule of the file: what a value means is the gateway's to say; here is only t
 
 from __future__ import annotations
 
+from typing import Any
+
 from shmserve.broker.flag import Flag
 
 DOORS = "Doors to the network"
 
 
-def _told(name: str, metavar: str, help_: str, shown: str = "", *, kind: str = "text", triton: str = "") -> Flag:
+def _told(
+    name: str,
+    metavar: str,
+    help_: str,
+    shown: str = "",
+    *,
+    kind: str = "text",
+    triton: str = "",
+    compatible: Any = None,
+) -> Flag:
     """One that gateways have under the same name."""
-    return Flag(name, kind, DOORS, help_, None, metavar, shown=shown, triton=triton, gateway=name)
+    return Flag(
+        name, kind, DOORS, help_, None, metavar, shown=shown, triton=triton, gateway=name, compatible=compatible
+    )
 
 
 def _switch(name: str, help_: str, shown: str, gateway: str = "") -> Flag:
@@ -31,6 +44,12 @@ def _each(name: str, metavar: str, help_: str) -> Flag:
     return Flag(name, "text", DOORS, f"{help_}; may be given several times", [], metavar, repeatable=True, gateway=name)
 
 
+def _share(kind: str, whose: str) -> Flag:
+    return _told(f"{kind}-share", "FRACTION", f"of a gateway's allowance of calls and memory for inputs, what one "
+                 f"{whose} may have in flight, of what the others leave; 1: all of it", "0.25")  # fmt: skip
+
+
+_ROLES = "all of them for every caller; loading models and changing settings must be allowed"
 _LOCAL = "0.0.0.0; only this machine, unless it is asked for"
 
 DOOR_FLAGS = (
@@ -40,16 +59,17 @@ DOOR_FLAGS = (
          least=1),
     _switch("allow-http", "a door for HTTP", "true"),
     _number("http-port", "N", "its port; 0: any", "8000"),
-    _told("http-address", "ADDRESS", "where it is listened for", "127.0.0.1", triton=_LOCAL),
+    _told("http-address", "ADDRESS", "where it is listened for", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
     _told("http-roles", "ROLE,ROLE", "what callers of HTTP may do, of infer, observe and operate; with --tokens-file "
-          "those without a token may do nothing, unless it is said here", "infer,observe"),
+          "those without a token may do nothing, unless it is said here", "infer,observe", triton=_ROLES,
+          compatible="infer,observe,operate"),
     _number("http-max-input-size", "N", "bytes of a body", "67108864"),
     _switch("reuse-http-port", "other servers may listen on the same ports", "false", "reuse-port"),
     _each("http-restricted-api", "API,API:HEADER=VALUE", "these APIs want this header"),
     _told("http-header-forward-pattern", "REGEX", "headers with such names go on to the model, as parameters"),
     _switch("allow-grpc", "a door for gRPC", "true"),
     _number("grpc-port", "N", "its port; 0: any", "8001"),
-    _told("grpc-address", "ADDRESS", "where it is listened for", "127.0.0.1", triton=_LOCAL),
+    _told("grpc-address", "ADDRESS", "where it is listened for", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
     _told("grpc-roles", "ROLE,ROLE", "what callers of gRPC may do", "as --http-roles"),
     _number("grpc-max-input-size", "N", "bytes of a message", "67108864"),
     _switch("reuse-grpc-port", "the same as --reuse-http-port", "false", "reuse-port"),
@@ -67,6 +87,9 @@ DOOR_FLAGS = (
     _switch("allow-metrics", "a door for Prometheus", "true"),
     _number("metrics-port", "N", "its port; 0: any", "8002"),
     _told("metrics-address", "ADDRESS", "where it is listened for", "as --http-address"),
+    _share("connection", "connection"),
+    _share("address", "address; behind a reverse proxy all callers have one"),
+    _share("token", "token, or key of ZeroMQ"),
     _switch("allow-client-shm", "callers may register shared memory of this machine", "false"),
     _switch("copy-client-shm", "the gateway copies what is in it; otherwise workers map it", "false"),
     _file("tls-cert", "TLS at all doors with this certificate, and those up to the root (PEM)"),

@@ -6,6 +6,7 @@ nv_ have Triton's names and meaning.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -21,7 +22,7 @@ INSTANCE = ("model", "version", "model_instance")
 
 class Family(Struct, frozen=True):
     name: str
-    kind: str  # counter, gauge or histogram
+    kind: str  # counter, gauge, histogram or summary
     labels: tuple[str, ...]
     help: str
     group: str
@@ -37,11 +38,12 @@ def _rows(group: str, *rows: tuple[str, str, tuple[str, ...], str]) -> Iterator[
         yield Family(name, kind, labels, text, group)
 
 
+_SUMMARY = "(--metrics-config summary_latencies=true)"
 FAMILIES = (
     *_rows(
         MODEL,
         ("nv_inference_request_success", "counter", VERSION, "requests answered well"),
-        ("nv_inference_request_failure", "counter", (*VERSION, "reason"),
+        ("nv_inference_request_failure", "counter", ("model", "reason", "version"),
          "requests not answered well: REJECTED by a limit or a policy, CANCELED by the caller, BACKEND: by the model "
          "or the end of its process, OTHER: a deadline, or the stop of the server"),
         ("nv_inference_pending_request_count", "gauge", VERSION, "requests that no instance has begun yet"),
@@ -50,11 +52,25 @@ FAMILIES = (
         ("nv_inference_compute_input_duration_us", "counter", VERSION, "microseconds for making inputs ready, summed"),
         ("nv_inference_compute_infer_duration_us", "counter", VERSION, "microseconds in the model, summed"),
         ("nv_inference_compute_output_duration_us", "counter", VERSION, "microseconds for placing outputs, summed"),
+        ("nv_inference_first_response_histogram_ms", "histogram", VERSION,
+         "milliseconds from arrival to the first response (--metrics-config histogram_latencies=true)"),
+        ("nv_inference_request_summary_us", "summary", VERSION,
+         f"microseconds from arrival to answer, not of models with a response cache {_SUMMARY}"),
+        ("nv_inference_queue_summary_us", "summary", VERSION, f"microseconds from arrival to the batch {_SUMMARY}"),
+        ("nv_inference_compute_input_summary_us", "summary", VERSION,
+         f"microseconds for making inputs ready {_SUMMARY}"),
+        ("nv_inference_compute_infer_summary_us", "summary", VERSION, f"microseconds in the model {_SUMMARY}"),
+        ("nv_inference_compute_output_summary_us", "summary", VERSION,
+         f"microseconds for placing outputs {_SUMMARY}"),
+        ("nv_cache_hit_summary_per_model", "summary", VERSION,
+         f"microseconds from arrival to answer of hits {_SUMMARY}"),
         ("shmserve_request_duration_seconds", "histogram", VERSION, "from arrival to answer, of those answered well"),
         ("shmserve_queue_duration_seconds", "histogram", VERSION, "from arrival until an instance took the batch up"),
         ("nv_cache_num_hits_per_model", "counter", VERSION, "requests answered from the cache"),
         ("nv_cache_num_misses_per_model", "counter", VERSION, "requests computed whose answer was to be kept"),
         ("nv_cache_hit_duration_per_model", "counter", VERSION, "microseconds from arrival to answer of hits, summed"),
+        ("shmserve_model_requests_in_flight", "gauge", VERSION,
+         "requests that an instance has begun and not finished"),
         ("shmserve_queue_bytes", "gauge", VERSION, "bytes inside messages that wait"),
         ("shmserve_requests_in_flight", "gauge", (), "requests not answered yet, or still read by an instance"),
         ("shmserve_requests_refused_total", "counter", ("reason",),
@@ -67,6 +83,9 @@ FAMILIES = (
         ("shmserve_batch_duration_seconds", "histogram", VERSION, "from when a batch was taken up until it was done"),
         ("shmserve_batch_rows", "histogram", VERSION, "rows of batches"),
         ("shmserve_batches_total", "counter", (*VERSION, "reason"), "batches run, by why each was formed when it was"),
+        ("shmserve_batch_elements_total", "counter", VERSION,
+         "of models whose inputs are padded: rows x padded length of the batches run"),
+        ("shmserve_batch_padded_elements_total", "counter", VERSION, "of these elements, those that were padding"),
     ),
     *_rows(
         MEMORY,
@@ -94,7 +113,11 @@ FAMILIES = (
         ("nv_model_load_duration_secs", "gauge", VERSION, "how long the last load took; 0: there was none yet"),
         ("shmserve_model_loads_total", "counter", ("model", "result"), "versions loaded: done or failed"),
         ("shmserve_model_load_seconds_total", "counter", ("model",), "how long those took that are done"),
+        ("shmserve_model_instances", "gauge", (*VERSION, "state"),
+         "instances that are meant to serve: ready, loading (the first time), lost, or quarantined"),
         ("shmserve_instance_state", "gauge", (*INSTANCE, "state"), "always 1: the state in which it is"),
+        ("shmserve_instance_busy_seconds", "gauge", INSTANCE,
+         "for how long it has run a batch that takes longer than usual; 0: it does not"),
         ("shmserve_instance_restarts_total", "counter", INSTANCE, "how often its process has ended and was replaced"),
         ("shmserve_instance_cpu_seconds_total", "counter", INSTANCE, "processor time of its process"),
         ("shmserve_gateway_restarts_total", "counter", (), "how often a gateway of `shmserve serve` was started again"),
@@ -105,7 +128,7 @@ FAMILIES = (
     ),
     *_rows(
         MACHINE,
-        ("nv_cpu_utilization", "gauge", (), "from 0 to 1, all cores together, since the metrics were read last"),
+        ("nv_cpu_utilization", "gauge", (), "from 0 to 1, all cores together, over --metrics-interval-ms or more"),
         ("nv_cpu_memory_total_bytes", "gauge", (), "memory of the machine"),
         ("nv_cpu_memory_used_bytes", "gauge", (), "of that, what is not available to others"),
         ("nv_gpu_utilization", "gauge", GPU, "from 0 to 1, of the time in which anything ran on the GPU"),
@@ -120,6 +143,7 @@ RESERVED = (
     "nv_pinned_memory_pool_total_bytes",
     "nv_pinned_memory_pool_used_bytes",
     "nv_cache_miss_duration_per_model",
+    "nv_cache_miss_summary_per_model",
 )
 """Triton's names for what is not here. They stand for nothing else."""
 
@@ -152,6 +176,15 @@ class Page:
         lines = self._lines[name]
         lines += [f'{name}_bucket{{{labels},le="{edge}"}} {below}' for edge, below in zip(edges, counts, strict=True)]
         lines.append(f'{name}_bucket{{{labels},le="+Inf"}} {count}')
+        lines.append(f"{name}_sum{{{labels}}} {total}")
+        lines.append(f"{name}_count{{{labels}}} {count}")
+
+    def summary(self, name: str, quantiles: list[tuple[str, float]], count: int, total: int, labels: str) -> None:
+        """`quantiles`: what their label says, and the value, which may be nan."""
+        lines = self._lines[name]
+        for quantile, value in quantiles:
+            shown = "NaN" if math.isnan(value) else value
+            lines.append(f'{name}{{{labels},quantile="{quantile}"}} {shown}')
         lines.append(f"{name}_sum{{{labels}}} {total}")
         lines.append(f"{name}_count{{{labels}}} {count}")
 

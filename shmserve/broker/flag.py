@@ -11,9 +11,10 @@ UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 class Flag(Struct, frozen=True):
-    """`kind`: boolean, whole, bytes, seconds, text, path, choice, setting, policy, access, group, limit, cache,
-    resource or trace. `triton`: its default there, where ours differs, and why. `instead`: deprecated, what to say now.
-    `private`: for programs that start us. `gateway`: the option of `shmserve gateway` that it is passed on as."""
+    """`kind` selects the parser, in flags.from_text. `triton`: its default there, where ours differs, and why.
+    `compatible`: the value that it has with --triton-compatible. `instead`: deprecated, what to say now; `setting`: as
+    which setting of that flag. `private`: for programs that start us. `gateway`: the option of `shmserve gateway` that
+    it is passed on as. `note`: it has no effect, and what happens instead. `refused`: why it cannot be true."""
 
     name: str
     kind: str
@@ -30,6 +31,10 @@ class Flag(Struct, frozen=True):
     instead: str = ""
     private: bool = False
     gateway: str = ""
+    compatible: Any = None
+    setting: str = ""
+    note: str = ""
+    refused: str = ""
 
     @property
     def dest(self) -> str:

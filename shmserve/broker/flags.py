@@ -12,13 +12,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shmserve.broker import access, traces
+from shmserve.broker import access, metric_settings, traces
 from shmserve.broker.cores import host_policy
 from shmserve.broker.doorflags import DOOR_FLAGS, DOORS
 from shmserve.broker.flag import ENVIRONMENT, UNITS, Flag
 from shmserve.broker.logs import FORMATS
+from shmserve.broker.throttle import Rate
+from shmserve.broker.triton_flags import TRITON, TRITON_FLAGS, decimal, fraction
 from shmserve.core import limits
 from shmserve.core.limiter import ANY, SHARED
+from shmserve.repo.generation import FILE_BYTES, TOTAL_BYTES
 
 REQUIRED = "required"
 SECONDS = 1e6
@@ -29,7 +32,13 @@ _FALSE = ("false", "0", "no", "off")
 
 MODELS, LOADING, INSTANCES, MEMORY = "Models", "Loading", "Instances and cores", "Memory"
 ACCESS, STOPPING, LOGGING, SERVICE = "Access and limits", "Stopping", "Logging", "Service"
-GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, DOORS, STOPPING, LOGGING, SERVICE)
+GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, DOORS, STOPPING, LOGGING, SERVICE, TRITON)
+
+
+def _old_trace(name: str, setting: str, metavar: str) -> Flag:
+    return Flag(f"trace-{name}", "trace", LOGGING, f"the old name of --trace-config {setting}=", [], metavar,
+                repeatable=True, instead="trace-config", setting=setting)  # fmt: skip
+
 
 FLAGS = (
     Flag("model-repository", "path", MODELS, "directory with one sub-directory a model; may be given several times",
@@ -59,9 +68,13 @@ FLAGS = (
     Flag("strict-readiness", "boolean", LOADING, "ready only when every model is READY; false: when loading has ended",
          True),
     Flag("exit-on-error", "boolean", LOADING, "end if a model fails to load at start; false: the others are served",
-         False, triton="true; one bad model does not keep the others from being served, and readiness says so"),
+         False, triton="true; one bad model does not keep the others from being served, and readiness says so",
+         compatible=True),
     Flag("execution-limit-secs", "seconds", INSTANCES, "a worker that runs one batch for longer hangs, and is killed; "
          "a model's parameter execution_limit_secs is stronger; 0: no limit", 300.0, "S"),
+    Flag("crash-limit", "whole", INSTANCES, "crashes of an instance in a row, with no batch done in between, after "
+         "which it counts as broken; if other instances answer meanwhile it is quarantined; a model's parameter "
+         "crash_limit is stronger; 0: never", 3, "N"),
     Flag("load-limit-secs", "seconds", LOADING, "a worker that loads for longer is killed, and has failed to load; 0: "
          "no limit", 1800.0, "S"),
     Flag("prepared-process", "boolean", INSTANCES, "workers are made of a process that has imported what all need; "
@@ -91,6 +104,9 @@ FLAGS = (
     Flag("instance-gpu-memory-limit", "bytes", MEMORY, "an instance whose process has more memory on its GPU is ended; "
          "a model's parameter gpu_memory_limit_mb is stronger; 0: no limit", 0, "N", shown="no limit"),
     Flag("override-bytes", "bytes", MEMORY, "the most bytes of files that one load call may bring", 1 << 30, "N"),
+    Flag("generation-bytes", "bytes", MEMORY, "copy at most so many bytes of a version's small files to the runtime "
+         "directory when it is loaded; a restarted instance loads these; the other files are linked", TOTAL_BYTES, "N"),
+    Flag("generation-file-bytes", "bytes", MEMORY, "the largest file that --generation-bytes copies", FILE_BYTES, "N"),
     Flag("socket-group", "group", ACCESS, "members of this group may connect to the lane, infer and observe", None,
          "NAME", shown="nobody but the server's own user"),
     Flag("access", "access", ACCESS, "gives roles, of infer, observe and operate, to uid:N, gid:N, user:NAME, "
@@ -99,9 +115,17 @@ FLAGS = (
     Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
          "times", [], "NAME=VALUE", repeatable=True),
     *DOOR_FLAGS,
-    Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, wait this long for requests in flight", 30.0, "S"),
+    Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, requests in flight have this long; then all is killed",
+         30.0, "S"),
     Flag("log-verbose", "whole", LOGGING, "1: more in the log; 2: also each batch, and why it was formed", 0, "N"),
     Flag("allow-gpu-metrics", "boolean", LOGGING, "metrics tell what GPUs do, if there are any", True),
+    Flag("allow-cpu-metrics", "boolean", LOGGING, "metrics of the machine's cores and memory", True),
+    Flag("metrics-interval-ms", "whole", LOGGING, "how often GPUs and cores are looked at; 0: every two seconds, and "
+         "the page of metrics is built for each request, however many there are", 2000, "N"),
+    Flag("metrics-config", "metrics", LOGGING, "which latencies metrics have: counter_latencies=BOOL (true), "
+         "histogram_latencies=BOOL and summary_latencies=BOOL (false), "
+         "summary_quantiles=QUANTILE:ERROR,... (0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001); may be given "
+         "several times", [], "NAME=VALUE", repeatable=True),
     Flag("log-info", "boolean", LOGGING, "log what goes on", True),
     Flag("log-warning", "boolean", LOGGING, "log what may be wrong", True),
     Flag("log-error", "boolean", LOGGING, "log what has failed", True),
@@ -110,53 +134,38 @@ FLAGS = (
          "default", "FORM", choices=FORMATS),
     Flag("log-file", "path", LOGGING, "append to this file, not to the console; it may be rotated by renaming it",
          None, "FILE", shown="console"),
+    Flag("log-worker-lines", "whole", LOGGING, "log at most so many lines a second of what one worker or gateway "
+         "prints; what is dropped is counted; 0: no limit", Rate().lines, "N"),
+    Flag("log-worker-bytes", "bytes", LOGGING, "log at most so many bytes a second of what one worker or gateway "
+         "prints; 0: no limit", Rate().bytes, "N"),
     Flag("trace-config", "trace", LOGGING, "which requests are traced, and where to: triton,file=FILE, "
-         "triton,log-frequency=N, level=TIMESTAMPS, rate=N (each N-th), count=N (so many at most); may be given "
-         "several times", [], "KEY=VALUE", repeatable=True),
+         "triton,log-frequency=N, level=TIMESTAMPS or TENSORS, rate=N (each N-th), count=N (so many at most); "
+         "may be given several times", [], "KEY=VALUE", repeatable=True),
+    _old_trace("file", "triton,file", "FILE"),
+    _old_trace("level", "level", "LEVEL"),
+    _old_trace("rate", "rate", "N"),
+    _old_trace("count", "count", "N"),
+    _old_trace("log-frequency", "triton,log-frequency", "N"),
     Flag("id", "text", SERVICE, "the server's name, as its metadata says it", "shmserve", "NAME",
-         triton="triton; programs that look at the name see which server they talk to"),
+         triton="triton; programs that look at the name see which server they talk to", compatible="triton"),
+    Flag("triton-compatible", "boolean", SERVICE, "take Triton's defaults where they differ; a flag that is given "
+         "counts all the same", False),
     Flag("runtime-dir", "path", SERVICE, "where the sockets are", None, "DIR",
          shown="/run/shmserve if writable, $XDG_RUNTIME_DIR/shmserve, or a directory in the temporary one"),
     Flag("config", "path", SERVICE, "a TOML file with flags as keys; the command line and the environment are stronger",
          None, "FILE"),
     Flag("environment-dir", "path", SERVICE, "where archives of EXECUTION_ENV_PATH are unpacked to, each once", None,
          "DIR", shown="environments in $CACHE_DIRECTORY, else in shmserve in the user's directory for caches"),
+    *TRITON_FLAGS,
     Flag("hints", "boolean", SERVICE, "when ready, show what to try next", False, private=True),
     Flag("ready-fd", "whole", SERVICE, "a descriptor that READY is written to", -1, "FD", private=True),
 )  # fmt: skip
 BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if name}
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-NOT_BUILT_YET = _names(
-    """
-    enable-peer-access http-thread-count grpc-infer-thread-count grpc-infer-allocation-pool-size
-    grpc-max-response-pool-size grpc-http2-max-pings-without-data allow-cpu-metrics metrics-interval-ms
-    metrics-config cache-directory cuda-virtual-address-size
-    min-supported-compute-capability buffer-manager-thread-count model-load-gpu-limit repoagent-directory
-    trace-file trace-level trace-rate trace-count trace-log-frequency
-    """
-)
-"""Triton's flags for what is not here."""
-NO_PART = _names(
-    """
-    allow-sagemaker sagemaker-port sagemaker-safe-port-range sagemaker-thread-count allow-vertex-ai
-    vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
-    """
-)
-
-
 def unknown(name: str, shown: str, prefix: str = "--") -> str:
     """What to say of a name that is not a flag. `shown` is how it was written, `prefix` how the nearest one is."""
-    plain = name.replace("_", "-").lower()
-    if plain in NOT_BUILT_YET:
-        return f"{shown} is known to Triton, and not built here yet; leave it out"
-    if plain in NO_PART:
-        return f"{shown} is known to Triton, and not part of shmserve; leave it out"
-    close = nearest(plain)
+    close = nearest(name.replace("_", "-").lower())
     return f"{shown} is unknown" + (f"; did you mean {prefix}{written(close, prefix)}?" if close else "")
 
 
@@ -199,9 +208,15 @@ def from_text(flag: Flag, text: str) -> Any:
         case "resource":
             return _resource(text)
         case "trace":
-            return traces.config(text)
+            return traces.config(f"{flag.setting}={text}" if flag.setting else text)
         case "pool":
             return _pool(text)
+        case "metrics":
+            return metric_settings.config(text)
+        case "fraction":
+            return fraction(text)
+        case "decimal":
+            return decimal(text)
     if not text and flag.default != "":
         raise ValueError(f"a {flag.metavar or 'value'} is expected, and nothing was given")
     return Path(text) if flag.kind == "path" else text
@@ -329,8 +344,10 @@ def _seconds(text: str) -> float:
 
 
 def _choice(flag: Flag, text: str) -> str:
-    if text in flag.choices:
-        return text
+    """In upper or lower case, as in Triton."""
+    for choice in flag.choices:
+        if text.lower() == choice.lower():
+            return choice
     close = get_close_matches(text.lower(), [choice.lower() for choice in flag.choices], 1)
     meant = next((choice for choice in flag.choices if close and choice.lower() == close[0]), "")
     more = f"; did you mean {meant}?" if meant else ""

@@ -11,14 +11,15 @@ import os
 import select
 import signal
 import subprocess
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from shmserve.broker import children
 from shmserve.broker.families import Page
+from shmserve.broker.throttle import Rate
 from shmserve.core.lifecycle import pause_ns
 from shmserve.paths import python
 
@@ -33,8 +34,8 @@ STEADY_S = 60.0
 """Who has lived so long has not failed in a row."""
 OPEN_S = 60.0
 """So long one may take to open its doors."""
-GRACE_S = 5.0
-"""Beyond the time that requests have at a stop."""
+GRACE_S = 1.0
+"""Beyond the time that requests have at a stop; less than `deadline.KILL_S`."""
 _LEVELS = {level: level for level in ("debug", "info", "warning", "error", "critical")}
 _PASSED_ON = ("SSL_", "OPENSSL_")
 """How variables begin that a gateway gets, beside those of every child. It parses bytes from the network."""
@@ -60,12 +61,11 @@ class _Gateway(Struct, eq=False):
     began: float = 0.0
     deaths: int = 0
     timer: Any = None
-    words: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
 
 class Gateways:
     """`opened(ports)` is called once, when all of them listen; `failed(code, text)` instead, if one cannot. `say` is
-    for what they write."""
+    for what they write, limited to `rate`."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Gateways:
         opened: Callable[[Mapping[str, int]], None],
         failed: Callable[[int, str], None],
         say: Callable[[str, str, dict[str, Any]], None],
+        rate: Rate | None = None,
     ) -> None:
         self.pids: set[int] = set()
         """Of those that run: nobody else is to wait for them."""
@@ -86,6 +87,7 @@ class Gateways:
         self._opened = opened
         self._failed = failed
         self._say = say
+        self._rate = rate
         self._all = [_Gateway(number) for number in range(doors.count)]
         self._options = ["--url", url, "--exit-timeout-secs", f"{max(exit_timeout_s, 0.01):g}", *doors.words]
         if doors.count > 1:
@@ -108,7 +110,7 @@ class Gateways:
     def _start(self, gateway: _Gateway) -> None:
         gateway.timer = None
         told, telling = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        output = children.Output(self._loop, _LEVELS)
+        output = children.Output(self._loop, _LEVELS, partial(self._log, gateway.number), self._rate)
         ports = [word for door, port in self.ports.items() if door in PORTS for word in (f"--{door}-port", str(port))]
         words = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(telling), *self._options, *ports]
         try:
@@ -133,9 +135,7 @@ class Gateways:
         gateway.pidfd = os.pidfd_open(process.pid)
         gateway.began = self._loop.time()
         gateway.is_open = False
-        gateway.words.clear()
         self.pids.add(process.pid)
-        self._loop.add_reader(output.descriptor, self._listen, gateway)
         self._loop.add_reader(told, self._hear, gateway)
         self._loop.add_reader(gateway.pidfd, self._end, gateway)
         gateway.timer = self._loop.call_later(OPEN_S, self._late, gateway)
@@ -173,19 +173,18 @@ class Gateways:
         log.error("gateway %d has not opened its doors within %g s", gateway.number, OPEN_S)
         self._kill(gateway)
 
-    def _listen(self, gateway: _Gateway) -> None:
-        assert gateway.output is not None
-        for _, level, text in gateway.output.lines():
-            gateway.words.append(text)
-            self._say(level, f"[gateway] {text}", {"gateway": gateway.number})
+    def _log(self, number: int, level: str, text: str) -> None:
+        self._say(level, f"[gateway] {text}", {"gateway": number})
 
     def _end(self, gateway: _Gateway) -> None:
         """Its process has ended."""
         assert gateway.process is not None
+        assert gateway.output is not None
         code = gateway.process.wait()
-        self._listen(gateway)
+        gateway.output.finish()
+        last_words = gateway.output.last_words()
         self._drop(gateway)
-        self._gone(gateway, code, next((word for word in reversed(gateway.words) if word.strip()), ""))
+        self._gone(gateway, code, last_words)
 
     def _drop(self, gateway: _Gateway) -> None:
         assert gateway.process is not None
@@ -220,6 +219,11 @@ class Gateways:
     def _kill(self, gateway: _Gateway) -> None:
         if gateway.process is not None:
             signal.pidfd_send_signal(gateway.pidfd, signal.SIGKILL)
+
+    def names(self) -> dict[int, str]:
+        """Of the processes that run, by pid."""
+        running = ((gateway.process, gateway.number) for gateway in self._all)
+        return {process.pid: f"gateway {number}" for process, number in running if process is not None}
 
     def metrics(self) -> str:
         """For Prometheus; "" if there are no gateways."""

@@ -7,6 +7,7 @@ umask is.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import logging
 import os
@@ -17,8 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shmserve import wire
 from shmserve.broker.access import Access, Principal
-from shmserve.errors import Denied
+from shmserve.broker.link import close_all
+from shmserve.errors import Denied, Unavailable
+from shmserve.messages import Goodbye
 
 log = logging.getLogger("shmserve")
 
@@ -31,6 +35,8 @@ _GROUPS_BYTES = 1024
 """As much as can be asked for: 256 groups."""
 OWN_DESCRIPTORS = 1024
 """What the broker needs beside those of clients and segments."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+SPARE = 4
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -44,6 +50,8 @@ class LaneDoor:
         self._access = access
         self._opened = opened
         self._again: Any = None
+        self._spare = _spare()
+        """Descriptors kept for refusing connections when the process has no other left."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._socket.bind(str(path))
         give(path, access.socket_group, 0o600)
@@ -57,12 +65,26 @@ class LaneDoor:
             return
         except OSError as error:
             log.error("cannot accept a connection: %s", error.strerror)
+            if error.errno in _NO_DESCRIPTORS:
+                self._refuse_waiting()
             if error.errno in _SHORT_OF:  # it would be told again at once: the others go on meanwhile
                 self._loop.remove_reader(self._socket.fileno())
                 self._again = self._loop.call_later(AGAIN_S, self._go_on)
             return
         principal = peer(sock)
         self._opened(sock, principal.uid, self._access.roles_of(principal))
+
+    def _refuse_waiting(self) -> None:
+        """Connections that wait are refused with the reason; otherwise their callers would wait for a descriptor."""
+        close_all(self._spare)
+        packet = wire.encode([Goodbye(Unavailable.code, "the server has too many open files; try again later")])
+        with contextlib.suppress(OSError):  # none waits any more, or another thread was faster to take a descriptor
+            for _ in range(BACKLOG):
+                sock, _ = self._socket.accept()
+                with sock, contextlib.suppress(OSError):
+                    sock.send(packet, socket.MSG_DONTWAIT)
+                    sock.shutdown(socket.SHUT_RDWR)
+        self._spare = _spare()
 
     def _go_on(self) -> None:
         self._again = None
@@ -73,6 +95,15 @@ class LaneDoor:
             self._again.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
+        close_all(self._spare)
+
+
+def _spare() -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # fewer for now
+        while len(found) < SPARE:
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    return found
 
 
 def room_for(descriptors: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from shmserve import wire
 from shmserve.errors import ProtocolError, Unavailable
 from shmserve.messages import PACKET_BYTES, Goodbye, Map
-from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, received
+from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
 
 SEND_BUFFER = 1 << 20
 """Asked for; the kernel gives as much as net.core.wmem_max allows, by default twice 208 KiB."""
@@ -31,6 +31,7 @@ MANY = 4
 # Plain integers: the arithmetic of enums costs microseconds, twice a packet.
 _FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CTRUNC = int(socket.MSG_CTRUNC)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
@@ -64,6 +65,8 @@ class Link:
         self._unsent_bytes = 0
         self._outbox_bytes = outbox_bytes
         self._parting: Any = None
+        self._size = 0
+        """Of the packet that was received last."""
         self._heard_from = 0
         self._waiting: Any = None
         self._buffer = _shared_buffer
@@ -77,34 +80,49 @@ class Link:
 
     def _readable(self) -> None:
         for _ in range(8):  # then the others have their turn
-            sock = self._sock
-            if sock is None:
+            got = self._receive()
+            if got is None:
                 return
-            try:
-                size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], ANCILLARY_BYTES, _FLAGS)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:  # told once, ahead of what it still said before it ended with something unread
-                self.drain()
-                return
-            except OSError as error:
-                self.close(error.strerror or "the link broke")
-                return
-            descriptors = received(ancillary) if ancillary else []
-            if size == 0 or flags & _CUT:
-                close_all(descriptors)
-                if size == 0:
-                    self.close("")
-                    return
-                self._deliver(self.peer, [wire.Refused(0, f"packet is over the limit of {PACKET_BYTES} bytes")], [])
-                continue
-            try:
-                messages = self._decode(_shared_view[:size])
-            except ProtocolError as error:
-                messages = [wire.Refused(0, error.message)]
+            messages, descriptors = got
             self._deliver(self.peer, messages, descriptors)
             if len(messages) < MANY:
                 return
+
+    def _receive(self) -> tuple[list[Any], list[int]] | None:
+        """The messages of the next packet and its descriptors. None: there is no packet, or the link has ended."""
+        sock = self._sock
+        if sock is None:
+            return None
+        try:
+            size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], ANCILLARY_BYTES, _FLAGS)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # reported once, ahead of packets that the peer had sent before it ended
+            self.drain()
+            return None
+        except OSError as error:
+            self.close(error.strerror or "the link broke")
+            return None
+        descriptors = received(ancillary) if ancillary else []
+        if size == 0:
+            close_all(descriptors)  # an empty packet counts as the end, and may have some
+            self.close("")
+            return None
+        self._size = size
+        if flags & _CUT:
+            close_all(descriptors)
+            if flags & _CTRUNC:
+                self._lost_descriptors()
+                return None
+            return [wire.Refused(0, f"packet is over the limit of {PACKET_BYTES} bytes")], []
+        try:
+            return self._decode(_shared_view[:size]), descriptors
+        except ProtocolError as error:
+            return [wire.Refused(0, error.message)], descriptors
+
+    def _lost_descriptors(self) -> None:
+        """Without its Maps each later handle of the peer would be refused: a new link starts afresh."""
+        self.close(LOST)
 
     def pause(self, until: int) -> None:
         """Reads nothing before that time of the monotonic clock: what the peer sends fills its socket, and then it
@@ -120,7 +138,10 @@ class Link:
         if left > 0:
             self._waiting = self._loop.call_later(left / 1e9, self._go_on)
         else:
-            self._loop.add_reader(self._fd, self._readable)
+            self._listen()
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._fd, self._readable)
 
     def _hear_nothing(self) -> None:
         """For good."""
@@ -164,17 +185,21 @@ class Link:
         self._send(wire.encode(messages), descriptors)
 
     def _send(self, packet: bytes, descriptors: list[int]) -> None:
-        if self._sock is None:
+        if self._sock is None or self._parting is not None:
             return
-        if not self._unsent and self._try(packet, descriptors):
-            return
-        # It waits: the descriptors must outlive their segments' records here, so they are doubled.
+        if self._unsent or not self._try(packet, descriptors):
+            self._keep(packet, descriptors)
+
+    def _keep(self, packet: bytes, descriptors: list[int]) -> None:
+        """It waits: the descriptors must outlive their segments' records here, so they are doubled."""
         self._unsent.append((packet, [os.dup(number) for number in descriptors]))
         self._unsent_bytes += len(packet)
         if len(self._unsent) == 1:
             self._loop.add_writer(self._fd, self._writable)
         if self._unsent_bytes > self._outbox_bytes and self._parting is None:
-            self._cut_off()
+            self.cut_off(
+                f"{self._unsent_bytes} bytes wait for it, over the limit of {self._outbox_bytes} (client_outbox_bytes)"
+            )
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
         """False: not now. An end of the link counts as sent; the reader will see it, behind what the peer said last."""
@@ -208,9 +233,8 @@ class Link:
             if self.closing:
                 self.close("")
 
-    def _cut_off(self) -> None:
-        """Of all that waits for it, it is only told the reason."""
-        behind = f"{self._unsent_bytes} bytes wait for it, over the limit of {self._outbox_bytes} (client_outbox_bytes)"
+    def cut_off(self, behind: str) -> None:
+        """Drops all that waits for it, and sends the reason instead."""
         self._drop_unsent()
         text = f"this client does not read: {behind}; connect again, and read what you ask for"
         self._unsent.append((wire.encode([Goodbye(Unavailable.code, text)]), []))

@@ -1,27 +1,38 @@
-"""The server's log: which levels, in which form, to stderr or to a file.
+"""The server's log: levels, format, and the handler that writes to stderr or a file.
 
-The rule of the file: a record is one line that begins with its time, whatever is in it; nothing can forge another.
-Only a traceback of our own follows it, or what a worker wrote last, line by line and indented. As JSON there is
-nothing but the line.
+Invariant: a record is one line that begins with its time, whatever its text, so none can be forged. Only a traceback
+follows it, line by line and indented. As JSON it is the line alone. A log that cannot be written (disk full, reader
+gone) never raises, prints tracebacks or blocks: it costs one notice when that begins and one when it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import json
 import logging
-import logging.handlers
-import sys
+import os
+import select
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
+from shmserve.broker.throttle import repeated
+
 FORMATS = ("default", "ISO8601", "json")
 INDENT = "    "
-LAST_WORDS = "last_words"
-"""The field with the lines that a worker wrote before it ended."""
+TRACEBACK = "traceback"
+"""The field with the traceback of a model."""
 
+_WAIT_S = 0.1
+"""How long a pipe, socket or terminal may take to accept a record before the record is lost."""
+_WAIT_SHARE = 0.1
+"""The part of our time that is spent on such waits at most."""
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -33,16 +44,8 @@ _log = logging.getLogger("shmserve")
 
 
 def set_up(settings: argparse.Namespace) -> None:
-    """Replaces what was set up before. Raises OSError if the file cannot be written.
-
-    A file is appended to, and opened anew when it has been renamed or removed, as log rotation does it.
-    """
-    handler: logging.Handler
-    if settings.log_file is None:
-        handler = logging.StreamHandler(sys.stderr)
-    else:
-        path = Path(settings.log_file)
-        handler = logging.handlers.WatchedFileHandler(path, encoding="utf-8", errors="backslashreplace")
+    """Replaces what was set up before. Raises OSError if the file cannot be opened."""
+    handler = Handler(Path(settings.log_file) if settings.log_file is not None else None)
     handler.setFormatter(Formatter(settings.log_format))
     levels = _levels(settings)
     handler.addFilter(lambda record: record.levelno in levels)
@@ -52,6 +55,154 @@ def set_up(settings: argparse.Namespace) -> None:
         old.close()
     root.addHandler(handler)
     root.setLevel(min(levels, default=logging.CRITICAL + 1))
+
+
+def flush() -> None:
+    """Logs the count of repeats that have been collapsed so far. To be called now and then."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+class _Outage(Struct):
+    """Since when, and why, the log cannot be written."""
+
+    began: float
+    reason: str
+    lost: int = 0
+
+
+class Handler(logging.Handler):
+    """Appends to a file, which is opened again when it was renamed or removed (log rotation), or writes to stderr.
+    Identical consecutive records are counted, not repeated."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self._path = path.absolute() if path is not None else None
+        self._descriptor = 2
+        self._open()
+        self._last: tuple[int, str] | None = None
+        self._repeats = 0
+        self._outage: _Outage | None = None
+        self._no_wait_until = 0.0
+        self._torn = False
+        """The last record was written in part only."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            key = None if record.exc_info else (record.levelno, record.getMessage())
+            if key is not None and key == self._last:
+                self._repeats += 1
+                return
+            self.flush()
+            self._last = key
+            self._write(record)
+        except Exception:  # a fault of ours in formatting
+            self.handleError(record)
+
+    def flush(self) -> None:
+        self.acquire()
+        try:
+            if self._repeats and self._last is not None:
+                count, self._repeats = self._repeats, 0
+                self._write(_record(self._last[0], f"{repeated(count)}: {self._last[1]}"))
+        finally:
+            self.release()
+
+    def close(self) -> None:
+        self.flush()
+        if self._path is not None and self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        super().close()
+
+    # ------------------------------------------------------------------------------------ the target
+
+    def _open(self) -> None:
+        """Raises OSError."""
+        if self._path is not None:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if self._descriptor > 2:
+                os.close(self._descriptor)
+            self._descriptor = descriptor
+        self._poll: select.poll | None = None
+        try:
+            state = os.fstat(self._descriptor)
+        except OSError:  # stderr is closed: writing to it fails
+            return
+        self._place = state.st_dev, state.st_ino
+        if not stat.S_ISREG(state.st_mode):
+            self._poll = select.poll()
+            self._poll.register(self._descriptor, select.POLLOUT)
+
+    def _follow(self) -> None:
+        """Opens the file again if another one, or none, has its name now."""
+        if self._path is None:
+            return
+        try:
+            state = os.stat(self._path)
+            moved = (state.st_dev, state.st_ino) != self._place
+        except FileNotFoundError:
+            moved = True
+        if moved:
+            self._open()
+
+    def _write(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        try:
+            self._follow()
+            if self._outage is not None:
+                text = f"{self.format(self._over(self._outage))}\n{text}"
+            self._put(f"{text}\n")
+        except OSError as error:
+            self._failed(error)
+        else:
+            self._outage = None
+
+    def _put(self, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")
+        if self._torn:
+            data = b"\n" + data
+        while data:
+            if self._poll is None:
+                written = os.write(self._descriptor, data)
+            elif self._is_writable(self._poll):
+                written = os.write(self._descriptor, data[: select.PIPE_BUF])  # what poll says will not block
+            else:
+                raise BlockingIOError(errno.EAGAIN, "its reader does not read")
+            data = data[written:]
+            self._torn = bool(data)
+
+    def _is_writable(self, poll: select.poll) -> bool:
+        began = time.monotonic()
+        if poll.poll(0):
+            return True
+        if began < self._no_wait_until:
+            return False
+        found = bool(poll.poll(_WAIT_S * 1000))
+        ended = time.monotonic()
+        self._no_wait_until = ended + (ended - began) / _WAIT_SHARE
+        return found
+
+    def _failed(self, error: OSError) -> None:
+        if self._outage is None:
+            self._outage = _Outage(time.monotonic(), error.strerror or type(error).__name__)
+            if self._path is not None:
+                text = f"shmserve: the log cannot be written: {self._outage.reason}; records are lost until it can be\n"
+                with contextlib.suppress(OSError):
+                    if select.select([], [2], [], 0)[1]:
+                        os.write(2, text.encode())
+        self._outage.lost += 1
+
+    def _over(self, outage: _Outage) -> logging.LogRecord:
+        seconds = time.monotonic() - outage.began
+        text = (
+            f"the log could not be written for {seconds:.1f} s ({outage.reason}); {outage.lost:,} record(s) were lost"
+        )
+        return _record(logging.WARNING, text)
+
+
+def _record(level: int, text: str) -> logging.LogRecord:
+    return logging.LogRecord(_log.name, level, __file__, 0, "%s", (text,), None)
 
 
 def say(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
@@ -82,7 +233,7 @@ class Formatter(logging.Formatter):
         record.message = record.getMessage()
         record.asctime = self.formatTime(record)
         fields: Mapping[str, Any] = getattr(record, "fields", None) or {}
-        traceback = self.formatException(record.exc_info) if record.exc_info else ""
+        traceback = self.formatException(record.exc_info) if record.exc_info else fields.get(TRACEBACK, "")
         if record.stack_info:
             traceback += f"\n{record.stack_info}"
         if self._json:
@@ -91,8 +242,7 @@ class Formatter(logging.Formatter):
                 found["traceback"] = traceback
             return json.dumps(found | {name: value for name, value in fields.items() if name not in found})
         lines = [printable(self.formatMessage(record))]
-        for more in (traceback, fields.get(LAST_WORDS, "")):
-            lines += [INDENT + printable(line) for line in more.splitlines()]
+        lines += [INDENT + printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)
 
 

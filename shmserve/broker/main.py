@@ -26,6 +26,7 @@ from shmserve.broker.broker import Broker
 from shmserve.broker.catalog import Catalog, Reading
 from shmserve.broker.control import Control
 from shmserve.broker.cores import survey
+from shmserve.broker.deadline import Deadline
 from shmserve.broker.gateways import Doors, Gateways
 from shmserve.broker.gpus import GpuMetrics
 from shmserve.broker.logs import say, set_up
@@ -34,11 +35,14 @@ from shmserve.broker.operations import Operations
 from shmserve.broker.poll import Poll
 from shmserve.broker.progress import Progress, hints
 from shmserve.broker.traces import TraceFile, TraceSettings
+from shmserve.broker.traces import merged as merged_traces
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import ServeError
 from shmserve.manager import Manager, of_this_process
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
+from shmserve.repo.check import root_notes
+from shmserve.repo.generation import Generations, Sizes
 from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.store import Found
 from shmserve.shm import posix
@@ -47,8 +51,8 @@ from shmserve.version import version
 log = logging.getLogger("shmserve")
 
 LOCK = "broker.lock"
-OVERRIDES = "overrides"
-"""In the runtime directory: the files that came with load calls."""
+GENERATIONS = "generations"
+"""In the runtime directory: the files of loaded versions."""
 NEEDED = ("httptools", "hpack")
 """What gateways import that a server does not."""
 LOOK_S = 0.05
@@ -68,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for text in settings.warnings:
         log.warning("%s", text)
+    for text in settings.notes:
+        log.info("%s", text)
     try:
         with _runtime_dir(settings.runtime_dir), contextlib.closing(of_this_process()) as manager:
             return _serve(settings, manager)
@@ -95,12 +101,12 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
             text = f"another server runs in {self._path}; stop it, or name another directory by --runtime-dir"
             raise CannotStart(text) from None
         self._remove()
-        (self._path / OVERRIDES).mkdir(mode=0o700)
+        (self._path / GENERATIONS).mkdir(mode=0o700)
 
     def _remove(self) -> None:
         for name in (LANE, BROKER):
             (self._path / name).unlink(missing_ok=True)
-        shutil.rmtree(self._path / OVERRIDES, ignore_errors=True)
+        shutil.rmtree(self._path / GENERATIONS, ignore_errors=True)
 
     def __exit__(self, *_: object) -> None:
         self._remove()
@@ -120,17 +126,18 @@ class Server:
         self._core = Core(f"shmserve {version()}", setting.limits(settings), tracing=tracing, survive=True)
         self._mode: str = settings.model_control_mode
         gpus = _gpus()
+        generations = _generations(settings)
         self._catalog = Catalog(
             settings.model_repository,
             setting.backend_settings(settings),
             survey(setting.host_policies(settings), gpus.places()),
             settings.model_config_name,
-            verified=self._mode == "poll",
+            generations=generations,
             resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
             terms=setting.terms(settings),
             gpus=gpus.numbers,
         )
-        self._control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
+        self._control = self._made_control(settings)
         self._broker = Broker(
             loop,
             settings.runtime_dir,
@@ -140,21 +147,23 @@ class Server:
             settings.broker_arena_bytes,
             setting.access(settings),
             settings.prepared_process,
+            setting.log_rate(settings),
+            setting.metrics(settings),
         )
-        self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics)
+        self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
         self._broker.use_gpus(gpus.uuids(), self._gpu_metrics.used_by)
-        told = self._control.metrics
-        self._control.metrics = lambda: told() + self._gpu_metrics.text()
         self._operations = self._broker.operations = Operations(
             loop,
             self._core,
             self._catalog,
             self._broker.put,
             self._broker.tell,
-            settings.runtime_dir / OVERRIDES,
+            settings.runtime_dir / GENERATIONS,
             self._mode,
             settings.override_bytes,
         )
+        generations.discard = self._operations.discard
+        self._control.differences = self._operations.differences
         self._control.process_of = self._broker.process_of
         self._broker.drained = loop.stop
         self._progress = Progress(self._core, self._loaded, lambda line: log.info("%s", line))
@@ -166,10 +175,11 @@ class Server:
             self._opened,
             self._not_opened,
             say,
+            setting.log_rate(settings),
         )
         self._broker.waited_elsewhere(self._gateways.pids)
-        others = self._control.metrics
-        self._control.metrics = lambda: others() + self._gateways.metrics()
+        told = self._control.metrics
+        self._control.metrics = lambda: told() + self._gpu_metrics.text() + self._gateways.metrics()
         self._trace_file = self._changeable(settings)
         self._waits_for = {"models", "doors"}
         """What must have come before the server is ready."""
@@ -178,13 +188,19 @@ class Server:
         state = self._core.state
         self._announcer = notify.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
 
+    def _made_control(self, settings: argparse.Namespace) -> Control:
+        found = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
+        found.failed = bool(settings.failed)
+        found.metrics_budget = settings.metrics_interval_ms > 0
+        return found
+
     def _changeable(self, settings: argparse.Namespace) -> TraceFile:
         """What can be set while the server runs: the log, and traces, which go to what this gives."""
         state = self._core.state
-        given = dict(settings.trace_config)
+        given = merged_traces(settings.trace_config)
         traces = TraceSettings(given, state.traces.samples, state.models.keys)
         place = Path(given["trace_file"]).absolute() if "trace_file" in given else None
-        file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0)
+        file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0, self._broker.read)
         self._broker.traced = file.write
         logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing))
         self._control.add(
@@ -225,6 +241,14 @@ class Server:
     def _begin(self) -> None:
         """What is to be served from the start is read, and deployed."""
         settings = self._settings
+        if settings.failed:
+            for text in settings.failed:
+                log.error("%s: no model is served, and the server is neither live nor ready", text)
+            self._operations.begin([])
+            return
+        for finding in [finding for root in settings.model_repository for finding in root_notes(root)]:
+            hint = f" -> {finding.hint}" if finding.hint else ""
+            log.warning("%s: %s%s", finding.where, finding.text, hint)
         if self._mode == "poll" and settings.repository_poll_secs:
             poll = Poll(self._catalog, settings.settle_secs)
             changes = poll.look()
@@ -312,6 +336,11 @@ class Server:
         limit_s = self._settings.exit_timeout_secs
         log.info("%s: finishing the requests in flight, for up to %g s", why, limit_s)
         self._announcer.stopping(limit_s)
+        Deadline(
+            lambda: self._broker.processes() | self._gateways.names(),
+            lambda: len(self._core.state.requests),
+            lambda: self._loop.call_soon_threadsafe(self._loop.stop),
+        ).start(limit_s)
         until = self._loop.time() + limit_s
         self._gateways.stop(limit_s, lambda: self._drain(until))
 
@@ -330,6 +359,11 @@ def _doors(settings: argparse.Namespace) -> Doors:
         raise CannotStart(f"{text}, or leave their flags out")
     log.warning("%s; only clients of this machine are served", text)
     return Doors(0, ())
+
+
+def _generations(settings: argparse.Namespace) -> Generations:
+    sizes = Sizes(settings.generation_file_bytes, settings.generation_bytes)
+    return Generations(settings.runtime_dir.absolute() / GENERATIONS, sizes)
 
 
 def _gpus() -> Gpus:

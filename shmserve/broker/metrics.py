@@ -7,14 +7,17 @@ generations at a time, or of an instance with two processes, there is one sample
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from heapq import nlargest
+from itertools import accumulate
 
 from msgspec import Struct
 
 from shmserve.broker import procfs
 from shmserve.broker.families import INSTANCE, VERSION, Page, labels
-from shmserve.core import histogram
+from shmserve.broker.metric_settings import DEFAULTS, MetricSettings
+from shmserve.core import activity, histogram
 from shmserve.core.instances import Instance
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.core.states import InstanceState, VersionState
@@ -30,7 +33,6 @@ FIRST_BUCKET, LAST_BUCKET = 14, 36
 """From 16 us to 69 s."""
 
 _EDGES = [f"{histogram.edge(bucket) / 1e9:.12g}" for bucket in range(FIRST_BUCKET, LAST_BUCKET + 1)]
-_FAILURES = [(why, f',reason="{why.name}"') for why in Failure]
 _VERSION_STATES = [(state, f',state="{state.value}"') for state in VersionState]
 _INSTANCE_STATES = {state: f',state="{state.value}"' for state in InstanceState}
 _TIMES = (
@@ -40,6 +42,16 @@ _TIMES = (
     ("nv_inference_compute_infer_duration_us", "infer_ns"),
     ("nv_inference_compute_output_duration_us", "output_ns"),
 )
+_REQUESTS, _HITS = "nv_inference_request_summary_us", "nv_cache_hit_summary_per_model"
+_SUMMARIES = (
+    (_REQUESTS, "request", "success_ns"),
+    ("nv_inference_queue_summary_us", "queue", "queue_ns"),
+    ("nv_inference_compute_input_summary_us", "input", "input_ns"),
+    ("nv_inference_compute_infer_summary_us", "infer", "infer_ns"),
+    ("nv_inference_compute_output_summary_us", "output", "output_ns"),
+    (_HITS, "hit", "cache_hit_ns"),
+)
+"""Metric, the window of Summaries that it shows, and the sum."""
 
 
 class _Place(Struct):
@@ -51,6 +63,7 @@ class _Place(Struct):
     cpu: float = 0.0
     arena: int = 0
     restarts: int = 0
+    busy_ns: int = 0
 
 
 class Metrics:
@@ -63,13 +76,15 @@ class Metrics:
         arena_limit: int,
         process_of: Callable[[int], int],
         ready: Callable[[], bool],
+        settings: MetricSettings = DEFAULTS,
     ) -> None:
+        self._settings = settings
         self._state = state
         self._arena = arena
         self._arena_limit = arena_limit
         self._process_of = process_of
         self._ready = ready
-        self._cores = procfs.Cores()
+        self._cores = procfs.Cores(settings.interval_s)
         self._started = procfs.boot_time() + procfs.usage(os.getpid()).started
 
     def text(self) -> str:
@@ -79,7 +94,8 @@ class Metrics:
             self._model(page, model, arenas)
         self._clients(page)
         self._server(page)
-        self._machine(page)
+        if self._settings.cpu:
+            self._machine(page)
         return page.text()
 
     # ------------------------------------------------------------------------------------ models
@@ -96,14 +112,44 @@ class Metrics:
             add("nv_model_load_duration_secs", version.took_ns / 1e9, named)
             for state, label in _VERSION_STATES:
                 add("shmserve_model_state", int(version.state is state), named + label)
+            for name, count in _served_by(version).items() if version.graph is None else ():
+                add("shmserve_model_instances", count, f'{named},state="{name}"')
             same = [other for other in generations if other.number == number and other is not version]
-            _counts(page, version.statistics, version.policy.max_batch if version.policy is not None else 0, named)
+            counted = version.statistics
+            _counts(page, counted, version.policy.max_batch if version.policy is not None else 0, named)
+            for why in Failure:  # Triton's tests look for the labels in this order
+                failed = labels(("model", "reason", "version"), (model.name, why.name, str(number)))
+                add("nv_inference_request_failure", counted.failures[why], failed)
             if version.cached:
-                add("nv_cache_num_hits_per_model", version.statistics.cache_hits, named)
-                add("nv_cache_num_misses_per_model", version.statistics.cache_misses, named)
-                add("nv_cache_hit_duration_per_model", version.statistics.cache_hit_ns // 1000, named)
+                add("nv_cache_num_hits_per_model", counted.cache_hits, named)
+                add("nv_cache_num_misses_per_model", counted.cache_misses, named)
+            self._latencies(page, counted, version.cached, named)
             _queue(page, [version, *same], named)
             self._instances(page, [version, *same], arenas)
+
+    def _latencies(self, page: Page, counted: Statistics, cached: bool, named: str) -> None:
+        """Those that --metrics-config selects."""
+        if self._settings.counter_latencies:
+            for name, attribute in _TIMES:
+                page.add(name, getattr(counted, attribute) // 1000, named)
+            if cached:
+                page.add("nv_cache_hit_duration_per_model", counted.cache_hit_ns // 1000, named)
+        first, summaries = counted.first, counted.summaries
+        if first is not None:
+            edges = [f"{edge:.12g}" for edge in first.edges_ms]
+            *below, count = accumulate(first.counts)
+            name = "nv_inference_first_response_histogram_ms"
+            page.histogram(name, edges, below, count, first.sum_ns // 1_000_000, named)
+        if summaries is None:
+            return
+        shares = self._settings.summary_quantiles
+        for name, window, attribute in _SUMMARIES:
+            if (not cached and name == _HITS) or (cached and name == _REQUESTS):
+                continue
+            count = counted.cache_hits if name == _HITS else counted.success_count
+            values = getattr(summaries, window).quantiles(shares, self._state.now)
+            quantiles = [(f"{share:.12g}", value) for share, value in zip(shares, values, strict=True)]
+            page.summary(name, quantiles, count, getattr(counted, attribute) // 1000, named)
 
     def _instances(self, page: Page, generations: list[Version], arenas: dict[int, int]) -> None:
         """The first generation is the one that serves."""
@@ -111,7 +157,7 @@ class Metrics:
         served = generations[0]
         for version in generations:
             for instance in version.instances:
-                self._gather(places, instance, version is served and not instance.over, arenas)
+                self._gather(places, version, instance, version is served and not instance.over, arenas)
         for name, restarts in served.statistics.restarts.items():
             if name in places:
                 places[name].restarts = restarts
@@ -123,14 +169,18 @@ class Metrics:
             add("shmserve_instance_arena_bytes", place.arena, named)
             add("shmserve_instance_cpu_seconds_total", place.cpu, named)
             add("shmserve_instance_restarts_total", place.restarts, named)
+            add("shmserve_instance_busy_seconds", place.busy_ns / 1e9, named)
 
-    def _gather(self, places: dict[str, _Place], instance: Instance, current: bool, arenas: dict[int, int]) -> None:
+    def _gather(
+        self, places: dict[str, _Place], version: Version, instance: Instance, current: bool, arenas: dict[int, int]
+    ) -> None:
         name = instance.spec.name
         place = places.get(name)
         if place is None:
             place = places[name] = _Place(instance.state, current)
         elif current and not place.current:
             place.state, place.current = instance.state, current
+        place.busy_ns = max(place.busy_ns, activity.busy_ns(version, instance, time.monotonic_ns()))
         peer = instance.peer
         if peer:
             used = procfs.usage(self._process_of(peer) or -1)
@@ -210,14 +260,13 @@ class Metrics:
 def _counts(page: Page, counted: Statistics, max_batch: int, named: str) -> None:
     add = page.add
     add("nv_inference_request_success", counted.success_count, named)
-    for why, label in _FAILURES:
-        add("nv_inference_request_failure", counted.failures[why], named + label)
     add("nv_inference_count", counted.inference_count, named)
     add("nv_inference_exec_count", counted.execution_count, named)
-    for name, attribute in _TIMES:
-        add(name, getattr(counted, attribute) // 1000, named)
     for reason, count in counted.reasons.items():
         add("shmserve_batches_total", count, f'{named},reason="{reason.value}"')
+    if counted.elements:
+        add("shmserve_batch_elements_total", counted.elements, named)
+        add("shmserve_batch_padded_elements_total", counted.padded_elements, named)
     if counted.success_count:
         _times(page, "shmserve_request_duration_seconds", counted.request_times, counted.success_ns, named)
         _times(page, "shmserve_queue_duration_seconds", counted.queue_times, counted.queue_ns, named)
@@ -242,12 +291,17 @@ def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
     page.histogram("shmserve_batch_rows", [str(edge) for edge in edges], below, count, rows, named)
 
 
+def _served_by(version: Version) -> dict[str, int]:
+    """How many of its instances are in which shape."""
+    counts = {"ready": 0, "loading": 0, "lost": 0, "quarantined": 0}
+    for instance in version.instances:
+        if not (instance.over or instance.spec.passive or instance.replaces):
+            shape = "loading" if not instance.loaded else "lost" if instance.degraded else "ready"
+            counts["quarantined" if instance.quarantined else shape] += 1
+    return counts
+
+
 def _queue(page: Page, generations: list[Version], named: str) -> None:
-    """What waits here, and what waits at a worker behind another batch."""
-    waiting = sum(version.waits for version in generations)
-    for version in generations:
-        for instance in version.instances:
-            if instance.waiting is not None:
-                waiting += instance.waiting.left
-    page.add("nv_inference_pending_request_count", waiting, named)
+    page.add("nv_inference_pending_request_count", activity.queued(generations), named)
+    page.add("shmserve_model_requests_in_flight", activity.in_flight(generations), named)
     page.add("shmserve_queue_bytes", sum(version.queue.bytes for version in generations), named)

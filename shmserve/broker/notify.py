@@ -20,8 +20,8 @@ BEAT_S = 5.0
 """How often the manager hears from us, at least."""
 EXTENSION_S = 60.0
 """While models load, each beat asks for so much more time. What takes too long to load is ended by the core."""
-STOP_S = 30.0
-"""Asked for beyond the time that requests in flight have at a stop: workers end, files are closed."""
+STOP_S = 10.0
+"""Asked for beyond the time that requests in flight have at a stop. The server ends well before (deadline.py)."""
 NAMES = 8
 """Models named in a status, at most; a line is short."""
 

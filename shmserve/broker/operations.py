@@ -7,9 +7,11 @@ first is deployed first.
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,12 +19,13 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from shmserve.broker.catalog import Catalog, Reading, remove, why_not
-from shmserve.broker.companions import Companions, needs
+from shmserve.broker.catalog import Catalog, Reading, why_not
+from shmserve.broker.companions import Companions, Together, needs
+from shmserve.broker.differences import Differences
 from shmserve.broker.logs import say
-from shmserve.broker.overrides import Upload, decode_body
+from shmserve.broker.overrides import RestartBody, RollbackBody, UnloadBody, Upload, decode_body
 from shmserve.broker.poll import Changes, Poll
-from shmserve.core import effects, events
+from shmserve.core import activity, effects, events
 from shmserve.core.core import Core
 from shmserve.core.operations import UNLOADED
 from shmserve.core.states import VersionState
@@ -32,7 +35,9 @@ from shmserve.messages import FIELD_BYTES, Answer, Ask, Fail
 
 log = logging.getLogger("shmserve")
 
-OPERATIONS = frozenset({"load", "unload", "restart"})
+OPERATIONS = frozenset({"load", "unload", "restart", "rollback"})
+ALWAYS = frozenset({"restart", "rollback"})
+"""Allowed in every mode: they serve nothing that was not served before."""
 UPLOADS = 16
 """Bodies that come at the same time, of all clients together."""
 CHUNK = FIELD_BYTES // 2
@@ -40,15 +45,6 @@ CHUNK = FIELD_BYTES // 2
 REFUSED = "explicit model load / unload is not allowed if polling is enabled"
 
 T = TypeVar("T")
-
-
-class UnloadBody(Struct, forbid_unknown_fields=True):
-    unload_dependents: bool = False
-    wait: bool = True
-
-
-class RestartBody(Struct, forbid_unknown_fields=True):
-    instance: str = ""
 
 
 class _Job(Struct):
@@ -87,12 +83,20 @@ class Operations:
         self._numbers = count(1)
         self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
         self._jobs: dict[int, _Job] = {}
+        self._replacing: dict[int, tuple[str, set[int]]] = {}
+        """Operation -> the model, and the sources that were served when it began."""
         self._poll: Poll | None = None
         self._poll_timer: Any = None
         self._poll_s = 0.0
         self._looking = False
+        self._name_waiters: list[Callable[[], None]] = []
+        self._names_running = False
         self._closed = False
+        self.untidy = False
+        """Versions may have gone: `tidy` is to be called when the core has handled all events."""
         self._companions = Companions()
+        self._together = Together()
+        self.differences = Differences(loop, catalog.loaded)
 
     # ------------------------------------------------------------------------------------ asked by clients
 
@@ -117,7 +121,7 @@ class Operations:
 
     def _begin(self, what: str) -> Upload:
         """Refused at the first piece, before hundreds of megabytes have come."""
-        if what != "restart" and not self.explicit:
+        if what not in ALWAYS and not self.explicit:
             raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
         if len(self._uploads) >= UPLOADS:
             raise Unavailable(
@@ -148,6 +152,10 @@ class Operations:
             instance: str = decode_body(body, RestartBody).instance
             self._put(events.Restart(model, job.ask.version, instance, self._register(job)))
             return
+        if what == "rollback":
+            decode_body(body, RollbackBody)
+            self._in_thread(lambda: None, lambda _: self._roll_back(job), job)
+            return
         options: UnloadBody = decode_body(body, UnloadBody)
         # By way of the thread, behind the loads that were asked for before.
         self._in_thread(lambda: None, lambda _: self._unload(job, options), job)
@@ -157,9 +165,48 @@ class Operations:
         alone = self._companions.unloaded(job.ask.model)
         for name in [job.ask.model, *(alone if options.unload_dependents else ())]:
             self._catalog.forget(name)
-            self._put(events.Unload(name, number if name == job.ask.model else 0))
+            self._put(events.Unload(name, number if name == job.ask.model else 0, options.force))
         if not options.wait:
             self.settled(effects.Settled(number))
+        elif options.timeout is not None:
+            left = max(0.0, job.began + options.timeout - time.monotonic())
+            self._loop.call_later(left, self._unload_late, number, options.timeout)
+
+    def _unload_late(self, number: int, seconds: float) -> None:
+        job = self._jobs.pop(number, None)
+        if job is None:
+            return
+        name = job.ask.model
+        model = self._core.state.models.get(name)
+        waits = activity.waits_for(model.generations(), time.monotonic_ns()) if model is not None else "nothing"
+        text = (
+            f"unload of '{name}' has not ended within {seconds:g} s, and goes on: it waits for {waits}; "
+            f"to end them now, unload with force (shmserve unload --force {name})"
+        )
+        self._send(job.peer, Fail(job.ask.request, "DEADLINE_EXCEEDED", text))
+
+    def _roll_back(self, job: _Job) -> None:
+        """To what was served before the last load."""
+        number = self._register(job)
+        try:
+            deploy = self._catalog.previous(job.ask.model, number, self._served(job.ask.model))
+        except ServeError as error:
+            self.settled(effects.Settled(number, error.code, error.message))
+            return
+        self._put_deploy(deploy)
+
+    def _put_deploy(self, deploy: events.Deploy) -> None:
+        """Remembers what it takes the place of."""
+        served = self._served(deploy.model)
+        if served and served != {target.source for target in deploy.targets}:
+            self._replacing[deploy.operation] = (deploy.model, served)
+        self._put(deploy)
+
+    def _served(self, name: str) -> set[int]:
+        """The sources of what is served."""
+        model = self._core.state.models.get(name)
+        versions = model.versions.values() if model is not None else ()
+        return {version.source for version in versions if version.state is VersionState.READY}
 
     def _register(self, job: _Job) -> int:
         number = next(self._numbers)
@@ -174,16 +221,20 @@ class Operations:
             upload.close()
         return reading, list(needs(reading, self._catalog.read))
 
-    def _bring(self, needed: Collection[tuple[str, Reading]]) -> None:
-        """Models that ensembles need are served too. Those that are already go on as they are."""
+    def _bring(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
+        """Models that ensembles need are served too. Those that are already go on as they are. Gives the operations
+        under way."""
+        found: set[int] = set()
         for ensemble, reading in needed:
             model = self._core.state.models.get(reading.found.name)
             if model is not None and (model.operation is not None or model.default() is not None):
                 self._companions.needed(model.name, ensemble)
+                found.update(model.operation.numbers[-1:] if model.operation is not None else ())
             else:
                 log.info("model '%s' is loaded too, as '%s' needs it", reading.found.name, ensemble)
                 self._companions.brought(reading, ensemble)
-                self._adopt(reading)
+                found |= self._adopt(reading)
+        return found
 
     def _deploy(self, job: _Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
         """What was read is to be served, and somebody waits for it."""
@@ -191,40 +242,48 @@ class Operations:
         self._warn(reading)
         reason = why_not(found)
         if reason:
-            folder = reading.override.folder if reading.override is not None else None
-            if folder is not None:
-                self._remove([folder])
             for _, event in self._catalog.adopt(reading):
                 self._put(event)
             text = f"failed to load '{found.name}': {reason}"
+            say("error", text, {"model": found.name})
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
             return
         self._companions.asked(reading)
-        self._bring(needed)
-        job.warnings = tuple(self._catalog.warnings(found))
+        others = self._bring(needed)
+        job.warnings = tuple(text for text, _ in self._catalog.warnings(reading))
         number = self._register(job)
-        adopted = self._catalog.adopt(reading, number)
-        job.changed = self._is_news(adopted[0][1])
-        for _, event in adopted:
-            self._put(event)
+        self._together.add(number, others)
+        adopted = [event for _, event in self._catalog.adopt(reading, number)]
+        job.changed = self._is_news(adopted[0])
+        self._put_all(adopted)
+
+    def _put_all(self, adopted: Collection[Any]) -> None:
+        for event in adopted:
+            if isinstance(event, events.Deploy):
+                self._put_deploy(event)
+            else:
+                self._put(event)
 
     def _is_news(self, deploy: events.Deploy) -> bool:
-        model = self._core.state.models.get(deploy.model)
-        served = (
-            {version.source for version in model.versions.values() if version.state is VersionState.READY}
-            if model
-            else ()
-        )
+        served = self._served(deploy.model)
         return any(target.source not in served for target in deploy.targets)
 
     def _warn(self, reading: Reading) -> None:
-        for warning in self._catalog.warnings(reading.found):
-            say("warning", f"model '{reading.found.name}': {warning}", {"model": reading.found.name})
+        for text, hint in self._catalog.warnings(reading):
+            more = f" -> {hint}" if hint else ""
+            say("warning", f"model '{reading.found.name}': {text}{more}", {"model": reading.found.name})
 
     def settled(self, effect: effects.Settled) -> None:
-        """The core says that an operation is over."""
+        """The core says that an operation is over. The load of an ensemble is when those of its models are too."""
+        for over in self._together.over(effect):
+            self._report(over)
+
+    def _report(self, effect: effects.Settled) -> None:
         job = self._jobs.pop(effect.operation, None)
-        self.tidy()
+        model_and_sources = self._replacing.pop(effect.operation, None)
+        if model_and_sources is not None and not effect.code:
+            self._catalog.replaced(*model_and_sources)
+        self.untidy = True
         if job is None:
             return
         if effect.code:
@@ -244,17 +303,19 @@ class Operations:
             self._send(job.peer, Answer(job.ask.request, body[start : start + CHUNK], start + CHUNK < len(body)))
 
     def tidy(self) -> None:
-        """Forgets what no version is made of any more. Also when the last process of a version has ended."""
+        """Forgets what no version is made of any more. Not while a Deploy waits to be handled: no version is made of
+        its sources yet."""
+        self.untidy = False
         if self._closed:
             return
         versions = (version for model in self._core.state.models.values() for version in model.generations())
         live = {v.source for v in versions if not (v.gone and v.state is VersionState.UNAVAILABLE)}
-        folders = self._catalog.prune(live)
-        if folders:
-            self._remove(folders)
+        self._catalog.prune(live)
 
-    def _remove(self, folders: Collection[Path]) -> None:
-        self._reader.submit(remove, list(folders))
+    def discard(self, folder: Path) -> None:
+        """Removes a directory that nothing is made of any more. In any thread."""
+        with suppress(RuntimeError):  # the server stops, and removes all of them
+            self._reader.submit(shutil.rmtree, folder, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------ seen on disk
 
@@ -268,13 +329,15 @@ class Operations:
             needed = [found for reading in readings for found in needs(reading, self._catalog.read)]
             self._bring([(ensemble, found) for ensemble, found in needed if found.found.name not in named])
 
-    def _adopt(self, reading: Reading) -> None:
+    def _adopt(self, reading: Reading) -> set[int]:
+        """Gives the operations that it begins."""
         self._warn(reading)
-        reason = why_not(reading.found)
-        if reason:
-            say("warning", f"model '{reading.found.name}' is not served: {reason}", {"model": reading.found.name})
-        for _, event in self._catalog.adopt(reading):
-            self._put(event)
+        adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
+        refused = {event.reason for event in adopted if isinstance(event, events.Refuse)}
+        for reason in refused.difference(reading.found.missing.values()):  # of which _warn has told
+            say("error", f"model '{reading.found.name}' is not served: {reason}", {"model": reading.found.name})
+        self._put_all(adopted)
+        return {event.operation for event in adopted if isinstance(event, events.Deploy)}
 
     def poll(self, poll: Poll, every_s: float, first_s: float) -> None:
         """From now on, look for changes."""
@@ -301,7 +364,7 @@ class Operations:
             self._catalog.forget(name)
             self._put(events.Unload(name))
         self._catalog.names = changes.names
-        self.tidy()
+        self.untidy = True
         if changes.again_s < self._poll_s:
             self._poll_timer.cancel()
             self._poll_timer = self._loop.call_later(changes.again_s, self._look)
@@ -344,7 +407,8 @@ class Operations:
     def _renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
         """`names`: of all models that there are, if others are not to be served any more."""
         for reading in readings:
-            self._adopt(reading)
+            if not self._catalog.is_rejected(reading):
+                self._adopt(reading)
         if names is not None:
             for model in self._core.state.models.values():
                 if model.name not in names and self._is_of_disk(model):
@@ -352,7 +416,7 @@ class Operations:
                     self._catalog.forget(model.name)
                     self._put(events.Unload(model.name))
             self._catalog.names = names
-        self.tidy()
+        self.untidy = True
 
     # ------------------------------------------------------------------------------------ the thread
 
@@ -384,17 +448,44 @@ class Operations:
     def explicit(self) -> bool:
         return self._mode == "explicit"
 
+    def look_at_disk(self, then: Callable[[], None]) -> None:
+        """Looks which models there are, where only the disk knows, and which have changed; then calls `then`."""
+        if self.explicit:
+            self.names(lambda: self.differences.look(then))
+        else:
+            self.differences.look(then)
+
     def names(self, then: Callable[[], None]) -> None:
-        """Looks which models there are, then goes on."""
+        """Lists the models on disk, then calls `then`. One listing at a time, which serves all that asked before it
+        began: the thread is also the one that loads."""
+        self._name_waiters.append(then)
+        if not self._names_running:
+            self._list_names()
+
+    def _list_names(self) -> None:
+        waiters, self._name_waiters = self._name_waiters, []
+        self._names_running = True
 
         def known(names: Collection[str]) -> None:
+            self._names_running = False
             self._catalog.names = names
-            then()
+            for then in waiters:
+                then()
+            if self._name_waiters and not self._names_running:
+                self._list_names()
 
-        self._in_thread(self._catalog.names_now, known, None)
+        self._in_thread(self._names_now, known, None)
+
+    def _names_now(self) -> Collection[str]:
+        try:
+            return self._catalog.names_now()
+        except Exception:
+            log.exception("cannot list the repositories; the names known before still count")
+            return self._catalog.names
 
     def close(self) -> None:
         self._closed = True
+        self.differences.close()
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         for _, upload in self._uploads.values():

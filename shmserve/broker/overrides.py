@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -36,6 +37,22 @@ _PART = 255
 """The most bytes that file systems take for one name."""
 _WRONG = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What the decoder raises for bytes that are not what was expected."""
+
+
+class UnloadBody(Struct, forbid_unknown_fields=True):
+    unload_dependents: bool = False
+    wait: bool = True
+    force: bool = False
+    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """Seconds from its arrival until the caller is told what it waits for."""
+
+
+class RestartBody(Struct, forbid_unknown_fields=True):
+    instance: str = ""
+
+
+class RollbackBody(Struct, forbid_unknown_fields=True):
+    """It has no options."""
 
 
 class Header(Struct, forbid_unknown_fields=True):
@@ -118,6 +135,10 @@ class Upload:
         return Given(override, made / model)
 
 
+_FROM_THE_MODEL = re.compile(r"/\d+/")
+"""Triton joins its temporary directory and the name as texts, so that clients write `file:/1/model.py` too."""
+
+
 def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
     """Both the model's name and those of the files become paths."""
     if not MODEL_NAME.fullmatch(model):
@@ -125,7 +146,8 @@ def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
         raise InvalidRequest(text)
     sizes: dict[str, int] = {}
     folders: set[str] = set()
-    for name, size in files:
+    for given, size in files:
+        name = given.removeprefix("/") if _FROM_THE_MODEL.match(given) else given
         parts = name.split("/")
         if not 1 < len(parts) <= LEVELS or not all(_harmless(part) for part in parts):
             raise InvalidRequest(

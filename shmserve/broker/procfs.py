@@ -83,14 +83,16 @@ def memory() -> tuple[int, int]:
 class Cores:
     """How busy all cores together were, from one look to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = 0.0) -> None:
+        """`interval_s`: looks that are closer together see the same."""
+        self._least = max(TICKS // 10, int(interval_s * TICKS * (os.cpu_count() or 1)))
         self._busy, self._total = _times()
         self._share = 0.0
 
     def share(self) -> float:
-        """From 0 to 1. Looks that come too close together see the same."""
+        """From 0 to 1."""
         busy, total = _times()
-        if total - self._total >= TICKS // 10:
+        if total - self._total >= self._least:
             self._share = min(1.0, max(0.0, (busy - self._busy) / (total - self._total)))
             self._busy, self._total = busy, total
         return self._share

@@ -1,4 +1,4 @@
-"""What a person sees while models load: a line for each version that is READY or has failed, then what to try."""
+"""What a person sees while models load: a line for each version that is READY, then what to try."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Progress:
         for version in versions:
             if version.state is not VersionState.LOADING and version not in self._told:
                 self._told.add(version)
-                seconds = time.monotonic() - self._started
-                state = version.state.value + (f": {version.reason}" if version.reason else "")
-                self._show(f"[{len(self._told)}/{len(versions)}] {version.label} {state} after {seconds:.1f} s")
+                if version.state is VersionState.READY:  # of others the log says why they are not
+                    seconds = time.monotonic() - self._started
+                    self._show(f"[{len(self._told)}/{len(versions)}] {version.label} READY after {seconds:.1f} s")
         if len(self._told) < len(versions):
             return False
         failed = sum(version.state is not VersionState.READY for version in versions)

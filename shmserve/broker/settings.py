@@ -32,7 +32,11 @@ from shmserve.broker.flags import (
     written,
 )
 from shmserve.broker.gateways import Doors, arguments_of
+from shmserve.broker.gpus import INTERVAL_S
+from shmserve.broker.metric_settings import MetricSettings, metric_settings
 from shmserve.broker.terms import Terms
+from shmserve.broker.throttle import Rate
+from shmserve.broker.triton_flags import notes, refusals
 from shmserve.core.limits import Limits
 from shmserve.paths import environments_dir, server_runtime_dir
 from shmserve.repo.backends import DIRECTORY, not_usable
@@ -112,7 +116,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The settings, by the names of the flags with underscores; `warnings` are texts for the log.
+    """The settings, by the names of the flags with underscores; `warnings` and `notes` are texts for the log,
+    `failed` those that keep it from serving any model.
 
     Wrong use ends the process with code 2 and says what is wrong.
     """
@@ -122,11 +127,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     from_variables, warnings = _environment(os.environ, problems)
     config = vars(given).get("config", from_variables.get("config"))
     from_file = _file(config, problems) if config is not None else {}
-    values = {flag.dest: copy(flag.default) for flag in FLAGS if not flag.instead}
+    chosen: dict[str, Any] = {}
     for source, where in ((from_file, str(config)), (from_variables, "the environment"), (vars(given), "")):
         warnings += _renamed(source, where)
-        values |= source
-    settings = argparse.Namespace(**values, warnings=warnings)
+        chosen |= source
+    values = _defaults(chosen.get("triton_compatible", False)) | chosen
+    settings = argparse.Namespace(**values, warnings=warnings, notes=notes(values))
+    settings.failed = _missing_repositories(settings, "exit_on_error" in chosen, problems)
     _check(settings, problems)
     if problems:
         found.error("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
@@ -136,6 +143,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         text = "--access has rules for other users, but without --socket-group none of them can connect"
         settings.warnings.append(text)
     return settings
+
+
+def _defaults(compatible: bool) -> dict[str, Any]:
+    """`compatible`: Triton's where they differ."""
+    flags = [flag for flag in FLAGS if not flag.instead]
+    found = {flag.dest: copy(flag.default) for flag in flags}
+    if compatible:
+        found |= {flag.dest: flag.compatible for flag in flags if flag.compatible is not None}
+    return found
+
+
+def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems: list[str]) -> list[str]:
+    """Why the server runs without serving a model: with --exit-on-error=false on the command line, as in Triton, a
+    missing repository does not end it. Elsewhere one is a problem."""
+    texts = [f"--model-repository {root} is not a directory" for root in settings.model_repository if not root.is_dir()]
+    if is_given and not settings.exit_on_error:
+        return texts
+    problems += texts
+    return []
 
 
 def access(settings: argparse.Namespace) -> Access:
@@ -148,13 +174,25 @@ def limits(settings: argparse.Namespace) -> Limits:
     return Limits(
         loading=settings.model_load_thread_count,
         load_retries=settings.model_load_retry_count,
+        crashes=settings.crash_limit,
         execution_ns=round(settings.execution_limit_secs * 1e9),
         load_ns=round(settings.load_limit_secs * 1e9),
+        exit_ns=round(settings.exit_timeout_secs * 1e9),
         cache_bytes=settings.cache_config or settings.response_cache_byte_size,
         rate_limit=settings.rate_limit == "execution_count",
         resources=tuple(settings.rate_limit_resource),
+        summaries=metrics(settings).summary_latencies,
+        first_responses=metrics(settings).histogram_latencies,
         **dict(settings.limit),
     )
+
+
+def metrics(settings: argparse.Namespace) -> MetricSettings:
+    return metric_settings(settings.metrics_config, settings.allow_cpu_metrics, metrics_interval_s(settings))
+
+
+def metrics_interval_s(settings: argparse.Namespace) -> float:
+    return settings.metrics_interval_ms / 1000 or INTERVAL_S
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
@@ -169,6 +207,11 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     if settings.backend_directory is not None:
         found[DIRECTORY] = str(settings.backend_directory.absolute())
     return found
+
+
+def log_rate(settings: argparse.Namespace) -> Rate:
+    """How much of what one child process prints is logged."""
+    return Rate(settings.log_worker_lines, settings.log_worker_bytes)
 
 
 def terms(settings: argparse.Namespace) -> Terms:
@@ -304,19 +347,22 @@ def _renamed(source: dict[str, Any], where: str) -> list[str]:
     warnings = []
     for flag in FLAGS:
         if flag.instead and flag.dest in source:
-            source.setdefault(BY_NAME[flag.instead].dest, source.pop(flag.dest))
+            value, now = source.pop(flag.dest), BY_NAME[flag.instead]
+            if now.repeatable:
+                source[now.dest] = [*value, *source.get(now.dest, ())]
+            else:
+                source.setdefault(now.dest, value)
             at = f" (in {where})" if where else ""
-            warnings.append(f"--{flag.name} is deprecated{at}; use --{flag.instead}")
+            use = f"--{flag.instead} {flag.setting}=" if flag.setting else f"--{flag.instead}"
+            warnings.append(f"--{flag.name} is deprecated{at}; use {use}")
     return warnings
 
 
 def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     wrong = problems.append
+    problems += refusals(vars(settings))
     if not settings.model_repository and not problems:
         wrong("no --model-repository given: name the directory that holds the models")
-    for root in settings.model_repository:
-        if not root.is_dir():
-            wrong(f"--model-repository {root} is not a directory")
     if settings.backend_directory is not None:
         if fault := not_usable(settings.backend_directory):
             wrong(f"--backend-directory {fault}")

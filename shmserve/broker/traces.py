@@ -6,7 +6,7 @@ The rule of the file: while nothing is sampled, the core's table of samples is e
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from msgspec import Struct
 
 from shmserve.broker.logs import say
 from shmserve.broker.logsettings import setting_names
+from shmserve.broker.trace_tensors import Read, activities
 from shmserve.core.effects import Traced
 from shmserve.core.trace import PER_SECOND, Sample
 from shmserve.errors import InvalidRequest, Unsupported
 
 NAMES = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency", "trace_mode")
-LEVELS = ("OFF", "TIMESTAMPS")
+LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+OFF = ("OFF",)
 MOST = 2**31 - 1
 FLUSH_S = 0.2
 """How long a trace waits for others before all of them are written."""
@@ -34,7 +36,7 @@ _encode = msgspec.json.Encoder().encode
 class Setting(Struct):
     """None: as the wider one has it."""
 
-    trace_level: str | None = None
+    trace_level: tuple[str, ...] | None = None
     trace_rate: int | None = None
     trace_count: int | None = None
     log_frequency: int | None = None
@@ -45,7 +47,7 @@ class Setting(Struct):
         return Setting(*(getattr(other if getattr(self, name) is None else self, name) for name in names))
 
 
-DEFAULTS = Setting("OFF", 1000, -1, 0)
+DEFAULTS = Setting(OFF, 1000, -1, 0)
 
 
 class TraceSettings:
@@ -75,9 +77,9 @@ class TraceSettings:
         now = self.of(model)
         sample = self._samples.get(model) or self._samples.get("")
         return {
-            "trace_level": [now.trace_level],
+            "trace_level": list(now.trace_level or OFF),
             "trace_rate": str(now.trace_rate),
-            "trace_count": str(now.trace_count if sample is None or now.trace_level == "OFF" else sample.left),
+            "trace_count": str(now.trace_count if sample is None or now.trace_level == OFF else sample.left),
             "log_frequency": str(now.log_frequency),
             "trace_file": Path(self._file).name,
             "trace_mode": "triton",
@@ -113,16 +115,19 @@ class TraceSettings:
     def _arrange(self) -> None:
         """Samples of which the settings have changed begin anew, others go on."""
         wanted = {model: self.of(model) for model in ("", *self._models)}
-        if all(setting.trace_level == "OFF" for setting in wanted.values()):
+        if all(setting.trace_level == OFF for setting in wanted.values()):
             wanted.clear()
         for model in self._samples.keys() - wanted.keys():
             del self._samples[model]
         for model, setting in wanted.items():
             if model not in self._samples or self._made_of.get(model) != setting:
-                count = 0 if setting.trace_level == "OFF" else setting.trace_count
+                count = 0 if setting.trace_level == OFF else setting.trace_count
                 assert count is not None
                 assert setting.trace_rate is not None
-                self._samples[model] = Sample(setting.trace_rate, count)
+                level = setting.trace_level or OFF
+                self._samples[model] = Sample(
+                    setting.trace_rate, count, timestamps="TIMESTAMPS" in level, tensors="TENSORS" in level
+                )
         self._made_of = wanted
 
 
@@ -130,8 +135,9 @@ class TraceFile:
     """Where traces go: to the log if there is no file. With a frequency each so many of them fill a file of their own,
     FILE.0, FILE.1 and so on. A file is JSON at any time."""
 
-    def __init__(self, loop: Any, path: Path | None, frequency: Callable[[str], int]) -> None:
+    def __init__(self, loop: Any, path: Path | None, frequency: Callable[[str], int], read: Read) -> None:
         self._loop = loop
+        self._read = read
         self._path = path
         self._frequency = frequency
         self._number = 0
@@ -159,7 +165,7 @@ class TraceFile:
         if place != self._now:
             self._flush()
             self._now, self._in_file = place, 0
-        self._lines += lines(self._number, traced)
+        self._lines += lines(self._number, traced, self._read)
         self._in_file += 1
         if frequency and self._in_file >= frequency:
             self._flush()
@@ -207,16 +213,23 @@ class TraceFile:
         self._flush()
 
 
-def lines(number: int, traced: Traced) -> list[bytes]:
-    """Of one trace, as Triton writes it: who it was, then its times, in nanoseconds of the monotonic clock."""
+def lines(number: int, traced: Traced, read: Read) -> list[bytes]:
+    """Of one trace, as Triton writes it: who it was, then its times, in nanoseconds of the monotonic clock, and its
+    tensors."""
     fields = traced.fields
     who: dict[str, Any] = {"id": number, "model_name": fields["model"], "model_version": fields["version"]}
     if "id" in fields:
         who["request_id"] = fields["id"]
+    found = [_encode(who)]
+    if traced.tensors is not None:
+        inputs, outputs = traced.tensors
+        found += map(_encode, activities(number, "TENSOR_QUEUE_INPUT", inputs, read))
+        found += map(_encode, activities(number, "TENSOR_BACKEND_OUTPUT", outputs, read))
+    if not traced.timestamps:
+        return found
     times = [("REQUEST_START", traced.arrived), ("QUEUE_START", traced.arrived)]
     times += zip(_TIMES, traced.times, strict=False)
     times += [("INFER_RESPONSE_COMPLETE", traced.answered), ("REQUEST_END", traced.answered)]
-    found = [_encode(who)]
     return found + [_encode({"id": number, "timestamps": [{"name": name, "ns": ns}]}) for name, ns in times]
 
 
@@ -263,17 +276,24 @@ def _checked(name: str, value: Any) -> Any:
     return _number(name, value)
 
 
-def _level(values: Any) -> str:
+def merged(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Those of --trace-config together. Levels add up, as in Triton; of the rest the last counts."""
+    found = dict(values)
+    levels = [level for name, value in values if name == "trace_level" for level in value or OFF]
+    if levels:
+        found["trace_level"] = tuple(dict.fromkeys(level for level in levels if level != "OFF")) or OFF
+    return found
+
+
+def _level(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise InvalidRequest("Unable to parse 'trace_level': expected a list of OFF, or of TIMESTAMPS")
+        raise InvalidRequest("Unable to parse 'trace_level': expected a list of OFF, or of TIMESTAMPS and TENSORS")
     for value in values:
-        if value == "TENSORS":
-            raise Unsupported("trace level TENSORS is not supported: tensors are not written to files; use TIMESTAMPS")
         if value not in LEVELS:
             raise InvalidRequest(f"Unable to parse 'trace_level', got: {value[:80]}; known are {', '.join(LEVELS)}")
     if "OFF" in values and len(values) > 1:
         raise InvalidRequest("Expect only one trace level 'OFF' is specified")
-    return str(values[0])
+    return tuple(dict.fromkeys(values))
 
 
 def _number(name: str, value: Any) -> int:

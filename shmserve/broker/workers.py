@@ -5,12 +5,13 @@ Whether a worker should run is decided elsewhere; here it is only done.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
-from collections import deque
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -22,14 +23,13 @@ from shmserve.broker.link import Link
 from shmserve.broker.memory import GPU_KNOBS, Memory
 from shmserve.broker.prepared import Prepared, reap
 from shmserve.broker.terms import NOTHING, Terms
+from shmserve.broker.throttle import Rate
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
 from shmserve.messages import WorkerReport
 from shmserve.paths import python
 from shmserve.repo.gpus import VISIBLE
 
-STDERR_LINES = 20
-"""The last lines of a worker's stderr, told to operators when it dies."""
 _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "error"}
 """How a line begins that has a level (workers.say), and what the log calls it. Other lines are what a model prints."""
 REAP_S = 2.0
@@ -59,7 +59,6 @@ class Worker(Struct, eq=False):
     memory: tuple[int, int]
     """How much it may have on the host, and on its GPU."""
     theirs: tuple[int, int] | None
-    stderr: deque[str]
     process: subprocess.Popen[bytes] | None = None
     pid: int = 0
     pidfd: int = -1
@@ -78,13 +77,15 @@ class Workers:
         say: Callable[[str, str, dict[str, Any]], None],
         groups: Callable[[], Groups] | None = None,
         prepared: bool = False,
+        rate: Rate | None = None,
     ) -> None:
         """`groups` divides our control group, so that the kernel keeps workers to their limits of memory. `prepared`:
-        they are made of a prepared process."""
+        they are made of a prepared process. `rate`: how much of each one's output is logged."""
         self._loop = loop
         self._deliver = deliver
         self._exited = exited
         self._say = say
+        self._rate = rate
         self._workers: dict[int, Worker] = {}
         self.gpus: Mapping[int, str] = {}
         """The uuids of the GPUs, by number: a worker sees its own, and no other."""
@@ -105,20 +106,28 @@ class Workers:
     def get(self, peer: int) -> Worker | None:
         return self._workers.get(peer)
 
+    def names(self) -> dict[int, str]:
+        """Of the processes that run, by pid."""
+        found = {
+            worker.pid: f"{worker.name} of model '{worker.about['model']}'" for worker in list(self._workers.values())
+        }
+        if self._prepared is not None:
+            found[self._prepared.pid] = "the process that workers are forked from"
+        return found
+
     def spawn(self, effect: Spawn, terms: Terms = NOTHING) -> Worker:
         """Raises OSError if it cannot be started. It may be a moment before there is a process."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = children.Output(self._loop, _LEVELS)
+        about = {"model": effect.model, "version": effect.version, "instance": spec.name}
+        output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, about), self._rate)
         group = self._memory.group(peer, terms.memory)
         words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
         link = Link(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
-        about = {"model": effect.model, "version": effect.version, "instance": spec.name}
         ends = (theirs.detach(), output.written)
         limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0
-        worker = Worker(peer, spec.name, about, link, output, words, limits, ends, deque(maxlen=STDERR_LINES))
+        worker = Worker(peer, spec.name, about, link, output, words, limits, ends)
         self._workers[peer] = worker
-        self._loop.add_reader(output.descriptor, self._listen, worker)
         if self._prepared is None or not self._prepared.start(peer, words, *ends):
             try:
                 self._start(worker)
@@ -191,22 +200,23 @@ class Workers:
         """Usually the process is ending too, and tells more; one that does not end is no worker any more."""
         self._loop.call_later(GRACE_S, self.kill, peer, "it closed its link and did not end")
 
-    def _listen(self, worker: Worker) -> None:
-        for line, level, text in worker.output.lines():
-            worker.stderr.append(line)
-            self._say(level, f"[{worker.name}] {text}", worker.about)
+    def _log(self, name: str, about: dict[str, Any], level: str, text: str) -> None:
+        self._say(level, f"[{name}] {text}", about)
 
     def _ended(self, worker: Worker) -> None:
         """The process has ended. What it still said on its link and its stderr comes first."""
+        # What its model started goes too. Not reaped yet, so the number is still its own.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended before it led a group
+            os.killpg(worker.pid, signal.SIGKILL)
         code = _code(worker)
         worker.link.drain()
-        self._listen(worker)
+        worker.output.finish()
         self._loop.remove_reader(worker.pidfd)
         os.close(worker.pidfd)
         self._forget(worker)
         self._gpu_memory.ended(worker.peer)
         reason = _reason(code, self._memory.ended(worker.peer) or worker.killed)
-        self._exited(worker.peer, reason, worker.loading_error, "\n".join(worker.stderr))
+        self._exited(worker.peer, reason, worker.loading_error, "\n".join(worker.output.tail))
 
     def _forget(self, worker: Worker) -> None:
         worker.link.close("")

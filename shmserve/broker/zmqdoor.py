@@ -19,13 +19,16 @@ import zmq
 from msgspec.structs import replace
 
 from shmserve import wire, zmqio
+from shmserve.broker.backlog import BEHIND_BYTES, Backlog
 from shmserve.broker.segments import Segments
+from shmserve.broker.turns import BYTES, CHEAP_BYTES, Turns
 from shmserve.core.events import Framed, Garbled
 from shmserve.errors import InvalidRequest, ProtocolError, ServeError, Unavailable
 from shmserve.messages import (
     FRAME_BYTES,
     INLINE_BYTES,
     PACKET_BYTES,
+    PACKET_MESSAGES,
     ClientMessage,
     Fail,
     Goodbye,
@@ -41,8 +44,8 @@ from shmserve.shm.arena import Arena
 
 MESSAGE_BYTES = 8 * 1024 * 1024
 """What libzmq takes at all: above it, it ends the connection. Between FRAME_BYTES and this we can say what is wrong."""
-QUEUE = 1000
-"""Messages that libzmq keeps for a client that does not read."""
+QUEUE = 128
+"""Messages that libzmq keeps for a client that does not read, and of a client that we have not read yet."""
 SWEEP_S = 1.0
 """A connection may end before its process, and a worker may still be about to open what a request of its names."""
 BURST = 64
@@ -60,14 +63,17 @@ SENT_AWAY = 4096
 class Outbox:
     """One ZeroMQ client's. It has the same face as a Link, so that the loop need not know the difference."""
 
-    def __init__(self, door: ZmqDoor, identity: bytes, peer: int) -> None:
+    def __init__(self, door: ZmqDoor, identity: bytes, peer: int, user: str) -> None:
         self.peer = peer
         self.identity = identity
+        self.user = user
         self.outbox: list[Any] = []
         self.maps = False
         self.closing = False
-        self.unsent: list[list[bytes]] = []
+        self.unsent: deque[list[bytes]] = deque()
         self.unsent_bytes = 0
+        self.behind = False
+        """It does not read: what it sends is kept until it has caught up."""
         self.heard = True
         self.frames = False
         """It said in its Hello that large outputs are to come as frames."""
@@ -79,6 +85,10 @@ class Outbox:
         """What has come since it was told to wait."""
         self.unheard_bytes = 0
         self.waiting: Any = None
+        self.left_over: list[Any] = []
+        """Messages that did not fit into its share of a turn."""
+        self.queued = False
+        """It waits for its next turn."""
         self._door = door
 
     def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
@@ -100,6 +110,12 @@ class Outbox:
     def pause(self, until: int) -> None:
         self._door.pause(self, until)
 
+    def hear(self) -> None:
+        self._door.hear(self)
+
+    def cut_off(self, behind: str) -> None:
+        self.close(f"it does not read: {behind}")
+
     def close(self, reason: str) -> None:
         self._door.drop(self, reason)
 
@@ -116,13 +132,20 @@ class ZmqDoor:
         opened: Callable[[Outbox], int],
         deliver: Callable[[int, list[Any], list[int]], None],
         ended: Callable[[int, str], None],
+        user: str,
         outbox_bytes: int,
+        turns: Turns,
+        backlog: Backlog,
     ) -> None:
+        self._user = user
+        self._turns = turns
+        self._backlog = backlog
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE)
         self._socket.setsockopt(zmq.LINGER, 200)
         before = os.umask(0o177)  # it listens as soon as it is bound: nobody else may come in between
         try:
@@ -136,7 +159,7 @@ class ZmqDoor:
         self._opened = opened
         self._deliver = deliver
         self._ended = ended
-        self._decode = wire.Codec(ClientMessage).decode
+        self._decode = wire.Codec(ClientMessage, PACKET_MESSAGES).decode
         self._outboxes: dict[bytes, Outbox] = {}
         self._stuck: set[Outbox] = set()
         self._unswept: set[int] = set()
@@ -158,7 +181,7 @@ class ZmqDoor:
             except zmq.Again:
                 break
             self._take(parts)
-            if now() > end:
+            if now() > end or not self._turns.share():
                 self._loop.call_soon(self.look)
                 return
         else:
@@ -178,16 +201,16 @@ class ZmqDoor:
         if outbox is None:
             if identity in self._sent_away and not self._comes_again(parts):
                 return
-            outbox = self._outboxes[identity] = Outbox(self, identity, 0)
+            outbox = self._outboxes[identity] = Outbox(self, identity, 0, self._user)
             outbox.peer = self._opened(outbox)
         outbox.heard = True
-        if outbox.waiting is not None:
+        if outbox.waiting is not None or outbox.queued or outbox.behind:
             outbox.unheard.append(parts)
             outbox.unheard_bytes += sum(map(len, parts))
             if len(outbox.unheard) > UNHEARD or outbox.unheard_bytes > UNHEARD_BYTES:
                 self._send_away(outbox)
             return
-        self._hear(outbox, parts)
+        self._receive(outbox, parts)
 
     def _comes_again(self, parts: list[bytes]) -> bool:
         """Has one that was sent away understood? Otherwise it is not told again, which would cost us more than it."""
@@ -196,17 +219,49 @@ class ZmqDoor:
         except ProtocolError:
             return False
 
-    def _hear(self, outbox: Outbox, parts: list[bytes]) -> None:
+    def _receive(self, outbox: Outbox, parts: list[bytes]) -> None:
         packet = parts[1] if len(parts) > 1 else b""
         try:
             messages = self._decode(packet)
         except ProtocolError as error:
             messages = [wire.Refused(0, error.message)]
+        self._turns.charge(len(packet) // BYTES)
+        share = max(1, self._turns.share())
         if len(parts) > 2:
             frames = parts[2:]
             messages = [self._with_frames(message, frames) if isinstance(message, Infer) else message
                         for message in messages]  # fmt: skip
+        elif len(messages) > share:
+            messages, outbox.left_over = messages[:share], messages[share:]
+        self._pass_on(outbox, messages)
+
+    def _pass_on(self, outbox: Outbox, messages: list[Any]) -> None:
+        self._turns.charge(len(messages))
         self._deliver(outbox.peer, messages, [])
+        self._wait_for_turn(outbox)
+
+    def _wait_for_turn(self, outbox: Outbox) -> None:
+        """If it has more to be processed, and may."""
+        known = self._outboxes.get(outbox.identity) is outbox
+        may_read = outbox.waiting is None and not outbox.behind
+        if known and not outbox.queued and may_read and (outbox.left_over or outbox.unheard):
+            outbox.queued = True
+            size = 0 if outbox.left_over else sum(map(len, outbox.unheard[0]))
+            self._turns.wait(outbox, bool(outbox.left_over) or size > CHEAP_BYTES)
+
+    def hear(self, outbox: Outbox) -> None:
+        """Its turn has come."""
+        outbox.queued = False
+        if outbox.waiting is not None or outbox.behind:
+            return
+        share = self._turns.share()
+        if outbox.left_over:
+            messages, outbox.left_over = outbox.left_over[:share], outbox.left_over[share:]
+            self._pass_on(outbox, messages)
+        elif outbox.unheard:
+            parts = outbox.unheard.popleft()
+            outbox.unheard_bytes -= sum(map(len, parts))
+            self._receive(outbox, parts)
 
     def pause(self, outbox: Outbox, until: int) -> None:
         """Nothing of this client is looked at before that time. All clients have one socket: what it sends is kept."""
@@ -220,16 +275,13 @@ class ZmqDoor:
         left = outbox.heard_from - time.monotonic_ns()
         if left > 0:
             outbox.waiting = self._loop.call_later(left / 1e9, self._go_on, outbox)
-        elif outbox.unheard:
-            parts = outbox.unheard.popleft()
-            outbox.unheard_bytes -= sum(map(len, parts))
-            self._hear(outbox, parts)
-            outbox.waiting = self._loop.call_soon(self._go_on, outbox)  # behind the turn, which may make it wait again
+        else:
+            self._wait_for_turn(outbox)
 
     def _send_away(self, outbox: Outbox) -> None:
         text = (
-            f"this client is not heard for its mistakes (client_errors), and has sent more than {UNHEARD} messages or "
-            f"{UNHEARD_BYTES} bytes since"
+            f"this client has sent more than {UNHEARD} packets or {UNHEARD_BYTES} bytes while it had to wait, for its "
+            f"mistakes (client_errors) or for its turn; wait for answers first"
         )
         self._try(outbox, [wire.encode([Goodbye(Unavailable.code, text)])])
         outbox.closing = True
@@ -292,14 +344,24 @@ class ZmqDoor:
 
     def send(self, outbox: Outbox, parts: list[bytes]) -> None:
         if outbox.unsent or not self._try(outbox, parts):
-            outbox.unsent.append(parts)
-            outbox.unsent_bytes += sum(map(len, parts))
-            self._stuck.add(outbox)
-            limit, behind = self._outbox_bytes, outbox.unsent_bytes
-            if behind > limit:
-                outbox.close(
-                    f"it does not read: {behind} bytes wait for it, over the limit of {limit} (client_outbox_bytes)"
-                )
+            if self._outboxes.get(outbox.identity) is outbox:
+                self._keep(outbox, parts)
+
+    def _keep(self, outbox: Outbox, parts: list[bytes]) -> None:
+        size = sum(map(len, parts))
+        outbox.unsent.append(parts)
+        outbox.unsent_bytes += size
+        self._stuck.add(outbox)
+        limit, waiting = self._outbox_bytes, outbox.unsent_bytes
+        self._backlog.add(outbox, size)
+        if waiting > limit:
+            outbox.cut_off(f"{waiting} bytes wait for it, over the limit of {limit} (client_outbox_bytes)")
+        elif waiting > BEHIND_BYTES and not outbox.behind:
+            outbox.behind = True
+            if outbox.queued:
+                outbox.queued = False
+                self._turns.leave(outbox)
+            self._backlog.changed(outbox.peer, True)
 
     def _try(self, outbox: Outbox, parts: list[bytes]) -> bool:
         try:
@@ -315,9 +377,15 @@ class ZmqDoor:
     def _retry(self) -> None:
         for outbox in list(self._stuck):
             while outbox.unsent and self._try(outbox, outbox.unsent[0]):
-                outbox.unsent_bytes -= sum(map(len, outbox.unsent.pop(0)))
+                size = sum(map(len, outbox.unsent.popleft()))
+                outbox.unsent_bytes -= size
+                self._backlog.read(outbox, size)
             if not outbox.unsent:
                 self._stuck.discard(outbox)
+            if outbox.behind and outbox.unsent_bytes <= BEHIND_BYTES // 2:
+                outbox.behind = False
+                self._backlog.changed(outbox.peer, False)
+                self._wait_for_turn(outbox)
 
     # ------------------------------------------------------------------------------------ coming and going
 
@@ -345,7 +413,11 @@ class ZmqDoor:
             return
         del self._outboxes[outbox.identity]
         self._stuck.discard(outbox)
+        self._backlog.removed(outbox)
         self._free(outbox.unheard)
+        if outbox.queued:
+            outbox.queued = False
+            self._turns.leave(outbox)
         if outbox.waiting is not None:
             outbox.waiting.cancel()
         if outbox.closing:

@@ -125,6 +125,20 @@ def of_json(value: Mapping[str, Any]) -> Body:
     return Body([_Bytes("", json.dumps(value).encode())])
 
 
+ANSWER_S = 2.0
+"""How much longer than the server a client waits for the end of an unload."""
+
+
+def of_unload(unload_dependents: bool, wait: bool, force: bool, timeout: float | None) -> Body:
+    """The body of `unload`. The server watches the time, as it knows what it waits for."""
+    said: dict[str, Any] = {"unload_dependents": unload_dependents, "wait": wait}
+    if force:
+        said["force"] = True
+    if timeout is not None:
+        said["timeout"] = timeout
+    return of_json(said)
+
+
 def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None) -> Body:
     """The body of `load`: nothing; or a line of JSON, and behind it the bytes of the files one after another."""
     if config is None:
@@ -141,6 +155,17 @@ def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | N
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"config cannot be written as JSON: {error}") from error
     return Body([_Bytes("", line), *parts])
+
+
+def loading(
+    config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None, previous: bool
+) -> tuple[str, Body]:
+    """The operation that a load is, and its body."""
+    if not previous:
+        return "load", of_load(config, files)
+    if config is not None or files:
+        raise InvalidRequest("previous= goes back to what was served before; it takes no config= and no files=")
+    return "rollback", Body()
 
 
 def _config(config: Mapping[str, Any] | str) -> dict[str, Any]:

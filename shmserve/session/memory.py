@@ -118,6 +118,11 @@ class Memory:
         kept.blocks.append(block)
         return block
 
+    @property
+    def used(self) -> float:
+        """The fraction of the limit that is in use."""
+        return self._arena.used / self._limit_bytes
+
     def _allocate(self, size: int) -> Block:
         freed = self._freed
         while freed:

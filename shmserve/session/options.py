@@ -84,8 +84,8 @@ def options_of(
         raise InvalidRequest(f"sequence={sequence} does not fit in 64 bits")
     if (sequence_start or sequence_end) and not sequence:
         raise InvalidRequest("sequence_start and sequence_end need sequence=, its number or name")
-    if priority is not None and not 0 <= priority <= _LARGEST:
-        raise InvalidRequest(f"priority={priority} is below 0")
+    if priority is not None and not 0 <= priority < 2**64:
+        raise InvalidRequest(f"priority={priority} is not a number from 0 to 2^64-1")
     given = dict(parameters or {})
     if len(given) > PARAMETERS:
         raise InvalidRequest(f"a request may have {PARAMETERS} parameters, this one has {len(given)}")

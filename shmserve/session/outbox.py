@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from shmserve import wire
 from shmserve.errors import InvalidRequest
-from shmserve.messages import PACKET_BYTES, Infer, Return, Unmap
+from shmserve.messages import PACKET_BYTES, PACKET_MESSAGES, Infer, Return, Unmap
 from shmserve.session.memory import Memory
 from shmserve.session.ticket import Ticket
 
@@ -70,7 +70,7 @@ class Outbox:
             except _UNWRITABLE:
                 batch = self._writable(batch)
                 data = wire.encode(batch)
-            if len(data) <= PACKET_BYTES:
+            if len(data) <= PACKET_BYTES and len(batch) <= PACKET_MESSAGES:
                 packets.append(Packet(data))
             else:
                 packets += [Packet(part) for part in wire.pack(batch)]

@@ -14,7 +14,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.messages import Part, Reply, Tensor
 from shmserve.session.memory import Memory
-from shmserve.session.results import Result, check_place, from_bytes, into_place
+from shmserve.session.results import NUMPY, Result, check_place, from_bytes, into_place, wrong_place
 from shmserve.session.ticket import Array
 
 if TYPE_CHECKING:
@@ -73,13 +73,22 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | Source | Non
 
 def _written(tensor: Tensor, place: Array) -> Array:
     """The answer is where the caller wanted it."""
+    if _is_other(tensor, place):
+        raise wrong_place(tensor, place)
     if tensor.shape == place.shape:
         return place
     return place.reshape(-1)[: elements(tensor.shape)].reshape(tensor.shape)
 
 
+def _is_other(tensor: Tensor, place: Any) -> bool:
+    """Whether the output was written in another data type than the place has. BF16 may be read as any 16 bits."""
+    return tensor.dtype != "BF16" and NUMPY.get(tensor.dtype, place.dtype) != place.dtype
+
+
 def _there(tensor: Tensor, place: Source) -> Array:
     """The same on a GPU, where nothing can be cut from it here."""
+    if _is_other(tensor, place):
+        raise wrong_place(tensor, place)
     if tensor.shape != place.shape:
         raise InvalidRequest(
             f"output '{tensor.name}' is {list(tensor.shape)}, and was written to an array of {list(place.shape)}"

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve import wire
+from shmserve.access import OPERATIONS
 from shmserve.errors import ConnectionLost, Internal, ServeError
 from shmserve.messages import FIELD_BYTES, Answer, Ask, Cancel, Ping
 from shmserve.session.body import Body
 from shmserve.session.outbox import Outbox, Packet
 from shmserve.session.ticket import Ticket
 
-OPERATIONS = frozenset(("load", "unload", "restart", "set_log", "set_trace"))
 WINDOW_BYTES = 8 * FIELD_BYTES
 WINDOWS = 2
 TOGETHER = 2

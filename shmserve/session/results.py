@@ -67,10 +67,14 @@ def into_place(tensor: Tensor, source: Array, place: Array) -> Array:
 def check_place(tensor: Tensor, source: Array, place: Any) -> None:
     """`place` is an array here or on a GPU."""
     if source.dtype != place.dtype or source.shape != place.shape:
-        raise InvalidRequest(
-            f"output '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, but the array given for it is "
-            f"{place.dtype} {list(place.shape)}; the answer is lost"
-        )
+        raise wrong_place(tensor, place)
+
+
+def wrong_place(tensor: Tensor, place: Any) -> InvalidRequest:
+    return InvalidRequest(
+        f"output '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, but the array given for it is "
+        f"{place.dtype} {list(place.shape)}; the answer is lost"
+    )
 
 
 def _unreadable(tensor: Tensor, error: Exception) -> Internal:

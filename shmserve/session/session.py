@@ -286,7 +286,7 @@ class Session:
         try:
             result = self._result_of(reply, frames, kept.places if kept is not None else {}, self.memory)
         except ServeError as error:
-            ticket.fail(error)
+            ticket.fail(error.with_traceback(None))  # its frames would keep the ticket and the places
         else:
             ticket.settle(result)
         finally:
@@ -306,7 +306,7 @@ class Session:
             result = self._result_of(part, frames, {}, self.memory) if part.outputs or not part.last else None
         except ServeError as error:
             self.cancel(ticket)
-            ticket.fail(error)
+            ticket.fail(error.with_traceback(None))
             return
         ticket.part(result, part.last)
 
@@ -482,7 +482,7 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Reclaim: Session._on_reclaim,
     Ping: Session._on_ping,
     Pong: Session._on_pong,
-    Welcome: Session._on_welcome,
+    Welcome: lambda session, message: session._on_welcome(message),
     Goodbye: Session._on_goodbye,
     wire.Refused: Session._on_refused,
 }

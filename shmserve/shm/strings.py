@@ -5,6 +5,7 @@ The rule of the file: lengths that came from outside are read from a private cop
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from struct import Struct
 from struct import error as StructError
 from typing import Any
@@ -21,8 +22,9 @@ _unpack_from = _length.unpack_from
 Objects = np.ndarray[Any, np.dtype[np.object_]]
 
 
-def encode_bytes(array: Any) -> bytes:
-    """The elements in C order. They are str (sent as UTF-8) or bytes; numpy arrays of kind S and U are as good."""
+def encode_bytes(array: Any, other: Callable[[Any], str] | None = None) -> bytes:
+    """The elements in C order: bytes, or str, which is sent as UTF-8; also numpy arrays of kind S and U. `other` makes
+    text of elements of other types, which are refused without it."""
     if not isinstance(array, np.ndarray):
         array = np.array(array, dtype=object)
     items = array.ravel().tolist()
@@ -31,7 +33,7 @@ def encode_bytes(array: Any) -> bytes:
         items = items.copy()
         for index, item in enumerate(items):
             if type(item) is not bytes:
-                items[index] = _to_bytes(item, index)
+                items[index] = _to_bytes(item, index, other)
     parts: list[bytes] = [b""] * (2 * len(items))
     try:
         parts[0::2] = map(_pack, map(len, items))
@@ -41,7 +43,7 @@ def encode_bytes(array: Any) -> bytes:
     return b"".join(parts)
 
 
-def _to_bytes(item: Any, index: int) -> bytes:
+def _to_bytes(item: Any, index: int, other: Callable[[Any], str] | None) -> bytes:
     if isinstance(item, str):
         try:
             return item.encode()
@@ -49,6 +51,8 @@ def _to_bytes(item: Any, index: int) -> bytes:
             raise InvalidRequest(f"string element {index} cannot be sent as UTF-8: {error.reason}") from None
     if isinstance(item, (bytes, bytearray, memoryview)):
         return bytes(item)
+    if other is not None:
+        return _to_bytes(other(item), index, None)
     raise InvalidRequest(f"string element {index} is of type {type(item).__name__}; give str or bytes")
 
 

@@ -1,0 +1,64 @@
+"""Output that clients have not read yet, counted per user and in total.
+
+Invariant: no user has more than a quarter of the limit, and all together have no more than the limit; the client that
+has read nothing for the longest time is disconnected for it. Clients that read are so not disconnected for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+BEHIND_BYTES = 1 << 20
+"""A client with more unread output is behind: its messages are not read, its questions not answered. Half of it: it has
+caught up. One answer may be larger, so this is no limit of answers."""
+USERS = 4
+
+
+class Reader(Protocol):
+    peer: int
+    user: str
+
+    def cut_off(self, behind: str) -> None:
+        """Disconnects it, and calls `removed`."""
+
+
+class Backlog:
+    """`changed(peer, behind)` is called when a client falls behind or has caught up."""
+
+    def __init__(self, limit: int, changed: Callable[[int, bool], None]) -> None:
+        self.changed = changed
+        self._limit = limit
+        self._bytes: dict[Reader, int] = {}
+        """Clients with unread output; the one that has read nothing for the longest time is first."""
+        self._of_users: dict[str, int] = {}
+        self._total = 0
+
+    def add(self, reader: Reader, size: int) -> None:
+        self._count(reader, size)
+        self._bytes[reader] = self._bytes.get(reader, 0) + size
+        limit = self._limit // USERS
+        while (mine := self._of_users.get(reader.user, 0)) > limit:
+            slowest = next(other for other in self._bytes if other.user == reader.user)
+            slowest.cut_off(f"{mine} bytes wait for clients of its user, over the limit of {limit} (outbox_bytes)")
+        while self._total > self._limit:
+            slowest = next(iter(self._bytes))
+            slowest.cut_off(f"{self._total} bytes wait for clients, over the limit of {self._limit} (outbox_bytes)")
+
+    def read(self, reader: Reader, size: int) -> None:
+        left = self._bytes.pop(reader, 0)
+        if left:
+            self._count(reader, -size)
+        if left > size:
+            self._bytes[reader] = left - size  # behind the others
+
+    def removed(self, reader: Reader) -> None:
+        self._count(reader, -self._bytes.pop(reader, 0))
+
+    def _count(self, reader: Reader, size: int) -> None:
+        self._total += size
+        mine = self._of_users.get(reader.user, 0) + size
+        if mine:
+            self._of_users[reader.user] = mine
+        else:
+            self._of_users.pop(reader.user, None)
