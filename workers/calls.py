@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.dtypes import from_numpy, to_numpy
-from shmserve.errors import InvalidRequest, ServeError
+from shmserve.errors import Cancelled, InvalidRequest, ServeError
 from shmserve.messages import (
     FIELD_BYTES,
     INLINE_BYTES,
@@ -190,7 +190,7 @@ class Calls:
         except TypeError as error:
             raise InvalidRequest(f"input '{given.name}': {error}") from None
         if dtype == "BYTES":
-            array = np.frombuffer(encode_bytes(array), np.uint8)
+            array = np.frombuffer(encode_bytes(array, str), np.uint8)
         if array.nbytes <= min(INLINE_BYTES, room):
             return Tensor(given.name, dtype, shape, array.tobytes())
         if place is not None and (gift_of(array) is not None or (parent is not None and within(place, parent))):
@@ -268,6 +268,7 @@ class Calls:
             self._outbox.flush()
             pending.abandoned = pending.over = True
             pending.answers.clear()
+            pending.answers.append(Response(code=Cancelled.code, text="the call was cancelled"))
             wake(pending)
 
     def count(self, subject: Subject) -> memoryview[float]:
@@ -310,7 +311,8 @@ class Calls:
             self._held[message.request] = pending
         else:
             self._free(pending)
-        pending.answers.append(Response(code=message.code, text=message.text))
+        if not pending.abandoned:
+            pending.answers.append(Response(code=message.code, text=message.text))
         pending.over = True
         wake(pending)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 LIMIT = 1_000_000
-"""The most classes that one output of one request may give; each becomes a string."""
+"""The most elements of an output that is wanted as classes; each class becomes a string."""
 _NOT_NUMBERS = ("BYTES", "BOOL")
 
 
@@ -38,8 +38,8 @@ def refusal(model: str, spec: Spec, wanted: Wanted) -> ServeError | None:
     """Why an output cannot be given as classes."""
     if spec.dtype in _NOT_NUMBERS:
         return InvalidRequest(
-            f"class result not available for output '{spec.name}' of model '{model}' due to unsupported type "
-            f"'{spec.dtype}'; it must be of numbers"
+            f"class result not available for output due to unsupported type '{spec.dtype}': output '{spec.name}' of "
+            f"model '{model}' must be of numbers"
         )
     if wanted.place is not None:
         return InvalidRequest(
@@ -53,12 +53,12 @@ def classify(spec: Spec, array: Array, count: int, labels: Sequence[str]) -> Arr
     """The classes of one request's share of an output: [rows, classes], or [classes] without a batch dimension."""
     rows = array.shape[0] if spec.batched else 1
     items = array.reshape(rows, elements(array.shape[int(spec.batched) :]))
-    kept = min(count, items.shape[1])
-    if rows * kept > LIMIT:
+    if items.size > LIMIT:
         raise InvalidRequest(
-            f"{kept} classes for each of {rows} row(s) of output '{spec.name}' are more than the limit of {LIMIT}; "
-            "ask for fewer"
+            f"classification output tensor too large: output '{spec.name}' has {items.size} elements; the "
+            f"limit is {LIMIT}"
         )
+    kept = min(count, items.shape[1])
     found: list[bytes] = []
     for values in _numbers(items, spec.dtype):
         found += _texts(values, largest(values, kept), labels)

@@ -66,3 +66,14 @@ class _Sent:
 
 
 SENT = _Sent()
+
+
+def settle_soon(future: asyncio.Future[None] | None) -> None:
+    """Lets those go on that await it. In any thread."""
+    if future is not None:
+        future.get_loop().call_soon_threadsafe(_settle, future)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

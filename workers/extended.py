@@ -18,7 +18,6 @@ from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.messages import Row, Work
 from shmserve.workers.backends import Answer, StackedBackend
-from shmserve.workers.mistakes import check_type
 from shmserve.workers.ragged import BatchInputs, Shapes, cuts_of, shapes_in
 from shmserve.workers.runner import Ran, Runner, Trace, clock, failed
 from shmserve.workers.scatter import Results
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from shmserve.workers.backends import Backend
     from shmserve.workers.gather import Gather, Group
     from shmserve.workers.scatter import Scatter
+    from shmserve.workers.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -43,6 +43,7 @@ class Extension:
         self.members = Members(config)
         self.controls = Controls(config, backend.text) if controls else None
         self.states = States(config, folder, backend.text)
+        self.states.strict = backend.strict
         self.batch_inputs = BatchInputs(config)
         self.cuts = cuts_of(config)
         self.fresh = isinstance(backend, StackedBackend) and backend.fresh
@@ -126,13 +127,11 @@ class ExtendedResults(Results):
         if source is None:
             super().put(index, array)
             return
-        spec = self._scatter.specs[index]
-        check_type(self._scatter.model, spec, array)
+        spec = self._scatter.checks.check_flat(self._scatter.specs[index], array)
         if self.needed(index):
-            self._columns[index] = self._cut(index, array, source.name, shapes_in(self._works, source))
+            self._columns[index] = self._cut(index, spec, array, source.name, shapes_in(self._works, source))
 
-    def _cut(self, index: int, array: Array, source: str, shapes: Shapes) -> list[Any]:
-        spec = self._scatter.specs[index]
+    def _cut(self, index: int, spec: Spec, array: Array, source: str, shapes: Shapes) -> list[Any]:
         sizes = [0 if shape is None else elements(shape) for shape in shapes]
         if sum(sizes) != array.size:
             raise ModelFailed(
@@ -292,8 +291,8 @@ class ExtendedRunner(Runner):
         rows = [found[work.request] for work in works if work.request in found]
         return rows, (taken, *times[1:3], clock()), again
 
-    def _read_extended(self, work: Work) -> list[Array | None]:
-        arrays = self._gather.read(work)
+    def _read_extended(self, work: Work, length: int = 0) -> list[Array | None]:
+        arrays = self._gather.read(work, length)
         if self._extension.sequences:
             arrays += self._extension.extras((self._members[work.request],))
         return arrays

@@ -4,6 +4,7 @@ The rule: a batch of one is a view of the bytes where they are; a batch of many 
 says is checked here before it is believed, and a request that lies fails alone.
 
 Ragged inputs, whose shapes differ between requests, become one dimension: the elements of all requests in their order.
+Padded ones are written into the batch buffer at their own length, and the rest of it is filled: each byte once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shmserve.shm.strings import decode_bytes
 if TYPE_CHECKING:
     from shmserve.messages import Handle, Tensor, Work
     from shmserve.shm.mapped import Mapped
-    from shmserve.workers.specs import Spec
+    from shmserve.workers.specs import Pad, Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
@@ -33,9 +34,12 @@ class Group:
 
     `works` are in the order of their rows, `places` says where each stands in the batch. `rows` is the length of axis
     0, 0 where there is no batch dimension. `extras`: the inputs that do not come from callers, behind those that do.
+    `lengths`: of each request of a model whose inputs are padded, to `length`.
     """
 
-    __slots__ = ("_blobs", "_gather", "_pieces", "_shapes", "extras", "places", "ready", "rows", "works")
+    __slots__ = (
+        "_blobs", "_gather", "_pieces", "_shapes", "extras", "length", "lengths", "places", "ready", "rows", "works",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -46,8 +50,12 @@ class Group:
         shapes: list[tuple[int, ...] | None],
         blobs: list[list[bytes]] | None,
         pieces: list[list[Array]] | None,
+        lengths: Sequence[int] = (),
+        length: int = 0,
     ) -> None:
         self.works = works
+        self.lengths = lengths
+        self.length = length
         self.places = places
         self.rows = rows
         self.ready = 0
@@ -81,22 +89,45 @@ class Group:
         pieces = self._pieces[index]
         if self._gather.on_device:
             pieces = _on_host(pieces)
-        if len(pieces) == 1:
+        padded = self._is_padded(spec)
+        if len(pieces) == 1 and not padded:
             only = pieces[0]
             return only.reshape(shape) if spec.reshaped else only
+        if padded and not spec.item:
+            texts: Array = np.empty(shape, object)
+            self._pad(spec, pieces, texts)
+            return texts
         if not spec.item:
             strings: Array = np.concatenate(pieces)
             return strings.reshape(shape)
         gathered: Array = self._gather.buffer(index, elements(shape) * spec.item).view(spec.numpy).reshape(shape)
-        _copy(pieces, gathered)
+        if padded:
+            self._pad(spec, pieces, gathered)
+        else:
+            _copy(pieces, gathered)
         return gathered
+
+    def _is_padded(self, spec: Spec) -> bool:
+        """Some request is shorter than the batch, in this input."""
+        return spec.pad is not None and any(length != self.length for length in self.lengths)
+
+    def _pad(self, spec: Spec, pieces: list[Array], target: Array) -> None:
+        assert spec.pad is not None
+        value = spec.pad.value
+        if not spec.item and self._gather.text:
+            value = value.decode()
+        start = 0
+        for piece in pieces:
+            end = start + piece.shape[0]
+            _pad_to(target[start:end], piece, value)
+            start = end
 
     def pieces(self, index: int) -> list[Array] | None:
         """What an input consists of, in order, each one contiguous and where its caller has it. None where that is in
-        the messages, so that there is nothing to be had by taking it from there."""
+        the messages, so that there is nothing to be had by taking it from there, and where it is to be padded."""
         if index >= len(self._shapes) or self._pieces is None or not self._gather.specs[index].item:
             return None
-        return self._pieces[index]
+        return None if self._is_padded(self._gather.specs[index]) else self._pieces[index]
 
     def copy(self, index: int, target: Array) -> None:
         """Copies an input of all requests into an array of its shape, once, from where the callers have it."""
@@ -104,7 +135,11 @@ class Group:
             target[...] = self.array(index)
             return
         assert self._pieces is not None
-        _copy(_on_host(self._pieces[index]) if self._gather.on_device else self._pieces[index], target)
+        pieces = _on_host(self._pieces[index]) if self._gather.on_device else self._pieces[index]
+        if self._is_padded(self._gather.specs[index]):
+            self._pad(self._gather.specs[index], pieces, target)
+        else:
+            _copy(pieces, target)
 
 
 class Gather:
@@ -112,7 +147,7 @@ class Gather:
 
     def __init__(self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool = False) -> None:
         """`text`: elements of BYTES are given as str, and those that are not UTF-8 refused."""
-        self._text = text
+        self.text = text
         self.on_device = False
         """Whether the backend reads tensors where they are on its GPU; else they are brought to the host."""
         self.specs = tuple(specs)
@@ -120,6 +155,9 @@ class Gather:
         self._mapped = mapped
         self._index = {spec.name: index for index, spec in enumerate(self.specs)}
         self._ragged = any(spec.flat for spec in self.specs)
+        self._pads: list[tuple[int, Pad]] = [
+            (index, spec.pad) for index, spec in enumerate(self.specs) if spec.pad is not None
+        ]
         self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
 
     def buffer(self, index: int, size: int) -> Array:
@@ -139,6 +177,7 @@ class Gather:
         for place, work in enumerate(works):
             try:
                 pieces = self._pieces(work)
+                self._length(pieces)
             except ServeError as error:
                 failures.append((place, error))
                 continue
@@ -147,18 +186,66 @@ class Gather:
             found.setdefault(key, []).append((place, pieces))
         return [self._group(works, members) for members in found.values()], failures
 
-    def read(self, work: Work) -> list[Array | None]:
-        """The inputs of one request, each one array, None where an optional one is not there."""
+    @property
+    def pads(self) -> bool:
+        return bool(self._pads)
+
+    def longest(self, works: Sequence[Work]) -> int:
+        """To what these are padded together; 0 where nothing is padded."""
+        if not self._pads:
+            return 0
+        return self._pads[0][1].rounded(max(map(self.length_of, works)))
+
+    def length_of(self, work: Work) -> int:
+        """Of its padded inputs; 0 if it has none."""
+        for tensor in work.inputs:
+            for index, pad in self._pads:
+                if tensor.name == self.specs[index].name and len(tensor.shape) > pad.axes[-1]:
+                    return tensor.shape[pad.axes[0]]
+        return 0
+
+    def read(self, work: Work, length: int = 0) -> list[Array | None]:
+        """The inputs of one request, each one array, None where an optional one is not there. `length`: to which those
+        are padded that are."""
         arrays: list[Array | None] = []
-        for pieces, spec in zip(self._pieces(work), self.specs, strict=True):
+        found = self._pieces(work)
+        own = self._length(found)
+        for pieces, spec in zip(found, self.specs, strict=True):
             if not pieces:
                 arrays.append(None)
+                continue
+            if spec.pad is not None and own < length:
+                arrays.append(self._padded(spec, spec.pad, _on_host(pieces), length))
                 continue
             if self.on_device and (len(pieces) > 1 or spec.reshaped):
                 pieces = _on_host(pieces)
             array = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
             arrays.append(array.reshape(spec.inner(array.shape)) if spec.reshaped else array)
         return arrays
+
+    def _padded(self, spec: Spec, pad: Pad, pieces: list[Array], length: int) -> Array:
+        rows = sum([piece.shape[0] for piece in pieces])
+        array: Array = np.empty(pad.to(length, (rows, *pieces[0].shape[1:])), spec.numpy if spec.item else object)
+        group = Group(self, (), (), rows, [], None, None)
+        group._pad(spec, pieces, array)
+        return array
+
+    def _length(self, pieces: list[list[Array]]) -> int:
+        """The one length of all padded inputs of a request."""
+        length = -1
+        for index, pad in self._pads:
+            if not pieces[index]:
+                continue
+            for axis in pad.axes:
+                found = pieces[index][0].shape[axis]
+                if length not in (-1, found):
+                    raise InvalidRequest(
+                        f"input '{self.specs[index].name}' has length {found} on padded axis {axis}, but another "
+                        f"input has {length}; the padded inputs of a request to model '{self._model}' must have one "
+                        f"length"
+                    )
+                length = found
+        return max(length, 0)
 
     # ---------------------------------------------------------------------------------- all inline, all alike
 
@@ -172,7 +259,7 @@ class Gather:
         given = [work.inputs for work in works]
         if self._ragged or 0 in shares or list(map(len, given)).count(len(self.specs)) != count:
             return None
-        rows = sum(shares)
+        rows, length = sum(shares), -1
         blobs: list[list[bytes]] = []
         shapes: list[tuple[int, ...] | None] = []
         for spec, column in zip(self.specs, zip(*given, strict=True), strict=True):
@@ -187,18 +274,27 @@ class Gather:
             tail = _tail([tensor.shape for tensor in column], shares)
             if tail is None:
                 return None
+            if spec.pad is not None:
+                found = {length, *[tail[axis - 1] for axis in spec.pad.axes]} - {-1}
+                length = max(found)
+                if len(found) > 1 or spec.pad.rounded(length) != length:
+                    return None
             row_bytes = elements(tail) * spec.item
             lengths = list(map(len, data))
             if lengths.count(row_bytes) != rows and lengths != [share * row_bytes for share in shares]:
                 return None
             blobs.append(data)
             shapes.append(spec.inner((rows, *tail)))
-        return Group(self, works, range(len(works)), rows, shapes, blobs, None)
+        length = max(length, 0)
+        alike = (length,) * count if self._pads else ()
+        return Group(self, works, range(count), rows, shapes, blobs, None, alike, length)
 
     # ---------------------------------------------------------------------------------- one by one
 
     def _key(self, pieces: list[list[Array]]) -> tuple[tuple[int, ...] | None, ...]:
         """What requests have in common that stack."""
+        if self._pads:
+            return tuple(_unpadded(p[0].shape, spec) if p else None for p, spec in zip(pieces, self.specs, strict=True))
         if not self._ragged:
             return tuple(p[0].shape[1:] if p else None for p in pieces)
         return tuple(
@@ -210,6 +306,11 @@ class Gather:
         rows = sum(work.rows for work in chosen)
         pieces: list[list[Array]] = []
         shapes: list[tuple[int, ...] | None] = []
+        lengths: Sequence[int] = ()
+        longest = 0
+        if self._pads:
+            lengths = tuple(self._length(inputs) for _, inputs in members)
+            longest = self._pads[0][1].rounded(max(lengths))
         for index, spec in enumerate(self.specs):
             column = [piece for _, inputs in members for piece in inputs[index]]
             pieces.append(column)
@@ -220,10 +321,11 @@ class Gather:
                 pieces[-1] = column = [piece.reshape(-1) for piece in column]
                 shapes.append((sum(map(len, column)),))
                 continue
-            first = column[0].shape
+            first = column[0].shape if spec.pad is None else spec.pad.to(longest, column[0].shape)
             length = sum(piece.shape[0] for piece in column) if len(column) > 1 else 0
             shapes.append(spec.inner((length, *first[1:]) if length else first))
-        return Group(self, chosen, [place for place, _ in members], rows, shapes, None, pieces)
+        places = [place for place, _ in members]
+        return Group(self, chosen, places, rows, shapes, None, pieces, lengths, longest)
 
     def _pieces(self, work: Work) -> list[list[Array]]:
         """The parts of every input of a request, in the order of the configuration, as the caller shaped them."""
@@ -299,7 +401,7 @@ class Gather:
             data = b"".join(self._mapped.memory(part).tobytes() for part in data)
         what = f"inference input '{spec.name}' for model '{self._model}'"
         strings = decode_bytes(data, shape, what)
-        if not self._text:
+        if not self.text:
             return strings
         texts = np.empty(strings.size, object)
         try:
@@ -338,6 +440,21 @@ def _tail(shapes: list[tuple[int, ...]], shares: list[int]) -> tuple[int, ...] |
         if not other or other[0] != share or other[1:] != tail:
             return None
     return tail
+
+
+def _unpadded(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+    """What must agree of the shapes in a batch."""
+    return shape[1:] if spec.pad is None else spec.pad.to(-1, shape)[1:]
+
+
+def _pad_to(target: Array, piece: Array, value: Any) -> None:
+    """Copies the rows of a request into larger ones, and fills the rest."""
+    for axis, (own, length) in enumerate(zip(piece.shape, target.shape, strict=True)):
+        if own < length:
+            before = (slice(None),) * axis
+            target[(*before, slice(own, None))] = value
+            target = target[(*before, slice(own))]
+    target[...] = piece
 
 
 def _on_host(pieces: list[Array]) -> list[Array]:

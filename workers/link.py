@@ -13,13 +13,14 @@ from typing import Any
 from shmserve import wire
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.messages import PACKET_BYTES, Counted, Load, Loaded, Map, WorkerOrder
-from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, received
+from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
 
 SEND_BUFFER = 4 * 1024 * 1024
 
 _WAIT = int(socket.MSG_CMSG_CLOEXEC)
 _NO_WAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
-_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CUT = int(socket.MSG_TRUNC)
+_CTRUNC = int(socket.MSG_CTRUNC)
 
 
 class Link:
@@ -56,8 +57,10 @@ class Link:
             raise ConnectionLost(f"the link to the broker broke: {error.strerror}") from None
         descriptors = received(ancillary) if ancillary else []
         try:
+            if what & _CTRUNC:
+                raise ConnectionLost(LOST)
             if what & _CUT:
-                raise ProtocolError(f"a packet or its descriptors were cut off; the limit is {PACKET_BYTES} bytes")
+                raise ProtocolError(f"a packet was cut off; the limit is {PACKET_BYTES} bytes")
             if size == 0:
                 raise ConnectionLost("the broker closed the link")
             return self._decode(self._view[:size]), descriptors  # type: ignore[arg-type]  # any buffer will do

@@ -22,7 +22,7 @@ from shmserve.messages import Load, Loaded, LoadFailed
 from shmserve.prctl import NAME, NO_NEW_PRIVS, PDEATHSIG, prctl
 from shmserve.workers.exits import Exit
 from shmserve.workers.link import Link
-from shmserve.workers.say import say, say_trace
+from shmserve.workers.say import TRACE_LIMIT, say, say_trace, trace_of
 
 if TYPE_CHECKING:
     from shmserve.workers.model import Model
@@ -164,9 +164,11 @@ def _first_order(link: Link) -> tuple[list[Any], list[int]]:
 def _failed(order: Load, error: Exception, outbox: Outbox) -> Exit:
     from shmserve.workers.model import why
 
-    say_trace(f"model '{order.model}' version {order.version} failed to load", error)
     failure = why(error, order.model_dir)
-    outbox.add(LoadFailed(failure.code, failure.text))
+    lines = trace_of(error)
+    # The directory is a copy that the server keeps: name the file as it is in the repository.
+    trace = "\n".join(lines).replace(order.model_dir, order.model)[-TRACE_LIMIT:] if len(lines) > 1 else ""
+    outbox.add(LoadFailed(failure.code, failure.text, trace))
     outbox.flush()
     return Exit.LOAD_FAILED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from shmserve.messages import Failure, Load, Probed
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.labels import read_labels
 from shmserve.repo.schema import ModelConfig, decode_config
-from shmserve.repo.snapshot import Snapshot, take
+from shmserve.repo.snapshot import Look, changed
 from shmserve.workers.arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
 from shmserve.workers.backends import Backend, Context, find
 from shmserve.workers.device import device_of
@@ -26,8 +27,8 @@ from shmserve.workers.say import public, say_trace
 from shmserve.workers.scatter import Scatter
 from shmserve.workers.specs import inputs_of, outputs_of
 
-SNAPSHOT = "snapshot"
-"""The setting of a load order that says how the files should look."""
+PINS = "pins"
+"""The setting of a load order that names the file with the looks of files that are not copies."""
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
@@ -69,7 +70,8 @@ def load(
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
     backend = find(config.backend, order.settings.get(DIRECTORY, "")).chosen(config)(context)
-    before = _look(folder, order)
+    pins = _pins(order)
+    _still_the_same(folder, pins)
     arenas = Arenas(order.owner, outbox, mapped, limit)
     arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
     early = None
@@ -82,6 +84,7 @@ def load(
     try:
         if context.auto_complete:
             config = backend.complete(config)
+        config = backend.fitted(config)
         inputs, outputs = inputs_of(config), outputs_of(config)
         labels = [read_labels(folder, entry.label_filename) if entry.label_filename else () for entry in config.output]
         backend.load(config)
@@ -92,14 +95,14 @@ def load(
             from shmserve.workers.warmup import warm_up  # few models need it
 
             warm_up(config, order.instance, folder, backend, gather, limit, trace)
-        _still_the_same(folder, before)
+        _still_the_same(folder, pins)
     except BaseException:
         backend.close()
         arenas.close()
         raise
     if backend.probes:
         outbox.add(Probed(0, True))
-    scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls)
+    scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
     runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, extension, trace)
     return Model(config, backend, arenas, runner, early.later if early is not None else [])
 
@@ -108,21 +111,16 @@ def _listen(link: Link, early: Early, streams: Streams) -> None:
     streams.listen(link.fileno(), early.read)
 
 
-def _look(folder: Path, order: Load) -> Snapshot | None:
-    """How the files look, where the broker wants to be sure that they are those which it has seen."""
-    expected = order.settings.get(SNAPSHOT)
-    if expected is None:
-        return None
-    found = take(folder)
-    if found.of_version(order.version) != expected:
-        raise Unavailable("files of the model have changed before they were loaded")
-    return found
+def _pins(order: Load) -> dict[str, Look]:
+    """How the files looked that are not copies."""
+    path = order.settings.get(PINS)
+    return json.loads(Path(path).read_bytes()) if path else {}
 
 
-def _still_the_same(folder: Path, before: Snapshot | None) -> None:
-    changed = take(folder).lacks(before) if before is not None else []
-    if changed:
-        raise Unavailable(f"files of the model have changed while they were loaded: {', '.join(changed[:3])}")
+def _still_the_same(folder: Path, pins: dict[str, Look]) -> None:
+    why = changed(folder, pins)
+    if why:
+        raise Unavailable(f"{why}; load the model again to serve what is there now")
 
 
 def _threads() -> int:

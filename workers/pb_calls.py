@@ -82,6 +82,7 @@ class Responses:
         return response_from(response)
 
     def cancel(self) -> None:
+        """Ends the call. If it was not complete, the next and last response is an error with the code CANCELLED."""
         self._calls.cancel(self._pending)
 
     def __del__(self) -> None:

@@ -46,6 +46,7 @@ class ModelFile:
         What is compiled is not kept: it would be written into the user's repository, also by what the model imports
         when it runs."""
         sys.dont_write_bytecode = True
+        sys.argv = [""]  # as in Triton: libraries that parse it must not find the worker's own arguments
         folder = self.context.version_folder
         path = folder / self._file(config)
         if not path.is_file():

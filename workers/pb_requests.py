@@ -9,7 +9,8 @@ import json
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shmserve.messages import Options, Work
+from shmserve.errors import InvalidRequest
+from shmserve.messages import PARAMETERS, Options, Work
 from shmserve.workers import pb_host
 from shmserve.workers.pb_tensor import Array, PreferredMemory, Tensor, TritonModelException
 
@@ -24,6 +25,8 @@ TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 TRACE_PARENT, TRACE_STATE = "traceparent", "tracestate"
 """The parameters of a request that carry the W3C context of its trace."""
+PARAMETER_BYTES = 16 * 1024
+"""The most characters that the parameters of a response may have."""
 
 
 class TritonError:
@@ -219,6 +222,29 @@ def request_from(
     return request
 
 
+class InvalidParameters(TritonModelException, InvalidRequest):
+    """Parameters of a response that cannot be sent."""
+
+
+def check_parameters(parameters: Any) -> None:
+    """Raises InvalidParameters where the parameters of a response are not names with plain values."""
+    if not isinstance(parameters, dict):
+        raise InvalidParameters(f"Expect dict, got {type(parameters)}")
+    if len(parameters) > PARAMETERS:
+        raise InvalidParameters(f"a response can have up to {PARAMETERS} parameters, this one has {len(parameters)}")
+    size = 0
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise InvalidParameters(f"Expect parameters keys to have type str, found type {type(key)}")
+        if not isinstance(value, (str, int, float)):
+            raise InvalidParameters(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise InvalidParameters(f"response parameter '{key}' does not fit into 64 bits")
+        size += len(key) + (len(value) if isinstance(value, str) else 8)
+    if size > PARAMETER_BYTES:
+        raise InvalidParameters(f"the parameters of a response have {size} characters, more than {PARAMETER_BYTES}")
+
+
 class InferenceResponse:
     """The answer to one request: its outputs, or why there are none."""
 
@@ -237,6 +263,8 @@ class InferenceResponse:
         if error is not None and not isinstance(error, TritonError):
             error = TritonError(str(error))
         self._error = error
+        if parameters is not None:
+            check_parameters(parameters)
         self._parameters = parameters
 
     def output_tensors(self) -> list[Tensor]:
@@ -267,9 +295,14 @@ class InferenceResponseSender:
         """Sends a response, with TRITONSERVER_RESPONSE_COMPLETE_FINAL as the last one; with the flag alone it only says
         that there are no more. Waits until the caller wants to have it; a coroutine awaits what is returned instead."""
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
-            raise TritonModelException(f"flags={flags} is neither 0 nor TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+            raise TritonModelException(
+                f"Unable to send response. Unsupported flag value. It is {flags}, and neither 0 nor "
+                "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+            )
         if response is None and not flags:
-            raise TritonModelException("without TRITONSERVER_RESPONSE_COMPLETE_FINAL there must be a response to send")
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flags is set to zero."
+            )
         return self._host.send(self._stream, response, flags)
 
     def is_cancelled(self) -> bool:

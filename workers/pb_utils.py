@@ -170,7 +170,7 @@ def serialize_byte_tensor(input_tensor: Array) -> bytes | None:
     if input_tensor.size == 0:
         return None
     try:
-        return encode_bytes(input_tensor)
+        return encode_bytes(input_tensor, str)
     except ServeError as error:
         raise TritonModelException(str(error)) from None
 

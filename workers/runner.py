@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.messages import Failure, Row, Work
 from shmserve.workers.backends import Answer, Request, SeparateBackend, StackedBackend
+from shmserve.workers.padded import PaddedResults
 from shmserve.workers.say import public, say_trace
 
 if TYPE_CHECKING:
     from shmserve.workers.backends import Backend
     from shmserve.workers.gather import Gather, Group
-    from shmserve.workers.scatter import Scatter
+    from shmserve.workers.scatter import Results, Scatter
 
 Times = tuple[int, int, int, int]
 Ran = tuple[list[Row], Times, tuple[int, ...]]
@@ -82,7 +83,10 @@ class Runner:
 
     def _run_group(self, group: Group) -> tuple[list[Row], int, int]:
         assert self._stacked is not None
-        results = self._scatter.results(group.works, group.rows)
+        if group.lengths:
+            results: Results = PaddedResults(self._scatter, group.works, group.rows, group.lengths, group.length)
+        else:
+            results = self._scatter.results(group.works, group.rows)
         try:
             self._stacked.execute(group, results)
             computed = clock()
@@ -100,10 +104,10 @@ class Runner:
         found: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
         places: list[int] = []
-        read = self._read
+        read, length = self._read, self._gather.longest(works)
         for place, work in enumerate(works):
             try:
-                requests.append(Request(work, read(work)))
+                requests.append(Request(work, read(work, length)))
                 places.append(place)
             except ServeError as error:
                 found[place] = failed(work, error)
@@ -129,7 +133,11 @@ class Runner:
         """An answer as it travels: its outputs are where their reader finds them."""
         if answer.error is not None:
             return Row(work.request, (), answer.error)
-        results = self._scatter.results((work,), work.rows)
+        if self._gather.pads:
+            own = self._gather.length_of(work)
+            results: Results = PaddedResults(self._scatter, (work,), work.rows, (own,), -1)
+        else:
+            results = self._scatter.results((work,), work.rows)
         try:
             for name, array in answer.outputs:
                 results.put_named(name, array)

@@ -16,10 +16,10 @@ import numpy as np
 
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
-from shmserve.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor
+from shmserve.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor, Wanted
 from shmserve.workers.arenas import INTERNAL
 from shmserve.workers.classify import Top, classify, refusal
-from shmserve.workers.mistakes import check_shape, check_type, strings
+from shmserve.workers.mistakes import OutputChecks, check_shape, strings
 from shmserve.workers.placing import Placing
 
 if TYPE_CHECKING:
@@ -48,10 +48,12 @@ class Scatter:
         mapped: Mapped,
         labels: Sequence[Sequence[str]] = (),
         calls: Calls | None = None,
+        strict: bool = True,
     ) -> None:
         """`labels`: of the classes of each output, empty where it has none. `calls`: outputs that came from one go on
-        as they are."""
+        as they are. `strict`: outputs must be as the configuration says."""
         self.calls = calls
+        self.checks = OutputChecks(model, strict)
         self.model = model
         self.specs = tuple(specs)
         self.labels = tuple(labels) or ((),) * len(self.specs)
@@ -201,7 +203,7 @@ class Results:
         except Unavailable:
             return None
         self._blocks[index] = block
-        self._ready[index] = _nothing(spec, shape)
+        self._ready[index] = spec.hollow(shape)
         return block.address
 
     def _near_places(self, index: int, shape: tuple[int, ...]) -> int | None:
@@ -226,14 +228,14 @@ class Results:
             self._blocks[index] = block
             address = block.address
         self._placed.add(index)
-        self._ready[index] = _nothing(spec, shape)
+        self._ready[index] = spec.hollow(shape)
         return address
 
     def put(self, index: int, array: Array) -> None:
         """An output of all requests that was computed elsewhere. It is copied before this returns."""
-        spec = self._scatter.specs[index]
-        check_type(self._scatter.model, spec, array)
-        check_shape(self._scatter.model, spec, array.shape, self._rows)
+        spec = self._scatter.checks.check(self._scatter.specs[index], array, self._rows, len(self._works))
+        if spec.item and array.dtype != spec.numpy:  # in another byte order
+            array = array.astype(spec.numpy)
         if self.needed(index):
             self._columns[index] = self._split(index, spec, array)
 
@@ -255,7 +257,8 @@ class Results:
 
     def _stays(self, index: int, piece: DevicePiece) -> bool:
         """Whether a piece on the GPU was copied there to where all readers want it."""
-        if piece.dtype != self._scatter.specs[index].numpy:
+        spec = self._scatter.specs[index]
+        if piece.dtype != spec.numpy or not spec.fits(piece.shape):
             return False
         address = self.near(index, piece.shape)
         if address is None:
@@ -301,13 +304,7 @@ class Results:
                 column = self._split(index, spec, array)
             elif column is None:
                 if self.needed(index):
-                    pairs = zip(self._ready, self._columns, strict=True)
-                    made = sum(ready is not None or done is not None for ready, done in pairs)
-                    self.abandon()
-                    raise ModelFailed(
-                        f"the model did not produce output '{spec.name}': expected {len(self._scatter.specs)} "
-                        f"output(s), found {made}"
-                    )
+                    self._missing(index)
                 column = [None] * len(self._works)
             columns.append(column)
             self._columns[index] = column
@@ -316,6 +313,20 @@ class Results:
             each: Any = zip(*columns, strict=True)
             return [Row(work.request, tensors) for work, tensors in zip(works, each, strict=True)]
         return [self._row(position, columns, parameters) for position in range(len(works))]
+
+    def _missing(self, index: int) -> None:
+        """The model did not make an output. Unless it is strict, only the requests that name the output fail."""
+        pairs = zip(self._ready, self._columns, strict=True)
+        made = sum(ready is not None or any(done or ()) for ready, done in pairs)
+        name, count = self._scatter.specs[index].name, sum(map(self.needed, range(len(self._scatter.specs))))
+        error = ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {made}")
+        named = [work.outputs is not None and any(one.name == name for one in work.outputs) for work in self._works]
+        if self._scatter.checks.strict or all(named):
+            self.abandon()
+            raise error
+        self._holes = True
+        for position in np.flatnonzero(named).tolist():
+            self.fail(position, error)
 
     def _row(self, position: int, columns: list[Sequence[Tensor | None]], parameters: dict[str, Value] | None) -> Row:
         work = self._works[position]
@@ -461,6 +472,8 @@ class Results:
         dtype = spec.dtype
         try:
             if isinstance(place, Top):
+                if (error := refusal(self._scatter.model, spec, Wanted(spec.name, None, place.count))) is not None:
+                    raise error
                 part = classify(spec, part, place.count, self._scatter.labels[index])
                 shape, dtype = part.shape, "BYTES"
             source = part if ITEM_BYTES[dtype] else strings(self._scatter.model, spec, part)
@@ -473,7 +486,7 @@ class Results:
                 if position == len(self._works) - 1:
                     self._inline += INLINE_BYTES if len(self._works) > 1 else size
                 return Tensor(spec.name, dtype, shape, source.tobytes())
-            if self._scatter.calls is not None and source is part:
+            if self._scatter.calls is not None and source is part and part.flags.c_contiguous:
                 passed = self._scatter.calls.passed_on(part, self._works[position].audience)
                 if passed is not None:
                     return Tensor(spec.name, dtype, shape, (passed,))
@@ -483,8 +496,3 @@ class Results:
             return None
         np.copyto(block.array(source.dtype, source.shape), source)
         return Tensor(spec.name, dtype, shape, (Handle(block.segment, block.offset, size),))
-
-
-def _nothing(spec: Spec, shape: tuple[int, ...]) -> Array:
-    """For an output that is on the device: only its shape and its size are asked for."""
-    return np.broadcast_to(np.zeros((), spec.numpy), shape)

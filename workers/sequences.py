@@ -18,6 +18,7 @@ from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.messages import Tensor, Work
 from shmserve.repo.inside import read_inside
 from shmserve.shm.strings import decode_bytes
+from shmserve.workers.mistakes import as_state
 from shmserve.workers.specs import control_of, controls_of, new_states_of, states_of
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ class States:
             [self._initial(entry, spec, folder) for entry, spec in zip(entries, self.specs, strict=True)], 0
         )
         self._kept: dict[Key, _Kept] = {}
+        self.strict = True
+        """States must be given in the data type of the configuration."""
         self._buffers: list[Array] = [np.empty(0, np.uint8) for _ in self.specs]
 
     def shapes(self, member: Member) -> tuple[tuple[int, ...], ...]:
@@ -197,6 +200,8 @@ class States:
         what = f"state output '{spec.name}' of model '{self._model}'"
         if not isinstance(array, np.ndarray):
             raise ModelFailed(f"{what} is a {type(array).__name__}; expected an array")
+        if not self.strict and array.dtype != spec.numpy:
+            array = as_state(spec, array)
         if array.dtype != spec.numpy and not (not spec.item and array.dtype.kind in "SU"):
             raise ModelFailed(f"{what} has the wrong data type: expected {spec.dtype}, found {array.dtype}")
         if not spec.fits(array.shape) or (spec.batched and array.shape[0] != rows):

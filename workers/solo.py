@@ -23,7 +23,7 @@ import numpy as np
 
 from shmserve import feed, show
 from shmserve.allocator import keep_freed_memory
-from shmserve.dtypes import to_numpy
+from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ServeError, from_wire
 from shmserve.messages import Load, Options, Row, Tensor, Wanted, Work
 from shmserve.paths import environments_dir, server_runtime_dir
@@ -148,6 +148,9 @@ def _show(
     parted = _decoupled(config)
     parts = []
     for number, outputs in enumerate(answers, 1):
+        for name, array in outputs.items():
+            if array.dtype != to_numpy(dtypes[name]):  # not as the configuration says
+                dtypes[name] = from_numpy(array.dtype)
         folder = None if order.out is None else Path(order.out) / (str(number) if parted else "")
         files = show.write(folder, outputs, dtypes) if folder is not None else {}
         parts.append(show.document(config.name, version, outputs, dtypes, files, seconds))

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import Struct, structs
 
 from shmserve import dtypes
 from shmserve.errors import InvalidRequest
+from shmserve.repo.padding import Padding, number_of, padding_of
 
 if TYPE_CHECKING:
     from shmserve.repo.schema import (
@@ -28,9 +30,26 @@ if TYPE_CHECKING:
     )
 
 
+class Pad(Struct, frozen=True):
+    """How an input is padded: along `axes`, where axis 0 is the batch's, with `value`, to a multiple of `multiple`."""
+
+    axes: tuple[int, ...]
+    value: Any
+    multiple: int
+
+    def rounded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
+    def to(self, length: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape, padded."""
+        return tuple(length if axis in self.axes else dim for axis, dim in enumerate(shape))
+
+
 class Spec(Struct, frozen=True):
     """One input or output. `item` is the bytes of an element, 0 for BYTES. `fixed`: no dim but the batch varies.
-    `flat`: the backend sees the elements of all requests one after another, in one dimension if it is an input."""
+    `flat`: the backend sees the elements of all requests one after another, in one dimension if it is an input.
+    `pad`: of inputs that are padded. `cut`: the axes, axis 0 being the batch's, along which an output of a padded batch
+    is cut back."""
 
     name: str
     dtype: str
@@ -43,6 +62,8 @@ class Spec(Struct, frozen=True):
     reshaped: bool
     fixed: bool
     flat: bool = False
+    pad: Pad | None = None
+    cut: tuple[int, ...] = ()
 
     def inner(self, outer: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that the backend sees, for the shape that the caller gave."""
@@ -59,6 +80,10 @@ class Spec(Struct, frozen=True):
             return False
         return all(want in (-1, have) for want, have in zip(self.shape, rest, strict=True))
 
+    def hollow(self, shape: tuple[int, ...]) -> Any:
+        """An array without memory of its own, for an output that is on a device: only its shape and size matter."""
+        return np.broadcast_to(np.zeros((), self.numpy), shape)
+
     def expected(self, rows: int) -> list[int]:
         """The backend's shape as the configuration has it, for messages."""
         return [rows, *self.shape] if self.batched else list(self.shape)
@@ -67,13 +92,41 @@ class Spec(Struct, frozen=True):
 def inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
     """What callers give."""
     batched = config.max_batch_size > 0
-    return tuple(_spec(entry, batched, entry.optional, entry.allow_ragged_batch) for entry in config.input)
+    found = tuple(_spec(entry, batched, entry.optional, entry.allow_ragged_batch) for entry in config.input)
+    padding = padding_of(config)
+    return found if padding is None else _with_pads(found, padding)
+
+
+def _with_pads(specs: tuple[Spec, ...], padding: Padding) -> tuple[Spec, ...]:
+    padded = {entry.name: entry for entry in padding.inputs}
+    found = []
+    for spec in specs:
+        entry = padded.get(spec.name)
+        if entry is not None:
+            pad = Pad(tuple(axis + 1 for axis in entry.axes), _pad_value(entry.value, spec), padding.multiple)
+            spec = structs.replace(spec, pad=pad)
+        found.append(spec)
+    return tuple(found)
+
+
+def _pad_value(text: str, spec: Spec) -> Any:
+    if spec.dtype == "BYTES":
+        return text.encode()
+    value = number_of(text, f"TYPE_{spec.dtype}")
+    if spec.dtype == "BF16" and spec.numpy == np.uint16:  # the upper half of a float
+        return np.array(value, np.float32).view(np.uint32) >> 16
+    return value
 
 
 def outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
     """What callers get."""
     cut = {name for entry in config.batch_output for name in entry.target_name}
-    return tuple(_spec(entry, config.max_batch_size > 0, False, entry.name in cut) for entry in config.output)
+    found = tuple(_spec(entry, config.max_batch_size > 0, False, entry.name in cut) for entry in config.output)
+    padding = padding_of(config)
+    if padding is None:
+        return found
+    axes = {entry.name: tuple(axis + 1 for axis in entry.axes) for entry in padding.outputs}
+    return tuple(structs.replace(spec, cut=axes.get(spec.name, ())) for spec in found)
 
 
 def controls_of(config: ModelConfig) -> tuple[Spec, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
 from shmserve.messages import Failure, Row
 from shmserve.workers.backends import Answer
-from shmserve.workers.coroutines import SENT
+from shmserve.workers.coroutines import SENT, settle_soon
 
 if TYPE_CHECKING:
     from shmserve.messages import Work
@@ -28,6 +28,9 @@ KEPT = 1024
 """So many answers of one request are kept for a caller that does not read, where the model does not wait for it."""
 _NO_LIMIT = 1 << 62
 _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+CLOSED = "Unable to send response. Response sender has been closed."
+ONE = "Unable to send response. Non-decoupled model cannot send more than one response."
+NONE = "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
 
 
@@ -152,14 +155,11 @@ class Streams:
                 self.withdrawn.add(request)
                 continue
             stream.cancelled = True
+            wanted = (one for one in stream.together if not (one.cancelled or one.over))
+            if stream.loop is not None and stream.task is not None and not any(wanted):
+                # Before a wait for room ends: the coroutine would run ahead until its loop gets to this.
+                stream.loop.call_soon_threadsafe(stream.task.cancel)
             self._drop_kept(stream)
-            task = stream.task
-            if (
-                task is not None
-                and stream.loop is not None
-                and all(one.cancelled or one.over for one in stream.together)
-            ):
-                stream.loop.call_soon_threadsafe(task.cancel)
 
     def stop(self, tell: bool) -> None:
         """Ends what is open, and lets everybody go on: nobody has the turn any more. `tell`: there is a link."""
@@ -210,6 +210,15 @@ class Streams:
         self._drop_kept(stream)
         return True
 
+    def withdraw_sent(self, request: int) -> Answer | None:
+        """The answer that was sent for a request of a model that is not decoupled: it takes precedence over what
+        `execute` returns or raises. Nothing can be sent from now on. With the turn."""
+        stream = self.open.get(request)
+        if stream is None or not self.take_over(request):
+            return None
+        stream.final = True
+        return stream.answer
+
     def collect(self, stream: Stream) -> Answer | None:
         """Waits until the model has sent its last answer: the only one, where requests have one."""
         while not (stream.final or stream.over):
@@ -255,7 +264,7 @@ class Streams:
 
     def send(self, stream: Stream, answer: Answer | None, final: bool) -> Awaitable[None]:
         """Sends an answer, or says that there are no more. Waits until its caller wants to have it."""
-        if self._nothing_to_send(stream):
+        if self._nothing_to_send(stream, answer):
             return SENT
         with self._turn:
             if not self._begin_to_send(stream, answer, final):
@@ -270,7 +279,7 @@ class Streams:
         self, stream: Stream, answer: Answer | None, final: bool, loop: AbstractEventLoop | None
     ) -> Awaitable[None]:
         """The same for who must not wait: it is kept. A coroutine of `loop` can await what it gets, and should."""
-        if self._nothing_to_send(stream):
+        if self._nothing_to_send(stream, answer):
             return SENT
         with self._turn:
             if not self._begin_to_send(stream, answer, final):
@@ -317,22 +326,22 @@ class Streams:
 
     # ------------------------------------------------------------------------------------ with the turn
 
-    def _nothing_to_send(self, stream: Stream) -> bool:
+    def _nothing_to_send(self, stream: Stream, answer: Answer | None) -> bool:
         """Without the turn, which a batch to come may be waited for with: its request is over, for whatever reason."""
-        if stream.final:
-            raise Closed("the last response of this request has been sent")
+        second = answer is not None and stream.answer is not None and not (self.decoupled or stream.over)
+        if second or stream.final:
+            raise Closed(ONE if second else CLOSED)
         return stream.over
 
     def _begin_to_send(self, stream: Stream, answer: Answer | None, final: bool) -> bool:
         """False: there is nothing to be sent. Closed where the model breaks the rules."""
-        if self._nothing_to_send(stream):
+        if self._nothing_to_send(stream, answer):
             return False
         if self.decoupled:
             return True
-        if answer is not None and stream.answer is not None:
-            raise Closed("this model is not decoupled: a request has one response")
-        if answer is not None:
-            stream.answer = answer
+        if answer is None and stream.answer is None:
+            raise Closed(NONE)
+        stream.answer = stream.answer or answer
         stream.final = final
         if final:
             self._changed()
@@ -400,7 +409,7 @@ class Streams:
         while kept and not stream.over and (stream.room or not _takes_room(kept[0][0])):
             row, sent = kept.popleft()
             self._out(stream, row)
-            _wake(sent)
+            settle_soon(sent)
         if stream.over:
             self._drop_kept(stream)
 
@@ -410,7 +419,7 @@ class Streams:
             row, sent = stream.kept.popleft()
             last = last or not row.more
             self._discard(row)
-            _wake(sent)
+            settle_soon(sent)
         if last:
             self._end(stream, None)
 
@@ -487,13 +496,3 @@ class Streams:
 def _takes_room(row: Row) -> bool:
     """An answer that only ends is always allowed."""
     return row.more or bool(row.outputs)
-
-
-def _wake(sent: Future[None] | None) -> None:
-    if sent is not None:
-        sent.get_loop().call_soon_threadsafe(_settle, sent)
-
-
-def _settle(sent: Future[None]) -> None:
-    if not sent.done():
-        sent.set_result(None)

@@ -50,7 +50,7 @@ def warm_up(
     """Runs all samples. A ServeError says which one failed, and why."""
     mapped = Mapped()
     arenas = Arenas(0, Unheard(), mapped, limit)
-    scatter = Scatter(config.name, outputs_of(config), arenas, mapped)
+    scatter = Scatter(config.name, outputs_of(config), arenas, mapped, strict=backend.strict)
     extension = extension_of(config, folder, backend, controls=False)
     if extension is not None:  # samples have the controls among their inputs
         gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, backend.text)

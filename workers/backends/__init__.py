@@ -78,6 +78,8 @@ class Backend:
     """Whether it reads pieces of inputs, and writes outputs that are `near`, on the GPU of its process."""
     streams: Streams | None = None
     """What its models send by themselves, where they can."""
+    strict = True
+    """Whether its outputs must be as the configuration says."""
     probes = False
     """Whether its model says itself if it is ready: `probe` does so."""
     asks = False
@@ -97,6 +99,10 @@ class Backend:
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         """The configuration with what the model says of itself added. Only called when that is allowed."""
+        return config
+
+    def fitted(self, config: ModelConfig) -> ModelConfig:
+        """The configuration as the engine needs it: callers see the same. Called before `load`."""
         return config
 
     def load(self, config: ModelConfig) -> None:

@@ -3,8 +3,9 @@
 The rule: every output is copied exactly once, from where the caller has the input to where it will read the output;
 and not at all between the steps of an ensemble.
 
-Model parameters: `delay_us` or `execute_delay_ms` (each batch takes that long), `fail` (each batch fails with that
-text), `triggers` "1" (requests may carry the parameters fail, exit, crash, hang and delay_us, which do what they say).
+Model parameters: `delay_us` or `execute_delay_ms` (each batch takes that long), `creation_delay_sec` (so does loading),
+`fail` (each batch fails with that text), `triggers` "1" (requests may carry the parameters fail, exit, crash, hang and
+delay_us, which do what they say).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Identity(StackedBackend):
         self._delay_s = _number(parameters, "delay_us") / 1e6 + _number(parameters, "execute_delay_ms") / 1e3
         self._fail = parameters.get("fail", "")
         self._triggers = parameters.get("triggers", "0") == "1"
+        if creation_s := _number(parameters, "creation_delay_sec"):
+            select.select((), (), (), creation_s)
         self._names = [entry.name for entry in config.input]
         self._sources = [_source(config, index) for index in range(len(config.output))]
 

@@ -6,14 +6,16 @@ the fastest call; outputs that end up in shared memory are bound there by pointe
 
 from __future__ import annotations
 
+import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
 from shmserve.errors import ModelFailed, NotFound, ServeError
-from shmserve.repo.complete import complete_from_model
+from shmserve.repo.complete import complete_from_model, with_scalars
 from shmserve.workers.backends import Context, StackedBackend
 from shmserve.workers.backends.facts import match, none_missing, unknown
 from shmserve.workers.backends.onnx_facts import facts_of, said
@@ -27,8 +29,6 @@ from shmserve.workers.say import say
 from shmserve.workers.specs import inputs_of, model_inputs_of, model_outputs_of, outputs_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from shmserve.repo.schema import ModelConfig
     from shmserve.workers.gather import Group
     from shmserve.workers.scatter import Results
@@ -59,6 +59,10 @@ class Onnx(StackedBackend):
             unknown(facts_of(session.get_outputs(), needed), model_outputs_of(config), outputs_of(config)),
             default_max_batch=default_max_batch(self._setting),
         )
+
+    def fitted(self, config: ModelConfig) -> ModelConfig:
+        session = self._open(config)
+        return with_scalars(config, facts_of(session.get_inputs()), facts_of(session.get_outputs(), ()))
 
     def load(self, config: ModelConfig) -> None:
         session = self._open(config)
@@ -191,6 +195,10 @@ class Onnx(StackedBackend):
             options = _session_options(found)
             for library in libraries:
                 options.register_custom_ops_library(os.fspath(library))
+            data = _unreachable(path.parent)
+            if data:
+                sizes = [len(mapped) for mapped in data.values()]
+                options.add_external_initializers_from_files_in_memory([*data], [*data.values()], sizes)
             # Else a provider that does not start is replaced by another, and nobody knows.
             session = ort.InferenceSession(os.fspath(path), options, providers=list(found.providers), enable_fallback=0)
         except Exception as error:
@@ -217,6 +225,23 @@ class Onnx(StackedBackend):
             if path.is_file():
                 return path
         raise NotFound(f"model_operations.op_library_filename: model '{self.context.model}' has no file '{name}'")
+
+
+def _unreachable(folder: Path) -> dict[str, mmap.mmap]:
+    """Files that were replaced in the repository and are kept by descriptor: ONNX Runtime looks for external data at
+    the path that the link names, where they are no more."""
+    found = {}
+    for directory, _, names in os.walk(folder):
+        for path in (Path(directory, name) for name in names if not name.endswith(".onnx")):
+            if (
+                path.is_symlink()
+                and path.is_file()
+                and path.stat().st_size
+                and not os.path.exists(os.path.realpath(path))
+            ):
+                with path.open("rb") as file:
+                    found[str(path.relative_to(folder))] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return found
 
 
 def _session_options(found: Plan) -> Any:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, ServeError
-from shmserve.messages import PARAMETERS, Failure
+from shmserve.messages import Failure
 from shmserve.repo.gpus import inputs_there
 from shmserve.workers import pb_utils
 from shmserve.workers.backends import Answer, Backend, Context, Request, SeparateBackend
@@ -23,9 +23,9 @@ from shmserve.workers.device import device_of
 from shmserve.workers.pb_device import DeviceTensor, on_gpu
 from shmserve.workers.pb_model import flag, has_generator
 from shmserve.workers.pb_requests import request_from
-from shmserve.workers.say import public, say_trace
+from shmserve.workers.say import public, say, say_trace
 from shmserve.workers.specs import request_inputs_of
-from shmserve.workers.streams import Closed, Stream
+from shmserve.workers.streams import NONE, ONE, Closed, Stream
 
 if TYPE_CHECKING:
     from shmserve.messages import Value, Work
@@ -42,7 +42,6 @@ _CODES = (
     "CANCELLED",
 )
 """The wire codes of TritonError's, by number. INTERNAL would say that it is our fault; it is the model's."""
-_PARAMETER_BYTES = 16 * 1024
 SEND_WAITS = "send_waits"
 """The parameter of a configuration that says whether senders, outside of coroutines, wait for slow callers."""
 STACKED = "stacked"
@@ -84,8 +83,10 @@ class Python(PythonModel, SeparateBackend):
                 return self._begun(requests, *self._begin(self._given(requests)))
             given = self._given(requests)
             responses = self._execute(given)
-            if type(responses) is not list and not isinstance(responses, (list, tuple)):
-                raise ModelFailed(f"expected a list from execute, it returned {type(responses).__name__}")
+            if responses is None:  # all of them were, or will be, sent
+                responses = [None] * len(requests)
+            elif type(responses) is not list and not isinstance(responses, (list, tuple)):
+                raise ModelFailed(f"Expected a list in the execute return, found type '{type(responses)}'.")
             if len(responses) != len(requests):
                 raise ModelFailed(
                     f"number of InferenceResponse objects returned ({len(responses)}) from execute must match the "
@@ -111,8 +112,9 @@ class Python(PythonModel, SeparateBackend):
 
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
         streams = self._streams
-        left = [streams.take_over(request.work.request) for request in requests]
-        return [answer if mine or not streams.decoupled else None for mine in left]
+        if streams.decoupled:
+            return [answer if streams.take_over(request.work.request) else None for request in requests]
+        return [streams.withdraw_sent(request.work.request) or answer for request in requests]
 
     def _collected(self, given: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Answer | None]:
         """The answers of a batch in which some are not where they should be, but were, or will be, sent."""
@@ -127,16 +129,18 @@ class Python(PythonModel, SeparateBackend):
             stream: Stream = sender._stream
             del request, sender  # if these are the last ones, nothing will be sent
             if response is not None:
-                if self._streams.take_over(stream.work.request) and stream.answer is None:
-                    found.append(self._answer(response))
-                else:
-                    found.append(self._failure("a response was both sent and returned for the same request"))
+                sent = self._streams.withdraw_sent(stream.work.request)
+                if sent is not None:
+                    say(
+                        f"model instance '{self._instance}' returned a response that it had sent before: {ONE}", "error"
+                    )
+                found.append(sent or self._answer(response))
             elif again and not stream.final:
                 self._streams.take_over(stream.work.request)
                 found.append(Answer(again=True))
             else:
                 answer = self._streams.collect(stream)
-                found.append(answer or self._failure("the last response was sent without a response before it"))
+                found.append(answer or self._failure(NONE))
         return found
 
     # ------------------------------------------------------------------------------------ decoupled
@@ -159,7 +163,7 @@ class Python(PythonModel, SeparateBackend):
         if inspect.iscoroutine(result):
             self._start(self._follow(result, streams), streams)
             return streams, []
-        _check_nothing(result)
+        self._check_nothing(result)
         return streams, [getattr(request, "_again", False) for request in given]
 
     def _begun(self, requests: list[Request], streams: list[Stream], again: list[bool]) -> list[Answer | None]:
@@ -207,7 +211,7 @@ class Python(PythonModel, SeparateBackend):
     async def _follow(self, coroutine: Coroutine[Any, Any, Any], streams: list[Stream]) -> None:
         """A batch of a model whose execute is a coroutine."""
         try:
-            _check_nothing(await coroutine)
+            self._check_nothing(await coroutine)
         except asyncio.CancelledError:
             self._streams.fail_all(streams, _CANCELLED)
         except Exception as error:
@@ -260,19 +264,15 @@ class Python(PythonModel, SeparateBackend):
     def _answer(self, response: Any) -> Answer:
         if not isinstance(response, pb_utils.InferenceResponse):
             return self._failure(
-                f"expected an InferenceResponse object for each request, found {type(response).__name__}"
+                "Expected an 'InferenceResponse' object in the execute function return list, found type "
+                f"'{type(response)}'."
             )
         error = response._error
         if error is not None:
             code = _CODES[error._code] if error._code in range(len(_CODES)) else "UNKNOWN"
             text = public(error._message, str(self.context.folder))
             return Answer(error=Failure(code, text))
-        parameters = response._parameters
-        if parameters:
-            wrong = _wrong_parameters(parameters)
-            if wrong:
-                return self._failure(wrong)
-        wanted: dict[str, Value] | None = parameters or None
+        wanted: dict[str, Value] | None = response._parameters or None
         return Answer([(tensor._name, self._given_back(tensor)) for tensor in response._tensors], None, wanted)
 
     def _given_back(self, tensor: pb_utils.Tensor) -> Any:
@@ -281,6 +281,13 @@ class Python(PythonModel, SeparateBackend):
         if isinstance(tensor, DeviceTensor) and self._integers.get(name, tensor.piece.dtype) == tensor.piece.dtype:
             return tensor.piece
         return self._as_declared(name, tensor._array)
+
+    def _check_nothing(self, result: Any) -> None:
+        if result is not None:
+            raise ModelFailed(
+                f"Python model '{self._instance}' is using the decoupled mode and the execute function must return "
+                f"None. It returned {type(result)}"
+            )
 
     def _failure(self, what: str) -> Answer:
         return Answer(error=Failure(ModelFailed.code, self._text(what)))
@@ -303,27 +310,3 @@ def _is_mere_end(response: Any, flags: int) -> bool:
     if not flags or not isinstance(response, pb_utils.InferenceResponse):
         return False
     return not (response._tensors or response._error or response._parameters)
-
-
-def _check_nothing(result: Any) -> None:
-    if result is not None:
-        raise ModelFailed(
-            f"the model is decoupled, so execute must return None and send its responses; it returned "
-            f"{type(result).__name__}"
-        )
-
-
-def _wrong_parameters(parameters: Any) -> str:
-    """Why the parameters of a response cannot travel; "" where they can."""
-    if not isinstance(parameters, dict) or len(parameters) > PARAMETERS:
-        return f"the parameters of a response must be a dict of up to {PARAMETERS} entries"
-    size = 0
-    for key, value in parameters.items():
-        if not isinstance(key, str) or not isinstance(value, (str, int, float, bool)):
-            return f"response parameter '{key}' must be a string, int, float or bool, not {type(value).__name__}"
-        if isinstance(value, int) and not -(2**63) <= value < 2**64:
-            return f"response parameter '{key}' does not fit into 64 bits"
-        size += len(key) + (len(value) if isinstance(value, str) else 8)
-    if size > _PARAMETER_BYTES:
-        return f"the parameters of a response have {size} characters, more than {_PARAMETER_BYTES}"
-    return ""

@@ -16,7 +16,8 @@ from shmserve.repo.schema import as_triton_json, from_triton_json
 from shmserve.workers import pb_calls, pb_host, pb_metrics, pb_utils
 from shmserve.workers.backends import Backend, Context
 from shmserve.workers.coroutines import Coroutines
-from shmserve.workers.pb_model import ModelFile
+from shmserve.workers.mistakes import STRICT
+from shmserve.workers.pb_model import ModelFile, flag
 from shmserve.workers.say import say, say_trace
 from shmserve.workers.specs import model_outputs_of
 from shmserve.workers.streams import Streams
@@ -59,10 +60,11 @@ class PythonModel(Backend):
         kind = self._file.kind(config)
         policy = config.model_transaction_policy
         self.streams = self._streams = Streams(policy is not None and policy.decoupled)
+        self.strict = flag(config, STRICT, False)
         self._integers = {
             spec.name: spec.numpy
             for spec in model_outputs_of(config)
-            if spec.item and spec.numpy.kind in "iu" and spec.dtype != "BF16"
+            if self.strict and spec.item and spec.numpy.kind in "iu" and spec.dtype != "BF16"
         }
         self._instance = self.context.instance
         self.probes = callable(getattr(kind, "is_ready", None))
@@ -146,8 +148,8 @@ class PythonModel(Backend):
         return self._coroutines
 
     def _as_declared(self, name: str, array: Array) -> Array:
-        """numpy makes integers 64 bits wide where a model does not say otherwise. Where they fit, they become the type
-        that the configuration says."""
+        """numpy makes integers 64 bits wide where a model does not say otherwise. If outputs must be as the
+        configuration says, integers become the type that it says where they fit."""
         declared = self._integers.get(name)
         if declared is None or array.dtype == declared or array.dtype.kind not in "iu":
             return array
