@@ -18,11 +18,11 @@ from shmserve.clients.loop_link import LoopLink, monotonic
 from shmserve.clients.streams import AsyncFlow, AsyncStream
 from shmserve.clients.sync import Outputs, default_name
 from shmserve.clients.transport import address_of
-from shmserve.clients.waiting import POLL_S, not_ready, pause_after
+from shmserve.clients.waiting import POLL_S, not_ready, pause_after, will_not_be
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.messages import Reply
 from shmserve.session import WINDOW, Result, Ticket, inline_result
-from shmserve.session.body import Body, of_json, of_load
+from shmserve.session.body import ANSWER_S, Body, loading, of_json, of_unload
 from shmserve.session.options import TopK
 
 if TYPE_CHECKING:
@@ -235,18 +235,24 @@ class AsyncClient:
             return False
 
     async def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
-        """Returns when the server, or this model, can take requests; DeadlineExceeded after `timeout` seconds."""
+        """Returns when the server, or this model, can take requests; DeadlineExceeded after `timeout` seconds,
+        Unavailable as soon as it is certain that it will not, as loading has failed."""
         end = None if timeout is None else monotonic() + timeout
         last: ServeError | None = None
         pause = POLL_S
         while True:
             left = None if end is None else max(0.001, end - monotonic())
             try:
-                if (await self._ask("ready", model or "", None, left))["ready"]:
+                answer = await self._ask("ready", model or "", None, left)
+                if answer["ready"]:
                     return
+                settled = answer.get("settled", False)
                 last = None
             except ServeError as error:
                 last = pause_after(error, model)
+                settled = False
+            if settled:
+                raise will_not_be(self.url, model, await self._index())
             if end is not None and monotonic() + pause >= end:
                 raise not_ready(self.url, model, timeout or 0.0, last, await self._index())
             await asyncio.sleep(pause)
@@ -260,7 +266,8 @@ class AsyncClient:
         return found
 
     async def models(self) -> list[dict[str, Any]]:
-        """Every version of every model: name, version, state, reason, default, loading_seconds, reloading, instances.
+        """Every version of every model: name, version, state, reason, default, loading_seconds, reloading,
+        changed_on_disk, last_failed_change, instances.
 
         A model that was never loaded has the version "" and the state "".
         """
@@ -301,25 +308,37 @@ class AsyncClient:
         *,
         config: Mapping[str, Any] | str | None = None,
         files: Mapping[str, bytes | os.PathLike[str]] | None = None,
+        previous: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any]:
         """Loads a model, or what has changed of one that is served, and returns when it is READY.
 
         `config` (a mapping, or its JSON) takes the place of the file's. With `files` (names such as "1/model.onnx", and
-        bytes or paths) the model is not looked for in the repository at all. Without `timeout` it takes its time.
+        bytes or paths) the model is not looked for in the repository at all. `previous` goes back to what was
+        served before the last load, in every mode. Without `timeout` it takes its time.
         """
-        found: dict[str, Any] = await self._operate("load", model, None, timeout, of_load(config, files))
+        operation, body = loading(config, files, previous)
+        found: dict[str, Any] = await self._operate(operation, model, None, timeout, body)
         return found
 
     async def unload(
-        self, model: str, *, unload_dependents: bool = False, wait: bool = True, timeout: float | None = None
+        self,
+        model: str,
+        *,
+        unload_dependents: bool = False,
+        wait: bool = True,
+        force: bool = False,
+        timeout: float | None = None,
     ) -> dict[str, Any]:
         """Ends a model; what it was asked before is answered first. Without `wait` it returns at once.
 
-        `unload_dependents`: also the models that were loaded only because this ensemble needs them.
+        `unload_dependents`: also the models that were loaded only because this ensemble needs them. `force`: what it
+        was asked before fails, and its processes are killed. DeadlineExceeded says what is waited for; the model goes
+        on unloading.
         """
-        body = of_json({"unload_dependents": unload_dependents, "wait": wait})
-        found: dict[str, Any] = await self._operate("unload", model, None, timeout, body)
+        body = of_unload(unload_dependents, wait, force, timeout)
+        longer = None if timeout is None else timeout + ANSWER_S
+        found: dict[str, Any] = await self._operate("unload", model, None, longer, body)
         return found
 
     async def restart(

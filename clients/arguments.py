@@ -168,6 +168,7 @@ examples:
 def _add_load(commands: Any) -> None:
     examples = """  shmserve load mlp
   shmserve load mlp cnn
+  shmserve load mlp --previous                go back to what was served before the last load
   shmserve load mlp --config-json config.json
   shmserve load new --config-json config.json --file 1/model.onnx=./new.onnx
 """
@@ -181,16 +182,19 @@ def _add_load(commands: Any) -> None:
     add("--file", metavar="NAME=PATH", action="append", default=[],
         help="with --config-json: a file of the model, e.g. 1/model.onnx=./model.onnx; the repository's files do not "
         "count then; may be given several times")  # fmt: skip
+    add("--previous", action="store_true",
+        help="load what was served before the last load, whatever is in the repository; in every mode")  # fmt: skip
     _operation(made)
 
 
 def _add_unload(commands: Any) -> None:
-    examples = "  shmserve unload mlp\n  shmserve unload mlp cnn --no-wait\n"
+    examples = "  shmserve unload mlp\n  shmserve unload mlp cnn --no-wait\n  shmserve unload mlp --force\n"
     about = "end models: requests in flight are answered, then their processes and memory go"
     codes = ("unloaded (or with --no-wait: begun)", "failed")
     made = _command(commands, "unload", _later("commands_operate", "unload"), about, examples, codes)
     _model(made, "+")
     made.add_argument("--no-wait", action="store_false", dest="wait", help="do not wait until the processes have ended")
+    made.add_argument("--force", action="store_true", help="requests in flight fail and the processes are killed, now")
     made.add_argument(
         "--dependents", action="store_true", help="also what was loaded only because this ensemble needs it"
     )

@@ -200,7 +200,9 @@ def _failed(
         text, hint = f"not loaded within {timeout:g} s", "--timeout gives it more"
     else:
         text = f"could not be loaded: {entry['reason'] or entry['state']}"
-    lines = [line for group in model.groups for line in said.get(group, ())]
+    lines = [line for instance in entry.get("instances", ()) for line in instance["last_words"]]
+    if not lines:  # no process has ended yet
+        lines = [line for group in model.groups for line in said.get(group, ())]
     last = tuple(lines[-LOG_LINES:])
     return [Finding(model.name, "error", model.repository, file, 0, 0, "", text, hint, last)]
 

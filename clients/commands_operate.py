@@ -41,18 +41,22 @@ def load(args: argparse.Namespace) -> int:
         raise Misuse("--config-json and --file are for one model")
     if args.file and args.config_json is None:
         raise Misuse("--file needs --config-json: a model that is sent is not looked for in the repository")
+    if args.previous and (args.all or args.config_json is not None):
+        raise Misuse("--previous goes back to what was served before; it does not go with --all or --config-json")
     config = None if args.config_json is None else _config(args.config_json)
     files = dict(map(_file, args.file)) or None
 
     def one(client: Client, model: str) -> dict[str, Any]:
-        return client.load(model, config=config, files=files, timeout=args.timeout)
+        return client.load(model, config=config, files=files, previous=args.previous, timeout=args.timeout)
 
     return _each(args, one, "loading", _loaded)
 
 
 def unload(args: argparse.Namespace) -> int:
     def one(client: Client, model: str) -> dict[str, Any]:
-        return client.unload(model, unload_dependents=args.dependents, wait=args.wait, timeout=args.timeout)
+        return client.unload(
+            model, unload_dependents=args.dependents, wait=args.wait, force=args.force, timeout=args.timeout
+        )
 
     return _each(args, one, "unloading", _unloaded if args.wait else _begun)
 
@@ -210,5 +214,6 @@ def instances_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def counts(instances: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """How many are ready, and how many are meant to be."""
-    states = [instance["state"] for instance in instances]
-    return states.count("ready"), len(states) - states.count("stopping")
+    found = list(instances)
+    ready = sum(instance["state"] == "ready" and not instance.get("quarantined") for instance in found)
+    return ready, sum(instance["state"] != "stopping" for instance in found)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import shmserve
 from shmserve.clients.commands_base import Failed, Misuse, connected, make_client, print_json
 from shmserve.clients.commands_operate import counts, instances_of
-from shmserve.clients.waiting import why_not_ready
+from shmserve.clients.waiting import degraded, failed_change, failed_changes, why_not_ready
+from shmserve.errors import Denied
 from shmserve.tables import bytes_text, duration_text, table
 
 if TYPE_CHECKING:
@@ -72,19 +73,21 @@ def models_text(found: Sequence[Mapping[str, Any]], instances: bool) -> str:
     if not instances:
         return models_table(found)
     rows = [row for entry in found for row in instance_rows(entry)]
-    made = table(INSTANCES, rows, right=[1, 5, 6, 7]) if rows else "no model has a process now"
+    made = table(INSTANCES, rows, right=[1, 4, 6, 7, 8]) if rows else "no model has a process now"
     return "\n".join([made, *last_words(found)])
 
 
-MODELS = ["model", "version", "state", "instances", "pid", "device", "memory", "loaded in", "reason"]
-INSTANCES = ["model", "version", "instance", "state", "device", "pid", "memory", "restarts", "reason"]
+MODELS = [
+    "model", "version", "state", "instances", "queued", "in flight", "pid", "device", "memory", "loaded in", "reason",
+]  # fmt: skip
+INSTANCES = ["model", "version", "instance", "state", "in flight", "device", "pid", "memory", "restarts", "reason"]
 
 
 def models_table(index: Sequence[Mapping[str, Any]]) -> str:
     """Where a model has several versions the default one is marked."""
     counts = Counter(entry["name"] for entry in index)
     rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
-    made = table(MODELS, rows, right=[1, 3, 6, 7])
+    made = table(MODELS, rows, right=[1, 3, 4, 5, 8, 9])
     marked = any(row[1].endswith("*") for row in rows)
     return f"{made}\n\n* the version that is used when none is named" if marked else made
 
@@ -96,17 +99,32 @@ def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
     memory = sum(instance["memory_bytes"] or 0 for instance in instances)
     seconds = entry.get("loading_seconds") if entry["state"] in ("READY", "LOADING") else None
     state = entry["state"] or "not loaded"
+    if entry.get("degraded"):
+        state += " (degraded)"
     return [
         entry["name"],
         (entry["version"] or "-") + ("*" if several and entry.get("default") else ""),
         f"{state} (reloading)" if entry.get("reloading") else state,
         f"{ready}/{wanted}" if wanted else "-",
+        f"{entry.get('queued', 0):,}",
+        f"{entry.get('in_flight', 0):,}",
         _few(pids),
         _few(list(dict.fromkeys(map(_device, instances)))),
         bytes_text(memory) if memory else "-",
         duration_text(seconds) if seconds else "-",
-        entry["reason"],
+        _reason(entry),
     ]
+
+
+def _reason(entry: Mapping[str, Any]) -> str:
+    failed = entry.get("last_failed_change")
+    changed = "changed on disk" if entry.get("changed_on_disk") else ""
+    busy = [f"{i['name']} {busy_text(i['busy_seconds'])}" for i in instances_of(entry) if i.get("busy_seconds")]
+    return "; ".join(text for text in (entry["reason"], *busy, failed and failed_change(failed), changed) if text)
+
+
+def busy_text(seconds: float) -> str:
+    return f"busy for {seconds:.0f} s"
 
 
 def _few(texts: Sequence[str]) -> str:
@@ -123,15 +141,27 @@ def instance_rows(entry: Mapping[str, Any]) -> list[list[str]]:
             entry["name"],
             entry["version"],
             instance["name"],
-            f"{instance['state']} (passive)" if instance.get("passive") else instance["state"],
+            _state(instance),
+            f"{instance.get('in_flight', 0):,}",
             _device(instance),
             str(instance["pid"] or "-"),
             bytes_text(instance["memory_bytes"]) if instance["memory_bytes"] else "-",
             f"{instance['restarts']:,}",
-            instance["reason"],
+            _attempt(instance),
         ]
         for instance in instances_of(entry)
     ]
+
+
+def _state(instance: Mapping[str, Any]) -> str:
+    notes = [note for note in ("passive", "quarantined") if instance.get(note)]
+    notes += [busy_text(instance["busy_seconds"])] if instance.get("busy_seconds") else []
+    return f"{instance['state']} ({', '.join(notes)})" if notes else str(instance["state"])
+
+
+def _attempt(instance: Mapping[str, Any]) -> str:
+    seconds = instance.get("retry_seconds")
+    return f"{instance['reason']}; next attempt in {seconds:g} s" if seconds else str(instance["reason"])
 
 
 def last_words(index: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -171,10 +201,24 @@ def stats(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found)
         return 0
-    head = ["model", "version", "requests", "failed", "batches", "mean batch", "queue us", "compute us"]
+    head = ["model", "version", "queued", "in flight", "requests", "failed", "batches", "mean batch", "queue us"]
+    head.append("compute us")
     rows = [stats_row(entry) for entry in found["model_stats"]]
     print(table([*head, "batches formed because"], rows, right=range(1, len(head))))
+    for entry in found["model_stats"]:
+        if entry.get("elements"):
+            print(f"{entry['name']} version {entry['version']}: {padding_text(entry)}")
+        for name, seconds in entry.get("busy", {}).items():
+            print(f"{entry['name']} version {entry['version']}: {name} is {busy_text(seconds)}")
     return 0
+
+
+def padding_text(entry: Mapping[str, Any]) -> str:
+    """What padding costs, and what was done to pad less."""
+    share = entry["padded_elements"] / entry["elements"]
+    cut = entry.get("batch_reasons", {}).get("shape", 0)
+    elements = f"{entry['elements']:,} elements (rows x padded length)"
+    return f"{share:.1%} of {elements} were padding, {cut:,} batches were cut by shape"
 
 
 def stats_row(entry: Mapping[str, Any]) -> list[str]:
@@ -186,6 +230,8 @@ def stats_row(entry: Mapping[str, Any]) -> list[str]:
     return [
         entry["name"],
         entry["version"],
+        f"{entry.get('queued', 0):,}",
+        f"{entry.get('in_flight', 0):,}",
         f"{good + failed:,}",
         f"{failed:,}",
         f"{batches:,}",
@@ -200,14 +246,26 @@ def ready(args: argparse.Namespace) -> int:
     if args.wait is not None:
         with make_client(args) as client:
             client.wait_ready(args.model, timeout=args.wait)
+            warnings = _warnings(args.model, client)
     else:
         with connected(args) as client:
             if not client.ready(args.model):
                 index = client.models()
                 raise Failed(_not_ready(args.model, index))
+            warnings = _warnings(args.model, client)
     what = f"model '{args.model}'" if args.model else "the server"
     print(f"{what} is ready")
+    for text in warnings:
+        print(f"shmserve ready: warning: {text}", file=sys.stderr)
     return 0
+
+
+def _warnings(model: str | None, client: Client) -> list[str]:
+    try:
+        index = client.models()
+    except Denied:  # those who may only infer are not told
+        return []
+    return [*degraded(model, index), *failed_changes(model, index)]
 
 
 def _not_ready(model: str | None, index: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ import struct
 from shmserve.clients.transport import Address, Incoming, no_server
 from shmserve.errors import ConnectionLost, InvalidRequest, ProtocolError
 from shmserve.messages import PACKET_BYTES
-from shmserve.rights import ANCILLARY_BYTES, received
+from shmserve.rights import ANCILLARY_BYTES, LOST, received
 from shmserve.session import Packet
 
 # Plain integers: the arithmetic of enums costs microseconds.
@@ -24,6 +24,7 @@ _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CTRUNC = int(socket.MSG_CTRUNC)
 _TIMEVAL = struct.Struct("ll")
 SEND_BUFFER = 1 << 20
 
@@ -111,6 +112,8 @@ class Lane:
         if size == 0 or got & _CUT:
             for descriptor in descriptors:
                 os.close(descriptor)
+            if got & _CTRUNC:
+                raise ConnectionLost(f"the connection to the server is made again: {LOST}")
             if size:
                 raise ProtocolError(f"the server sent a packet over the limit of {PACKET_BYTES} bytes")
             raise ConnectionLost("the connection to the server ended")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from shmserve.errors import ConnectionLost, DeadlineExceeded, NotFound, ServeError, Unavailable
@@ -27,6 +28,38 @@ def not_ready(
     reasons = why_not_ready(model, index)
     told = f": {'; '.join(reasons)}" if reasons else ""
     return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s{told}")
+
+
+def will_not_be(url: str, model: str | None, index: list[dict[str, Any]]) -> Unavailable:
+    """Waiting does not help: nothing is being loaded, and something has failed."""
+    what = f"model '{model}'" if model else "the server"
+    reasons = "; ".join(why_not_ready(model, index)) or "what was to be served could not be loaded"
+    return Unavailable(f"{what} at {url} is not ready, and nothing is being loaded: {reasons}")
+
+
+def failed_changes(model: str | None, index: list[dict[str, Any]]) -> list[str]:
+    """A text for each model that is served as before because its last change has failed."""
+    found: dict[str, str] = {}
+    for entry in index:
+        failed = entry.get("last_failed_change")
+        if failed is not None and model in (None, entry["name"]):
+            text = f"model '{entry['name']}' is served as before: {failed_change(failed)}"
+            found.setdefault(entry["name"], text)
+    return list(found.values())
+
+
+def degraded(model: str | None, index: list[dict[str, Any]]) -> list[str]:
+    """A text for each version that is served by some of its instances only."""
+    return [
+        f"{entry['name']} {entry['version']} is {entry['reason']}"
+        for entry in index
+        if entry.get("degraded") and model in (None, entry["name"])
+    ]
+
+
+def failed_change(failed: dict[str, Any]) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failed["time"]))
+    return f"the change at {at} failed: {failed['reason']}"
 
 
 def why_not_ready(model: str | None, index: list[dict[str, Any]]) -> list[str]:

@@ -9,16 +9,19 @@ import math
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, Protocol
 
+from shmserve.clients.gateway.budget import Budget
 from shmserve.clients.gateway.listen import Listener
 from shmserve.clients.gateway.metrics import family
-from shmserve.errors import Unavailable
+from shmserve.clients.gateway.shares import Shares
+from shmserve.clients.gateway.turns import Turns
 
+EVICTED = 32
+"""Idle connections that are closed at once, at most."""
 TURNS = 4
 """The slow clock goes so often while the shortest time that it measures goes by."""
-LEAST_RATE = 1024
-"""Bytes a second, either way."""
 
 
 class Caller(Protocol):
@@ -32,39 +35,50 @@ class Caller(Protocol):
 
     def abort(self) -> None: ...
 
+    @property
+    def idle_since(self) -> float | None:
+        """On the clock of the loop. None: it is in use, and no slower than the data rate."""
+
+    def evict(self) -> None:
+        """Closes it, as a new connection needs its place."""
+
 
 class Bounds(Protocol):
     @property
     def connections(self) -> int: ...
-    @property
-    def held_bytes(self) -> int: ...
     @property
     def read_timeout_s(self) -> float: ...
     @property
     def idle_timeout_s(self) -> float: ...
     @property
     def exit_timeout_s(self) -> float: ...
+    @property
+    def data_rate(self) -> int: ...
 
 
 class Callers:
-    """`made` makes the protocol of a new connection. `turn_s`: of the slow clock. `held`: what is held, in words."""
+    """`made` makes the protocol of a new connection. `turn_s`: of the slow clock. `budget`: for what clients send."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], bounds: Bounds, turn_s: float, held: str
-    ) -> None:
+        self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], bounds: Bounds, turn_s: float, budget: Budget,
+        shares: Shares, turns: Turns | None = None,
+    ) -> None:  # fmt: skip
         self.loop = loop
+        self.now = loop.time
+        self.shares = shares
+        self.turns = turns or Turns(loop)
         self.turn = 0
-        self.least_bytes = max(1, int(LEAST_RATE * turn_s))
+        self.least_bytes = max(1, int(bounds.data_rate * turn_s))
         """Whoever moves less in a turn is waited for no longer than one who does not move."""
         self.idle_turns = math.ceil(bounds.idle_timeout_s / turn_s)
         self.stopping = False
         self.answers: Counter[int] = Counter()
-        self.held = 0
+        self.budget = budget
         self._bounds = bounds
         self._turn_s = turn_s
         self._read_turns = math.ceil(bounds.read_timeout_s / turn_s)
-        self._what = held
         self._connections: set[Caller] = set()
+        self.evicted = 0
         self._listener = Listener(loop, made, bounds.read_timeout_s)
         self._empty = asyncio.Event()
         self._clock = loop.call_later(turn_s, self._tick)
@@ -85,30 +99,35 @@ class Callers:
         """`answers`: what they are called. `label`: that of their status."""
         name = protocol.lower()
         counts = {f'{label}="{status:d}"': count for status, count in sorted(self.answers.items())}
-        return family(
-            f"{name}_connections", "gauge", f"Connections of {protocol} that are open", {"": self.connections}
-        ) + family(f"{name}_answers_total", "counter", f"{answers}, by their status", counts)
+        evicted = f"Idle connections of {protocol} that were closed for new ones"
+        return (
+            family(f"{name}_connections", "gauge", f"Connections of {protocol} that are open", {"": self.connections})
+            + family(f"{name}_connections_evicted_total", "counter", evicted, {"": self.evicted})
+            + family(f"{name}_answers_total", "counter", f"{answers}, by their status", counts)
+        )
 
     # ------------------------------------------------------------------------------------ what connections call
 
     def enter(self, connection: Caller) -> bool:
+        if len(self._connections) >= self._bounds.connections:
+            self._evict()
         self._connections.add(connection)
         return len(self._connections) <= self._bounds.connections and not self.stopping
+
+    def _evict(self) -> None:
+        """Closes those that are idle for longest; their clients connect again when they need to. Several at once, as
+        all connections are looked at to find them."""
+        idle = [(since, one) for one in self._connections if (since := one.idle_since) is not None]
+        idle.sort(key=itemgetter(0))
+        for _, connection in idle[: max(1, min(EVICTED, len(idle) // 8))]:
+            self._connections.discard(connection)
+            self.evicted += 1
+            connection.evict()
 
     def leave(self, connection: Caller) -> None:
         self._connections.discard(connection)
         if not self._connections:
             self._empty.set()
-
-    def hold(self, size: int) -> None:
-        """`size` below 0: they are held no longer."""
-        held = self.held + size
-        if size > 0 and held > self._bounds.held_bytes:
-            raise Unavailable(
-                f"{self._what} together would be over {self._bounds.held_bytes} bytes; send again later, or raise "
-                "--http-max-held-size of the gateway"
-            )
-        self.held = held
 
     def answered(self, status: int) -> None:
         self.answers[status] += 1

@@ -34,17 +34,19 @@ class DeviceRegion:
     def __init__(self, name: str, order: DeviceOrder, foreign: Callable[[], Foreign]) -> None:
         """Raises what the caller is told, if it cannot be one."""
         self.name = name
+        self.users = 0
+        self.unwanted = False
         self._foreign = foreign
         self._size, self._device = order.byte_size, order.device_id
         if not 0 < order.byte_size <= _LARGEST or len(order.raw_handle) != EXPORTED_BYTES:
             raise InvalidRequest(
-                f"failed to register CUDA shared memory region '{name}': a handle has {EXPORTED_BYTES} bytes, this one "
-                f"{len(order.raw_handle)}, and the region {order.byte_size}"
+                f"failed to register shared memory region '{name}': invalid args: a CUDA handle has {EXPORTED_BYTES} "
+                f"bytes, this one {len(order.raw_handle)}, and the region {order.byte_size}"
             )
         uuid = _uuid_of(order.device_id)
         if not uuid:
             raise InvalidRequest(
-                f"failed to register CUDA shared memory region '{name}': there is no GPU {order.device_id} here"
+                f"failed to register shared memory region '{name}': invalid args: there is no GPU {order.device_id}"
             )
         self._region = foreign().announce(order.byte_size, name_of(order.raw_handle, uuid_bytes(uuid)))
 

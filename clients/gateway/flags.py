@@ -43,17 +43,23 @@ def add(made: argparse.ArgumentParser) -> None:
     option("--http-max-json-size", metavar="BYTES", type=_above_0, default=16 << 20,
            help="of the JSON in a request to a model (default: %(default)s)")  # fmt: skip
     option("--http-max-held-size", metavar="BYTES", type=_above_0, default=1 << 30,
-           help="of the large bodies of all requests together (default: %(default)s)")  # fmt: skip
+           help="of what has arrived of the large bodies of all requests (default: %(default)s)")  # fmt: skip
     option("--http-max-connections", metavar="N", type=_above_0, default=4096, help="(default: %(default)s)")
     option("--http-read-timeout", metavar="SECONDS", type=_seconds, default=60.0,
            help="for a request that does not go on, or a caller who does not read (default: %(default)g)")  # fmt: skip
+    option("--http-min-data-rate", metavar="BYTES", type=_above_0, default=1024,
+           help="a second; a caller who sends or reads less does not go on (default: %(default)s)")  # fmt: skip
     option("--http-idle-timeout", metavar="SECONDS", type=_seconds, default=600.0,
            help="between two requests (default: %(default)g)")  # fmt: skip
     option("--exit-timeout-secs", metavar="SECONDS", type=_seconds, default=30.0,
            help="for requests in flight at the end (default: %(default)g)")  # fmt: skip
     option("--memory-bytes", metavar="BYTES", type=_above_0, default=4 << 30,
            help="the most shared memory for tensors that come in (default: %(default)s)")  # fmt: skip
-    grpc_start.add(made.add_argument_group("gRPC").add_argument, _bool, _port, _above_0)
+    for kind in ("connection", "address", "token"):
+        option(f"--{kind}-share", metavar="FRACTION", type=_fraction, default=0.25,
+               help=f"what one {kind} may have in flight, of what the others leave of the broker's client_requests and "
+               "of --memory-bytes; 1: no limit of its own (default: %(default)g)")  # fmt: skip
+    grpc_start.add(made.add_argument_group("gRPC").add_argument, _bool, _port, _above_0, _seconds)
     _add_guards(made.add_argument_group("who may come in"))
     zmqtcp_start.add(made.add_argument_group("ZeroMQ, with keys").add_argument, _above_0)
     option(
@@ -133,6 +139,16 @@ def _seconds(text: str) -> float:
         found = 0.0
     if not 0 < found < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return found
+
+
+def _fraction(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction above 0 and up to 1")
     return found
 
 

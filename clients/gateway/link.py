@@ -5,15 +5,19 @@ string taken apart: bytes that came from the network are what the model gets, an
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from shmserve.clients.gateway.kserve.answers import Buffer, Held
+from shmserve.clients.gateway.shares import Bounds, Shares
+from shmserve.clients.gateway.turns import Turns
 from shmserve.clients.loop_link import LoopLink, flusher
 from shmserve.clients.transport import address_of
 from shmserve.errors import HandleLost, Internal, InvalidRequest, Unavailable, Unsupported
-from shmserve.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
+from shmserve.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor, Welcome
 from shmserve.session import Session, Ticket
 from shmserve.session.foreign import Region, RegionPart
 from shmserve.session.inputs import MESSAGE_BYTES
@@ -34,6 +38,11 @@ class GatewaySession(Session):
         super().__init__(*args, **named)
         self._tensors = _as_they_are
         self._result_of = _held
+        self.on_limits: Callable[[dict[str, int]], None] = lambda said: None
+
+    def _on_welcome(self, message: Welcome) -> int:
+        self.on_limits(message.limits)
+        return super()._on_welcome(message)
 
     def _on_fail(self, message: Fail) -> int:
         if message.code == HandleLost.code:
@@ -137,14 +146,39 @@ def space(memory: Memory, size: int) -> Array:
     return memory.empty((size,), _BYTE)
 
 
-class GatewayLink(LoopLink):
-    """The one connection of a gateway; all its doors share it."""
+EARLY = 0.5
+"""Up to this fraction of the memory for inputs is given to tensors of which only a part has arrived. The rest is for
+the inputs of complete requests, so clients that never finish a body cannot use it up."""
 
-    def __init__(self, url: str | None, runtime_dir: str | None, name: str, memory_bytes: int) -> None:
+
+def early_space(memory: Memory, size: int) -> Array | None:
+    """As `space`, before all of the bytes are here. None: they are to be received elsewhere, and copied in the end."""
+    if memory.used >= EARLY:
+        return None
+    try:
+        return space(memory, size)
+    except Unavailable:
+        return None
+
+
+class GatewayLink(LoopLink):
+    """The one connection of a gateway. All its endpoints share it, and their callers what it may have in flight."""
+
+    def __init__(
+        self, url: str | None, runtime_dir: str | None, name: str, memory_bytes: int, bounds: Bounds | None = None
+    ) -> None:
         address = address_of(url, runtime_dir)
         if address.kind != "unix":
             raise InvalidRequest(f"a gateway is on the server's machine and uses its unix lane, not {address.url}")
+        self.shares = Shares(bounds or Bounds(input_bytes=memory_bytes))
         super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
 
+    @cached_property
+    def turns(self) -> Turns:
+        """Of all endpoints together."""
+        return Turns(self.bind())
+
     def make_session(self) -> Session:
-        return GatewaySession(self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)))
+        made = GatewaySession(self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)))
+        made.on_limits = self.shares.limits
+        return made

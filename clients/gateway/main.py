@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from shmserve.clients.commands_base import Failed, Misuse
+from shmserve.clients.gateway.budget import Budget
 from shmserve.clients.gateway.child import ServerLog, end_with
 from shmserve.clients.gateway.grpc import start as grpc_start
 from shmserve.clients.gateway.guards import tokens
@@ -26,6 +27,7 @@ from shmserve.clients.gateway.http.limits import Limits
 from shmserve.clients.gateway.link import GatewayLink
 from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.service import Service
+from shmserve.clients.gateway.shares import Bounds
 from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
 from shmserve.errors import InvalidRequest
 from shmserve.manager import of_this_process
@@ -48,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     url = args.url
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
+    bounds = Bounds(args.connection_share, args.address_share, args.token_share, args.memory_bytes)
     try:
-        link = GatewayLink(url, args.runtime_dir, f"gateway of {os.getpid()}", args.memory_bytes)
+        link = GatewayLink(url, args.runtime_dir, f"gateway of {os.getpid()}", args.memory_bytes, bounds)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     uvloop.run(_serve(args, link, guards, make_zmq))
@@ -74,8 +77,8 @@ def _log_to_stderr(of_server: bool) -> None:
 
 def _limits(args: argparse.Namespace) -> Limits:
     return Limits(
-        args.http_max_input_size, args.http_max_json_size, args.http_max_held_size, args.http_max_connections,
-        args.http_read_timeout, args.http_idle_timeout, args.exit_timeout_secs,
+        args.http_max_input_size, args.http_max_json_size, args.http_max_connections, args.http_read_timeout,
+        args.http_min_data_rate, args.http_idle_timeout, args.exit_timeout_secs,
     )  # fmt: skip
 
 
@@ -95,15 +98,16 @@ def _openings(
 ) -> list[Opening]:
     made = []
     regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
+    budget = Budget(args.http_max_held_size, args.connection_share, args.address_share)
     guard = guards.http
-    http = Door(link, limits, guard.access, regions=regions, forward=guard.forward)
+    http = Door(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
     if args.allow_http:
         made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
-    more: list[Callable[[], str]] = [partial(http.metrics, "HTTP", "Answers over HTTP", "status")]
+    more: list[Callable[[], str]] = [link.shares.metrics, partial(http.metrics, "HTTP", "Answers over HTTP", "status")]
     if zmq_door is not None:
         more.append(zmq_door.metrics)
     if args.allow_grpc:
-        rpc = grpc_start.door(args, link, guards.rpc, regions)
+        rpc = grpc_start.door(args, link, guards.rpc, regions, budget)
         more.append(partial(rpc.metrics, "gRPC", "Calls over gRPC that have ended", "code"))
         made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import posix_ipc
@@ -18,7 +18,8 @@ from msgspec import Struct
 from shmserve.clients.gateway.device_regions import DeviceOrder, DeviceRegion
 from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.clients.gateway.kserve.plans import Place, check_text
-from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.clients.gateway.shares import Creditor
+from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.messages import INLINE_BYTES
 from shmserve.session.foreign import Foreign, RegionPart
 from shmserve.session.foreign import Region as Passed
@@ -27,10 +28,10 @@ from shmserve.shm.posix import PREFIX
 _KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
 _NAME = re.compile(r"/?[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100}")
 """Keys that a message can carry."""
+_TRITON_PREFIX = "triton_python_backend_shm_region_"
 _MOST = 1024
 _MOST_PASSED = 512
 """So many at most are known to the workers, too: a client may have so many segments, and no more."""
-_LARGEST = 2**63 - 1
 
 
 class Order(Struct):
@@ -51,6 +52,10 @@ class Region:
         self._descriptor = descriptor
         self._foreign = foreign
         self._passed: Passed | None = None
+        self.users = 0
+        """Uses by requests in flight."""
+        self.unwanted = False
+        """It was unregistered."""
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def part(self, place: Place) -> RegionPart | None:
@@ -100,6 +105,21 @@ class Region:
         return InvalidRequest(f"the memory of region '{self.name}' is shorter than when it was registered")
 
 
+class Use:
+    """Regions that one request uses, and who pays for it: the request is over for both at once."""
+
+    __slots__ = ("_payer", "_regions", "_used")
+
+    def __init__(self, regions: Regions, used: list[Region | DeviceRegion], payer: Creditor) -> None:
+        self._regions = regions
+        self._used = used
+        self._payer = payer
+
+    def give(self, input_bytes: int) -> None:
+        self._payer.give(input_bytes)
+        self._regions.let_go(self._used)
+
+
 class Regions:
     """`allowed` false: nothing can be registered. `foreign`: that of the link to the broker, for memory on GPUs, and
     without `copied` for that on the host, too. `changed` is called when the broker is to be told of an end."""
@@ -118,10 +138,9 @@ class Regions:
         self._regions: dict[str, Region | DeviceRegion] = {}
 
     def register(self, name: str, order: Order | DeviceOrder) -> None:
-        if not self.allowed:
-            raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway allows it")
+        self._check_allowed()
         if not name:
-            raise InvalidRequest("a shared memory region needs a name")
+            raise InvalidRequest(f"{_invalid(name)}: a region needs a name")
         check_text("region name", name)
         if name in self._regions:
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
@@ -132,18 +151,41 @@ class Regions:
                 raise Unsupported("CUDA shared memory cannot be registered here")
             self._regions[name] = DeviceRegion(name, order, self._foreign)
             return
-        if not 0 <= order.offset <= _LARGEST or not 0 < order.byte_size <= _LARGEST - order.offset:
-            raise _invalid(name)
         by_name = not self._copied and len(self._regions) < _MOST_PASSED and _NAME.fullmatch(order.key)
         self._regions[name] = Region(name, order, _opened(name, order), self._foreign if by_name else None)
 
+    def _check_allowed(self) -> None:
+        if not self.allowed:
+            raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway allows it")
+
     def unregister(self, kind: str, name: str) -> None:
-        """Without a name all. One that is not there is no mistake."""
+        """Without a name all. One that is not there is no mistake. One that requests use goes when they are over."""
+        self._check_allowed()
         for region in self._of(kind):
             if not name or region.name == name:
-                del self._regions[region.name]
-                region.close()
+                region.unwanted = True
+                self._remove(region)
         self._changed()
+
+    def _remove(self, region: Region | DeviceRegion) -> bool:
+        if region.users or not region.unwanted:
+            return False
+        del self._regions[region.name]
+        region.close()
+        return True
+
+    def use(self, payer: Creditor, names: Iterable[str]) -> Use:
+        found = [self._regions[name] for name in names if name in self._regions]
+        for region in found:
+            region.users += 1
+        return Use(self, found, payer)
+
+    def let_go(self, used: list[Region | DeviceRegion]) -> None:
+        for region in used:
+            region.users -= 1
+        gone = [region for region in dict.fromkeys(used) if self._remove(region)]
+        if gone:
+            self._changed()
 
     def _of(self, kind: str) -> list[Region | DeviceRegion]:
         return [region for region in self._regions.values() if isinstance(region, DeviceRegion) == (kind == "cuda")]
@@ -166,15 +208,25 @@ class Regions:
 
 
 def _opened(name: str, order: Order) -> int:
-    key = order.key
-    if not _KEY.fullmatch(key) or key.strip("/") in (".", "..") or ("/" + key.lstrip("/")).startswith(PREFIX):
-        raise InvalidRequest(f"'{key[:80]}' is no key of a shared memory region of a client's own")
+    key, given = order.key, order.key.lstrip("/")
+    for prefix in (PREFIX.lstrip("/"), _TRITON_PREFIX):
+        if given.startswith(prefix):
+            raise InvalidRequest(
+                f"cannot register shared memory region '{name}' with key '{key[:80]}' as the key contains the reserved "
+                f"prefix '{prefix}'"
+            )
+    if not _KEY.fullmatch(key) or given in (".", ".."):
+        raise InvalidRequest(
+            f"cannot register shared memory region '{name}' - invalid shm key '{key[:80]}': a key is up to 250 of A-Z, "
+            "a-z, 0-9, '_', '.' and '-', with or without a '/' before them"
+        )
     try:
-        descriptor: int = posix_ipc.SharedMemory("/" + key.lstrip("/")).fd
+        descriptor: int = posix_ipc.SharedMemory(f"/{given}").fd
     except (posix_ipc.Error, OSError, ValueError):
-        raise InvalidRequest(f"Unable to open shared memory region: '{key}'") from None
+        raise Internal(f"Unable to open shared memory region: '{key}'") from None
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size < order.offset + order.byte_size:
+    fits = order.offset >= 0 and 0 < order.byte_size <= found.st_size - order.offset
+    if not fits or not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
         raise _invalid(name)
     return descriptor

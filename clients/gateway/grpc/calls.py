@@ -14,15 +14,17 @@ from shmserve.clients.gateway.grpc.plans import RpcPlan
 from shmserve.clients.gateway.grpc.rpcs import Rpc
 from shmserve.clients.gateway.grpc.wire import Answers, parameters_of
 from shmserve.clients.gateway.http2.codes import Code, RpcError
-from shmserve.clients.gateway.http2.seam import Stream
+from shmserve.clients.gateway.http2.seam import Awaits, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer, Held, check_room
-from shmserve.clients.gateway.kserve.asking import Waiting
+from shmserve.clients.gateway.kserve.asking import Waiting, not_passed_on, withdraw
 from shmserve.clients.gateway.kserve.documents import Flag, Known, Question, question_of
 from shmserve.clients.gateway.kserve.status import grpc_text_of
+from shmserve.clients.gateway.link import Piece
 from shmserve.clients.gateway.regions import Region
-from shmserve.errors import InvalidRequest, NotFound, ServeError
+from shmserve.clients.gateway.shares import Payer
+from shmserve.clients.gateway.turns import SLICE_BYTES, Job
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
 from shmserve.messages import Reply
-from shmserve.session import Ticket
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.grpc.services import Services
@@ -76,20 +78,25 @@ class _Answered(Waiting):
         stream.send(answer_of(self._answers, self._plan, self._request_id, answer, self._targets))
         stream.finish(0)
 
-    def fail(self, error: ServeError) -> None:
+    def failed(self, error: ServeError) -> None:
         self._stream.finish(code_of(error), grpc_text_of(error, self._request_id))
 
 
 class Unary:
     """A call with one message either way."""
 
-    __slots__ = ("_begun", "_services", "_stream", "_ticket")
+    __slots__ = ("_begun", "_payer", "_services", "_stream", "_ticket")
 
-    def __init__(self, services: Services, stream: Stream) -> None:
+    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
         self._services = services
         self._stream = stream
-        self._ticket: Ticket | None = None
+        self._payer = payer
+        self._ticket: Waiting | None = None
         self._begun = False
+
+    @property
+    def awaits(self) -> Awaits:
+        return Awaits.NOTHING if self._begun else Awaits.REQUEST
 
     def message(self, data: Buffer) -> None:
         if self._begun:
@@ -111,7 +118,7 @@ class Unary:
     def cancelled(self) -> None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self._services.link.cancel(ticket)
+            withdraw(self._services.link, ticket)
 
     def resume(self) -> None:
         """One answer is sent whether it is read or not."""
@@ -120,11 +127,12 @@ class Unary:
 class InferCall(Unary):
     """ModelInfer."""
 
-    __slots__ = ("_room",)
+    __slots__ = ("_job", "_room")
 
-    def __init__(self, services: Services, stream: Stream) -> None:
-        super().__init__(services, stream)
+    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+        super().__init__(services, stream, payer)
         self._room: memoryview | None = None
+        self._job: Job | None = None
 
     def room(self, size: int, first: Buffer) -> memoryview | None:
         self._room = self._services.room(size, first)
@@ -136,19 +144,35 @@ class InferCall(Unary):
         try:
             taken = services.take_apart(data)
             request_id = taken.id
-            plan = services.plan(taken.head)
-            asker = services.asker
-            targets = asker.targets(plan.plan)
-            ticket = _Answered(stream, services.answers, plan, request_id, targets)
             raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
             self._room = None
-            pieces = services.pieces(plan, raw)
-            asker.infer(
-                ticket, plan.model, plan.version, plan.plan, pieces, request_id, services.forwarded(stream)
-            )  # fmt: skip
+            if len(taken.head) <= SLICE_BYTES:
+                self._ask(services.plan(taken.head), raw, request_id)
+                return
         except ServeError as error:
             raise rpc_error(error, request_id) from error
+
+        def failed(error: Exception) -> None:
+            found = rpc_error(error if isinstance(error, ServeError) else not_passed_on(), request_id)
+            stream.finish(found.code, found.text)
+
+        work = services.plan_in_slices(taken.head)
+        self._job = services.turns.run(work, lambda plan: self._ask(plan, raw, request_id), failed)
+
+    def _ask(self, plan: RpcPlan, raw: list[Piece], request_id: str) -> None:
+        services = self._services
+        targets = services.asker.targets(plan.plan)
+        ticket = _Answered(self._stream, services.answers, plan, request_id, targets)
+        services.asker.infer(
+            self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), request_id,
+            services.forwarded(self._stream),
+        )  # fmt: skip
         self._ticket = ticket
+
+    def cancelled(self) -> None:
+        super().cancelled()
+        if self._job is not None:
+            self._job.cancel()
 
 
 class _Asked(Waiting):
@@ -164,7 +188,7 @@ class _Asked(Waiting):
     def take(self, answer: Any) -> None:
         self._tell(self._question.show(answer))
 
-    def fail(self, error: ServeError) -> None:
+    def failed(self, error: ServeError) -> None:
         try:
             self._tell(self._question.failed(error))
         except ServeError as failure:
@@ -176,8 +200,8 @@ class AskCall(Unary):
 
     __slots__ = ("_rpc",)
 
-    def __init__(self, services: Services, stream: Stream, rpc: Rpc) -> None:
-        super().__init__(services, stream)
+    def __init__(self, services: Services, stream: Stream, payer: Payer, rpc: Rpc) -> None:
+        super().__init__(services, stream, payer)
         self._rpc = rpc
 
     def begin(self, data: Buffer) -> None:
@@ -195,7 +219,7 @@ class AskCall(Unary):
                 self._tell(found.document)
             else:
                 self._ticket = _Asked(found, self._tell, self._fail)
-                services.asker.ask(self._ticket, found)
+                services.asker.ask(self._payer, self._ticket, found)
         except ServeError as error:
             raise rpc_error(error) from error
 
@@ -224,19 +248,18 @@ class CheckCall(Unary):
     __slots__ = ()
 
     def begin(self, data: Buffer) -> None:
-        services, stream = self._services, self._stream
+        services = self._services
         try:
             service = read(_ASKED, bytes(data)).service
             if service not in services.names:
                 raise NotFound(f"unknown service '{service[:80]}'")
+            self._ticket = ask_health(services, self._payer, self._tell)
         except ServeError as error:
             raise rpc_error(error) from error
 
-        def tell(health: bytes) -> None:
-            stream.send([health])
-            stream.finish(0)
-
-        self._ticket = ask_health(services, tell)
+    def _tell(self, health: bytes) -> None:
+        self._stream.send([health])
+        self._stream.finish(0)
 
 
 class WatchCall(Unary):
@@ -244,8 +267,8 @@ class WatchCall(Unary):
 
     __slots__ = ("_said", "_timer")
 
-    def __init__(self, services: Services, stream: Stream) -> None:
-        super().__init__(services, stream)
+    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+        super().__init__(services, stream, payer)
         self._said = b""
         self._timer: Any = None
 
@@ -262,11 +285,17 @@ class WatchCall(Unary):
 
     def _look(self) -> None:
         self._timer = None
-        self._ticket = ask_health(self._services, self._tell)
+        try:
+            self._ticket = ask_health(self._services, self._payer, self._tell)
+        except Unavailable:  # over a share: the status is what it was until it can be asked for
+            self._look_again()
 
     def _tell(self, health: bytes) -> None:
         self._ticket = None
         self._say(health)
+        self._look_again()
+
+    def _look_again(self) -> None:
         self._timer = self._services.link.bind().call_later(LOOK_S, self._look)
 
     def _say(self, health: bytes) -> None:
@@ -288,11 +317,11 @@ class WatchCall(Unary):
         self._stream.finish(Code.UNAVAILABLE, "the gateway stops")
 
 
-def ask_health(services: Services, tell: Callable[[bytes], None]) -> Ticket:
+def ask_health(services: Services, payer: Payer, tell: Callable[[bytes], None]) -> Waiting:
     def failed(error: ServeError) -> Any:
         return Flag(False)
 
     question = Question("ready", lambda said: Flag(bool(said["ready"])), failed=failed)
     ticket = _Asked(question, lambda flag: tell(SERVING if flag.yes else NOT_SERVING), lambda error: tell(NOT_SERVING))
-    services.asker.ask(ticket, question)
+    services.asker.ask(payer, ticket, question)
     return ticket

@@ -8,7 +8,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from shmserve.clients.gateway.grpc import contents
 from shmserve.clients.gateway.grpc.messages import message_class, read
+from shmserve.clients.gateway.http2.limits import MESSAGE_BYTES
 from shmserve.clients.gateway.kserve.elements import contents_to_bytes
 from shmserve.clients.gateway.kserve.plans import (
     Place,
@@ -21,6 +23,7 @@ from shmserve.clients.gateway.kserve.plans import (
     options_of,
     place_of,
 )
+from shmserve.clients.gateway.turns import Work
 from shmserve.errors import InvalidRequest
 from shmserve.messages import DIMS, PARAMETERS, TENSORS
 
@@ -47,7 +50,7 @@ class RpcPlan(Struct):
 class RpcPlans:
     """Plans of what came before: callers repeat themselves, and what is equal to the byte means the same."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int = MESSAGE_BYTES) -> None:
         self._known: dict[bytes, RpcPlan] = {}
         self._most_bytes = most_bytes
 
@@ -55,11 +58,6 @@ class RpcPlans:
         found = self._known.get(head)
         if found is not None:
             return found
-        if len(head) > self._most_bytes:
-            raise InvalidRequest(
-                f"{len(head)} bytes beside raw_input_contents are over the limit of {self._most_bytes}: send tensors "
-                "there, or raise --http-max-json-size of the gateway"
-            )
         made = plan_of(head)
         if len(head) <= _REMEMBERED_BYTES and not made.contents:
             if len(self._known) >= _REMEMBERED:
@@ -67,40 +65,78 @@ class RpcPlans:
             self._known[head] = made
         return made
 
+    def in_slices(self, head: bytes) -> Work[RpcPlan]:
+        """The plan of a large one."""
+        return (yield from plan_in_slices(head, self._most_bytes))
+
 
 def plan_of(head: bytes) -> RpcPlan:
+    request = _request_of(head)
+    return _plan(request, [_spec(one) for one in request.inputs])
+
+
+def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> Work[RpcPlan]:
+    """The same, in turns with other work: contents are not read by protobuf. `most`: bytes of a tensor of numbers,
+    which may take eight times as much as in the message."""
+    found = contents.cut(head)
+    request = _request_of(found.around)
+    specs = []
+    for one, data in zip(request.inputs, found.contents, strict=True):
+        if data is None:
+            specs.append(_spec(one))
+        else:
+            name, dtype, shape = _described(one)
+            _place(one)
+            made = yield from contents.to_bytes(name, dtype, data, most)
+            specs.append(Spec(name, dtype, shape, len(made), made))
+    return _plan(request, specs)
+
+
+def _request_of(head: bytes) -> Any:
     request = read(_REQUEST, head)
     if len(request.inputs) > TENSORS:
         raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(request.inputs)}")
+    return request
+
+
+def _plan(request: Any, specs: list[Spec]) -> RpcPlan:
     given = parameters_of("the request", request.parameters)
     empty_final = given.pop(_EMPTY_FINAL, False)
     if type(empty_final) is not bool:
         raise InvalidRequest(f"'{_EMPTY_FINAL}' must be true or false, not {empty_final!r:.40}")
-    contents = next((one.name for one in request.inputs if one.HasField("contents")), "")
-    specs = tuple([_spec(one) for one in request.inputs])
-    plan = Plan(specs, 0, options_of("", given))
+    with_contents = next((one.name for one in request.inputs if one.HasField("contents")), "")
+    plan = Plan(tuple(specs), 0, options_of("", given))
     if len(request.outputs):
         add_outputs(plan, [_output(one) for one in request.outputs[: TENSORS + 1]])
     raw = sum([spec.follows for spec in specs])
-    return RpcPlan(request.model_name, check_version(request.model_version), plan, raw, contents, empty_final)
+    return RpcPlan(request.model_name, check_version(request.model_version), plan, raw, with_contents, empty_final)
 
 
 def _output(one: Any) -> tuple[str, dict[str, Value]]:
     return one.name, parameters_of(f"output '{one.name[:80]}'", one.parameters)
 
 
-def _spec(one: Any) -> Spec:
+def _described(one: Any) -> tuple[str, str, tuple[int, ...]]:
     if len(one.shape) > DIMS:
         raise InvalidRequest(f"input '{one.name[:80]}' has {len(one.shape)} dims; a tensor may have {DIMS}")
-    name, dtype = one.name, one.datatype
-    shape = check_tensor(name, dtype, one.shape)
+    return one.name, one.datatype, check_tensor(one.name, one.datatype, one.shape)
+
+
+def _place(one: Any) -> Place | None:
+    """Of an input, whose data is then nowhere else."""
     place: Place | None = None
     if one.parameters:
-        what = f"input '{name}'"
+        what = f"input '{one.name}'"
         place = place_of(what, parameters_of(what, one.parameters))
+    if place is not None and one.HasField("contents"):
+        raise InvalidRequest(f"input '{one.name}' is in a shared memory region, and has data beside that")
+    return place
+
+
+def _spec(one: Any) -> Spec:
+    name, dtype, shape = _described(one)
+    place = _place(one)
     if place is not None:
-        if one.HasField("contents"):
-            raise InvalidRequest(f"input '{name}' is in a shared memory region, and has data beside that")
         return Spec(name, dtype, shape, place.size, None, place)
     if one.HasField("contents"):
         data = contents_to_bytes(name, dtype, one.contents)

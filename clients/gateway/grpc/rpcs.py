@@ -56,6 +56,8 @@ def _load(message: Any) -> Asked:
             found.config = _value(name, parameter, "string_param")
         elif name.startswith("file:"):
             found.files[name.removeprefix("file:")] = _value(name, parameter, "bytes_param")
+        elif name == "previous":
+            found.previous = _value(name, parameter, "bool_param")
         else:
             raise unknown_of_load(name)
     return Route("load", message.model_name), found
@@ -66,9 +68,10 @@ def _unload(message: Any) -> Asked:
         return Route("named_repository"), Arguments()
     found = Arguments()
     for name, parameter in message.parameters.items():
-        if name != "unload_dependents":
-            raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; known is 'unload_dependents'")
-        found.unload_dependents = _value(name, parameter, "bool_param")
+        if name not in ("unload_dependents", "force"):
+            known = "known are 'unload_dependents' and 'force'"
+            raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; {known}")
+        setattr(found, name, _value(name, parameter, "bool_param"))
     return Route("unload", message.model_name), found
 
 

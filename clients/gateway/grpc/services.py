@@ -20,9 +20,11 @@ from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.seam import Call, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.clients.gateway.kserve.asking import Asker
-from shmserve.clients.gateway.link import GatewayLink, Piece, space
+from shmserve.clients.gateway.link import GatewayLink, Piece, early_space
 from shmserve.clients.gateway.regions import Regions
-from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.clients.gateway.shares import Payer
+from shmserve.clients.gateway.turns import Turns
+from shmserve.errors import InvalidRequest, ServeError
 from shmserve.messages import INLINE_BYTES
 from shmserve.shm.arena import ALIGN
 
@@ -30,20 +32,22 @@ if TYPE_CHECKING:
     from shmserve.clients.gateway.guards.access import Access
     from shmserve.clients.gateway.guards.headers import Forward
 
-Make = Callable[[Stream], Call]
+Make = Callable[[Stream, Payer], Call]
 
 
 class Services:
     """The application of one gRPC door. `forward`: which of the caller's metadata models get to see."""
 
     def __init__(
-        self, link: GatewayLink, json_bytes: int, access: Access, regions: Regions, forward: Forward | None = None
+        self, link: GatewayLink, message_bytes: int, access: Access, regions: Regions, forward: Forward | None = None
     ) -> None:
         self.link = link
         self.asker = Asker(link, regions)
         self.answers = Answers()
         self.take_apart = take_apart
-        self.plan = RpcPlans(json_bytes).plan
+        plans = RpcPlans(message_bytes)
+        self.plan = plans.plan
+        self.plan_in_slices = plans.in_slices
         self.names = frozenset(("", INFERENCE, HEALTH))
         """Services whose health can be asked for."""
         self.watches: set[WatchCall] = set()
@@ -54,26 +58,30 @@ class Services:
         self._access = access
         self._forward = forward
         self._paths: dict[str, tuple[str, Make]] = {
-            f"/{INFERENCE}/ModelInfer": ("infer", lambda stream: InferCall(self, stream)),
-            f"/{INFERENCE}/ModelStreamInfer": ("infer", lambda stream: StreamCall(self, stream)),
-            f"/{HEALTH}/Check": ("ready", lambda stream: CheckCall(self, stream)),
-            f"/{HEALTH}/Watch": ("ready", lambda stream: WatchCall(self, stream)),
+            f"/{INFERENCE}/ModelInfer": ("infer", lambda stream, payer: InferCall(self, stream, payer)),
+            f"/{INFERENCE}/ModelStreamInfer": ("infer", lambda stream, payer: StreamCall(self, stream, payer)),
+            f"/{HEALTH}/Check": ("ready", lambda stream, payer: CheckCall(self, stream, payer)),
+            f"/{HEALTH}/Watch": ("ready", lambda stream, payer: WatchCall(self, stream, payer)),
         }
         for name, rpc in RPCS.items():
             self._paths[f"/{INFERENCE}/{name}"] = rpc.action, self._asking(rpc)
 
+    @property
+    def turns(self) -> Turns:
+        return self.link.turns
+
     def _asking(self, rpc: Rpc) -> Make:
-        return lambda stream: AskCall(self, stream, rpc)
+        return lambda stream, payer: AskCall(self, stream, payer, rpc)
 
     def __call__(self, stream: Stream) -> Call:
         found = self._paths.get(stream.path)
         if found is None:
             raise RpcError(Code.UNIMPLEMENTED, f"there is no method {stream.path[:200]} here")
         try:
-            self._access.check(found[0], stream.metadata.get)
+            token = self._access.check(found[0], stream.metadata.get)
         except ServeError as error:
             raise rpc_error(error) from error
-        return found[1](stream)
+        return found[1](stream, stream.payer(token))
 
     # ------------------------------------------------------------------------------------ what calls ask for
 
@@ -90,10 +98,9 @@ class Services:
         start = tensor_at(first)
         if start is None:
             return None
-        try:
-            block = space(self.link.session.memory, size + ALIGN - 1)
-        except Unavailable:
-            return None  # there may be, when all of it is here
+        block = early_space(self.link.session.memory, size + ALIGN - 1)
+        if block is None:
+            return None
         shift = -start % ALIGN
         found: memoryview = block.data[shift : shift + size]
         return found

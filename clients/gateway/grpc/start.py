@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shmserve.clients.gateway.budget import Budget
     from shmserve.clients.gateway.guards.doors import Guard
     from shmserve.clients.gateway.http2.door import RpcDoor
     from shmserve.clients.gateway.link import GatewayLink
@@ -19,7 +20,7 @@ _LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
 Reads = Callable[[str], Any]
 
 
-def add(option: Callable[..., Any], bool_: Reads, port: Reads, size: Reads) -> None:
+def add(option: Callable[..., Any], bool_: Reads, port: Reads, size: Reads, seconds: Reads) -> None:
     option("--allow-grpc", metavar="BOOL", type=bool_, nargs="?", const=True, default=True,
            help="a door for gRPC (default: true)")  # fmt: skip
     option("--grpc-address", metavar="ADDRESS", default="127.0.0.1",
@@ -41,6 +42,8 @@ def add(option: Callable[..., Any], bool_: Reads, port: Reads, size: Reads) -> N
            help="a caller who asks again sooner, and got nothing since, is counted (default: %(default)s)")  # fmt: skip
     option("--grpc-http2-max-ping-strikes", metavar="N", type=_from_0, default=2,
            help="so often, until he is sent away; 0: never (default: %(default)s)")  # fmt: skip
+    option("--grpc-stream-idle-timeout", metavar="SECONDS", type=seconds, default=3600.0,
+           help="a stream of requests without one in flight is ended after so long (default: %(default)g)")  # fmt: skip
     option("--grpc-max-connection-age", metavar="MS", type=_from_0, default=0,
            help="a connection takes no new calls after so long; 0: it always does (default: %(default)s)")  # fmt: skip
     option("--grpc-max-connection-age-grace", metavar="MS", type=_from_0, default=0,
@@ -60,18 +63,19 @@ def _whole(text: str) -> int:
     return found
 
 
-def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Regions) -> RpcDoor:
+def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Regions, budget: Budget) -> RpcDoor:
     from shmserve.clients.gateway.grpc.services import Services
     from shmserve.clients.gateway.http2.door import RpcDoor
     from shmserve.clients.gateway.http2.limits import Limits
 
-    services = Services(link, args.http_max_json_size, guard.access, regions, guard.forward)
+    services = Services(link, args.grpc_max_input_size, guard.access, regions, guard.forward)
     limits = Limits(
         message_bytes=args.grpc_max_input_size,
-        held_bytes=args.http_max_held_size,
         connections=args.http_max_connections,
         read_timeout_s=args.http_read_timeout,
+        data_rate=args.http_min_data_rate,
         idle_timeout_s=args.http_idle_timeout,
+        stream_idle_s=args.grpc_stream_idle_timeout,
         exit_timeout_s=args.exit_timeout_secs,
         compression=_LEVELS[args.grpc_infer_response_compression_level],
         keepalive_s=args.grpc_keepalive_time / 1000,
@@ -82,4 +86,4 @@ def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Reg
         age_s=args.grpc_max_connection_age / 1000,
         age_grace_s=args.grpc_max_connection_age_grace / 1000,
     )
-    return RpcDoor(link.bind(), services, limits, services.close)
+    return RpcDoor(link.bind(), services, limits, services.close, budget, link.shares, link.turns)

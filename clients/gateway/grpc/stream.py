@@ -13,11 +13,15 @@ from shmserve.clients.gateway.grpc.calls import Targets, answer_of
 from shmserve.clients.gateway.grpc.codes import code_of
 from shmserve.clients.gateway.grpc.plans import RpcPlan
 from shmserve.clients.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed
+from shmserve.clients.gateway.guards.headers import STREAM_ERROR
 from shmserve.clients.gateway.http2.codes import Code
-from shmserve.clients.gateway.http2.seam import Stream
+from shmserve.clients.gateway.http2.seam import Awaits, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer, Held
-from shmserve.clients.gateway.kserve.asking import InParts, not_passed_on
+from shmserve.clients.gateway.kserve.asking import InParts, not_passed_on, withdraw
 from shmserve.clients.gateway.kserve.status import text_of
+from shmserve.clients.gateway.link import Piece
+from shmserve.clients.gateway.shares import Payer
+from shmserve.clients.gateway.turns import SLICE_BYTES, Job
 from shmserve.errors import ServeError
 from shmserve.messages import Reply
 from shmserve.session import WINDOW
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
 MOST = 256
 """Requests of one stream that are not answered. The next ones wait at the caller."""
 _MODELS = 1024
-_ENDS = "triton_grpc_error"
 """With this in the metadata, an error ends the stream with its code."""
 
 
@@ -52,21 +55,27 @@ class _Request(InParts):
 
 
 class StreamCall:
-    def __init__(self, services: Services, stream: Stream) -> None:
+    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
         self._services = services
+        self._payer = payer
         self._stream = stream
         self._live: dict[_Request, None] = {}
         self._in_order: deque[_Request] = deque()
         """Those whose answer is one, as far as is known."""
         self._no_more = False
         self._paused = False
-        self._ends = stream.metadata.get(_ENDS) == "true"
+        self._ends = stream.metadata.get(STREAM_ERROR) == "true"
         self._over = False
         self._room: memoryview | None = None
         """What the next message is read to."""
+        self._job: Job | None = None
         services.streams.add(self)
 
     # ------------------------------------------------------------------------------------ what comes
+
+    @property
+    def awaits(self) -> Awaits:
+        return Awaits.NOTHING if self._live else Awaits.NEXT_REQUEST
 
     def message(self, data: Buffer) -> None:
         services = self._services
@@ -75,26 +84,55 @@ class StreamCall:
         try:
             taken = services.take_apart(data)
             ticket.request_id = taken.id
-            ticket.plan = plan = services.plan(taken.head)
-            asker = services.asker
-            if plan.model in services.in_parts:
-                ticket.whole = False
-            else:
-                self._in_order.append(ticket)
-            ticket.targets = asker.targets(plan.plan)
             raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
-            pieces = services.pieces(plan, raw)
-            asker.infer(
-                ticket, plan.model, plan.version, plan.plan, pieces, taken.id, services.forwarded(self._stream), WINDOW
-            )  # fmt: skip
+            self._room = None
+            if len(taken.head) > SLICE_BYTES:
+                self._begin_in_slices(ticket, taken.head, raw)
+                return
+            self._ask(ticket, services.plan(taken.head), raw)
         except ServeError as error:
-            if ticket.plan is None:
-                self._in_order.append(ticket)
-            ticket.fail(error)
+            self._refuse(ticket, error)
         self._room = None
         if len(self._live) >= MOST and not self._paused:
             self._paused = True
             self._stream.pause()
+
+    def _begin_in_slices(self, ticket: _Request, head: bytes, raw: list[Piece]) -> None:
+        """The next requests wait, as they are begun in order."""
+        self._stream.pause()
+
+        def go_on() -> None:
+            self._paused = not self._over and len(self._live) >= MOST
+            if not self._paused:
+                self._stream.unpause()
+
+        def then(plan: RpcPlan) -> None:
+            self._ask(ticket, plan, raw)
+            go_on()
+
+        def failed(error: Exception) -> None:
+            self._refuse(ticket, error if isinstance(error, ServeError) else not_passed_on())
+            go_on()
+
+        self._job = self._services.turns.run(self._services.plan_in_slices(head), then, failed)
+
+    def _ask(self, ticket: _Request, plan: RpcPlan, raw: list[Piece]) -> None:
+        services, asker = self._services, self._services.asker
+        ticket.plan = plan
+        if plan.model in services.in_parts:
+            ticket.whole = False
+        else:
+            self._in_order.append(ticket)
+        ticket.targets = asker.targets(plan.plan)
+        asker.infer(
+            self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), ticket.request_id,
+            services.forwarded(self._stream), WINDOW,
+        )  # fmt: skip
+
+    def _refuse(self, ticket: _Request, error: ServeError) -> None:
+        if ticket.plan is None:
+            self._in_order.append(ticket)
+        ticket.fail(error)
 
     def room(self, size: int, first: Buffer) -> memoryview | None:
         self._room = self._services.room(size, first)
@@ -111,11 +149,13 @@ class StreamCall:
         link = self._services.link
         live, self._live = list(self._live), {}
         self._in_order.clear()
+        if self._job is not None:
+            self._job.cancel()
         for ticket in live:
             ticket.parts.clear()
             if not ticket.ended:
                 ticket.ended = True
-                link.cancel(ticket)
+                withdraw(link, ticket)
 
     def stop(self) -> None:
         """The gateway stops: what is here is answered, and then the stream ends."""
@@ -192,7 +232,7 @@ class StreamCall:
     def _give_up(self, ticket: _Request, error: ServeError) -> None:
         """Nothing more of it is wanted."""
         if not ticket.ended:
-            self._services.link.cancel(ticket)
+            withdraw(self._services.link, ticket)
         ticket.parts.clear()
         ticket.ended = True
         ticket.error = error

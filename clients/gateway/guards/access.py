@@ -71,16 +71,18 @@ class Access:
             return whom or "for nobody"
         return f"{whom + ', and ' if whom else ''}for {len(self.tokens)} with a token"
 
-    def check(self, action: str, header: Callable[[str], str | None]) -> None:
-        """`header` gives the value of a header, whose name is in lower case. Raises what the caller is told."""
-        roles, needs, tokens = self._roles, NEEDS.get(action, _NOBODY), self.tokens
+    def check(self, action: str, header: Callable[[str], str | None]) -> str:
+        """`header` gives the value of a header, whose name is in lower case. Raises what the caller is told; returns
+        the name of the token that came, or ""."""
+        roles, needs, tokens, name = self._roles, NEEDS.get(action, _NOBODY), self.tokens, ""
         if tokens is not None and action not in OPEN:
             given = header("authorization")
             if given is not None:
-                found = tokens.roles(given)
+                found = tokens.holder(given)
                 if found is None:
                     raise Unauthenticated("the token is not known here; it is Authorization: Bearer TOKEN")
-                roles = roles | found
+                roles = roles | found.roles
+                name = found.name
             elif not roles.intersection(needs):
                 raise Unauthenticated("this needs a token: Authorization: Bearer TOKEN")
         if not roles.intersection(needs) and not (tokens is not None and action in OPEN):
@@ -94,3 +96,4 @@ class Access:
         refusal = self._restrictions.refusal(action, header)
         if refusal is not None:
             raise Denied(refusal)
+        return name

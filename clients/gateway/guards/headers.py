@@ -16,8 +16,10 @@ _REMEMBERED = 1024
 _OWN = frozenset(
     ("headers", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
 )
-"""As parameters these are the server's; as headers they are nobody's."""
+"""As parameters these mean something to the server, so they cannot be forwarded as such."""
 _OWN_PREFIX = "triton_"
+STREAM_ERROR = "triton_grpc_error"
+"""Metadata of gRPC that the server reads: never forwarded."""
 Value = Any
 
 
@@ -64,11 +66,15 @@ class Forward:
         low = name.lower()
         wanted = (
             len(name) <= NAME_LENGTH
-            and low not in _OWN
-            and not low.startswith(_OWN_PREFIX)
+            and low != STREAM_ERROR
             and low not in self._withheld
             and self._fits(name) is not None
         )
+        if wanted and (low in _OWN or low.startswith(_OWN_PREFIX)):
+            raise InvalidRequest(
+                f"header '{name}' is reserved for Triton usage and cannot be forwarded to the model: do not send it, "
+                "or change the header forward pattern"
+            )
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
         self._known[name] = wanted

@@ -12,6 +12,7 @@ import re
 import secrets
 import stat
 from hmac import compare_digest
+from typing import NamedTuple
 
 from shmserve.access import roles_of
 
@@ -25,12 +26,22 @@ class BadTokens(Exception):
     """The file cannot be used."""
 
 
+class Holder(NamedTuple):
+    """`name`: as in the file; not unique, as a name may have several tokens."""
+
+    name: str
+    roles: frozenset[str]
+
+
+_NOBODY = Holder("", frozenset())
+
+
 class Tokens:
     """The tokens of one reading of the file."""
 
     def __init__(self, text: str) -> None:
-        self._roles: dict[bytes, tuple[bytes, frozenset[str]]] = {}
-        self._known: dict[str, frozenset[str]] = {}
+        self._holders: dict[bytes, tuple[bytes, Holder]] = {}
+        self._known: dict[str, Holder] = {}
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip() and not line.startswith("#"):
                 try:
@@ -50,15 +61,15 @@ class Tokens:
                 "the SHA-256 of a token has 64 digits of 0-9 and a-f; the token itself does not belong here"
             )
         key = bytes.fromhex(digest)
-        if key in self._roles:
+        if key in self._holders:
             raise ValueError("the same token is in another line")
-        self._roles[key] = (key, frozenset(roles.split(",")))
+        self._holders[key] = (key, Holder(name, frozenset(roles.split(","))))
 
     def __len__(self) -> int:
-        return len(self._roles)
+        return len(self._holders)
 
-    def roles(self, authorization: str) -> frozenset[str] | None:
-        """Of the value of the header Authorization; None: nobody has this token."""
+    def holder(self, authorization: str) -> Holder | None:
+        """Of the value of the header Authorization; None: the token is unknown."""
         known = self._known.get(authorization)
         if known is not None:
             return known
@@ -66,13 +77,13 @@ class Tokens:
         if scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(token.strip().encode(errors="replace")).digest()
-        kept, roles = self._roles.get(digest, (b"", frozenset[str]()))
+        kept, found = self._holders.get(digest, (b"", _NOBODY))
         if not compare_digest(kept, digest):
             return None
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
-        self._known[authorization] = roles
-        return roles
+        self._known[authorization] = found
+        return found
 
 
 def new(name: str, roles: str) -> tuple[str, str]:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import zlib
+from collections.abc import Callable, Sequence
 
-from shmserve.clients.gateway.http.limits import CHUNKS, HEAD_BYTES
+from shmserve.clients.gateway import zip
+from shmserve.clients.gateway.http.heads import Head
+from shmserve.clients.gateway.http.limits import CHUNKS, HEAD_BYTES, Limits
+from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.kserve.elements import json_too_large
+from shmserve.clients.gateway.turns import SLICE_BYTES, Work
 from shmserve.errors import InvalidRequest, Unsupported
 
 _LINE = 1024
 _EITHER = 32 + zlib.MAX_WBITS
 """gzip and zlib are told apart by what they begin with."""
 _LEVEL = 1
-_HEX = frozenset(b"0123456789abcdefABCDEF")
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t -~]*)?")
+"""The first line of a chunk: its size, and extensions, which are ignored."""
+_TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*")
 
 
 class Chunks:
@@ -39,13 +48,15 @@ class Chunks:
                 if self._left:
                     break
                 continue
-            end = data.find(b"\r\n", at)
+            end = data.find(b"\n", at)
             if end < 0:
                 if len(data) - at > _LINE:
-                    raise InvalidRequest("a chunk of the body begins with a line that is too long")
+                    raise InvalidRequest(f"a line of the chunked body is over {_LINE} bytes")
                 break
-            self._line(data[at:end])
-            at = end + 2
+            if end == at or data[end - 1] != 0x0D:
+                raise InvalidRequest("a line of the chunked body ends with a bare LF; CRLF is required")
+            self._line(data[at : end - 1])
+            at = end + 1
         return data[at:]
 
     def _chunk(self, piece: bytes) -> None:
@@ -57,48 +68,66 @@ class Chunks:
         self._left -= len(piece)
 
     def _line(self, line: bytes) -> None:
-        if self._ending:  # trailers, which nobody here wants
-            self._trailer += len(line) + 2
-            if self._trailer > HEAD_BYTES:
-                raise InvalidRequest(f"what follows the chunks of the body is over {HEAD_BYTES} bytes")
-            self.done = not line
+        if self._ending:
+            self._skip_trailer(line)
             return
-        digits = line.partition(b";")[0].rstrip(b" \t")
-        if not digits or len(digits) > 16 or not _HEX.issuperset(digits):
+        found = _CHUNK.fullmatch(line)
+        if found is None:
             raise InvalidRequest("a chunk of the body does not begin with its size")
-        size = int(digits, 16)
-        self._count += 1
+        size = int(found[1], 16)
+        self._count += size > 0
         if self._count > CHUNKS:
-            raise InvalidRequest(f"the body has more than {CHUNKS} chunks")
+            raise InvalidRequest(
+                f"Chunked request body exceeds maximum of {CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
+            )
         if len(self.body) + size > self._limit:
-            raise InvalidRequest(too_large(len(self.body) + size, self._limit))
+            raise _too_large(len(self.body) + size, self._limit)
         if size:
             self._left = size + 2
         else:
             self._ending = True
 
+    def _skip_trailer(self, line: bytes) -> None:
+        self._trailer += len(line) + 2
+        if self._trailer > HEAD_BYTES:
+            raise InvalidRequest(f"the trailers of the chunked body are over {HEAD_BYTES} bytes")
+        if line and _TRAILER.fullmatch(line) is None:
+            raise InvalidRequest("a trailer of the chunked body is not NAME: VALUE in printable ASCII")
+        self.done = not line
 
-def too_large(size: int, limit: int) -> str:
-    return f"the body of {size} bytes is over the limit of {limit}; raise --http-max-input-size of the gateway"
+
+def too_large(head: Head, limits: Limits) -> InvalidRequest:
+    """Of a body that is longer than any may be."""
+    action = head.route.action
+    if head.encoding or (action == "infer" and head.json_length is not None):
+        return _too_large(head.length, limits.input_bytes)
+    if action in ("infer", "generate", "generate_stream"):
+        return limits.json_too_large(head.length)
+    return InvalidRequest(json_too_large(head.length, limits.input_bytes, "--http-max-input-size"))
 
 
-def inflated(encoding: str, body: bytes | bytearray, limit: int) -> bytes:
-    """What was compressed."""
+def _too_large(size: int, limit: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the request body of {size} bytes exceeds the maximum allowed value of {limit} bytes; raise "
+        "--http-max-input-size of the gateway"
+    )
+
+
+def inflating(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable[[int], None]) -> Work[bytearray]:
+    """What was compressed. `flag` sets the limit. `hold` counts what has been made of it."""
     if encoding not in ("gzip", "deflate"):
         raise Unsupported(f"Unsupported compression type '{encoding[:40]}'")
-    machine = zlib.decompressobj(_EITHER)
     try:
-        found = machine.decompress(body, limit + 1)
+        return (yield from zip.inflating(_EITHER, body, limit, hold))
     except zlib.error:
         raise InvalidRequest(f"the body is not {encoding}") from None
-    if len(found) > limit:
-        text = f"the body is over the limit of {limit} bytes when it is decompressed"
-        raise InvalidRequest(f"{text}; raise --http-max-input-size of the gateway")
-    if not machine.eof or machine.unused_data:
-        raise InvalidRequest(f"the body is not one whole {encoding} stream")
-    return found
+    except zip.Overflow:
+        text = f"the decompressed request body exceeds the maximum allowed value of {limit} bytes"
+        raise InvalidRequest(f"{text}; raise {flag} of the gateway") from None
+    except zip.Incomplete:
+        raise InvalidRequest(f"the body is not one whole {encoding} stream") from None
 
 
-def deflated(encoding: str, parts: list[bytes | bytearray | memoryview]) -> bytes:
+def deflating(encoding: str, parts: Sequence[Buffer]) -> Work[bytes]:
     machine = zlib.compressobj(_LEVEL, zlib.DEFLATED, 31 if encoding == "gzip" else zlib.MAX_WBITS)
-    return b"".join([*map(machine.compress, parts), machine.flush()])
+    return zip.deflating(machine, parts, zip.FAST * SLICE_BYTES)

@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmserve.clients.gateway.http import bodies
 from shmserve.clients.gateway.http.heads import BadHead, Head
 from shmserve.clients.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
 from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.kserve.asking import Charge, not_passed_on, withdraw
 from shmserve.clients.gateway.kserve.documents import error_body
 from shmserve.clients.gateway.kserve.status import REASONS, http_of, http_text_of
+from shmserve.clients.gateway.receive import ReceiveBuffer
+from shmserve.clients.gateway.shares import ConnectionShares, Payer
+from shmserve.clients.gateway.turns import Job, Work
 from shmserve.errors import ServeError, Unsupported
-from shmserve.session import Ticket
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.http.door import Door
 
+T = TypeVar("T")
 HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)
 JSON = b"application/json"
 BINARY = b"application/octet-stream"
@@ -46,20 +50,22 @@ class Connection(asyncio.BufferedProtocol):
         self._rest = b""
         self._head: Head | None = None
         self._keep_alive = True
-        self._ticket: Ticket | None = None
+        self._ticket: Charge | None = None
+        self._shares: ConnectionShares | None = None
+        self._job: Job | None = None
         self._resume: Callable[[], None] | None = None
         """For an answer in parts, while the caller did not read."""
-        self._sink: memoryview | None = None
-        self._filled = 0
-        self._sinks: list[memoryview] = []
+        self._account = door.budget.account("")
+        self._sink: ReceiveBuffer | None = None
+        self._sinks: list[ReceiveBuffer] = []
         """Those to be filled after it, the last first."""
         self._then: Callable[[bytes], None] | None = None
         self._chunks: bodies.Chunks | None = None
-        self._held_bytes = 0
         self._reading = True
         self._writable = True
         self.turn = door.turn
         """When something moved here last, on the door's slow clock."""
+        self._idle_since = door.now()
         self._moved = 0
         self._unsent = 0
 
@@ -67,6 +73,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        peer = transport.get_extra_info("peername")
+        address = peer[0] if isinstance(peer, tuple) else ""
+        self._shares = self._door.shares.connect(address)
+        self._account = self._door.budget.account(address)
         if not self._door.enter(self):
             self._refuse(503, "too many connections; --http-max-connections of the gateway is the limit")
             transport.close()
@@ -74,6 +84,9 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._door.leave(self)
         self._drop()
+        self._account.sent()
+        if self._shares is not None:
+            self._shares.close()
         self._transport = None
 
     def eof_received(self) -> bool:
@@ -87,6 +100,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._writable = True
+        self._account.sent()
         if self._resume is not None:
             self._resume()
         else:
@@ -94,14 +108,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         sink = self._sink
-        return _scratch if sink is None else sink[self._filled :]
+        return _scratch if sink is None else sink.space()
 
     def buffer_updated(self, count: int) -> None:
         if self._phase == FILL:
             self._moved += count
-            self._filled += count
-            if self._sink is not None and self._filled == len(self._sink):
-                self._next_sink(b"")
+            self._fill(count)
             return
         if self._phase == DRAIN:
             return
@@ -137,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
     def _begin(self, data: bytes) -> bytes | None:
         """Takes the first lines, and of the body what is here. None: everything was taken."""
         if data.startswith(b"\r\n"):
-            return data.lstrip(b"\r\n")
+            return data[2:]
         end = data.find(b"\r\n\r\n") + 4
         try:
             if end < 4 or end > HEAD_BYTES:
@@ -153,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         self._keep_alive = head.keep_alive and not self._door.stopping
         limit = self._door.limits.input_bytes
         if head.length > limit:
-            self._refuse(400, bodies.too_large(head.length, limit))
+            self._refuse_for(bodies.too_large(head, self._door.limits))
             return None
         until = end + head.length
         if not head.chunked and len(data) >= until:
@@ -193,41 +205,49 @@ class Connection(asyncio.BufferedProtocol):
             return None
         self._chunks = None
         self._phase = BUSY
-        self.whole(bytes(chunks.body))
+        self.whole(chunks.body)
         return left
 
     def _hold(self, size: int) -> None:
-        """Counts bytes that a caller makes us hold. Unavailable: it would be too many."""
-        self._door.hold(size)
-        self._held_bytes += size
+        """Counts bytes that have arrived and are kept. Unavailable: they would be too many."""
+        self._account.take(size)
 
     # ------------------------------------------------------------------------------------ bodies that are read in place
 
     def _fill_body(self, head: Head, first: bytes) -> None:
         try:
-            self._hold(head.length)
+            self._hold(len(first))
             self._door.requests.prepare(self, head, first)
         except ServeError as error:
             self._refuse_for(error)
 
-    def fill(self, sinks: Sequence[memoryview], first: bytes, then: Callable[[bytes], None]) -> None:
+    def fill(self, sinks: Sequence[ReceiveBuffer], first: bytes, then: Callable[[bytes], None]) -> None:
         """Reads until all of these are full, beginning with `first`; `then` is given what is left of it."""
         self._phase = FILL
-        self._sinks = [sink for sink in reversed(sinks) if len(sink)]
+        self._sinks = list(reversed(sinks))
         self._then = then
-        self._sink = None
         self._next_sink(first)
 
+    def _fill(self, count: int) -> None:
+        sink = self._sink
+        if sink is None:
+            return
+        try:
+            self._hold(count)
+        except ServeError as error:
+            self._refuse_for(error)
+            return
+        sink.add(count)
+        if sink.full:
+            self._next_sink(b"")
+
     def _next_sink(self, first: bytes) -> None:
-        self._sink, self._filled = None, 0
+        self._sink = None
         while self._sinks:
             sink = self._sinks.pop()
-            count = min(len(sink), len(first))
-            if count:
-                sink[:count] = first[:count]
-                first = first[count:]
-            if count < len(sink):
-                self._sink, self._filled = sink, count
+            first = first[sink.begin(first) :]
+            if not sink.full:
+                self._sink = sink
                 return
         then, self._then = self._then, None
         assert then is not None
@@ -245,20 +265,49 @@ class Connection(asyncio.BufferedProtocol):
 
     # ------------------------------------------------------------------------------------ a whole request
 
-    def whole(self, body: bytes) -> None:
+    def whole(self, body: Buffer) -> None:
         head = self._head
         assert head is not None
-        try:
-            if head.encoding:
-                body = bodies.inflated(head.encoding, body, self._door.limits.input_bytes)
-            self._door.requests.begin(self, head, body)
-        except Unsupported as error:
-            more = b"Accept-Encoding: gzip, deflate\r\n" if head.encoding else b""
-            self.answer(http_of(error), [error_body(http_text_of(error))], more=more)
-        except ServeError as error:
-            self.fail(error)
+        if not head.encoding:
+            try:
+                self._door.requests.begin(self, head, body)
+            except ServeError as error:
+                self.fail(error)
+            return
 
-    def wait_for(self, ticket: Ticket, resume: Callable[[], None] | None = None) -> None:
+        def failed(error: ServeError) -> None:
+            more = b"Accept-Encoding: gzip, deflate\r\n" if isinstance(error, Unsupported) else b""
+            self.answer(http_of(error), [error_body(http_text_of(error))], more=more)
+
+        begin, limits = self._door.requests.begin, self._door.limits
+        limit, flag = limits.input_bytes, "--http-max-input-size"
+        if head.route.action == "infer" and head.json_length is None and limits.json_bytes < limit:
+            limit, flag = limits.json_bytes, "--http-max-json-size"
+        self.work(
+            bodies.inflating(head.encoding, body, limit, flag, self._hold),
+            lambda found: begin(self, head, found),
+            failed,
+        )
+
+    def work(
+        self, work: Work[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None
+    ) -> None:
+        """Goes on with what `work` returns, in turns with that of other connections. What it raises is answered."""
+
+        def stopped(error: Exception) -> None:
+            (failed or self.fail)(error if isinstance(error, ServeError) else not_passed_on())
+
+        self._ticket = None  # what was asked of the broker has been answered
+        job = self._door.turns.run(work, then, stopped)
+        if job.running:
+            self._job = job
+
+    def payer(self, token: str) -> Payer:
+        """Who is charged for what is asked of the broker."""
+        assert self._shares is not None
+        return self._shares.payer(token)
+
+    def wait_for(self, ticket: Charge, resume: Callable[[], None] | None = None) -> None:
         self._ticket = ticket
         self._resume = resume
 
@@ -266,15 +315,16 @@ class Connection(asyncio.BufferedProtocol):
         """The caller is gone, or gets no answer any more."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self._door.link.cancel(ticket)
+            withdraw(self._door.link, ticket)
+        job, self._job = self._job, None
+        if job is not None:
+            job.cancel()
         self._let_go()
 
     def _let_go(self) -> None:
         self._sink = self._then = self._head = self._chunks = self._resume = None
         self._sinks = []
-        if self._held_bytes:
-            self._door.hold(-self._held_bytes)
-            self._held_bytes = 0
+        self._account.used()
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -292,16 +342,31 @@ class Connection(asyncio.BufferedProtocol):
         more: bytes = b"",
     ) -> None:
         """Sends an answer, and goes on with the next request."""
-        transport, head = self._transport, self._head
+        head = self._head
         self._ticket = None
-        if transport is None or self._phase == DRAIN:
+        if self._transport is None or self._phase == DRAIN:
             return
-        unread = self._phase != BUSY
         size = sum([len(part) for part in parts])
         if head is not None and head.accepts and size >= COMPRESSED_BYTES and head.route.action == "infer":
-            parts = [bodies.deflated(head.accepts, parts)]
-            size = len(parts[0])
             more += b"Content-Encoding: %b\r\n" % head.accepts.encode()
+            self.work(
+                bodies.deflating(head.accepts, parts),
+                lambda data: self._send(status, [data], len(data), kind, json_length, more),
+            )
+        else:
+            self._send(status, parts, size, kind, json_length, more)
+
+    def _send(
+        self, status: int, parts: list[Buffer], size: int, kind: bytes, json_length: int | None, more: bytes
+    ) -> None:  # fmt: skip
+        transport, head = self._transport, self._head
+        if size > JOINED_BYTES:
+            try:
+                self._account.answer(size)
+            except ServeError as error:
+                self.fail(error)
+                return
+        unread = self._phase != BUSY
         if json_length is not None:
             more += b"Inference-Header-Content-Length: %d\r\n" % json_length
         if not self._keep_alive or unread:
@@ -321,6 +386,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self, unread: bool) -> None:
         """The answer is sent."""
+        if self._writable:
+            self._account.sent()
         self._let_go()
         if unread:
             self._drain()
@@ -329,6 +396,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
         else:
             self._phase = HEAD
+            self._idle_since = self._door.now()
             if self._rest or not self._reading:
                 self._door.loop.call_soon(self._go_on)
 
@@ -339,12 +407,12 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the caller reads what he is sent, and is there at all."""
         return self._writable and self._transport is not None
 
-    def begin_events(self) -> None:
-        self._door.answered(200)
+    def begin_events(self, status: int = 200) -> None:
+        self._door.answered(status)
         more = b"" if self._keep_alive else b"Connection: close\r\n"
         self._transport.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
-            b"Transfer-Encoding: chunked\r\n%b\r\n" % more
+            b"HTTP/1.1 %d %b\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+            b"Transfer-Encoding: chunked\r\n%b\r\n" % (status, REASONS[status].encode(), more)
         )
 
     def send_event(self, data: bytes) -> None:
@@ -414,6 +482,17 @@ class Connection(asyncio.BufferedProtocol):
         self._keep_alive = False
         if self._phase in (HEAD, DRAIN) and self._transport is not None:
             self._transport.close()
+
+    @property
+    def idle_since(self) -> float | None:
+        transport = self._transport
+        if transport is None or self._phase == BUSY:
+            return None
+        idle = self._phase == HEAD and not self._rest and not transport.get_write_buffer_size()
+        return self._idle_since if idle or self._door.turn - self.turn > 1 else None
+
+    def evict(self) -> None:
+        self.abort()
 
     def abort(self) -> None:
         if self._transport is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 
+from shmserve.clients.gateway.budget import Budget
 from shmserve.clients.gateway.callers import TURNS, Callers
 from shmserve.clients.gateway.guards.access import Access
 from shmserve.clients.gateway.guards.headers import Forward
@@ -24,9 +25,16 @@ class Door(Callers):
     def __init__(
         self, link: GatewayLink, limits: Limits, access: Access, *, metrics: bool = False,
         extra: Callable[[], str] = lambda: "", regions: Regions | None = None, forward: Forward | None = None,
+        budget: Budget | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            link.bind(), lambda: Connection(self), limits, limits.read_timeout_s / TURNS, "the bodies of all requests"
+            link.bind(),
+            lambda: Connection(self),
+            limits,
+            limits.read_timeout_s / TURNS,
+            budget or Budget(),
+            link.shares,
+            link.turns,
         )
         self.link = link
         self.limits = limits

@@ -6,6 +6,7 @@ Callers send the same lines again and again, to the byte: what was understood on
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httptools
@@ -22,6 +23,11 @@ _REMEMBERED = 1024
 _REMEMBERED_BYTES = 2048
 _ENCODINGS = ("gzip", "deflate")
 Headers = list[tuple[bytes, bytes]]
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
+_FRAMING = frozenset(
+    (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding")
+)
+"""Headers that may come once: a proxy could use another one of them than we do."""
 _TO_MODEL = ("infer", "generate", "generate_stream")
 
 
@@ -45,6 +51,8 @@ class Head(Struct):
     """The caller wants the lines of the answer alone."""
     expects: bool = False
     """The caller waits to be told that he may send the body."""
+    token: str = ""
+    """The name of the token that came with it."""
     refusal: ServeError | None = None
     """Why he may not do what he wants."""
     forwarded: dict[str, str] | None = None
@@ -112,6 +120,8 @@ def parse(
 ) -> Head:  # fmt: skip
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
         raise BadHead(400, "the lines of the request do not end as HTTP says")
+    if block[: block.find(b"\r\n")].count(b" ") > 2:  # the parser takes several spaces for one
+        raise BadHead(400, "the first line of the request is not METHOD PATH HTTP/1.1")
     lines = _Lines()
     parser = lines.parser = httptools.HttpRequestParser(lines)
     try:
@@ -142,7 +152,7 @@ def _guard(head: Head, headers: Headers, access: Access | None, forward: Forward
 
     try:
         if access is not None:
-            access.check(head.route.action, header)
+            head.token = access.check(head.route.action, header)
         if forward is not None and head.route.action in _TO_MODEL:
             head.forwarded = forward.of([(_text(name), _text(value).strip()) for name, value in headers])
     except ServeError as error:
@@ -173,11 +183,16 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
     seen: set[bytes] = set()
     for written, value in headers:
         name = written.lower()
-        if name in (b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding"):
+        if name in _FRAMING:
             if name in seen:
                 raise BadHead(400, f"the request has more than one {name.decode()}")
             seen.add(name)
+        elif name.replace(b"_", b"-") in _FRAMING:  # some proxies take the two for the same
+            raise BadHead(400, f"the request has a header {name.decode('latin-1')}")
         match name:
+            case b"host":
+                if _HOST.fullmatch(value.strip(b" \t")) is None:
+                    raise BadHead(400, "the value of host is not a host and a port")
             case b"content-length":
                 found.length = _number(name, value)
             case b"transfer-encoding":
@@ -194,6 +209,8 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
                 if value.strip().lower() != b"100-continue":
                     raise BadHead(417, "the only expectation that is understood is 100-continue")
                 found.expects = http == "1.1"
+    if b"host" not in seen and http == "1.1":
+        raise BadHead(400, "the request has no host header, which HTTP/1.1 requires")
     if found.chunked and (b"content-length" in seen or http == "1.0"):
         raise BadHead(400, "the request says in two ways how long its body is")
     return found

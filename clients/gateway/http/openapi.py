@@ -213,9 +213,13 @@ SCHEMAS: dict[str, _Schema] = {
     "Filter": _object(ready=_BOOL),
     "Index": _list(_object(("name",), name=_STRING, version=_STRING, state=_STRING, reason=_STRING)),
     "Load": _object(
-        parameters={"type": "object", "properties": {"config": _STRING}, "additionalProperties": _STRING}
+        parameters={
+            "type": "object",
+            "properties": {"config": _STRING, "previous": _BOOL},
+            "additionalProperties": _STRING,
+        }
     ),
-    "Unload": _object(parameters=_object(unload_dependents=_BOOL)),
+    "Unload": _object(parameters=_object(unload_dependents=_BOOL, force=_BOOL)),
     "Settings": {"type": "object"},
     "Regions": _list(_object(("name", "byte_size"), name=_STRING, byte_size=_COUNT)),
     "SystemRegion": _object(("key", "byte_size"), key=_STRING, offset=_COUNT, byte_size=_COUNT),

@@ -3,6 +3,8 @@
 frames, heads, messages  bytes
 codes       how a call ends
 protocol    one connection, without a socket
+blocks      header blocks, which open and end calls
+conduct     floods, and frames for closed streams
 stream      one call
 life        time, and the end
 host        what all connections share, as one of them sees it

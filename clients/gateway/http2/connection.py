@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from shmserve.clients.gateway.http2.frames import Reason
 from shmserve.clients.gateway.http2.protocol import Http2
 
 if TYPE_CHECKING:
@@ -66,7 +67,26 @@ class Connection(asyncio.BufferedProtocol):
             core.fill(count)
         else:
             core.feed(bytes(_scratch[:count]))
+            if core.more:
+                self._transport.pause_reading()
+                self._door.backlog.put(self)
         self._flush()
+
+    def go_on(self) -> bool:
+        """Processes frames that were put off. True: there are still more."""
+        core, transport = self._core, self._transport
+        if core is None or transport is None or transport.is_closing():
+            return False
+        self._scheduled = True
+        core.feed(b"")
+        if not core.more:
+            transport.resume_reading()
+        self._flush()
+        return core.more
+
+    @property
+    def cost(self) -> int:
+        return 0 if self._core is None else self._core.cost
 
     def eof_received(self) -> bool:
         return False
@@ -128,6 +148,17 @@ class Connection(asyncio.BufferedProtocol):
         if self._core is not None:
             self._core.life.no_more()
             self._wake()
+
+    @property
+    def idle_since(self) -> float | None:
+        core, transport = self._core, self._transport
+        if core is None or transport is None or core.streams or transport.get_write_buffer_size():
+            return None
+        return core.life.idle_since
+
+    def evict(self) -> None:
+        if self._core is not None:
+            self._core.end(Reason.NO_ERROR, "idle, and other clients need its place (--http-max-connections)")
 
     def abort(self) -> None:
         if self._transport is not None:

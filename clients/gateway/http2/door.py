@@ -5,14 +5,19 @@ that no call costs a timer.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
+from shmserve.clients.gateway.budget import Budget
 from shmserve.clients.gateway.callers import TURNS, Callers
+from shmserve.clients.gateway.http2.backlog import Backlog
 from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.connection import Connection
 from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.seam import Application
 from shmserve.clients.gateway.http2.stream import Stream
+from shmserve.clients.gateway.shares import Shares
+from shmserve.clients.gateway.turns import Turns
 
 DEADLINE_S = 0.02
 """Deadlines are looked at so often."""
@@ -23,13 +28,17 @@ class RpcDoor(Callers):
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, application: Application, limits: Limits,
-        stopped: Callable[[], None] = lambda: None,
+        stopped: Callable[[], None] = lambda: None, budget: Budget | None = None, shares: Shares | None = None,
+        turns: Turns | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(loop, lambda: Connection(self), limits, _turn_s(limits), "the messages of all calls")
+        super().__init__(
+            loop, lambda: Connection(self), limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns
+        )
+        self.stream_turns = math.ceil(limits.stream_idle_s / _turn_s(limits))
         self.application = application
         self.limits = limits
-        self.now = loop.time
         self._stopped = stopped
+        self.backlog = Backlog(loop)
         self._due: dict[int, set[Stream]] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_for = 0

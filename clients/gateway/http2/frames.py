@@ -21,6 +21,8 @@ LARGEST_FRAME = (1 << 24) - 1
 LARGEST_WINDOW = (1 << 31) - 1
 LARGEST_STREAM = (1 << 31) - 1
 
+GOAWAY_LENGTH = 8
+"""At least."""
 LENGTHS = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
 FRAME = Struct(">HBBBI")
 """Length (the upper 16 bits, the lower 8), kind, flags, stream."""
@@ -79,9 +81,10 @@ def number(payload: bytes) -> int:
     return found
 
 
-def settings_of(payload: bytes) -> list[tuple[int, int]]:
-    found = list(_SETTING.iter_unpack(payload))
-    for name, value in found:
+def settings_of(payload: bytes) -> dict[int, int]:
+    """Of a setting that comes several times the last value counts."""
+    found = dict(_SETTING.iter_unpack(payload))
+    for name, value in found.items():
         if name == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
             raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
         if name == MAX_FRAME_SIZE and not DEFAULT_FRAME <= value <= LARGEST_FRAME:

@@ -7,7 +7,9 @@ in the table of HPACK, so what was understood once is looked up.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 from hpack.exceptions import HPACKError
 from hpack.hpack import Decoder
@@ -37,6 +39,8 @@ _TEXT = 2048
 """Characters of an error that are sent."""
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _CONNECTION = {b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"}
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+_VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
 _PSEUDO = {b":method", b":scheme", b":path", b":authority"}
 
 
@@ -51,6 +55,8 @@ class Head(Struct, frozen=True):
     """How messages of the caller may be compressed, unless they are not."""
     accepts: str = ""
     """The first of ENCODINGS that the caller takes."""
+    length: int | None = None
+    """Bytes of DATA, as content-length says."""
     status: int = 200
     """Of HTTP: other than 200, this is no gRPC."""
     malformed: str = ""
@@ -77,11 +83,14 @@ class Heads:
         self._table = _Table()
         self._decoder.header_table = self._table
         self._known: dict[bytes, Head] = {}
+        self.fields = 0
+        """Decoded in the last block; 0 where it was known."""
 
     def head(self, block: bytes) -> Head:
         """Broken: neither this block nor any after it can be read."""
         found = self._known.get(block)
         if found is not None:
+            self.fields = 0
             return found
         before = self._table.changes
         found = _head(self._read(block))
@@ -93,21 +102,64 @@ class Heads:
             self._known[block] = found
         return found
 
-    def skip(self, block: bytes) -> None:
-        """A block that nobody wants still changes the table."""
-        if block not in self._known:
-            self._read(block)
+    def trailers(self, block: bytes) -> str:
+        """Of a call, or of none any more: it changes the table in any case. Not empty: why they are malformed."""
+        before = self._table.changes
+        found = self._read(block)
+        if self._table.changes != before or (block and block[0] & 0xE0 == 0x20):
             self._known.clear()
+        for name, value in found:
+            wrong = "a pseudo header among the trailers" if name.startswith(b":") else _wrong_field(name, value)
+            if wrong:
+                return wrong
+        return ""
 
     def _read(self, block: bytes) -> list[tuple[bytes, bytes]]:
         _check_sizes(block)
+        if len(block) > HEADERS:
+            _check_count(block)
         try:
             found = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
         except (HPACKError, IndexError, ValueError) as error:
             raise Broken(Reason.COMPRESSION_ERROR, f"the headers of a call cannot be read: {error}") from None
-        if len(found) > HEADERS:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, f"a call has more than {HEADERS} headers")
+        self.fields = len(found)
         return found
+
+
+def _check_count(block: bytes) -> None:
+    """Counts the fields before any is decoded, which takes ten times as long. The decoder reports what is cut short."""
+    at = count = 0
+    with suppress(IndexError):
+        while at < len(block):
+            first = block[at]
+            if first & 0x80:
+                _, at = _integer(block, at, 0x7F)
+            elif first & 0xE0 == 0x20:
+                _, at = _integer(block, at, 0x1F)
+                continue
+            else:
+                named, at = _integer(block, at, 0x3F if first & 0x40 else 0x0F)
+                for _ in range(1 if named else 2):
+                    size, at = _integer(block, at, 0x7F)
+                    at += size
+            count += 1
+            if count > HEADERS:
+                raise Broken(Reason.ENHANCE_YOUR_CALM, f"a call has more than {HEADERS} headers")
+
+
+def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
+    """RFC 7541 5.1. Gives it and where it ends; IndexError where it is cut short or over 2^35."""
+    value = block[at] & mask
+    at += 1
+    if value == mask:
+        for shift in range(0, 35, 7):
+            byte = block[at]
+            at += 1
+            value += (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, at
+        raise IndexError
+    return value, at
 
 
 def _check_sizes(block: bytes) -> None:
@@ -131,23 +183,45 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
         if name.startswith(b":"):
             if name in pseudo or found or name not in _PSEUDO:
                 return Head(malformed="a pseudo header in the wrong place")
+            if not _VALUE.fullmatch(value):
+                return Head(malformed="a pseudo header with a value that HTTP does not have")
             pseudo[name] = value
-        elif name in _CONNECTION or name != name.lower() or not name:
-            return Head(malformed="a header that HTTP/2 does not have")
+        elif wrong := _wrong_field(name, value):
+            return Head(malformed=wrong)
         else:
             key, text = name.decode("latin-1"), value.decode("latin-1")
             found[key] = f"{found[key]},{text}" if key in found else text
-    if b":method" not in pseudo or not pseudo.get(b":path", b""):
-        return Head(malformed="no method or no path")
+    if (
+        not pseudo.get(b":method")
+        or not pseudo.get(b":scheme")
+        or not pseudo.get(b":path", b"").startswith((b"/", b"*"))
+    ):
+        return Head(malformed="no method, no scheme, or no path")
+    length, digits = None, found.pop("content-length", None)
+    if digits is not None:
+        if not digits.isascii() or not digits.isdecimal() or len(digits) > 18:
+            return Head(malformed="a content-length that is not a number")
+        length = int(digits)
     if pseudo[b":method"] != b"POST":
         return Head(status=405)
     kind = found.get("content-type", "")
     if kind != "application/grpc" and not kind.startswith(("application/grpc+", "application/grpc;")):
         return Head(status=415)
-    return _call(pseudo[b":path"].decode("latin-1"), found)
+    return _call(pseudo[b":path"].decode("latin-1"), found, length)
 
 
-def _call(path: str, found: dict[str, str]) -> Head:
+def _wrong_field(name: bytes, value: bytes) -> str:
+    """Why it makes its message malformed (RFC 9113, 8.2); empty: it does not."""
+    if not _NAME.fullmatch(name):
+        return "a header with a name that HTTP/2 does not have"
+    if not _VALUE.fullmatch(value):
+        return "a header with a value that HTTP does not have"
+    if name in _CONNECTION or (name == b"te" and value != b"trailers"):
+        return "a header of the connection, which HTTP/2 does not have"
+    return ""
+
+
+def _call(path: str, found: dict[str, str], length: int | None) -> Head:
     timeout, wrong = None, ""
     written = found.get("grpc-timeout")
     if written is not None:
@@ -160,7 +234,7 @@ def _call(path: str, found: dict[str, str]) -> Head:
     accepted = [name.strip() for name in found.get("grpc-accept-encoding", "").split(",")]
     accepts = next((name for name in ENCODINGS if name in accepted), "")
     metadata = {name: text for name, text in found.items() if name not in ("te", "content-type") and not _of_grpc(name)}
-    return Head(path, metadata, timeout, "" if encoding == "identity" else encoding, accepts, wrong=wrong)
+    return Head(path, metadata, timeout, "" if encoding == "identity" else encoding, accepts, length, wrong=wrong)
 
 
 def _of_grpc(name: str) -> bool:

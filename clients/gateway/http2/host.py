@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from shmserve.clients.gateway.budget import Budget
+from shmserve.clients.gateway.http2.backlog import Backlog
 from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.seam import Application
+from shmserve.clients.gateway.shares import Shares
+from shmserve.clients.gateway.turns import Turns
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.http2.stream import Stream
@@ -21,13 +25,26 @@ class Host(Protocol):
     def application(self) -> Application: ...
 
     @property
+    def budget(self) -> Budget: ...
+
+    @property
+    def shares(self) -> Shares: ...
+
+    @property
+    def backlog(self) -> Backlog: ...
+
+    @property
+    def turns(self) -> Turns: ...
+
+    @property
     def turn(self) -> int:
         """Of the slow clock."""
 
-    def now(self) -> float: ...
+    @property
+    def stream_turns(self) -> int:
+        """So many turns of it a stream of requests may be idle."""
 
-    def hold(self, size: int) -> None:
-        """Counts bytes that a caller makes us hold. Unavailable: it would be too many."""
+    def now(self) -> float: ...
 
     def answered(self, code: int) -> None: ...
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shmserve.clients.gateway.http2 import frames
 from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.frames import Broken, Reason
+from shmserve.clients.gateway.http2.seam import Awaits
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.http2.protocol import Http2
@@ -34,7 +35,9 @@ class Life:
         self._heard_at = self._born = core.door.now()
         self._asked_at: float | None = None
         self.quiet_since = core.door.turn
-        """There are no calls since then."""
+        """There are no calls since this turn of the slow clock."""
+        self.idle_since = self._born
+        """And since this time."""
         self._strikes = 0
         self._pinged = _NEVER
 
@@ -95,9 +98,12 @@ class Life:
         if core.over:
             return
         turn, now, limits = core.door.turn, core.door.now(), core.limits
-        core.resets = core.idle_frames = 0
+        core.next_turn()
         for stream in list(core.watched):
             self._look_at(stream, turn, waited, least)
+        for stream in list(core.streams.values()):
+            if not stream.half and not stream.stuck:
+                self._look_at_idle(stream, turn - stream.used, waited)
         quiet = turn - self.quiet_since
         if self._draining:
             if quiet > 1:
@@ -119,6 +125,16 @@ class Life:
         elif turn - stream.turn > waited:
             text = "the caller did not go on in time; --http-read-timeout is the limit"
             stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
+
+    def _look_at_idle(self, stream: Stream, quiet: int, waited: int) -> None:
+        awaits, most = stream.call.awaits, self._core.door.stream_turns
+        if awaits is Awaits.REQUEST and quiet > waited:
+            text = "the request of the call did not come in time; --http-read-timeout is the limit"
+        elif awaits is Awaits.NEXT_REQUEST and quiet > most:
+            text = "no request came on this stream in time; --grpc-stream-idle-timeout is the limit"
+        else:
+            return
+        stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 
     def _keep_alive(self, now: float) -> None:
         core, limits = self._core, self._core.limits

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from shmserve.clients.gateway import zip
 from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.turns import SLICE_BYTES, Work
 
 COMPRESSED_BYTES = 1024
 """Messages below this size are not worth compressing."""
@@ -20,21 +22,18 @@ def too_large(size: int, limit: int) -> RpcError:
     )
 
 
-def inflated(encoding: str, data: Buffer, limit: int) -> bytes:
-    if not encoding:
-        raise RpcError(Code.INTERNAL, "a message says that it is compressed, and the call does not say how")
-    machine = zlib.decompressobj(_WINDOW[encoding])
+def inflating(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[Buffer]:
+    """`hold` counts what has been made of it."""
     try:
-        found = machine.decompress(data, limit + 1)
+        found = yield from zip.inflating(_WINDOW[encoding], data, limit, hold)
     except zlib.error:
         raise RpcError(Code.INTERNAL, f"a message is not {encoding}") from None
-    if len(found) > limit:
-        raise too_large(len(found), limit)
-    if not machine.eof or machine.unused_data:
-        raise RpcError(Code.INTERNAL, f"a message is not one whole {encoding} stream")
-    return found
+    except zip.Overflow as error:
+        raise too_large(error.args[0], limit) from None
+    except zip.Incomplete:
+        raise RpcError(Code.INTERNAL, f"a message is not one whole {encoding} stream") from None
+    return bytes(found) if len(found) < SLICE_BYTES else memoryview(found)
 
 
-def deflated(encoding: str, parts: Sequence[Buffer], level: int) -> bytes:
-    machine = zlib.compressobj(level, zlib.DEFLATED, _WINDOW[encoding])
-    return b"".join([*map(machine.compress, parts), machine.flush()])
+def deflating(encoding: str, parts: Sequence[Buffer], level: int) -> Work[bytes]:
+    return zip.deflating(zlib.compressobj(level, zlib.DEFLATED, _WINDOW[encoding]), parts, SLICE_BYTES)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from shmserve.clients.gateway.http2 import frames, heads
 from shmserve.clients.gateway.http2 import limits as most
-from shmserve.clients.gateway.http2.codes import Code, RpcError
+from shmserve.clients.gateway.http2.blocks import HeaderBlocks
+from shmserve.clients.gateway.http2.conduct import ClosedStreams, Conduct
 from shmserve.clients.gateway.http2.frames import Broken, Reason
 from shmserve.clients.gateway.http2.host import Host
 from shmserve.clients.gateway.http2.life import Life
@@ -33,6 +34,9 @@ class Http2:
         self.door = door
         self.limits = door.limits
         self.peer = peer
+        address = peer.rpartition(":")[0]
+        self.account = door.budget.account(address)
+        self.shares = door.shares.connect(address)
         self.wake = wake
         self.out: list[Buffer] = [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: door.limits.streams}),
                                   frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
@@ -46,25 +50,28 @@ class Http2:
         self.window = frames.DEFAULT_WINDOW
         """What the caller takes on all streams together."""
         self.frame_bytes = frames.DEFAULT_FRAME
-        self._stream_window = frames.DEFAULT_WINDOW
-        self._heads = heads.Heads()
+        self.stream_window = frames.DEFAULT_WINDOW
         self._rest = b""
-        self.greeted = False
-        self._set = False
+        self.greeted = self._set = False
         self.last = 0
         """The highest stream of the caller."""
-        self._taken = 0
         self.large = False
         """The last message was."""
         self._stream: Stream | None = None
         """Whose DATA is being read, of which so much is left, and then so much of padding; `_ends`: it is the last."""
         self._left = self._skip = 0
         self._ends = False
-        self._block: heads.Block | None = None
-        """Headers that are not complete."""
         self._queued: dict[Stream, None] = {}
         self.watched: set[Stream] = set()
-        self.resets = self.idle_frames = self._replies = 0
+        self._taken = 0
+        self.work = 0
+        """That may still be done in this turn of the loop."""
+        self._spent = 0
+        self.more = False
+        """Frames that have come wait for the next turn of the loop: `feed` has to be called again."""
+        self.conduct = Conduct()
+        self.closed = ClosedStreams()
+        self._blocks = HeaderBlocks(self)
         self.life = Life(self)
 
     # ------------------------------------------------------------------------------------ bytes in
@@ -76,10 +83,25 @@ class Http2:
         if self._rest:
             data = self._rest + data
             self._rest = b""
+        backlog = self.door.backlog
+        self.work = allowed = max(0, min(most.WORK, backlog.left))
+        self.more = False
         try:
             self._parse(data)
         except Broken as error:
             self.end(error.reason, str(error))
+        self._spent += allowed - self.work
+        backlog.spend(allowed - self.work)
+
+    @property
+    def cost(self) -> int:
+        """Of this connection, lately, and of the frame that waits: its size stands for its fields."""
+        return self._spent + int.from_bytes(self._rest[:3], "big")
+
+    def next_turn(self) -> None:
+        """Of the slow clock."""
+        self._spent //= 2
+        self.conduct.next_turn()
 
     def space(self) -> memoryview | None:
         """Where the next bytes belong, if that is a large message; then `fill` is called and not `feed`."""
@@ -113,12 +135,16 @@ class Http2:
                 continue
             if size - at < 9:
                 break
+            if self.work <= 0:
+                self.more = True
+                break
+            self.work -= 1
             high, low, kind, flags, number = unpack(data, at)
             length = high << 8 | low
             number &= frames.LARGEST_STREAM
             start = at + 9
             end = start + length
-            if not self._set or self._block is not None or length > most.FRAME_BYTES:
+            if not self._set or self._blocks.pending is not None or length > most.FRAME_BYTES:
                 self._check(kind, number, length)
             if kind == frames.DATA:
                 if flags & frames.PADDED and start >= size and length:
@@ -128,7 +154,7 @@ class Http2:
                 self._frame(kind, flags, number, data[start:end])
                 at = end
             elif kind > frames.CONTINUATION:
-                self._idle()
+                self.conduct.idle()
                 self._skip, at = length, start
             elif length > heads.HEAD_BYTES:
                 raise Broken(
@@ -143,7 +169,7 @@ class Http2:
             raise Broken(Reason.FRAME_SIZE_ERROR, f"a frame of {length} bytes; the most is {most.FRAME_BYTES}")
         if not self._set and kind != frames.SETTINGS:
             raise Broken(Reason.PROTOCOL_ERROR, "the first frame is not SETTINGS")
-        if self._block is not None and (kind != frames.CONTINUATION or number != self._block.number):
+        if self._blocks.pending is not None and (kind != frames.CONTINUATION or number != self._blocks.pending.number):
             raise Broken(Reason.PROTOCOL_ERROR, "another frame inside of headers")
 
     # ------------------------------------------------------------------------------------ DATA
@@ -164,14 +190,17 @@ class Http2:
             body = length - 1 - padding
         stream = self.streams.get(number)
         if stream is None or stream.half:
-            self._nobodys(number, stream)
+            self._closed_data(number, stream, bool(flags & frames.END_STREAM))
             self._left, self._skip = 0, body + padding
             return start
         stream.taken += length
         if stream.taken > most.STREAM_WINDOW // 2:
             self._much_of(stream)
         if not body and not flags & frames.END_STREAM:
-            self._idle()
+            self.conduct.idle()
+        if stream.head.length is not None and not self.fits(stream, body, bool(flags & frames.END_STREAM)):
+            self._left, self._skip = 0, body + padding
+            return start
         end = start + body
         if end <= size:
             self._skip = padding
@@ -184,12 +213,25 @@ class Http2:
         self._ends = bool(flags & frames.END_STREAM)
         return start
 
-    def _nobodys(self, number: int, stream: Stream | None) -> None:
+    def fits(self, stream: Stream, body: int, ended: bool) -> bool:
+        """What has come of a call with a content-length."""
+        stream.length += body
+        length = stream.head.length or 0
+        if stream.length <= length and (not ended or stream.length == length):
+            return True
+        stream.half = ended
+        self.reset(stream, Reason.PROTOCOL_ERROR)
+        return False
+
+    def _closed_data(self, number: int, stream: Stream | None, ended: bool) -> None:
         if not number & 1 or number > self.last:
             raise Broken(Reason.PROTOCOL_ERROR, "DATA of a stream that was not opened")
-        self._idle()
         if stream is not None:
-            self._reset(stream, Reason.STREAM_CLOSED)
+            self.reset(stream, Reason.STREAM_CLOSED)
+        elif self.closed.ignores(number, ended):
+            self.conduct.idle()
+        else:
+            self.refuse(number, Reason.STREAM_CLOSED)
 
     def _go_on(self, data: bytes, at: int, size: int) -> int:
         if not self._left:
@@ -215,7 +257,7 @@ class Http2:
         if not stream.paused:
             self.grant(stream)
         elif stream.taken > most.STREAM_WINDOW:
-            self._reset(stream, Reason.FLOW_CONTROL_ERROR)
+            self.reset(stream, Reason.FLOW_CONTROL_ERROR)
 
     def grant(self, stream: Stream) -> None:
         if not stream.over and stream.taken > most.STREAM_WINDOW // 2:
@@ -231,7 +273,7 @@ class Http2:
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if kind == frames.HEADERS:
-            self._headers(number, flags, payload)
+            self._blocks.headers(number, flags, payload)
         elif len(payload) != frames.LENGTHS.get(kind, len(payload)):
             raise Broken(Reason.FRAME_SIZE_ERROR, "a frame of a wrong length")
         elif kind == frames.WINDOW_UPDATE:
@@ -243,18 +285,15 @@ class Http2:
         elif kind == frames.SETTINGS:
             self._settings(flags, number, payload)
         elif kind == frames.CONTINUATION:
-            self._continuation(flags, payload)
+            self._blocks.continuation(flags, payload)
         elif kind == frames.PUSH_PROMISE:
             raise Broken(Reason.PROTOCOL_ERROR, "a push of a caller")
         else:
             if (kind == frames.GOAWAY) == bool(number) and kind <= frames.CONTINUATION:
                 raise Broken(Reason.PROTOCOL_ERROR, "a frame of the wrong stream")
-            self._idle()
-
-    def _idle(self) -> None:
-        self.idle_frames += 1
-        if self.idle_frames > most.IDLE_FRAMES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many frames that move nothing")
+            if kind == frames.GOAWAY and len(payload) < frames.GOAWAY_LENGTH:
+                raise Broken(Reason.FRAME_SIZE_ERROR, "a frame of a wrong length")
+            self.conduct.idle()
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number or (flags & frames.ACK and not self._set):
@@ -262,20 +301,20 @@ class Http2:
         if len(payload) % 6 or (flags & frames.ACK and payload) or len(payload) > most.SETTINGS_BYTES:
             raise Broken(Reason.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
         self._set = True
-        self._idle()
         if flags & frames.ACK:
+            self.conduct.idle()
             return
-        for name, value in frames.settings_of(payload):
-            if name == frames.INITIAL_WINDOW_SIZE:
-                self._initial_window(value)
-            elif name == frames.MAX_FRAME_SIZE:
-                self.frame_bytes = value
+        self.conduct.idle(most.SETTINGS_WEIGHT)
+        found = frames.settings_of(payload)
+        self.frame_bytes = found.get(frames.MAX_FRAME_SIZE, self.frame_bytes)
+        if frames.INITIAL_WINDOW_SIZE in found:
+            self._initial_window(found[frames.INITIAL_WINDOW_SIZE])
         self._reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self.pump()
 
     def _initial_window(self, value: int) -> None:
-        change = value - self._stream_window
-        self._stream_window = value
+        change = value - self.stream_window
+        self.stream_window = value
         for stream in self.streams.values():
             stream.window += change
             if stream.window > frames.LARGEST_WINDOW:
@@ -283,9 +322,7 @@ class Http2:
 
     def _reply(self, data: bytes) -> None:
         if not self.accepts:
-            self._replies += 1
-            if self._replies > most.UNSENT_REPLIES:
-                raise Broken(Reason.ENHANCE_YOUR_CALM, "the caller asks and does not read")
+            self.conduct.unsent_reply()
         self.out.append(data)
         self.wake()
 
@@ -295,7 +332,7 @@ class Http2:
         if flags & frames.ACK:
             self.life.acknowledged(payload)
             return
-        self._idle()
+        self.conduct.idle()
         self._reply(frames.frame(frames.PING, frames.ACK, 0, payload))
         self.life.asked()
 
@@ -304,19 +341,23 @@ class Http2:
             raise Broken(Reason.PROTOCOL_ERROR, "RST_STREAM of a stream that was not opened")
         stream = self.streams.get(number)
         if stream is None:
+            self.closed.ignores(number, True)
+            self.conduct.idle()
             return
-        if stream.expires is None or self.door.now() < stream.expires - most.EARLY_S:
-            self.resets += 1
+        early = stream.expires is None or self.door.now() < stream.expires - most.EARLY_S
+        stream.half = True
         stream.cancel()
-        if self.resets > most.RESETS:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many calls that are taken back")
+        if early:
+            self.conduct.reset()
 
     def _window_update(self, number: int, payload: bytes) -> None:
         size = frames.number(payload) & frames.LARGEST_WINDOW
         if not number:
+            if not size:
+                raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
             self.window += size
-            if not size or self.window > frames.LARGEST_WINDOW:
-                raise Broken(Reason.FLOW_CONTROL_ERROR, "a window of nothing, or over 2^31 - 1")
+            if self.window > frames.LARGEST_WINDOW:
+                raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
             if self._queued:
                 self.pump()
             return
@@ -327,90 +368,26 @@ class Http2:
             return
         stream.window += size
         if not size or stream.window > frames.LARGEST_WINDOW:
-            self._reset(stream, Reason.FLOW_CONTROL_ERROR if size else Reason.PROTOCOL_ERROR)
+            self.reset(stream, Reason.FLOW_CONTROL_ERROR if size else Reason.PROTOCOL_ERROR)
         elif stream.queued:
             if size < most.SMALL_UPDATE:
-                self._idle()
+                self.conduct.idle()
             self.pump()
 
-    # ------------------------------------------------------------------------------------ HEADERS
+    # ------------------------------------------------------------------------------------ streams
 
-    def _headers(self, number: int, flags: int, payload: bytes) -> None:
-        if flags & (frames.PADDED | frames.WITH_PRIORITY):
-            payload = heads.unpadded(flags, payload)
-        if not number & 1:
-            raise Broken(Reason.PROTOCOL_ERROR, "headers of a stream that callers do not have")
-        if len(payload) > heads.HEAD_BYTES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, f"the headers of a call are over {heads.HEAD_BYTES} bytes")
-        if flags & frames.END_HEADERS:
-            self._block_done(number, flags, payload)
-        else:
-            self._block = heads.Block(number, flags, payload)
-
-    def _continuation(self, flags: int, payload: bytes) -> None:
-        block = self._block
-        if block is None:
-            raise Broken(Reason.PROTOCOL_ERROR, "CONTINUATION of nothing")
-        block.add(payload)
-        if flags & frames.END_HEADERS:
-            self._block = None
-            self._block_done(block.number, block.flags, b"".join(block.parts))
-
-    def _block_done(self, number: int, flags: int, block: bytes) -> None:
-        if number > self.last:
-            self.last = number
-            self._open(number, self._heads.head(block), bool(flags & frames.END_STREAM))
-            return
-        self._heads.skip(block)
-        stream = self.streams.get(number)
-        if stream is None or stream.half:
-            self._idle()
-        elif not flags & frames.END_STREAM:
-            self._reset(stream, Reason.PROTOCOL_ERROR)
-        else:
-            stream.half = True
-            stream.ended()
-
-    def _open(self, number: int, head: heads.Head, ended: bool) -> None:
-        if number > self.life.last:
-            return
-        if len(self.streams) >= self.limits.streams or head.malformed:
-            self._idle()
-            self.out.append(frames.reset(number, Reason.PROTOCOL_ERROR if head.malformed else Reason.REFUSED_STREAM))
-            self.wake()
-            return
-        if head.status != 200:
-            self._idle()
-            self.out.append(heads.refused(number, head.status, ended))
-            self.wake()
-            return
-        expires = None if head.timeout is None else self.door.now() + head.timeout
-        stream = Stream(self, number, head, self._stream_window, expires)
-        self.streams[number] = stream
-        if expires is not None:
-            self.door.expire(stream)
-        try:
-            if head.wrong:
-                raise RpcError(Code.INTERNAL, head.wrong)
-            if head.encoding and head.encoding not in heads.ENCODINGS:
-                raise RpcError(Code.UNIMPLEMENTED, f"Compression algorithm '{head.encoding[:40]}' is not supported")
-            stream.serve(self.door.application(stream))
-        except RpcError as error:
-            stream.half = ended
-            stream.fail(error)
-            return
-        except Exception:
-            stream.faulty()
-            return
-        if ended and not stream.over:
-            stream.half = True
-            stream.ended()
-
-    def _reset(self, stream: Stream, reason: Reason) -> None:
-        self._idle()
-        self.out.append(frames.reset(stream.number, reason))
+    def send_reset(self, number: int, reason: Reason) -> None:
+        self.out.append(frames.reset(number, reason))
         self.wake()
+
+    def refuse(self, number: int, reason: Reason) -> None:
+        """Resets a stream for what the caller did."""
+        self.send_reset(number, reason)
+        self.conduct.reset()
+
+    def reset(self, stream: Stream, reason: Reason) -> None:
         stream.cancel()
+        self.refuse(stream.number, reason)
 
     # ------------------------------------------------------------------------------------ what streams call
 
@@ -433,12 +410,14 @@ class Http2:
     def forget(self, stream: Stream) -> None:
         if self.streams.pop(stream.number, None) is None:
             return
+        self.closed.add(stream.number, stream.half)
         self.watched.discard(stream)
         self._queued.pop(stream, None)
         if stream.expires is not None:
             self.door.keep(stream)
         if not self.streams:
             self.life.quiet_since = self.door.turn
+            self.life.idle_since = self.door.now()
             self.wake()
 
     # ------------------------------------------------------------------------------------ what the owner calls
@@ -460,7 +439,7 @@ class Http2:
     def resumed(self) -> None:
         """The socket takes more again."""
         self.accepts = True
-        self._replies = 0
+        self.conduct.unsent_replies = 0
         self.pump()
         for stream in list(self.streams.values()):
             if not self.writable:
@@ -496,3 +475,4 @@ class Http2:
         self.over = True
         for stream in list(self.streams.values()):
             stream.cancel()
+        self.shares.close()

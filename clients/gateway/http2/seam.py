@@ -5,9 +5,11 @@ side calls the other, and a call that comes too late does nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Protocol
 
 from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.shares import Payer
 
 
 class Stream(Protocol):
@@ -29,6 +31,9 @@ class Stream(Protocol):
     def peer(self) -> str:
         """For logs."""
 
+    def payer(self, token: str) -> Payer:
+        """Who is charged for what this call asks the broker. `token`: the name of the one that came with it, or ""."""
+
     @property
     def writable(self) -> bool:
         """Whether the caller takes what he is sent. `Call.resume` says when he does again."""
@@ -44,8 +49,21 @@ class Stream(Protocol):
     def unpause(self) -> None: ...
 
 
+class Awaits(Enum):
+    """What a call has to get from its caller before anything happens."""
+
+    NOTHING = 0
+    REQUEST = 1
+    """The only one: the read timeout runs."""
+    NEXT_REQUEST = 2
+    """Of a stream, which may be idle for longer."""
+
+
 class Call(Protocol):
     """The same, as a service sees it. RpcError of `message` and `half_closed` ends the stream."""
+
+    @property
+    def awaits(self) -> Awaits: ...
 
     def message(self, data: Buffer) -> None:
         """One whole message of the caller; what is no `bytes` is valid until this returns."""

@@ -6,90 +6,56 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from struct import Struct
-from typing import TYPE_CHECKING
-
-import numpy as np
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from shmserve.clients.gateway.http2 import frames, heads
 from shmserve.clients.gateway.http2 import limits as most
 from shmserve.clients.gateway.http2.codes import Code, RpcError
-from shmserve.clients.gateway.http2.messages import COMPRESSED_BYTES, deflated, inflated, too_large
+from shmserve.clients.gateway.http2.messages import inflating, too_large
 from shmserve.clients.gateway.http2.seam import Call
+from shmserve.clients.gateway.http2.sending import NO_CALL, Sending, tell
 from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.receive import ReceiveBuffer
+from shmserve.clients.gateway.shares import Payer
+from shmserve.clients.gateway.turns import Job, Work
 from shmserve.errors import Unavailable
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.http2.protocol import Http2
 
 log = logging.getLogger("shmserve.gateway")
+T = TypeVar("T")
 
 LARGE = 64 * 1024
 """A message from this size on is not copied here."""
-_ANSWER = Struct(f">HBBBI{len(heads.ANSWER)}sHBBBIBI")
-"""The headers of an answer, and what stands before its first message."""
-_DATA = Struct(">HBBBIBI")
-_LAST = Struct(f">HBBBI{len(heads.TRAILERS_OK)}s")
-_ANSWER_SIZE, _LAST_SIZE = len(heads.ANSWER), len(heads.TRAILERS_OK)
 
 
-class _Nobody:
-    """What a stream calls before it has a call, and after."""
-
-    def message(self, data: Buffer) -> None: ...
-    def room(self, size: int, first: Buffer) -> memoryview | None: ...
-    def half_closed(self) -> None: ...
-    def cancelled(self) -> None: ...
-    def resume(self) -> None: ...
-
-
-_nobody = _Nobody()
-
-
-def _tell(service: Callable[[], None]) -> None:
-    """What a service gets wrong there harms no other call."""
-    try:
-        service()
-    except Exception:
-        log.exception("a service failed")
-
-
-class Stream:
+class Stream(Sending):
     __slots__ = (
-        "_begun", "_buffer", "_compression", "_core", "_end", "_end_waits", "_filled", "_flag", "_held", "_path",
-        "_prefix", "_queue", "_waiting", "call", "expires", "half", "head", "moved", "number", "over", "queued",
-        "taken", "turn", "window",
+        "_buffer", "_end_waits", "_flag", "_held", "_job", "_prefix", "_waiting", "_wanted", "expires", "length",
+        "taken", "turn",
     )  # fmt: skip
 
     def __init__(self, core: Http2, number: int, head: heads.Head, window: int, expires: float | None) -> None:
-        self._core = core
-        self.number = number
-        self.head = head
-        self.window = window
-        """What the caller takes on this stream."""
+        super().__init__(core, number, head, window)
         self.expires = expires
-        self.call: Call = _nobody
-        self.over = False
-        self.half = False
-        """The caller sends no more."""
+        self.length = 0
+        """Of DATA that has come, where the caller has said how much that will be."""
         self.taken = 0
         """Bytes of the caller's that he was not granted again."""
         self.turn = 0
-        self.moved = 0
         self._prefix = b""
-        self._buffer: memoryview | None = None
-        self._filled = 0
+        self._buffer: ReceiveBuffer | None = None
         self._flag = 0
         self._held = 0
         self._waiting: deque[bytes] | None = None
-        """Paused: what has come while the service wants no more messages."""
+        """Paused: what has come meanwhile."""
+        self._wanted = True
+        """The service takes more messages."""
+        self._job: Job | None = None
+        """Inflates a message, or waits for the next turn of the loop; messages behind it wait."""
         self._end_waits = False
-        self._begun = False
-        self._compression = head.accepts if core.limits.compression else ""
-        self._queue: deque[Buffer] = deque()
-        self.queued = 0
-        self._end: bytes | None = None
 
     # ------------------------------------------------------------------------------------ what services see
 
@@ -105,9 +71,8 @@ class Stream:
     def peer(self) -> str:
         return self._core.peer
 
-    @property
-    def writable(self) -> bool:
-        return not self._queue and self._core.writable
+    def payer(self, token: str) -> Payer:
+        return self._core.shares.payer(token)
 
     @property
     def stuck(self) -> bool:
@@ -115,22 +80,28 @@ class Stream:
         return bool(self._queue) or ((self._buffer is not None or bool(self._prefix)) and self._waiting is None)
 
     def pause(self) -> None:
+        self._wanted = False
         if self._waiting is None and not self.over:
             self._waiting = deque()
 
     def unpause(self) -> None:
+        self._wanted = True
+        self._receive_on()
+
+    def _receive_on(self) -> None:
         waiting = self._waiting
-        if waiting is None or self.over:
+        if waiting is None or self.over or not self._wanted or self._job is not None:
             return
         self._waiting = None
+        ends, self._end_waits = self._end_waits, False
         while waiting:
             data = waiting.popleft()
             self._let_go(len(data))
             self.receive(data, 0, len(data))
             if self._stopped(waiting):
+                self._end_waits = ends
                 return
-        if self._end_waits:
-            self._end_waits = False
+        if ends:
             self.ended()
         else:
             self._core.grant(self)
@@ -151,22 +122,20 @@ class Stream:
         if not self.over and self._end is None:
             self.call = call
 
-    def go_on(self) -> None:
-        """The connection takes more again."""
-        if not self._queue:
-            _tell(self.call.resume)
-
     # ------------------------------------------------------------------------------------ what comes
 
     def receive(self, data: bytes, at: int, end: int) -> None:
         """Bytes of messages."""
         while at < end and not self.over:
+            if self._core.work < 0 and self._waiting is None:
+                self._run(self._next_turn(), lambda found: None)
             if self._waiting is not None:
                 self._wait(data[at:end])
                 return
             if self._buffer is not None:
-                size = min(end - at, len(self._buffer) - self._filled)
-                self._buffer[self._filled : self._filled + size] = memoryview(data)[at : at + size]
+                place = self._buffer.space()
+                size = min(end - at, len(place))
+                place[:size] = memoryview(data)[at : at + size]
                 at += size
                 self.fill(size)
             elif self._prefix or end - at < 5:
@@ -175,7 +144,7 @@ class Stream:
                 at += size
                 if len(self._prefix) == 5:
                     prefix, self._prefix = self._prefix, b""
-                    self._begin(prefix[0], int.from_bytes(prefix[1:], "big"), b"")
+                    self._begin(prefix[0], int.from_bytes(prefix[1:], "big"))
                 else:
                     self._core.watch(self)
             else:
@@ -190,8 +159,9 @@ class Stream:
                     at += size
                 else:
                     self._begin(flag, size, memoryview(data)[at:end])
+                    return
 
-    def _begin(self, flag: int, size: int, first: Buffer) -> None:
+    def _begin(self, flag: int, size: int, first: Buffer = b"") -> None:
         """Of a message of which only `first` is here yet."""
         if size > self._core.limits.message_bytes:
             self.fail(too_large(size, self._core.limits.message_bytes))
@@ -199,40 +169,102 @@ class Stream:
         if not size:
             self._deliver(flag, b"")
             return
-        if not self._hold(size):
-            return
-        self._flag, self._filled = flag, 0
+        self._flag = flag
         self._core.large = size >= most.QUANTUM
-        try:
-            room = self.call.room(size, first) if size >= LARGE and not flag else None
-        except Exception:
-            self.faulty()
-            return
-        self._buffer = np.empty(size, np.uint8).data if room is None else room
+        self._buffer = ReceiveBuffer(size, self._room if size >= LARGE and not flag else None)
         self._core.watch(self)
+        if self._hold(len(first)):
+            self._buffer.begin(first)
+            self.moved += len(first)
+
+    def _room(self, arrived: Buffer) -> memoryview | None:
+        assert self._buffer is not None
+        try:
+            return self.call.room(self._buffer.size, arrived)
+        except Exception:
+            log.exception("a service failed")
+            return None
 
     def space(self, most: int) -> memoryview | None:
         """Where the next bytes of a message belong, so that they can be read there at once."""
         if self._buffer is None or self._waiting is not None or self.over:
             return None
-        return self._buffer[self._filled : self._filled + most]
+        return self._buffer.space()[:most]
 
     def fill(self, size: int) -> None:
         """So many bytes of the message stand in their place."""
-        self._filled += size
-        self.moved += size
         buffer = self._buffer
-        if buffer is not None and self._filled == len(buffer):
+        if buffer is None or not self._hold(size):
+            return
+        self.moved += size
+        buffer.add(size)
+        if buffer.full:
             self._buffer = None
-            self._deliver(self._flag, buffer)
-            self._let_go(len(buffer))
+            self._let_go(buffer.size)
+            self._deliver(self._flag, buffer.memory)
 
     def _deliver(self, flag: int, data: Buffer) -> None:
+        self.used = self._core.door.turn
+        self._core.work -= 1
+        if not flag:
+            self._pass_on(data)
+        elif flag != 1:
+            self.fail(RpcError(Code.INTERNAL, "a message does not begin as gRPC says"))
+        elif not self.head.encoding:
+            self.fail(RpcError(Code.INTERNAL, "a message says that it is compressed, and the call does not say how"))
+        elif self._hold(len(data)):
+            self._inflate(data)
+
+    def _inflate(self, data: Buffer) -> None:
+        core = self._core
+
+        def hold(size: int) -> None:
+            core.account.take(size)
+            self._held += size
+            core.work -= size // most.INFLATED_BYTES
+
+        def work() -> Work[Buffer]:
+            if core.work < 0:
+                yield from self._next_turn()
+            return (yield from inflating(self.head.encoding, data, core.limits.message_bytes, hold))
+
+        def then(found: Buffer) -> None:
+            self._pass_on(found)
+            self._let_go(len(data) + len(found))
+
+        self._run(work(), then)
+
+    def _next_turn(self) -> Work[None]:
+        """One connection's work for one turn of the loop is done."""
+        yield
+        self._core.work = most.WORK
+
+    def _run(self, work: Work[T], then: Callable[[T], None]) -> None:
+        """Paused until it is done."""
+
+        def done(found: T) -> None:
+            waited, self._job = self._job is not None, None
+            then(found)
+            if waited:
+                self._receive_on()
+
+        def failed(error: Exception) -> None:
+            self._job = None
+            if isinstance(error, Unavailable):
+                error = RpcError(Code.UNAVAILABLE, str(error))
+            if isinstance(error, RpcError):
+                self.fail(error)
+            else:
+                self.faulty()
+
+        job = self._core.door.turns.run(work, done, failed)
+        if job.running:
+            self._job = job
+            if self._waiting is None:
+                self._waiting = deque()
+
+    def _pass_on(self, data: Buffer) -> None:
         try:
-            if flag:
-                if flag != 1:
-                    raise RpcError(Code.INTERNAL, "a message does not begin as gRPC says")
-                data = inflated(self.head.encoding, data, self._core.limits.message_bytes)
             self.call.message(data)
         except RpcError as error:
             self.fail(error)
@@ -266,7 +298,7 @@ class Stream:
 
     def _hold(self, size: int) -> bool:
         try:
-            self._core.door.hold(size)
+            self._core.account.take(size)
         except Unavailable as error:
             self.fail(RpcError(Code.UNAVAILABLE, str(error)))
             return False
@@ -277,145 +309,40 @@ class Stream:
         size = min(size, self._held)
         if size:
             self._held -= size
-            self._core.door.hold(-size)
+            self._core.account.give(size)
 
-    # ------------------------------------------------------------------------------------ what is sent
+    # ------------------------------------------------------------------------------------ the end
 
-    def send(self, parts: Sequence[Buffer]) -> None:
-        if self.over or self._end is not None:
-            return
-        core, flag = self._core, 0
-        size = 0
-        for part in parts:
-            size += len(part)
-        if self._compression and size >= COMPRESSED_BYTES:
-            parts, flag = [deflated(self._compression, parts, core.limits.compression)], 1
-            size = len(parts[0])
-        whole = size + 5
-        out, number = core.out, self.number
-        if self._queue or whole > self.window or whole > core.window or whole > core.frame_bytes:
-            self._queue_message(flag, size, parts)
-            return
-        self.window -= whole
-        core.window -= whole
-        if self._begun or self._compression:
-            self._headers()
-            out.append(_DATA.pack(whole >> 8, whole & 0xFF, 0, 0, number, flag, size))
-        else:
-            self._begun = True
-            out.append(
-                _ANSWER.pack(0, _ANSWER_SIZE, frames.HEADERS, frames.END_HEADERS, number, heads.ANSWER,
-                             whole >> 8, whole & 0xFF, 0, 0, number, flag, size)
-            )  # fmt: skip
-        out.extend(parts)
-        core.out_bytes += whole
-        core.wake()
-
-    def _headers(self) -> None:
-        if not self._begun:
-            self._begun = True
-            block = heads.answer(self._compression)
-            self._core.out.append(frames.frame(frames.HEADERS, frames.END_HEADERS, self.number, block))
-
-    def _queue_message(self, flag: int, size: int, parts: Sequence[Buffer]) -> None:
-        self._headers()
-        self._queue.append(bytes([flag]) + size.to_bytes(4, "big"))
-        self._queue.extend([part for part in parts if len(part)])
-        self.queued += size + 5
+    def _push(self) -> None:
         self._core.watch(self)
         self._core.push(self)
 
-    def finish(self, code: int, text: str = "") -> None:
-        if self.over or self._end is not None:
-            return
-        self.call = _nobody
-        self._core.door.answered(code)
-        if code or text or not self._begun:
-            block = heads.trailers(code, text)
-            if not self._begun:
-                accepted = heads.ACCEPTED if code == Code.UNIMPLEMENTED and self.head.encoding else b""
-                block = heads.ANSWER + accepted + block
-            self._end = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.number, block)
-        else:
-            self._end = _LAST.pack(0, _LAST_SIZE, frames.HEADERS, 5, self.number, heads.TRAILERS_OK)
-        if not self._queue:
-            self._finish()
-
-    def _finish(self) -> None:
-        core = self._core
-        assert self._end is not None
-        core.out.append(self._end)
-        core.out_bytes += len(self._end)
-        if not self.half:
-            core.out.append(frames.reset(self.number, frames.Reason.NO_ERROR))
-        self.close()
-        core.wake()
-
     def fail(self, error: RpcError) -> None:
         """The call ends with what went wrong, whatever of an answer waits."""
-        call, self.call = self.call, _nobody
+        call, self.call = self.call, NO_CALL
         if not self.over:
-            self._queue.clear()
-            self.queued = 0
+            self._drop_answers()
             if self._end is None:
                 self.finish(error.code, error.text)
             else:
                 self._core.out.append(frames.reset(self.number, frames.Reason.CANCEL))
                 self.close()
                 self._core.wake()
-        _tell(call.cancelled)
-
-    def pump(self, most: int, resume: bool = True) -> int:
-        """Sends what is queued, as far as the caller takes it. Gives how much that was. `resume`: whether the service
-        has seen that the stream was not writable."""
-        core = self._core
-        sent = 0
-        while self._queue and sent < most:
-            size = min(self.window, core.window, core.frame_bytes, self.queued)
-            if size <= 0:
-                break
-            core.out.append(frames.FRAME.pack(size >> 8, size & 0xFF, frames.DATA, 0, self.number))
-            self._cut(size)
-            self.window -= size
-            core.window -= size
-            self.queued -= size
-            sent += size
-        self.moved += sent
-        core.out_bytes += sent
-        if sent and not self._queue:
-            if self._end is not None:
-                self._finish()
-            elif resume and core.writable:
-                _tell(self.call.resume)
-        return sent
-
-    def _cut(self, size: int) -> None:
-        queue, out = self._queue, self._core.out
-        while size:
-            part = queue[0]
-            if len(part) <= size:
-                out.append(part)
-                size -= len(part)
-                queue.popleft()
-            else:
-                view = memoryview(part)
-                out.append(view[:size])
-                queue[0] = view[size:]
-                size = 0
-
-    # ------------------------------------------------------------------------------------ the end
+        tell(call.cancelled)
 
     def cancel(self) -> None:
         """The caller is gone, or takes the call back."""
-        call, self.call = self.call, _nobody
+        call, self.call = self.call, NO_CALL
         if not self.over:
             self.close()
-        _tell(call.cancelled)
+        tell(call.cancelled)
 
     def close(self) -> None:
         self.over = True
-        self._queue.clear()
-        self.queued = 0
+        self._drop_answers()
+        if self._job is not None:
+            self._job.cancel()
+            self._job = None
         self._buffer = self._waiting = None
         self._let_go(self._held)
         self._core.forget(self)

@@ -4,16 +4,17 @@ wanted as binary data are handed on as they lie, and never joined or copied here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from shmserve.clients.gateway.kserve.elements import to_json
+from shmserve.clients.gateway.kserve.elements import to_json, to_json_in_slices
 from shmserve.clients.gateway.kserve.plans import Plan
+from shmserve.clients.gateway.turns import Work
 from shmserve.errors import Internal, InvalidRequest
-from shmserve.messages import Part, Reply
+from shmserve.messages import Part, Reply, Tensor
 
 Buffer = bytes | bytearray | memoryview
 
@@ -50,15 +51,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def response(
-    model: str, plan: Plan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None
-) -> tuple[int | None, list[Buffer]]:
+    model: str, plan: Plan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None,
+    texts: Mapping[str, msgspec.Raw] | None = None,
+) -> tuple[int | None, list[Buffer]]:  # fmt: skip
     """The length of the JSON, where binary data follows it, else None; and all that is to be sent. `write` puts an
-    output where the plan has a place for it."""
-    if type(answer) is Held:
-        reply, buffers = answer.reply, answer.buffers
-    else:
-        assert isinstance(answer, Reply)
-        reply, buffers = answer, None
+    output where the plan has a place for it. `texts`: outputs that are JSON already."""
+    reply, buffers = _parts(answer)
     outputs: list[_Output] = []
     behind: list[Buffer] = []
     binary = False
@@ -75,10 +73,36 @@ def response(
             size = _Size(sum([len(part) for part in parts]))
             outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, size))
         else:
-            data = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
+            if texts is None:
+                data = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
+            else:
+                data = texts[tensor.name]
             outputs.append(_Output(tensor.name, tensor.dtype, tensor.shape, None, data))
     text = _encode(_Response(model, str(reply.version), outputs, plan.options.id, reply.parameters or None))
     return (len(text) if binary else None), [text, *behind]
+
+
+def _parts(answer: Reply | Held) -> tuple[Reply | Part, list[list[Buffer]] | None]:
+    if type(answer) is Held:
+        return answer.reply, answer.buffers
+    assert isinstance(answer, Reply)
+    return answer, None
+
+
+def as_json(plan: Plan, answer: Reply | Held) -> list[tuple[Tensor, list[Buffer]]]:
+    """The outputs that are sent as JSON, if any of them is in shared memory and so may be large."""
+    reply, buffers = _parts(answer)
+    if buffers is None:
+        return []
+    wanted = [not (plan.is_binary(tensor.name) or tensor.name in plan.places) for tensor in reply.outputs]
+    return [pair for pair, yes in zip(zip(reply.outputs, buffers, strict=True), wanted, strict=True) if yes]
+
+
+def texts_in_slices(outputs: list[tuple[Tensor, list[Buffer]]]) -> Work[dict[str, msgspec.Raw]]:
+    found = {}
+    for tensor, parts in outputs:
+        found[tensor.name] = yield from to_json_in_slices(tensor.name, tensor.dtype, tensor.shape, joined(parts))
+    return found
 
 
 def check_room(plan: Plan, name: str, size: int) -> None:

@@ -15,9 +15,11 @@ from shmserve.clients.gateway.kserve.documents import Question
 from shmserve.clients.gateway.kserve.plans import Plan, Spec
 from shmserve.clients.gateway.link import GatewayLink, Inputs, Piece, space
 from shmserve.clients.gateway.regions import Region, Regions
+from shmserve.clients.gateway.shares import Creditor, Payer, release
 from shmserve.errors import Internal, ServeError
 from shmserve.messages import INLINE_BYTES, Reply
-from shmserve.session import StreamTicket, Ticket
+from shmserve.session import WINDOW, StreamTicket, Ticket
+from shmserve.session.foreign import RegionPart
 
 log = logging.getLogger("shmserve.gateway")
 _KNOWN = 1024
@@ -26,32 +28,66 @@ NO_TIME = 0.0
 
 
 class Waiting(Ticket):
-    """A question whose answer somebody waits for."""
+    """A call with one answer, charged to the caller who waits for it."""
 
-    __slots__ = ()
+    __slots__ = ("input_bytes", "payer")
+
+    payer: Creditor | None
+    input_bytes: int
 
     def settle(self, answer: Any) -> None:
+        release(self)
         try:
             self.take(answer)
         except ServeError as error:
-            self.fail(error)
+            self.failed(error)
         except Exception:
-            self.fail(not_passed_on())
+            self.failed(not_passed_on())
+
+    def fail(self, error: ServeError) -> None:
+        release(self)
+        self.failed(error)
 
     def take(self, answer: Any) -> None:
         raise NotImplementedError
 
+    def failed(self, error: ServeError) -> None:
+        raise NotImplementedError
+
 
 class InParts(StreamTicket):
-    """A request whose answers somebody waits for. Each part is a Held."""
+    """A request with any number of answers, charged to the caller who waits for them. Each part is a Held."""
 
-    __slots__ = ()
+    __slots__ = ("input_bytes", "payer")
+
+    def __init__(self, window: int = WINDOW) -> None:
+        super().__init__(window)
+        self.payer: Creditor | None = None
+        self.input_bytes = 0
+
+    def part(self, result: Any, last: bool) -> None:
+        if last:
+            release(self)
+        super().part(result, last)
+
+    def fail(self, error: ServeError) -> None:
+        release(self)
+        super().fail(error)
 
     def settle(self, answer: Any) -> None:
         """All of it at once."""
         if type(answer) is Reply:
             answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
         self.part(answer, True)
+
+
+Charge = Waiting | InParts
+
+
+def withdraw(link: GatewayLink, ticket: Charge) -> None:
+    """Its caller no longer waits."""
+    release(ticket)
+    link.cancel(ticket)
 
 
 def not_passed_on() -> Internal:
@@ -84,11 +120,17 @@ class Asker:
         self.regions = regions
         self._plain: dict[tuple[str, str], bool] = {}
 
-    def ask(self, ticket: Ticket, question: Question) -> None:
+    def ask(self, payer: Payer, ticket: Charge, question: Question) -> None:
+        """Raises what the caller is told, Unavailable where it is over a share."""
         link = self.link
-        link.session.ask(
-            ticket, question.what, NO_TIME, question.model, question.version or None, None, question.body
-        )  # fmt: skip
+        payer.questions.charge(ticket, 0)
+        try:
+            link.session.ask(
+                ticket, question.what, NO_TIME, question.model, question.version or None, None, question.body
+            )  # fmt: skip
+        except BaseException:
+            release(ticket)
+            raise
         link.send_soon()
 
     def given(self, spec: Spec) -> Any:
@@ -133,18 +175,26 @@ class Asker:
         return bool(known)
 
     def infer(
-        self, ticket: Ticket, model: str, version: str, plan: Plan, pieces: Sequence[Piece],
+        self, payer: Payer, ticket: Charge, model: str, version: str, plan: Plan, pieces: Sequence[Piece],
         request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
     ) -> None:  # fmt: skip
-        """Raises what the caller is told. `forwarded`: headers that the model gets to see."""
+        """Raises what the caller is told, Unavailable where it is over a share. `forwarded`: headers that the model
+        gets to see."""
         link, asked = self.link, plan.options
-        inputs = Inputs(link.session.memory)
-        for spec, piece in zip(plan.inputs, pieces, strict=True):
-            inputs.add(spec.name, spec.dtype, spec.shape, piece)
-        outputs = self._outputs(plan, model, version, window) if plan.places else plan.outputs
-        parameters = asked.parameters if forwarded is None else merged(asked.parameters, forwarded)
-        link.session.infer(
-            ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, asked.priority, asked.sequence,
-            asked.sequence_start, asked.sequence_end, parameters, request_id or None, window,
-        )  # fmt: skip
+        payer.charge(ticket, sum([len(piece) for piece in pieces if not isinstance(piece, RegionPart)]))
+        try:
+            if plan.in_regions:
+                ticket.payer = self.regions.use(payer, plan.in_regions)
+            inputs = Inputs(link.session.memory)
+            for spec, piece in zip(plan.inputs, pieces, strict=True):
+                inputs.add(spec.name, spec.dtype, spec.shape, piece)
+            outputs = self._outputs(plan, model, version, window) if plan.places else plan.outputs
+            parameters = asked.parameters if forwarded is None else merged(asked.parameters, forwarded)
+            link.session.infer(
+                ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, asked.priority, asked.sequence,
+                asked.sequence_start, asked.sequence_end, parameters, request_id or None, window,
+            )  # fmt: skip
+        except BaseException:
+            release(ticket)
+            raise
         link.send_soon()

@@ -12,13 +12,16 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.clients.gateway.device_regions import DeviceOrder, handle_of
+from shmserve.clients.gateway.kserve.slices import check_depth
 from shmserve.clients.gateway.regions import Order, Regions
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
-from shmserve.session.body import Body, of_json, of_load
+from shmserve.session.body import Body, loading, of_json, of_unload
 
 _FILE = "file:"
 _NO_MODEL = "failed to poll from model repository"
 _MEMORY = ("system_shared_memory", "cuda_shared_memory")
+_ASKED_BYTES = 64 * 1024
+"""Of a body that brings no model along."""
 _SETTINGS_BYTES = 16 * 1024
 _encode = msgspec.json.Encoder().encode
 
@@ -85,7 +88,9 @@ class Arguments(Struct):
     only_ready: bool = False
     config: str | None = None
     files: dict[str, bytes] = {}
+    previous: bool = False
     unload_dependents: bool = False
+    force: bool = False
     order: Order | DeviceOrder | None = None
     settings: dict[str, Any] | None = None
 
@@ -107,9 +112,10 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> Question | 
         case "index":
             return Question("models", _index(given.only_ready))
         case "load":
-            return Question("load", _nothing, model, body=_load_body(model, given), failed=_not_loaded(model))
+            operation, body = _loading(model, given)
+            return Question(operation, _nothing, model, body=body, failed=_not_loaded(model))
         case "unload":
-            body = of_json({"unload_dependents": given.unload_dependents, "wait": False})
+            body = of_unload(given.unload_dependents, False, given.force, None)
             return Question("unload", _nothing, model, body=body, failed=_was_not_there)
         case "trace" | "log":
             return Question(route.action, _same, model)
@@ -211,15 +217,16 @@ def _index(only_ready: bool) -> Callable[[Any], Any]:
 
 
 class _Filter(Struct):
-    ready: bool = False
+    ready: Any = False
 
 
 class _Load(Struct):
-    parameters: dict[str, str] = {}
+    parameters: dict[str, str | bool] = {}
 
 
 class _UnloadParameters(Struct):
     unload_dependents: bool = False
+    force: bool = False
 
 
 class _Unload(Struct):
@@ -240,11 +247,12 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
     """Of a body of JSON."""
     match route.action:
         case "index":
-            return Arguments(only_ready=_read(_Filter, body).ready)
+            return Arguments(only_ready=_only_ready(body))
         case "load":
             return _of_load(_read(_Load, body).parameters)
         case "unload":
-            return Arguments(unload_dependents=_read(_Unload, body).parameters.unload_dependents)
+            given = _read(_Unload, body).parameters
+            return Arguments(unload_dependents=given.unload_dependents, force=given.force)
         case "memory_register" if route.kind == "system":
             return Arguments(order=_read(Order, body or b"{}"))
         case "memory_register":
@@ -260,17 +268,32 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
 def _read(kind: Any, body: bytes) -> Any:
     if not body.strip():
         return kind()
+    if kind is not _Load and len(body) > _ASKED_BYTES:
+        raise InvalidRequest(f"the body of such a request may have {_ASKED_BYTES} bytes, this has {len(body)}")
+    check_depth(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
 
 
-def _of_load(parameters: dict[str, str]) -> Arguments:
-    """`config`, and files under the names "file:PATH", in base64."""
+def _only_ready(body: bytes) -> bool:
+    ready = _read(_Filter, body).ready
+    if type(ready) is not bool:
+        raise InvalidRequest(f"Invalid value for 'ready': expected a boolean, not {ready!r:.40}")
+    return ready
+
+
+def _of_load(parameters: dict[str, str | bool]) -> Arguments:
+    """`config`, files under the names "file:PATH", in base64, and `previous`."""
     found = Arguments(files={})
     for name, value in parameters.items():
-        if name == "config":
+        if isinstance(value, bool) is not (name == "previous"):
+            kind = "a string" if isinstance(value, bool) else "true or false"
+            raise InvalidRequest(f"load parameter '{name[:80]}' must be {kind}")
+        if isinstance(value, bool):
+            found.previous = value
+        elif name == "config":
             found.config = value
         elif name.startswith(_FILE):
             try:
@@ -283,13 +306,13 @@ def _of_load(parameters: dict[str, str]) -> Arguments:
 
 
 def unknown_of_load(name: str) -> InvalidRequest:
-    return InvalidRequest(f"Unrecognized load parameter '{name[:80]}'; known are 'config' and 'file:PATH'")
+    return InvalidRequest(f"Unrecognized load parameter '{name[:80]}'; known are 'config', 'file:PATH' and 'previous'")
 
 
-def _load_body(model: str, given: Arguments) -> Body:
+def _loading(model: str, given: Arguments) -> tuple[str, Body]:
     try:
         if given.files and given.config is None:
             raise InvalidRequest("files need the parameter 'config': a model that is sent is looked for nowhere else")
-        return of_load(given.config, given.files)
+        return loading(given.config, given.files, given.previous)
     except InvalidRequest as error:
         raise BadLoad(model, error) from error

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from shmserve.clients.gateway.kserve import slices
+from shmserve.clients.gateway.kserve.slices import JSON_DEPTH, Cut
+from shmserve.clients.gateway.turns import SLICE_BYTES, Work
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.shm import strings
 
-JSON_DEPTH = 100
 _BINARY_ONLY = ("FP16", "BF16")
 _KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, float}, "FP64": {int, float}}
 _encode = msgspec.json.Encoder().encode
@@ -24,19 +27,61 @@ _encode = msgspec.json.Encoder().encode
 
 def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
     """The values of `data` in the tensor's own form."""
+    _check_dtype(name, dtype)
+    values = _flat(name, data)
+    if len(values) != math.prod(shape):
+        raise _other_count(name, shape, str(len(values)))
+    return _converted(name, dtype, values)
+
+
+def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: bytes, cut: Cut, most: int) -> Work[bytearray]:
+    """The same of a list that was cut out of `text`; over `most` bytes are refused."""
+    _check_dtype(name, dtype)
+    count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
+    if count * size > most:
+        why = json_too_large(count * size, most, "--http-max-input-size")
+        raise InvalidRequest(f"{why} Input '{name}' has the shape {list(shape)} and the data-type {dtype}.")
+    found, data = 0, bytearray()
+    for values in slices.flat(name, text, cut):
+        found += len(values)
+        if found > count:
+            raise _other_count(name, shape, f"{found} or more")
+        data += _converted(name, dtype, values)
+        yield
+    if found != count:
+        raise _other_count(name, shape, str(found))
+    return data
+
+
+def json_too_large(size: int, limit: int, flag: str) -> str:
+    return (
+        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. Use {flag} to "
+        "increase the limit."
+    )
+
+
+def _check_dtype(name: str, dtype: str) -> None:
     if dtype in _BINARY_ONLY:
         raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as JSON; use the binary data extension")
     if dtype not in ITEM_BYTES:
         raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype}'")
-    values = _flat(name, data)
-    if len(values) != math.prod(shape):
-        raise InvalidRequest(
-            f"Unable to parse 'data': Shape does not match true shape of 'data' field: input '{name}' of shape "
-            f"{list(shape)} has {math.prod(shape)} elements, and {len(values)} are given"
-        )
+
+
+def _other_count(name: str, shape: tuple[int, ...], found: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Unable to parse 'data': Shape does not match true shape of 'data' field: input '{name}' of shape "
+        f"{list(shape)} has {math.prod(shape)} elements, and {found} are given"
+    )
+
+
+def _converted(name: str, dtype: str, values: list[Any]) -> bytes:
     wrong = set(map(type, values)) - _KINDS.get(dtype, {int})
     if wrong:
-        raise InvalidRequest(f"input '{name}' is of {dtype}, and some of its data is {_json_names(wrong)}")
+        kind = _json_kind(dtype)
+        raise InvalidRequest(
+            f"attempt to access JSON non-{kind} as {kind}: input '{name}' is of {dtype}, and some of its data is "
+            f"{_json_names(wrong)}"
+        )
     try:
         if dtype == "BYTES":
             return bytes(strings.encode_bytes(np.array(values, object)))
@@ -98,6 +143,12 @@ def _flat(name: str, data: Any) -> list[Any]:
     raise InvalidRequest(f"input '{name}': its 'data' is nested more than {JSON_DEPTH} deep")
 
 
+def _json_kind(dtype: str) -> str:
+    """What Triton's parser calls a value of the type."""
+    kinds = {"BOOL": "boolean", "BYTES": "string", "FP32": "double", "FP64": "double"}
+    return kinds.get(dtype, "unsigned-integer" if dtype.startswith("U") else "signed-integer")
+
+
 def _json_names(kinds: set[type]) -> str:
     names = {bool: "true or false", str: "a string", int: "an integer", float: "a number with a fraction"}
     return " or ".join(sorted(names.get(kind, "null" if kind is type(None) else "an object") for kind in kinds))
@@ -116,9 +167,48 @@ def to_json(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> msgsp
     return msgspec.Raw(_encode(values))
 
 
+def to_json_in_slices(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Work[msgspec.Raw]:
+    """The same, in turns with other work."""
+    pieces = []
+    if dtype == "BYTES":
+        for texts in _texts_in_slices(name, data):
+            pieces.append(_encode(texts)[1:-1])
+            yield
+    else:
+        item = to_numpy(dtype).itemsize if dtype not in _BINARY_ONLY else 1
+        step = max(1, SLICE_BYTES // 2 // item) * item
+        for at in range(0, len(data), step):
+            pieces.append(bytes(to_json(name, dtype, shape, data[at : at + step]))[1:-1])
+            yield
+    return msgspec.Raw(b"[%b]" % b",".join(pieces))
+
+
+def _texts_in_slices(name: str, data: bytes) -> Iterator[list[str]]:
+    at = 0
+    while at < len(data):
+        texts, until = [], at + SLICE_BYTES
+        while at < min(until, len(data)):
+            end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+            texts.append(_text(name, data[at + 4 : end]))
+            at = end
+        yield texts
+
+
+def _text(name: str, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise _no_text(name) from None
+
+
+def _no_text(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"output '{name}' has strings that are not UTF-8, which JSON cannot carry; ask for it as binary data"
+    )
+
+
 def _texts(name: str, shape: tuple[int, ...], data: bytes) -> list[str]:
     try:
         return [item.decode() for item in strings.decode_bytes(data, shape).ravel().tolist()]
     except UnicodeDecodeError:
-        text = f"output '{name}' has strings that are not UTF-8, which JSON cannot carry; ask for it as binary data"
-        raise InvalidRequest(text) from None
+        raise _no_text(name) from None

@@ -15,6 +15,8 @@ import msgspec
 from shmserve.clients.gateway.kserve.answers import Held, joined
 from shmserve.clients.gateway.kserve.elements import to_bytes, to_json
 from shmserve.clients.gateway.kserve.plans import Plan, Spec, Value, options_of, tensor_type
+from shmserve.clients.gateway.kserve.slices import check_depth, commas_of, unreadable
+from shmserve.clients.gateway.turns import Work
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
 
@@ -22,15 +24,24 @@ ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
     "of responses"
 )
+VALUES = 32_768
+"""Of a large request."""
 _OWN = ("id", "parameters")
 _encode = msgspec.json.Encoder().encode
 
 
+def check_in_slices(text: bytes) -> Work[None]:
+    """A large text is decoded at once if it is a few long strings, and refused if it is many values."""
+    commas = yield from commas_of(text)
+    if commas >= VALUES:
+        raise InvalidRequest(f"generate takes up to {VALUES} values, this request has {commas + 1}; use infer for them")
+
+
 def generate_plan(text: bytes, config: Mapping[str, Any]) -> Plan:
     """`config` is the model's configuration."""
-    given = _read(text)
     lead = (1,) if config.get("max_batch_size", 0) else ()
     inputs = {one["name"]: one for one in config.get("input", [])}
+    given = _read(text, inputs)
     specs: list[Spec] = []
     parameters: dict[str, Value] = {}
     request_id = ""
@@ -39,40 +50,51 @@ def generate_plan(text: bytes, config: Mapping[str, Any]) -> Plan:
             specs.append(_spec(name, inputs[name], lead, value))
         elif name == "id":
             request_id = value if type(value) is str else str(_scalar("id", value))
-        elif name == "parameters" and type(value) is dict:
-            for inner, its in value.items():
-                _add(parameters, inner, its)
+        elif name == "parameters":
+            _add_all(parameters, value)
         else:
             _add(parameters, name, value)
     return Plan(tuple(specs), 0, options_of(request_id, parameters))
 
 
-def _read(text: bytes) -> dict[str, Any]:
+def _read(text: bytes, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise InvalidRequest(f"{'input' if name in inputs else 'key'} '{name[:80]}' already exists in request")
+            found[name] = value
+        return found
+
+    check_depth(text)
     try:
-        given = json.loads(text, object_pairs_hook=_once)
-    except RecursionError:
-        raise InvalidRequest("failed to parse the request JSON buffer: it is nested too deep") from None
-    except ValueError as error:
-        raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
+        given = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(error) from None
     if type(given) is not dict:
-        raise InvalidRequest("failed to parse the request JSON buffer: it is not an object")
+        raise unreadable("it is not an object")
     return given
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"failed to parse the request JSON buffer: '{twice[:80]}' is given more than once")
-    return found
 
 
 def _scalar(name: str, value: Any) -> Value:
     if type(value) not in (str, int, float, bool):
-        raise InvalidRequest(f"'{name[:80]}' is no input of the model, and as a parameter it must be one value")
+        raise InvalidRequest(
+            f"parameter '{name[:80]}' has invalid type. It is not an input of the model, so it must be a string, a "
+            "number or a boolean"
+        )
     found: Value = value
     return found
+
+
+def _add_all(parameters: dict[str, Value], given: Any) -> None:
+    """What the keyword `parameters` holds."""
+    if type(given) is not dict:
+        raise InvalidRequest("Expected JSON object for keyword: 'parameters'")
+    for name, value in given.items():
+        try:
+            _add(parameters, name, value)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"Converting keyword: 'parameters': {error}") from None
 
 
 def _add(parameters: dict[str, Value], name: str, value: Any) -> None:

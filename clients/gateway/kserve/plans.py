@@ -13,15 +13,19 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from shmserve.clients.gateway.kserve import elements
+from shmserve.clients.gateway.kserve import elements, slices
+from shmserve.clients.gateway.kserve.slices import Cut
+from shmserve.clients.gateway.turns import Work
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.errors import InvalidRequest
+from shmserve.dtypes import elements as elements_of
+from shmserve.errors import Internal, InvalidRequest
 from shmserve.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
 from shmserve.session.options import TopK
 
 CLASSES = 1_000_000
 Value = str | int | float | bool
 _LARGEST = 2**63 - 1
+_MOST = 2**64 - 1
 _REMEMBERED = 1024
 _REMEMBERED_BYTES = 2048
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -67,7 +71,7 @@ class Spec(Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     size: int
-    data: bytes | None = None
+    data: bytes | bytearray | None = None
     place: Place | None = None
 
     @property
@@ -101,6 +105,12 @@ class Plan(Struct):
     places: dict[str, Place] = {}
     """Outputs that are not sent, but written there."""
 
+    @property
+    def in_regions(self) -> list[str]:
+        """Regions that the request reads or writes."""
+        places = [spec.place for spec in self.inputs if spec.place is not None]
+        return [place.region for place in (*places, *self.places.values())] if places or self.places else []
+
     def is_binary(self, output: str) -> bool:
         return self.binary.get(output, self.options.binary)
 
@@ -124,12 +134,26 @@ class Plans:
 
 
 def plan_of(text: bytes) -> Plan:
+    slices.check_depth(text)
     request = _request_of(text)
-    if len(request.inputs) > TENSORS:
-        raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(request.inputs)}")
-    specs = tuple([_spec(given) for given in request.inputs])
+    return _plan(request, [_spec(given) for given in request.inputs])
+
+
+def plan_in_slices(text: bytes, most: int) -> Work[Plan]:
+    """The same of a large text, in turns with other work. `most`: bytes of an input."""
+    outline = yield from slices.outline(text)
+    request = _request_of(outline.around)
+    yield
+    specs = []
+    for given in request.inputs:
+        cut = slices.cut_of(given.data, outline)
+        specs.append(_spec(given) if cut is None else (yield from _cut_spec(given, text, cut, most)))
+    return _plan(request, specs)
+
+
+def _plan(request: _Request, specs: Sequence[Spec]) -> Plan:
     total = sum([spec.size for spec in specs if spec.follows])
-    plan = Plan(specs, total, options_of(request.id, request.parameters))
+    plan = Plan(tuple(specs), total, options_of(request.id, request.parameters))
     if request.outputs:
         add_outputs(plan, [(output.name, output.parameters) for output in request.outputs])
     return plan
@@ -137,11 +161,14 @@ def plan_of(text: bytes) -> Plan:
 
 def _request_of(text: bytes) -> _Request:
     try:
-        return _decode(text)
+        found = _decode(text)
     except _UNREADABLE as error:
-        if b"NaN" in text or b"Infinity" in text:
-            return _with_what_is_no_number(text)
-        raise _unreadable(error) from None
+        if b"NaN" not in text and b"Infinity" not in text:
+            raise slices.unreadable(error) from None
+        found = _with_what_is_no_number(text)
+    if len(found.inputs) > TENSORS:
+        raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(found.inputs)}")
+    return found
 
 
 def _with_what_is_no_number(text: bytes) -> _Request:
@@ -149,15 +176,7 @@ def _with_what_is_no_number(text: bytes) -> _Request:
     try:
         return msgspec.convert(json.loads(text), _Request)
     except _UNREADABLE as error:
-        raise _unreadable(error) from None
-
-
-def _unreadable(error: Exception) -> InvalidRequest:
-    if isinstance(error, RecursionError):
-        return InvalidRequest(
-            f"failed to parse the request JSON buffer: it is nested more than {elements.JSON_DEPTH} deep"
-        )
-    return InvalidRequest(f"failed to parse the request JSON buffer: {error}")
+        raise slices.unreadable(error) from None
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -173,12 +192,28 @@ def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]
         raise InvalidRequest(f"input '{name}' of shape {list(found)}: a dim is a number from 0 to {_LARGEST}")
     if dtype not in ITEM_BYTES:
         raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype[:40]}'")
+    count = elements_of(found)
+    if count > _LARGEST:
+        raise InvalidRequest(
+            f"shape {list(found)} of input '{name}' causes total element count to exceed maximum size of {_LARGEST}"
+        )
+    if count * (ITEM_BYTES[dtype] or 1) > _LARGEST:
+        raise InvalidRequest(f"byte size overflow for input '{name}' of shape {list(found)} and data-type {dtype}")
     return found
+
+
+def _shape_of(given: _Input) -> tuple[int, ...]:
+    if any(dim < 0 for dim in given.shape):  # Triton's parser answers this with the status 500
+        raise Internal(
+            "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer: input "
+            f"'{given.name[:80]}' has the shape {given.shape[:DIMS]}"
+        )
+    return check_tensor(given.name, given.datatype, given.shape)
 
 
 def _spec(given: _Input) -> Spec:
     name, parameters = given.name, given.parameters
-    shape = check_tensor(name, given.datatype, given.shape)
+    shape = _shape_of(given)
     size = parameters.get("binary_data_size")
     place = place_of(f"input '{name}'", parameters) if parameters else None
     if place is not None:
@@ -195,6 +230,14 @@ def _spec(given: _Input) -> Spec:
     return Spec(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
 
 
+def _cut_spec(given: _Input, text: bytes, cut: Cut, most: int) -> Work[Spec]:
+    if "binary_data_size" in given.parameters or "shared_memory_region" in given.parameters:
+        return _spec(given)  # which raises
+    shape = _shape_of(given)
+    data = yield from elements.cut_to_bytes(given.name, given.datatype, shape, text, cut, most)
+    return Spec(given.name, given.datatype, shape, len(data), data)
+
+
 def add_outputs(plan: Plan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
     """What is asked for, and how: names with their parameters."""
     if len(given) > TENSORS:
@@ -204,7 +247,7 @@ def add_outputs(plan: Plan, given: Sequence[tuple[str, Mapping[str, Value]]]) ->
     for name, parameters in given:
         check_text("output name", name)
         if name in wanted:
-            raise InvalidRequest(f"output '{name}' is asked for more than once")
+            raise InvalidRequest(f"output '{name}' already exists in request")
         wanted[name] = _classes(name, parameters)
         place = place_of(f"output '{name}'", parameters) if parameters else None
         if place is not None:
@@ -233,11 +276,11 @@ def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
         raise InvalidRequest(f"'shared_memory_region' of {what} must be a name")
     if "shared_memory_byte_size" not in parameters:
         raise InvalidRequest(f"{what} is in a shared memory region, and needs 'shared_memory_byte_size'")
-    return Place(
-        check_text("region name", region),
-        _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0)),
-        _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"]),
-    )
+    offset = _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0), _MOST)
+    size = _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"], _MOST)
+    if offset + size > _MOST:
+        raise InvalidRequest(f"Integer overflow detected: byte_size ({size}) + offset ({offset}) of {what} > {_MOST}")
+    return Place(check_text("region name", region), offset, size)
 
 
 # ---------------------------------------------------------------------------------------- parameters
@@ -259,7 +302,7 @@ def options_of(request_id: str, given: Mapping[str, Value]) -> Options:
             case "sequence_end":
                 found.sequence_end = _bool(f"'{name}'", value)
             case "priority":
-                found.priority = _count(f"'{name}'", value)
+                found.priority = _count(f"'{name}'", value, _MOST)
             case "binary_data_output":
                 found.binary = _bool(f"'{name}'", value)
             case _:
@@ -277,7 +320,7 @@ def _parameter(name: str, value: Value) -> Value:
     if name == "timeout":
         return _count("'timeout'", value)
     if name in RESERVED or name.startswith(_OWN_PREFIX):
-        raise InvalidRequest(f"parameter '{name}' is a reserved name")
+        raise InvalidRequest(f"parameter '{name}' is reserved for Triton usage and should not be specified")
     if type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST:
         raise InvalidRequest(f"parameter '{name}' does not fit in 64 bits")
     if type(value) is str:
@@ -288,7 +331,7 @@ def _parameter(name: str, value: Value) -> Value:
 def _sequence(value: Value) -> int | str | None:
     if type(value) is str:
         return check_text("sequence_id", value) if value else None
-    number = _count("'sequence_id'", value, 2**64 - 1)
+    number = _count("'sequence_id'", value, _MOST)
     return number or None
 
 
@@ -338,7 +381,7 @@ def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, by
     inputs = config.get("input", [])
     if len(inputs) != 1:
         raise InvalidRequest(
-            f"Raw request must only have 1 input (found {len(inputs)}) to be deduced but got {len(inputs)} inputs in "
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(inputs)} inputs in "
             f"'{model}' model configuration"
         )
     name, dtype = inputs[0]["name"], tensor_type(inputs[0])
@@ -346,9 +389,8 @@ def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, by
     lead = (1,) if config.get("max_batch_size", 0) else ()
     prefix = b""
     if dtype == "BYTES":
-        if any(dim not in (1, -1) for dim in dims):
+        if any(dim != 1 for dim in dims):
             raise InvalidRequest(f"For BYTE datatype raw input '{name}', the model must have input shape [1]")
-        dims = [1] * len(dims)
         prefix = size.to_bytes(4, "little")
     else:
         dims = _fitted(name, dims, size, ITEM_BYTES[dtype])

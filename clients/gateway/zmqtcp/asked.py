@@ -25,10 +25,6 @@ class Limits(Struct, frozen=True):
 
     input_bytes: int = 64 << 20
     """Of the inputs of one request, and of the body of one operation."""
-    held_bytes: int = 1 << 30
-    """Of the inputs of all requests of one client that are in flight."""
-    requests: int = 2048
-    """In flight, of one client: a quarter of what the broker takes from this gateway."""
     unsent_bytes: int = 64 << 20
     connections: int = 1024
     key_connections: int = 256

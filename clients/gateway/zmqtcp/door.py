@@ -207,7 +207,7 @@ class ZmqDoor(Outside):
         if peer is None:
             if self._sent_away.get(identity) == connection and not _is_hello(packet):
                 return  # it has been told already
-            peer = self._enter(identity, connection, key)
+            peer = self._enter(identity, connection, key, str(first.get("Peer-Address")))
             if peer is None:
                 return
         try:
@@ -216,10 +216,10 @@ class ZmqDoor(Outside):
             log.exception("a message of a ZeroMQ client could not be taken in")
             peer.goodbye(Internal("the gateway could not take a message of this client in; its log says why"))
 
-    def _enter(self, identity: bytes, connection: int, key: str) -> Peer | None:
+    def _enter(self, identity: bytes, connection: int, key: str, address: str) -> Peer | None:
         self._sent_away.pop(identity, None)
         entry = self._allowed.entries.get(key)
-        peer = Peer(self, identity, connection, key, entry or NOBODY)
+        peer = Peer(self, identity, connection, key, entry or NOBODY, address)
         limits, mine = self.limits, self._of_keys[key]
         count = len(self._peers)
         self._peers[identity] = self._by_connection[connection] = peer

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmserve import access, wire
+from shmserve.access import OPERATIONS
 from shmserve.clients.gateway.kserve.answers import Buffer, Held
 from shmserve.clients.gateway.kserve.asking import NO_TIME
 from shmserve.clients.gateway.kserve.status import text_of
@@ -60,7 +61,6 @@ from shmserve.messages import (
     Welcome,
 )
 from shmserve.session.body import of_bytes
-from shmserve.session.questions import OPERATIONS
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.zmqtcp.keys import Entry
@@ -77,7 +77,7 @@ monotonic = time.monotonic
 class Peer:
     """`entry`: what its key may. `hear` takes a message of ZeroMQ; what there is to say is in `outbox`."""
 
-    def __init__(self, door: Outside, identity: bytes, connection: int, key: str, entry: Entry) -> None:
+    def __init__(self, door: Outside, identity: bytes, connection: int, key: str, entry: Entry, address: str) -> None:
         self.identity = identity
         self.connection = connection
         self.key = key
@@ -91,7 +91,8 @@ class Peer:
         self._link = door.link
         self._limits = door.limits
         self._greeted = False
-        self._held = 0
+        self._shares = door.link.shares.connect(address)
+        self._payer = self._shares.payer(key)
         self._bodies: dict[int, tuple[Ask, list[bytes]]] = {}
         """Operations whose body is not complete; it is one at the most."""
         self._body_bytes = 0
@@ -133,7 +134,7 @@ class Peer:
                 "packet_bytes": PACKET_BYTES,
                 "inline_bytes": INLINE_BYTES,
                 "frame_bytes": limits.input_bytes,
-                "client_requests": limits.requests,
+                "client_requests": self._link.shares.requests.most_calls,
             }
             self.say(Welcome(PROTOCOL, 1, self._link.session.server or "gateway", known))
 
@@ -169,13 +170,22 @@ class Peer:
             self.say(Fail(number, error.code, text_of(error)))
 
     def _ask_model(self, infer: Infer, frames: Sequence[Buffer]) -> None:
-        number, options, link = infer.request, infer.options, self._link
+        number = infer.request
         if not self.entry.roles & access.INFER:
             self._check_role("infer")
         self._check_room(number)
         pieces = [piece_of(tensor, frames) for tensor in infer.inputs]
         size = sum(map(len, pieces))
         self._check_bytes(size)
+        self._payer.take(size)
+        try:
+            self.tickets[number] = self._put_request(infer, pieces, size)
+        except BaseException:
+            self._payer.give(size)
+            raise
+
+    def _put_request(self, infer: Infer, pieces: Sequence[Buffer], size: int) -> Asked | Streamed:
+        number, options, link = infer.request, infer.options, self._link
         inputs = Inputs(link.session.memory)
         for tensor, piece in zip(infer.inputs, pieces, strict=True):
             inputs.add(tensor.name, tensor.dtype, tensor.shape, piece)
@@ -197,20 +207,14 @@ class Peer:
                 options.sequence or None, options.sequence_start, options.sequence_end, parameters or None,
                 options.id or None, window,
             )  # fmt: skip
-        self.tickets[number] = ticket
-        self._held += size
         link.send_soon(timeout is not None)
+        return ticket
 
     def _check_room(self, number: int) -> None:
         if number == 0 or number in self.tickets:
             raise InvalidRequest(f"request number {number} is 0, or that of a request in flight")
         if self._door.stopping:
             raise Unavailable("the gateway is being stopped")
-        if len(self.tickets) >= self._limits.requests:
-            raise Unavailable(
-                f"{len(self.tickets)} requests of this client are in flight, its limit (client_requests); wait for "
-                "answers first"
-            )
 
     def _check_bytes(self, size: int) -> None:
         limits = self._limits
@@ -218,11 +222,6 @@ class Peer:
             raise InvalidRequest(
                 f"the inputs have {size} bytes, over the limit of {limits.input_bytes} for one request; send less at "
                 "once, or raise --zmq-max-input-size of the gateway"
-            )
-        if self._held + size > limits.held_bytes:
-            raise Unavailable(
-                f"the inputs of this client's requests in flight have {self._held} bytes, and with {size} more they "
-                f"would be over {limits.held_bytes}; wait for answers first"
             )
 
     def _cancel(self, message: Cancel) -> None:
@@ -293,9 +292,14 @@ class Peer:
 
     def _put(self, ask: Ask, body: bytes) -> None:
         ticket = Question(self, ask)
-        self._link.session.ask(
-            ticket, ask.what, NO_TIME, ask.model, ask.version or None, None, of_bytes(body) if body else None
-        )
+        self._payer.questions.take(0)
+        try:
+            self._link.session.ask(
+                ticket, ask.what, NO_TIME, ask.model, ask.version or None, None, of_bytes(body) if body else None
+            )
+        except BaseException:
+            self._payer.questions.give(0)
+            raise
         self.tickets[ask.request] = ticket
         self._link.send_soon()
 
@@ -373,7 +377,11 @@ class Peer:
     def _over(self, ticket: Asked | Streamed) -> None:
         if self.tickets.get(ticket.request) is ticket:
             del self.tickets[ticket.request]
-            self._held -= ticket.size
+            self._give(ticket)
+
+    def _give(self, ticket: Asked | Streamed) -> None:
+        payer = self._payer.questions if isinstance(ticket, Question) else self._payer
+        payer.give(ticket.size)
 
     def _say_framed(self, answer: Held, make: Callable[[tuple[Tensor, ...]], Reply | Part]) -> None:
         """An answer whose large outputs are frames behind it, and so a packet of its own."""
@@ -410,8 +418,10 @@ class Peer:
         self.gone = True
         tickets, self.tickets = list(self.tickets.values()), {}
         for ticket in tickets:
+            self._give(ticket)
             if not (isinstance(ticket.message, Ask) and ticket.message.what in OPERATIONS):  # which goes on
                 self._link.cancel(ticket)
+        self._shares.close()
         self._bodies.clear()
         self.outbox.clear()
         self.unsent.clear()

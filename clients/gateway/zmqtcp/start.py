@@ -59,7 +59,6 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
         raise Misuse(str(error)) from error
     limits = Limits(
         input_bytes=args.zmq_max_input_size,
-        held_bytes=max(args.memory_bytes // 4, args.zmq_max_input_size),
         exit_timeout_s=args.exit_timeout_secs,
     )
     return lambda link: ZmqDoor(link, limits, pair, allowed)

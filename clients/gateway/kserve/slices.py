@@ -1,0 +1,284 @@
+"""Large JSON, a slice at a time. The rule of the file: its cost grows with its bytes, whatever they say, and no Python
+object is made for a bracket.
+
+A request is cut in two by its brackets: the `data` of each input, which may be megabytes, and all around it, which is
+decoded at once. The values of `data` are wanted flat, so its inner brackets are blanked out and the values decoded in
+slices that end at a comma.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from shmserve.clients.gateway.turns import SLICE_BYTES, Work
+from shmserve.errors import InvalidRequest
+
+JSON_DEPTH = 100
+AROUND_BYTES = 1 << 20
+"""Of the JSON of a request, less the `data` of its inputs."""
+VALUE_BYTES = 1 << 20
+"""Of one number, with the space around it."""
+_CUT_BYTES = 4096
+"""Lists from this size on are cut out."""
+_DATA_DEPTH = 4
+"""{"inputs": [{"data": [: the brackets around a value of `data`, with its own."""
+_MARK = f"cut {secrets.token_hex(8)}"
+"""Stands for a list that was cut out. Clients cannot know it, so they cannot write it."""
+_QUOTE, _COMMA, _BACKSLASH, _LIST, _LIST_END, _OPEN, _CLOSE = b'",\\[]{}'
+_PLAIN = np.ones(256, bool)
+_PLAIN[list(b" \t\r\n[],")] = False
+"""Bytes of values."""
+_Bytes = npt.NDArray[np.uint8]
+_Mask = npt.NDArray[np.bool_]
+
+
+class Cut(Struct):
+    """A list that was cut out: the places of its brackets in the text."""
+
+    begin: int
+    end: int
+
+
+class Outline(Struct):
+    """`around`: the text with a mark in place of each cut."""
+
+    around: bytes
+    cuts: list[Cut]
+
+
+def too_deep() -> InvalidRequest:
+    return InvalidRequest(f"JSON nesting depth exceeds maximum allowed limit ({JSON_DEPTH})")
+
+
+def unreadable(text: object) -> InvalidRequest:
+    return InvalidRequest(f"failed to parse the request JSON buffer: {text}")
+
+
+def check_depth(text: bytes) -> None:
+    """Of JSON that is decoded at once."""
+    if text.count(b"[") + text.count(b"{") > JSON_DEPTH:
+        for _ in _Scan(text, 0, len(text)).slices():
+            pass
+
+
+class _Slice(Struct):
+    """The place and the bytes of one slice, and which of them are in strings (with the quotes that begin them). Of its
+    brackets outside of strings: their places in it, what each adds to the depth, and the depth behind each."""
+
+    at: int
+    data: _Bytes
+    inside: _Mask
+    brackets: npt.NDArray[np.intp]
+    steps: npt.NDArray[np.int32]
+    depths: npt.NDArray[np.int32]
+
+
+class _Scan:
+    """Goes through a part of JSON that begins outside of strings, `depth` deep."""
+
+    def __init__(self, text: bytes, begin: int, end: int, depth: int = 0) -> None:
+        self.depth = depth
+        self._bytes: _Bytes = np.frombuffer(text, np.uint8)
+        self._begin = begin
+        self._end = end
+        self._inside = False
+        self._escapes = False
+        """The last slice ends with a backslash that escapes the next byte."""
+
+    def slices(self) -> Iterator[_Slice]:
+        for at in range(self._begin, self._end, SLICE_BYTES):
+            data = self._bytes[at : min(at + SLICE_BYTES, self._end)]
+            inside = self._strings(data)
+            folded = data | 32  # takes [ for {, and ] for }
+            opens = (folded == _OPEN) & ~inside
+            brackets = np.flatnonzero(opens | ((folded == _CLOSE) & ~inside))
+            steps = np.where(opens[brackets], np.int32(1), np.int32(-1))
+            depths = np.cumsum(steps, dtype=np.int32) + np.int32(self.depth)
+            if len(depths):
+                self.depth = int(depths[-1])
+                if depths.max() > JSON_DEPTH:
+                    raise too_deep()
+                if depths.min() < 0:
+                    raise unreadable("a bracket is closed that was not opened")
+            yield _Slice(at, data, inside, brackets, steps, depths)
+
+    def _strings(self, data: _Bytes) -> _Mask:
+        quotes = data == _QUOTE
+        backslashes = data == _BACKSLASH
+        if self._escapes or backslashes.any():
+            # A byte is escaped by an odd number of backslashes before it.
+            places = np.arange(len(data))
+            others = np.maximum.accumulate(np.where(backslashes, -1 - self._escapes, places))
+            odd = (places - others) % 2 == 1
+            quotes[1:] &= ~odd[:-1]
+            if self._escapes:
+                quotes[0] = False
+            self._escapes = bool(odd[-1])
+        # A count of 8 bits wraps around, which leaves it odd or even.
+        inside: _Mask = (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool) ^ self._inside
+        self._inside = bool(inside[-1])
+        return inside
+
+
+def outline(text: bytes) -> Work[Outline]:
+    """Large lists of `data` are cut out."""
+    cuts: list[Cut] = []
+    begun: list[int] = []
+    """The place of a bracket whose end is in another slice."""
+    scan = _Scan(text, 0, len(text))
+    for part in scan.slices():
+        edges = part.brackets[np.maximum(part.depths, part.depths - part.steps) == _DATA_DEPTH] + part.at
+        places = begun + edges.tolist()
+        begun = [places.pop()] if len(places) % 2 else []
+        pairs = np.array(places, np.int64).reshape(-1, 2)
+        for begin, end in pairs[pairs[:, 1] - pairs[:, 0] >= _CUT_BYTES].tolist():
+            if text[begin] == _LIST and text[end] == _LIST_END:
+                cuts.append(Cut(begin, end))
+        yield
+    if scan.depth:
+        raise unreadable("it ends inside of a list or an object")
+    return Outline(_around(text, cuts), cuts)
+
+
+def commas_of(text: bytes) -> Work[int]:
+    """Outside of strings."""
+    found = 0
+    for part in _Scan(text, 0, len(text)).slices():
+        found += int(np.count_nonzero((part.data == _COMMA) & ~part.inside))
+        yield
+    return found
+
+
+def _around(text: bytes, cuts: list[Cut]) -> bytes:
+    size = len(text) - sum([cut.end - cut.begin for cut in cuts])
+    if size > AROUND_BYTES:
+        raise InvalidRequest(
+            f"the request JSON has {size} bytes beside the 'data' of its inputs; the limit is {AROUND_BYTES}"
+        )
+    parts: list[bytes] = []
+    at = 0
+    for number, cut in enumerate(cuts):
+        parts += [text[at : cut.begin], b'{"%b":%d}' % (_MARK.encode(), number)]
+        at = cut.end + 1
+    return b"".join([*parts, text[at:]])
+
+
+def cut_of(data: Any, found: Outline) -> Cut | None:
+    """What `data` of a request stands for; None: for itself."""
+    if type(data) is dict and _MARK in data:
+        return found.cuts[data[_MARK]]
+    return None
+
+
+# ---------------------------------------------------------------------------------------- values
+
+
+class _Shape:
+    """How the lists of one `data` are nested: in any way, but all values have to be equally deep."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._leaf = 0
+        """How deep values are; 0: there was none yet."""
+        self._hollow = False
+        """There was a list without values."""
+        self._bare = False
+        """Nothing has come since a list began."""
+
+    def check(self, part: _Slice, depth: int) -> None:
+        """`depth`: before this slice."""
+        values = _PLAIN[part.data] | part.inside
+        brackets, opens = part.brackets, part.steps > 0
+        seen = np.cumsum(values, dtype=np.int32)
+        if len(seen) and seen[-1]:
+            first = int(values.argmax())
+            deep = np.full(1, depth) if not len(brackets) else self._depths(part, depth)[values]
+            self._leaf = self._leaf or int(deep[0])
+            if (deep != self._leaf).any():
+                raise self._mixed()
+            self._bare = self._bare and bool(len(brackets)) and int(brackets[0]) < first
+        if len(brackets):
+            hollow = opens[:-1] & ~opens[1:] & (seen[brackets[1:]] == seen[brackets[:-1]])
+            self._hollow = self._hollow or bool(hollow.any()) or (self._bare and not opens[0])
+            self._bare = bool(opens[-1]) and seen[-1] == seen[brackets[-1]]
+        if self._hollow and self._leaf:
+            raise self._mixed()
+
+    @staticmethod
+    def _depths(part: _Slice, depth: int) -> npt.NDArray[np.int32]:
+        """Of each byte."""
+        steps = np.zeros(len(part.data), np.int32)
+        steps[part.brackets] = part.steps
+        return np.cumsum(steps, dtype=np.int32) + np.int32(depth)
+
+    def _mixed(self) -> InvalidRequest:
+        return InvalidRequest(f"input '{self._name}': lists and values are mixed in its 'data'")
+
+
+def flat(name: str, text: bytes, cut: Cut) -> Iterator[list[Any]]:
+    """The values of a list that was cut out, a slice of them at a time, however they are nested."""
+    scan, shape = _Scan(text, cut.begin + 1, cut.end, 1), _Shape(name)
+    rest: list[bytes] = []
+    """Behind the last comma, with spaces for brackets."""
+    found = missing = False
+    depth = 1
+    for part in scan.slices():
+        shape.check(part, depth)
+        depth = scan.depth
+        blanked = part.data.tobytes()
+        if len(part.brackets):
+            lists = part.brackets[(part.data[part.brackets] | 6) == 0x5F]  # [ and ], not { and }
+            copy = part.data.copy()
+            copy[lists] = 32
+            blanked = copy.tobytes()
+        commas = np.flatnonzero((part.data == _COMMA) & ~part.inside)
+        last = part.at + len(blanked) == cut.end
+        end = len(blanked) if last else int(commas[-1]) if len(commas) else -1
+        values: list[Any] = []
+        if end < 0:
+            rest.append(blanked)
+            if not part.inside.any() and sum(map(len, rest)) > VALUE_BYTES:
+                raise InvalidRequest(f"input '{name}': a value of its 'data' is over {VALUE_BYTES} bytes long")
+        else:
+            piece = b"".join([*rest, blanked[:end]])
+            rest = [blanked[end + 1 :]]
+            if piece.strip(b" \t\r\n,"):
+                found = True
+                values = _decoded(piece)
+            else:
+                missing = True
+        yield values
+    if not found:
+        _checked(text[cut.begin : cut.end + 1])
+    elif missing:
+        raise unreadable("a value is missing in a list")
+
+
+def _decoded(piece: bytes) -> list[Any]:
+    """Values between commas."""
+    whole = b"[%b]" % piece
+    try:
+        values: list[Any] = msgspec.json.decode(whole)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if b"N" not in piece and b"I" not in piece:
+            raise unreadable(error) from None
+        try:
+            values = json.loads(whole.decode())  # takes NaN and Infinity
+        except (ValueError, RecursionError):
+            raise unreadable(error) from None
+    return values
+
+
+def _checked(text: bytes) -> None:
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except msgspec.MsgspecError as error:
+        raise unreadable(error) from None
