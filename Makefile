@@ -9,6 +9,7 @@ SAMPLES := build/samples
 ALL_SAMPLES := build/all
 TRITONCLIENT := build/tritonclient-env
 TRITON := build/triton-env
+TRITON_QA := build/triton-qa-env
 # Their wheels hold networks. What the packages themselves need to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
 VAD := silero-vad==6.2.3
@@ -17,23 +18,24 @@ TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test tritonclient check fmt chaos bench bench-doors proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test tritonclient triton-qa check fmt chaos bench bench-doors proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
 	@echo 'make serve       set up if needed, then serve the sample models; Ctrl-C stops'
 	@echo 'make samples     set up more, then write the larger samples too, to $(ALL_SAMPLES); docs/examples.md'
-	@echo 'make test        set up if needed, then run the whole test suite     (ARGS="-k name" for some of it)'
-	@echo 'make tritonclient  the clients of Triton, for the tests that need them, in $(TRITONCLIENT); part of make test'
+	@echo 'make test        set up if needed, then run the whole test suite     (ARGS="-k name" runs a part of it)'
+	@echo 'make tritonclient  install the Triton clients for their tests in $(TRITONCLIENT); part of make test'
+	@echo 'make triton-qa   run the Python tests of Triton'"'"'s own test suite: QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       linter, formatter, types, import directions'
 	@echo 'make fmt         format the code'
-	@echo 'make chaos       kill, stop and fuzz for half an hour; SHMSERVE_SEED=N for another course'
-	@echo 'make bench       measure, print the table, keep it in bench/results  (ARGS="..." for options)'
-	@echo 'make bench-doors  the doors to the network beside those of Triton, which it installs in $(TRITON)'
-	@echo 'make proto       what is made of the .proto files, after an edit of one'
-	@echo 'make install-systemd     as root: the server as a service, in PREFIX=$(PREFIX); docs/operations.md'
-	@echo 'make uninstall-systemd   as root: the service goes, its settings and models stay'
-	@echo 'make clean       remove what was built; make distclean: the environment as well'
+	@echo 'make chaos       stress test: kill, stop and fuzz for half an hour; SHMSERVE_SEED=N selects another sequence'
+	@echo 'make bench       run the benchmarks, print the table and save it in bench/results  (ARGS="..." for options)'
+	@echo 'make bench-doors  benchmark the network endpoints against those of Triton, which it installs in $(TRITON)'
+	@echo 'make proto       regenerate the files made from the .proto files'
+	@echo 'make install-systemd     as root: install the server as a service in PREFIX=$(PREFIX); docs/operations.md'
+	@echo 'make uninstall-systemd   as root: remove the service, keep its settings and models'
+	@echo 'make clean       remove build output; make distclean removes the environment as well'
 
 serve: $(VENV)/.serve
 	@echo 'the sample models, in $(SAMPLES):'
@@ -49,7 +51,11 @@ test: $(VENV)/.dev tritonclient
 
 tritonclient: $(VENV)/.made
 	@test -e $(TRITONCLIENT)/.made || $(MAKE) --no-print-directory $(TRITONCLIENT)/.made \
-	  || echo 'tritonclient could not be had; its tests will be skipped'
+	  || echo 'tritonclient could not be installed; its tests will be skipped'
+
+triton-qa: $(VENV)/.dev $(TRITON_QA)/.made
+	@test -n '$(QA)' || { echo 'make triton-qa QA=/path/to/a/checkout/of/triton-inference-server/server'; exit 2; }
+	@$(BIN)/python -m tests.triton_qa '$(QA)' $(ARGS)
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff check .
@@ -168,7 +174,7 @@ $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
 $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml
 	@echo 'installing the tools for tests and checks (about a minute) ...'
 	@$(PIP) --editable '.[cpu,dev]'
-	@$(PIP) '$(TORCH)' || echo 'PyTorch could not be had; its tests will be skipped'
+	@$(PIP) '$(TORCH)' || echo 'PyTorch could not be installed; its tests will be skipped'
 	@touch $@
 
 # Its own: what it needs is no concern of ours. The folder is there only when it is whole.
@@ -177,6 +183,15 @@ $(TRITONCLIENT)/.made:
 	@rm -rf $(TRITONCLIENT) && $(PYTHON) -m venv $(TRITONCLIENT)
 	@$(TRITONCLIENT)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --retries 1 \
 	  'tritonclient[all]==2.73.0' || { rm -rf $(TRITONCLIENT); exit 1; }
+	@touch $@
+
+# What Triton's tests import.
+$(TRITON_QA)/.made:
+	@echo 'installing what the tests of Triton need in $(TRITON_QA) (a minute) ...'
+	@rm -rf $(TRITON_QA) && $(PYTHON) -m venv $(TRITON_QA)
+	@$(TRITON_QA)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	  'tritonclient[all]==2.73.0' onnx requests sseclient-py psutil pytest aiohttp prettytable pillow scipy websockets \
+	  || { rm -rf $(TRITON_QA); exit 1; }
 	@touch $@
 
 # The real server is in the wheel of another package.

@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from bench import processes
+
 Answer = dict[str, Any]
 Handler = Callable[..., Answer]
 
@@ -43,6 +45,7 @@ class Child:
             start_new_session=self.apart,
         )
         self.pid = self._process.pid
+        processes.seen(self.pid)
         self._waiting = True
 
     def ready(self) -> Answer:

@@ -14,6 +14,7 @@ from typing import Any
 from bench import models, processes
 from bench.child import Child, Team
 from bench.clock import in_turn
+from bench.lengths import lengths
 from bench.overload import overload
 from bench.python import python
 from bench.setting import Served, Setting, serving
@@ -278,5 +279,6 @@ ALL: dict[str, Measure] = {
     "hostile": hostile,
     "simulator": simulator,
     "overload": overload,
+    "lengths": lengths,
     "python": python,
 }

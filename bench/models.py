@@ -113,6 +113,61 @@ def make_cnn(path: Path, base: int = 32) -> None:
     graph.save(path, CNN_SHAPE, 1000)
 
 
+def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int = 2, words: int = 1000) -> None:
+    """A small encoder of texts: ids and mask, both [n, length], to one vector a text (the mean of its tokens, which is
+    where a mask or an answer of another request would show) and one a token. Attention costs length squared."""
+    import numpy as np
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    graph = _Graph()
+
+    def constant(name: str, value: Any) -> str:
+        graph.weights.append(numpy_helper.from_array(value, name))
+        return name
+
+    def linear(x: str, inner: int, outer: int) -> str:
+        product = graph.node("MatMul", [x, graph.weight((inner, outer), inner**-0.5)])
+        return graph.node("Add", [product, graph.weight((outer,), 0.01)])
+
+    def norm(x: str) -> str:
+        return graph.node("LayerNormalization", [x, one, zero], axis=-1)
+
+    one, zero = constant("one", np.ones(hidden, np.float32)), constant("zero", np.zeros(hidden, np.float32))
+    split = constant("split", np.array([0, 0, heads, hidden // heads], np.int64))
+    joined = constant("joined", np.array([0, 0, hidden], np.int64))
+    mask = graph.node("Cast", ["attention_mask"], to=TensorProto.FLOAT)
+    masked = graph.node("Sub", [mask, constant("unit", np.float32(1))])
+    masked = graph.node("Mul", [masked, constant("large", np.float32(1e9))])
+    bias = graph.node("Unsqueeze", [masked, constant("axes", np.array([1, 2], np.int64))])
+    x = norm(graph.node("Gather", [graph.weight((words, hidden), 1.0), "input_ids"]))
+    for _ in range(layers):
+        parts = [graph.node("Reshape", [linear(x, hidden, hidden), split]) for _ in range(3)]
+        query, value = (graph.node("Transpose", [parts[place]], perm=[0, 2, 1, 3]) for place in (0, 2))
+        scores = graph.node("MatMul", [query, graph.node("Transpose", [parts[1]], perm=[0, 2, 3, 1])])
+        scale = constant(f"scale{len(graph.nodes)}", np.float32((hidden // heads) ** -0.5))
+        weights = graph.node("Add", [graph.node("Mul", [scores, scale]), bias])
+        seen = graph.node("MatMul", [graph.node("Softmax", [weights], axis=-1), value])
+        seen = graph.node("Reshape", [graph.node("Transpose", [seen], perm=[0, 2, 1, 3]), joined])
+        x = norm(graph.node("Add", [x, linear(seen, hidden, hidden)]))
+        inner = graph.node("Relu", [linear(x, hidden, 4 * hidden)])
+        x = norm(graph.node("Add", [x, linear(inner, 4 * hidden, hidden)]))
+    graph.node("Identity", [x], "tokens")
+    axis = constant("axis", np.array([1], np.int64))
+    column = graph.node("Unsqueeze", [mask, constant("last", np.array([2], np.int64))])
+    total = graph.node("ReduceSum", [graph.node("Mul", [x, column]), axis], keepdims=0)
+    graph.node("Div", [total, graph.node("ReduceSum", [mask, axis], keepdims=1)], "text")
+    ids = [helper.make_tensor_value_info(n, TensorProto.INT64, ["n", "l"]) for n in ("input_ids", "attention_mask")]
+    shapes: dict[str, list[str | int | None]] = {"text": ["n", hidden], "tokens": ["n", "l", hidden]}
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    made = helper.make_graph(graph.nodes, path.stem, ids, outputs, graph.weights)
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 9
+    onnx.checker.check_model(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, str(path))
+
+
 @dataclass
 class Model:
     """What goes into one model's config.pbtxt. `dims` are without the batch dimension."""

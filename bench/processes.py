@@ -6,6 +6,7 @@ The rule of the file: read only; a process that is measured is not disturbed.
 from __future__ import annotations
 
 import os
+import re
 import select
 from pathlib import Path
 from time import monotonic
@@ -59,16 +60,30 @@ def _stat(pid: int) -> list[str]:
 def descendants(pid: int) -> list[int]:
     """All live processes below this one."""
     below: dict[int, list[int]] = {}
+    started: dict[int, str] = {}
     for entry in os.listdir("/proc"):
         fields = _stat(int(entry)) if entry.isdigit() else []
         if fields and fields[0] != "Z":
             below.setdefault(int(fields[1]), []).append(int(entry))
+            started[int(entry)] = fields[19]
     found, open_ = [], [pid]
     while open_:
         children = below.get(open_.pop(), [])
         found += children
         open_ += children
+    _seen.update((str(child), started[child]) for child in found)
     return found
+
+
+_OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
+_seen: set[tuple[str, ...]] = set()
+"""Pid and start time of processes that `segments` answers for."""
+
+
+def seen(pid: int) -> None:
+    """Its segments count as ours from now on, also when it has ended."""
+    if fields := _stat(pid):
+        _seen.add((str(pid), fields[19]))
 
 
 def own_seconds(pid: int) -> float:
@@ -123,15 +138,9 @@ def _ours() -> float:
 
 
 def segments() -> set[str]:
-    """Names of shmserve's segments in /dev/shm, but for those of living processes that are not below this one."""
-    names = [name for name in os.listdir("/dev/shm") if name.startswith("shmserve")]
-    ours = {os.getpid(), *descendants(os.getpid())} if names else set()
-    return {name for name in names if not _of_a_stranger(name, ours)}
+    """Names of the segments in /dev/shm of this process and of all below it that live or were `seen`.
 
-
-def _of_a_stranger(name: str, ours: set[int]) -> bool:
-    pid, _, rest = name.removeprefix("shmserve-").partition("-")
-    if not pid.isdigit() or int(pid) in ours:
-        return False
-    fields = _stat(int(pid))
-    return bool(fields) and fields[0] != "Z" and rest.startswith(f"{fields[19]}-")
+    Others on the machine have segments, too, and those of a dead stranger cannot be told from ours but by its pid."""
+    descendants(os.getpid())
+    seen(os.getpid())
+    return {name for name in os.listdir("/dev/shm") if (owner := _OWNER.match(name)) and owner.groups() in _seen}

@@ -71,6 +71,9 @@ class TritonPythonModel:
         first = next(responses).output_tensors()[0].as_numpy()
         if json.loads(request.parameters()).get("cancel"):
             responses.cancel()
+            (last,) = responses
+            assert last.error().code() == pb_utils.TritonError.CANCELLED, last.error().message()
+            responses.cancel()
             assert list(responses) == []
         del responses
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", first.reshape(1, -1))])

@@ -21,8 +21,12 @@ class Loop:
     """Its time passes when somebody says so."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.timers: list[Timer] = []
         self.readers: dict[int, Any] = {}
+
+    def time(self) -> float:
+        return self.now
 
     def call_later(self, after: float, call: Callable[..., None], *more: Any) -> Timer:
         self.timers.append(Timer(after, partial(call, *more)))
@@ -39,5 +43,6 @@ class Loop:
         timer = self.timers.pop()
         assert not self.timers
         assert not timer.cancelled
+        self.now += timer.after
         timer.call()
         return timer.after

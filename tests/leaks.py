@@ -1,7 +1,8 @@
 """A pytest plug-in: after every test nothing may be left behind. What is left is an error of that test.
 
 Watched are open descriptors, threads (also those that native libraries start), descendant processes, names in
-/dev/shm that begin with our prefix, and mappings of shared memory. The rule of the file: it waits only for things
+/dev/shm that this process or a descendant owns, and mappings of shared memory. Nothing else on the machine counts, so
+that several of these processes can run beside each other. The rule of the file: it waits only for things
 that are already ending (a thread is joined, a process's pidfd polled), never for time to pass.
 
 A test is compared from before its first function-scoped fixture to after the last one is torn down; a class, module
@@ -28,7 +29,6 @@ from typing import Any, NamedTuple
 import pytest
 
 SHM = Path("/dev/shm")
-PREFIX = "shmserve"
 OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
 """A name of ours begins with the pid and the start time of its owner."""
 MAPPING = re.compile(rb"^(\S+) \S+ \S+ \S+ ([0-9]+) +(/(?:memfd:|dev/shm/).*)$", re.MULTILINE)
@@ -144,6 +144,7 @@ def _processes() -> Generator[Thing, None, None]:
                 todo.append(pid)
                 found = _stat(str(pid))
                 if found:
+                    _family.add((pid, found[2]))
                     yield from _process(pid, parent, *found)
         if not todo and parent != os.getpid():
             todo.append(os.getpid())  # whoever has lost its parent meanwhile
@@ -169,43 +170,42 @@ def _command(pid: int) -> str:
 
 
 def _names() -> Generator[Thing, None, None]:
+    """Segments of this process and its descendants. Other servers and test workers use the same folder."""
     for name in os.listdir(SHM) if SHM.is_dir() else ():
-        if name.removeprefix("sem.").startswith(PREFIX) and not _of_a_stranger(name):
-            owner = OWNER.match(name)
-            found = _stat(owner[1]) if owner else None
-            kind = f"child of {found[1]}" if found and found[1] != os.getpid() else name
-            yield Thing("shm", ("shm", name), kind, f"shared memory {SHM / name}")
+        owner = OWNER.match(name)
+        if owner is None or not _is_ours(int(owner[1]), int(owner[2])):
+            continue
+        found = _stat(owner[1])
+        kind = f"child of {found[1]}" if found and found[1] != os.getpid() else name
+        yield Thing("shm", ("shm", name), kind, f"shared memory {SHM / name}")
 
 
-_strangers: set[str] = set()
-"""Names of theirs; they stay theirs when their owner has died."""
-_known: set[str] = set()
-"""Names whose owner was seen alive."""
-_alone = True
-"""Whether a name is ours if nobody can tell any more whose it was."""
+def own_names() -> list[str]:
+    """The segments that this process owns, for tests that compare before and after."""
+    return sorted(path.name for path in SHM.glob(f"shmserve-{os.getpid()}-*"))
 
 
-def _of_a_stranger(name: str) -> bool:
-    """Whether a live process that does not descend from this one owns it: another server, or suite, on the machine."""
-    if name in _strangers:
+_family: set[tuple[int, int]] = set()
+"""Pid and start time of this process and of all descendants that were ever seen.
+
+Orphans come to this process, which waits for them only after it has looked, so that only a process whose parent has
+waited for it can be missed. A server checks the names of those itself, and so does `shmserve.testing.Server.stop`."""
+
+
+def _is_ours(pid: int, started: int) -> bool:
+    if (pid, started) in _family:
         return True
-    owner = OWNER.match(name)
-    if owner is None:
+    found = _stat(str(pid))
+    if found is None or found[2] != started:
         return False
-    found = _stat(owner[1])
-    if found is None or found[2] != int(owner[2]):
-        return not _alone and name not in _known
-    _known.add(name)
-    pid = int(owner[1])
-    while pid != os.getpid():
-        found = _stat(str(pid))
-        if found is None:
+    above = pid
+    while above != os.getpid():
+        found = _stat(str(above))
+        if found is None or found[1] == 0:
             return False
-        if found[1] == 0:
-            _strangers.add(name)
-            return True
-        pid = found[1]
-    return False
+        above = found[1]
+    _family.add((pid, started))
+    return True
 
 
 def _mappings() -> Generator[Thing, None, None]:
@@ -254,6 +254,7 @@ def _note(pid: int) -> None:
     found = _stat(str(pid)) if pid else None
     if found is not None:
         _spawned.add((pid, found[2]))
+        _family.add((pid, found[2]))
 
 
 def _note_spawns() -> None:
@@ -327,7 +328,7 @@ def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
         _reap_orphans()
         left, now = _look(before)
         end = monotonic() + seconds
-        while any(_waits_for_another(thing) for thing in left) and monotonic() < end:
+        while any(_is_ending(thing) for thing in left) and monotonic() < end:
             select.select((), (), (), 0.02)  # nothing tells when a process has waited for its child
             left, now = _look(before)
     return left, now
@@ -338,10 +339,13 @@ def _look(before: Things) -> tuple[list[Thing], Things]:
     return grown(before, now), now
 
 
-def _waits_for_another(thing: Thing) -> bool:
-    """A child of a server that has ended, and that the server has not come to wait for."""
-    found = _stat(str(thing.key[1])) if thing.sort == "process" else None
-    return found is not None and found[0] == "Z" and found[1] != os.getpid()
+def _is_ending(thing: Thing) -> bool:
+    """A process that has ended and that its parent, a server, has not waited for yet, or only since it was listed."""
+    if thing.sort != "process":
+        return False
+    found = _stat(str(thing.key[1]))
+    gone = found is None or found[2] != thing.key[2]
+    return gone or (found is not None and found[0] == "Z" and found[1] != os.getpid())
 
 
 KILL_S = 10.0
@@ -404,8 +408,7 @@ _watch = pytest.StashKey[Watch]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("leaks_wait", "seconds that threads and processes get to end after a test", default="5")
-    parser.addini("leaks_alone", "no other suite runs beside this one", type="bool", default=True)
+    parser.addini("leaks_wait", "seconds that threads and processes get to end after a test", default="60")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -415,8 +418,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     _note_spawns()
-    global _alone
-    _alone = config.getini("leaks_alone")
     config.stash[_watch] = Watch(float(config.getini("leaks_wait")))
 
 

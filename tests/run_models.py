@@ -49,7 +49,7 @@ class TritonPythonModel:
         if first == 1005:
             x[:] = 0
         if first == 1006:
-            x = x.astype(np.float64)
+            x = x.astype(np.complex64)
         names = [[b"nobody"]] * len(x) if who is None else who.as_numpy()
         greetings = np.array([[b"hello " + name[0]] for name in names], object)
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2), pb_utils.Tensor("greeting", greetings)])

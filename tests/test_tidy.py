@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import CALM, NAMES, PURE, REST
-
 ROOT = Path(__file__).parents[1]
 FILE_LINES = 500
 FUNCTION_LINES = 70
@@ -196,15 +194,6 @@ def test_every_data_file_is_packaged() -> None:
         if not any(fnmatch(name, pattern) for pattern in patterns.get(ROOT / top, ())):
             missing.append(path.relative_to(ROOT).as_posix())
     assert set(missing) <= {"repo/examples/make_models.py", "repo/examples/make_picture.py"}
-
-
-def test_every_test_is_in_one_half_of_the_suite() -> None:
-    """Of those that `make test` runs beside each other."""
-    for path in ROOT.glob("tests/**/test_*.py"):
-        name = path.relative_to(ROOT).as_posix()
-        pure, rest = (any(name == part or name.startswith(f"{part}/") for part in half) for half in (PURE, REST))
-        assert rest if name in (*NAMES, *CALM) else pure != rest, name
-    assert all((ROOT / name).is_file() for name in (*NAMES, *CALM))
 
 
 def test_the_change_log_has_a_place_for_the_next_change() -> None:

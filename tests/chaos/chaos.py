@@ -13,6 +13,7 @@ import signal
 import socket
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -170,6 +171,7 @@ class Director:
         kill_at, look_at = begin + 0.4 * self._seconds, begin + 0.6 * self._seconds
         resident = 0
         acts, weights = zip(*self._acts(), strict=True)
+        first = self._random.sample(acts, len(acts))  # however few there will be time for, all of them happen
         while self._pause() and monotonic() < last:
             if kill_at and monotonic() > kill_at and self._all_connected():
                 kill_at = 0.0
@@ -177,7 +179,7 @@ class Director:
             elif not kill_at and not resident and monotonic() > look_at:
                 resident = processes.private_bytes(self._server.pid)
             else:
-                self._random.choices(acts, weights)[0]()
+                (first.pop() if first else self._random.choices(acts, weights)[0])()
         self._let_go(float("inf"))
         self._collect()
         self._collect_operator()
@@ -343,9 +345,13 @@ def gateways(server: int) -> set[int]:
 
 
 def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
+    """One that the kernel does not give to who asks for any, so that it stays free while the gateway is away."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for port in (*range(first - 1 - os.getpid() % 8192, 1024, -1), *range(last + 1, 65536)):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return str(port)
+    raise OSError("no port outside of net.ipv4.ip_local_port_range is free")
 
 
 def ask_gateway(server: Server) -> None:

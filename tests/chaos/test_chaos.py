@@ -1,4 +1,4 @@
-"""The chaos soak: a minute of it here, ten with `make chaos`.
+"""The chaos soak: half a minute of it here, ten with `make chaos`.
 
 The rule: a failure shows its seed and the last 200 events; SHMSERVE_SEED makes the same choices again.
 """
@@ -14,7 +14,7 @@ from tests.chaos.chaos import run_chaos
 
 pytestmark = pytest.mark.process
 
-SECONDS = float(os.environ.get("SHMSERVE_CHAOS_SECONDS", "60"))
+SECONDS = float(os.environ.get("SHMSERVE_CHAOS_SECONDS", "25"))
 SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
 
 
@@ -23,7 +23,7 @@ def test_every_request_is_answered_once_whatever_dies(tmp_path: Path) -> None:
     print(found.text())
     assert not found.faults, found.report()
     # It was not idle, and everything happened that can.
-    assert found.counts["right"] > 20 * SECONDS, found.text()
+    assert found.counts["right"] > found.happened.total(), found.text()
     for kind in ("worker", "client", "gateway", "broker"):
         assert found.happened[f"killed {kind}"], found.text()
     for kind in ("worker", "client"):

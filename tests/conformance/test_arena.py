@@ -18,6 +18,7 @@ from shmserve.messages import OWNER_SHIFT, Handle, Map
 from shmserve.shm import heap, memfd, posix
 from shmserve.shm.arena import Arena, Block, Segment
 from shmserve.shm.extents import Extent
+from tests.leaks import own_names
 
 MIB = 1 << 20
 U8 = np.dtype("uint8")
@@ -223,13 +224,13 @@ def test_what_was_never_given_cannot_be_freed(make: Callable[[int], Extent]) -> 
 
 
 def test_closing_leaves_arrays_valid_and_nothing_else(make: Callable[[int], Extent]) -> None:
-    before = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    before = len(os.listdir("/proc/self/fd")), own_names()
     arena = Arena(1, make, limit_bytes=64 * MIB)
     data = arena.allocate(400).array(F32, (10, 10))
     data[:] = 3
     arena.close()
     arena.close()
-    assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))) == before
+    assert (len(os.listdir("/proc/self/fd")), own_names()) == before
     data += 1
     assert (data == 4).all()
     assert arena.committed == 0
@@ -305,12 +306,12 @@ def test_a_segment_that_could_not_be_announced_is_not_kept(make: Callable[[int],
         raise ServeError("the link is down")
 
     gc.collect()
-    before = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    before = len(os.listdir("/proc/self/fd")), own_names()
     arena = Arena(1, make, limit_bytes=MIB, announce=fail)
     with pytest.raises(ServeError, match="link is down"):
         arena.allocate(1)
     gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))) == before
+    assert (len(os.listdir("/proc/self/fd")), own_names()) == before
     assert (arena.committed, arena.segments) == (0, [])
 
 

@@ -221,7 +221,7 @@ def test_wait_ready(client: Any, broker: FakeBroker) -> None:
     with pytest.raises(shmserve.DeadlineExceeded, match=r"not ready after 0\.1 s: m 1 is LOADING \(half way\)"):
         client.wait_ready(timeout=0.1)
     broker.ready = True
-    client.wait_ready(timeout=5)
+    client.wait_ready(timeout=60)
     client.wait_ready("m")
 
 

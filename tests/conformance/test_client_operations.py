@@ -46,6 +46,7 @@ def test_what_is_asked(client: Any, noting: Noting) -> None:
     client.load("m", config='{"max_batch_size": 3}')
     client.unload("m")
     client.unload("m", unload_dependents=True, wait=False)
+    client.unload("m", force=True, timeout=5)
     client.restart("m")
     client.restart("m", version=2, instance="m_0_1")
     assert client.origins("m", 2) == DONE
@@ -56,6 +57,7 @@ def test_what_is_asked(client: Any, noting: Noting) -> None:
         ("load", "m", 0, config),
         ("unload", "m", 0, b'{"unload_dependents": false, "wait": true}'),
         ("unload", "m", 0, b'{"unload_dependents": true, "wait": false}'),
+        ("unload", "m", 0, b'{"unload_dependents": false, "wait": true, "force": true, "timeout": 5}'),
         ("restart", "m", 0, b'{"instance": ""}'),
         ("restart", "m", 2, b'{"instance": "m_0_1"}'),
         ("origins", "m", 2, b""),
@@ -64,7 +66,7 @@ def test_what_is_asked(client: Any, noting: Noting) -> None:
         client.load("broken")
     with pytest.raises(shmserve.InvalidRequest, match="files= needs config="):
         client.load("m", files={"1/a": b""})
-    assert len(noting.told) == 9
+    assert len(noting.told) == 10
 
 
 def test_files_of_megabytes(client: Any, noting: Noting, broker: FakeBroker, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from shmserve.errors import Internal, InvalidRequest, Unavailable
 from shmserve.shm import heap, memfd, posix
 from shmserve.shm.extents import Extent, MappedExtent
+from tests.leaks import own_names
 
 MAKERS: dict[str, Callable[[int], Extent]] = {
     "heap": heap.create,
@@ -135,10 +136,10 @@ def test_more_than_the_machine_has_is_not_even_tried(
         raise AssertionError("this test must not fill the machine")
 
     monkeypatch.setattr(os, "posix_fallocate", never)
-    before = count_fds(), sorted(os.listdir("/dev/shm"))
+    before = count_fds(), own_names()
     with pytest.raises(Unavailable, match=f"cannot reserve {size} bytes.*bytes left"):
         make(size)
-    assert (count_fds(), sorted(os.listdir("/dev/shm"))) == before
+    assert (count_fds(), own_names()) == before
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -214,8 +215,8 @@ def test_a_full_machine_is_told_in_numbers(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    before = count_fds(), sorted(os.listdir("/dev/shm"))
+    before = count_fds(), own_names()
     with pytest.raises(Unavailable, match=f"cannot reserve {SIZE} bytes.*{says}") as caught:
         shared(SIZE)
     assert "/dev/shm" not in str(caught.value)
-    assert (count_fds(), sorted(os.listdir("/dev/shm"))) == before
+    assert (count_fds(), own_names()) == before

@@ -21,6 +21,7 @@ from shmserve.clients.gateway.guards.access import Access
 from shmserve.clients.gateway.http import bodies, heads
 from shmserve.clients.gateway.kserve import documents, generate
 from shmserve.clients.gateway.kserve import plans as kserve
+from shmserve.clients.gateway.turns import finished
 from shmserve.errors import ProtocolError, ServeError
 from shmserve.repo import load, override, samples
 from shmserve.repo.problems import ConfigError
@@ -89,10 +90,11 @@ def http(data: bytes) -> None:
             chunks.feed(body)
             body = bytes(chunks.body)
         if head.encoding:
-            body = bodies.inflated(head.encoding, body, LONGEST_BODY)
+            body = bytes(finished(bodies.inflating(head.encoding, body, LONGEST_BODY, "", lambda size: None)))
         match head.route.action:
             case "infer":
                 kserve.plan_of(body[: head.json_length])
+                finished(kserve.plan_in_slices(body[: head.json_length], LONGEST_BODY))
             case "generate" | "generate_stream":
                 generate.generate_plan(body, _MODEL)
             case _:
@@ -198,7 +200,7 @@ def _requests() -> Iterator[bytes]:
     }
     for path, text in told.items():
         body = text.encode()
-        first = f"POST /{path} HTTP/1.1\r\n".encode()
+        first = f"POST /{path} HTTP/1.1\r\nHost: x\r\n".encode()
         yield first + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         yield first + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
         packed = gzip.compress(body)

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing, seeded: 50,000 inputs here, SHMSERVE_FUZZ of them (a million) with `make chaos`.
+"""Coverage-guided fuzzing, seeded: 20,000 inputs here, SHMSERVE_FUZZ of them (a million) with `make chaos`.
 
 An input of `lane` is a whole course of up to 200 events, so there are few of them. The rule: a failure shows the input
 in hex; mended, it becomes a test of its own beside those of the module that it was found in.
@@ -20,10 +20,10 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed"),
 ]
 
-INPUTS = int(os.environ.get("SHMSERVE_FUZZ", "50000"))
+INPUTS = int(os.environ.get("SHMSERVE_FUZZ", "20000"))
 SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
 SHARES = {"decode": 0.60, "override": 0.24, "config": 0.15, "lane": 0.01}
-if INPUTS > 50000:  # else its own tests have to do
+if INPUTS > 20000:  # else its own tests have to do
     SHARES |= {"decode": 0.50, "http": 0.10}
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120 + INPUTS / 200

@@ -1,7 +1,7 @@
 """What a caller may send to a living gateway: any bytes, requests that are nearly right, and requests as its own
 OpenAPI document allows them. The rule: it lives on, answers what it means to, and says nothing of the inside.
 
-A few hundred requests here, more with `make chaos`, as SHMSERVE_FUZZ says.
+A hundred requests here, more with `make chaos`, as SHMSERVE_FUZZ says.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def check(status: int, body: bytes, kind: str | None) -> None:
 # ---------------------------------------------------------------------------------------- bytes
 
 BODY = b'{"inputs":[{"name":"i_FP32","datatype":"FP32","shape":[1,2],"data":[1,2]}]}'
-WHOLE = b"POST /v2/models/row/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+WHOLE = b"POST /v2/models/row/infer HTTP/1.1\r\nHost: x\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
 CHUNKED = (
-    b"POST /v2/models/row/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\nAccept-Encoding: gzip\r\n\r\n"
+    b"POST /v2/models/row/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nAccept-Encoding: gzip\r\n\r\n"
     b"%x\r\n%b\r\n0\r\n\r\n"
 ) % (len(BODY), BODY)
 TENSORS = b'{"inputs":[{"name":"i_FP32","datatype":"FP32","shape":[1,2],"parameters":{"binary_data_size":8}}]}'
 BINARY = (
-    b"POST /v2/models/row/infer HTTP/1.1\r\nInference-Header-Content-Length: %d\r\nContent-Length: %d\r\n"
+    b"POST /v2/models/row/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\nContent-Length: %d\r\n"
     b"Expect: 100-continue\r\n\r\n%b12345678"
 ) % (len(TENSORS), len(TENSORS) + 8, TENSORS)
 WORDS = [b"\r\n", b"\0", b"\xff", b" ", b":", b"{", b'"', b"9" * 20, b"-1", b"0", b"chunked", b"gzip", b"HTTP/1.0",

@@ -189,6 +189,24 @@ class Attacker:
             self._lane.send(*(self._infer(model, tensor) for _ in range(50)))
         return {"told": self._told(requests // 50 * 50)}
 
+    def ask_at_once(self, connections: int, questions: int, what: str) -> Answer:
+        """Thousands of questions on each of many connections. Half of them end without reading; the others read on."""
+        packets = [
+            wire.encode([Ask(number, what) for number in range(start, start + 500)])
+            for start in range(1, questions, 500)
+        ]
+        made = [Lane(self._path) for _ in range(connections)]
+        for lane in made:
+            lane.hello("memfd")
+            lane.limit_sends(0.2)
+            with suppress(BlockingIOError):  # the server takes no more for now, which is what it should do
+                for packet in packets:
+                    lane.send_bytes(packet)
+        for lane in made[::2]:
+            lane.close()
+        self._others += made[1::2]
+        return {"sent": len(made)}
+
     def stuff(self) -> Answer:
         """Sends without reading until the socket is full, or the connection has ended. Nothing is read after it."""
         lane = Lane(self._path)

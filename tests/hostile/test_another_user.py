@@ -32,6 +32,7 @@ from shmserve.shm import posix
 from shmserve.testing import Server
 
 pytestmark = [
+    pytest.mark.xdist_group("second uid"),
     pytest.mark.process,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
 ]
@@ -189,6 +190,16 @@ def test_r20_a_flood(server: Server, attacker: Child) -> None:
     found = only(attacker.answer()["told"], "Reply", "UNAVAILABLE: .*client_requests")
     assert found["Reply"] >= REQUESTS
     assert found["UNAVAILABLE: .*client_requests"] > 0
+
+
+def test_r21_questions_at_once(server: Server, attacker: Child) -> None:
+    """Thousands on each connection; half of the connections end without reading an answer."""
+    attacker.tell(do="ask_at_once", connections=CONNECTIONS - 1, questions=20_000, what="metadata")
+    with server.client() as client:
+        honest(client, 20)
+        assert attacker.answer()["sent"] == CONNECTIONS - 1
+        honest(client, 20)
+        assert client.metadata("identity")["name"] == "identity"
 
 
 def test_r6_connections_that_say_nothing(server: Server, attacker: Child) -> None:

@@ -17,7 +17,7 @@ import uvloop
 from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.door import RpcDoor
 from shmserve.clients.gateway.http2.limits import Limits
-from shmserve.clients.gateway.http2.seam import Call, Stream
+from shmserve.clients.gateway.http2.seam import Awaits, Call, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer
 
 
@@ -32,6 +32,8 @@ class Base:
 
     def room(self, size: int, first: Buffer) -> memoryview | None:
         return None
+
+    awaits = Awaits.NOTHING
 
     def half_closed(self) -> None: ...
     def resume(self) -> None: ...
@@ -106,7 +108,7 @@ async def answered(told: Told, doors: list[RpcDoor], question: str) -> int:
         await told.cancelled.acquire()
         return 1
     if question == "held":
-        return sum(door.held for door in doors)
+        return sum(door.budget.held for door in doors)
     if question == "waited":
         return told.waited
     return len(told.connections)

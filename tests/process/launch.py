@@ -47,7 +47,7 @@ class Launched:
         reader, writer = os.pipe()
         command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
         command += ["--runtime-dir", str(runtime_dir), "--ready-fd", str(writer)]
-        command += ["--no-gateway", *options]
+        command += ["--no-gateway", "--metrics-interval-ms", "0", *options]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log, pass_fds=[writer])
         os.close(writer)

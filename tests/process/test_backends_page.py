@@ -112,8 +112,8 @@ def test_a_python_model_for_all_models_of_a_backend(tmp_path: Path) -> None:
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend_of_the_page(tmp_path)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "not a name").mkdir()
-    (tmp_path / "not a name" / "backend.py").write_text("")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "backend.py").write_text("")
     assert installed(tmp_path) - installed() == {"linear"}
     assert not_usable(tmp_path) == ""
     with pytest.raises(Unsupported, match="unknown backend 'other'; known are: identity, linear, onnxruntime, "):

@@ -29,6 +29,18 @@ dynamic_batching {{ }}
 """
 
 
+FLAT = """
+platform: "ensemble"
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+ensemble_scheduling { step {
+  model_name: "many" model_version: -1
+  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" }
+} }
+"""
+"""Without a batch dimension, of a model that has one."""
+
+
 def section(title: str) -> list[str]:
     """The code of a section of the page."""
     text = PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
@@ -50,6 +62,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for name, batch, kind in (("many", 8, "FP32"), ("single", 0, "INT64"), ("words", 8, "STRING")):
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(IDENTITY.format(name=name, batch=batch, type=f"TYPE_{kind}"))
+    (repository / "flat" / "1").mkdir(parents=True)
+    (repository / "flat" / "config.pbtxt").write_text(FLAT)
     with Server(repository, "--exit-on-error", "true") as running:
         with shmserve.Client(running.zmq_url) as client:  # named segments stay: all that tests need are made now
             client.infer("many", {"x": np.zeros((8, 20_000), np.float32)}, outputs={"y": TopK(20_000)})
@@ -74,6 +88,14 @@ def test_every_client(server: Server, way: str) -> None:
         assert found == [[expected[0][:2]], x[:1].tolist(), [expected[0][:1]], x[:1].tolist()]
         single = client.infer("single", {"x": np.array([3, -9, 2**60])}, outputs={"y": TopK(2)})["y"]
         assert single.tolist() == [f"{2**60}:2".encode(), b"3:0"]
+
+
+def test_classes_of_an_ensemble_without_batches(server: Server) -> None:
+    x = np.array([3, -9, 7, 5], np.float32)
+    with server.client() as client:
+        found = client.infer("flat", {"x": x}, outputs={"y": TopK(3)})["y"]
+        assert found.tolist() == [b"7.000000:2", b"5.000000:3", b"3.000000:0"]
+        assert client.infer("flat", {"x": x})["y"].shape == (4,)
 
 
 def test_strings_have_no_classes(server: Server) -> None:

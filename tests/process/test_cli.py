@@ -150,9 +150,10 @@ def test_statistics_count_what_was_asked(server: Server) -> None:
     before, rows = of_cnn(), run_json(server, "stats", "cnn")["model_stats"][0]["inference_count"]
     run(server, "infer", "cnn", "--random", "--batch", "2", "--repeat", "3")
     after = of_cnn()
-    assert int(after[2]) - int(before[2]) == 3
-    assert after[3] == "0"
-    assert int(after[4]) - int(before[4]) == 3
+    queued, in_flight, requests, failed, batches = range(2, 7)
+    assert after[queued] == after[in_flight] == after[failed] == "0"
+    assert int(after[requests]) - int(before[requests]) == 3
+    assert int(after[batches]) - int(before[batches]) == 3
     assert run_json(server, "stats", "cnn")["model_stats"][0]["inference_count"] - rows == 6
 
 

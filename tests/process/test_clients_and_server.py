@@ -156,7 +156,7 @@ def test_questions(client: Any, server: Server) -> None:
     assert client.live()
     assert client.ready()
     assert client.ready("types")
-    client.wait_ready("types", timeout=5)
+    client.wait_ready("types", timeout=60)
     assert {entry["name"] for entry in client.models()} == {"types", "batched", "slow", "impatient"}
     assert {entry["datatype"] for entry in client.metadata("types")["inputs"]} == set(ITEM_BYTES)
     assert client.metadata()["name"] == "shmserve"

@@ -81,6 +81,7 @@ class TritonPythonModel:
         size = 4 * x.shape()[0] * 40000
         return np.frombuffer(ctypes.string_at(address, size), np.float32).reshape(x.shape())
 """
+STRICT = 'parameters { key: "strict_outputs" value: { string_value: "true" } }'
 GIVE = """\
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -159,7 +160,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
     written(repository, "limited", LIMITED, PYTHON)
     written(repository, "there", PASS.replace("identity", "python") + ON_GPU, THERE)
     chained(repository, "then", "plan", "there")
-    written(repository, "give", PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }", GIVE)
+    written(
+        repository,
+        "give",
+        PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }" + STRICT,
+        GIVE,
+    )
     chained(repository, "given", "give", "plan")
     chained(repository, "given_elsewhere", "give", "other")
     with pytest.MonkeyPatch.context() as patch:

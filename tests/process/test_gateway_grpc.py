@@ -90,6 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "typed", list(CONTENTS), "[ -1, -1 ]", 0)
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
+    model(repository, "row, too", ["FP32"], "[ -1 ]", 8)
     model(repository, "spare", ["FP32"], "[ -1 ]", 8)
     delay = 'parameters { key: "delay_us" value: { string_value: "300000" } }\n'
     model(repository, "slow", ["FP32"], "[ -1 ]", 1, delay)
@@ -103,7 +104,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def gateway(server: Server) -> Iterator[Gateway]:
-    made = Gateway(server, "--grpc-roles=infer,observe,operate", "--allow-client-shm", "--http-max-json-size=100000")
+    made = Gateway(server, "--grpc-roles=infer,observe,operate", "--allow-client-shm")
     yield made
     log = made.stop().decode()
     assert "Traceback" not in log
@@ -163,6 +164,11 @@ def test_statistics(rpcs: Rpcs) -> None:
     assert after.inference_stats.success.ns > before.inference_stats.success.ns
     everything = rpcs.ModelStatistics(message("ModelStatisticsRequest")).model_stats
     assert {"row", "types", "slow"} <= {one.name for one in everything}
+
+
+def test_a_model_whose_name_has_a_comma(rpcs: Rpcs) -> None:
+    assert rpcs.ModelReady(message("ModelReadyRequest", name="row, too")).ready
+    assert rpcs.ModelInfer(row(3, name="row, too")).model_name == "row, too"
 
 
 def test_settings_of_traces_and_of_the_log(rpcs: Rpcs) -> None:
@@ -280,7 +286,7 @@ def test_errors(rpcs: Rpcs) -> None:
         ),
         (row(4, parameters={"triton_x": 1}), "INVALID_ARGUMENT", "reserved"),
         (count(1), "UNIMPLEMENTED", "ModelInfer RPC doesn't support models with decoupled transaction policy"),
-        (row(200_000 // 4, parameters={"x": "y" * 100_001}), "INVALID_ARGUMENT", "over the limit of 100000"),
+        (row(200_000 // 4, parameters={"x": "y" * 100_001}), "INVALID_ARGUMENT", "over the limit of 65536"),
     ):
         found, text = refused(rpcs.ModelInfer, request)
         assert found == code

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from shmserve.testing import Server
 from tests.process.living import pids, until
 from tests.process.test_ensembles import ensemble, model
-from tests.process.test_gateway import Gateway
+from tests.process.test_gateway import Gateway, wait_in_flight
 
 pytestmark = pytest.mark.process
 
@@ -36,11 +37,29 @@ class TritonPythonModel:
 """
 
 
+HELD = (
+    PYTHON.replace("import triton", "import os, time\nimport triton", 1)
+    + """
+    def execute(self, requests):
+        while not os.path.exists("GO"):
+            time.sleep(0.01)
+        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
+"""
+)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def go(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model `held` answers when it exists."""
+    return tmp_path_factory.mktemp("held") / "go"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, go: Path) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     model(root, "add", PYTHON)
     model(root, "first", "")
+    model(root, "held", HELD.replace("GO", str(go)))
     ensemble(root, "both", "x", "y", "first(x:x)->(y:t)", "add(x:t)->(y:y)")
     with Server(root, "--exit-on-error", "true") as running:
         yield running
@@ -127,6 +146,23 @@ def test_workers_read_and_write_it_in_place(server: Server, gateway: Gateway) ->
         assert (status, f"{SIZE - 4} bytes" in answer["error"]) == (400, True)
         assert memory.infer("add")[0] == 200
     until_unmapped(server, memory.key)
+
+
+def test_one_in_use_is_unregistered_after_the_request(server: Server, gateway: Gateway, go: Path) -> None:
+    def status() -> list[str]:
+        code, body = gateway.ask("GET", "/v2/systemsharedmemory/status")
+        assert code == 200
+        return [region["name"] for region in json.loads(body)]
+
+    with registered(gateway) as memory, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(memory.infer, "held")
+        wait_in_flight(server, 1, 1)
+        assert gateway.ask("POST", "/v2/systemsharedmemory/unregister") == (200, b"")
+        assert status() == ["r"]
+        go.touch()
+        assert answer.result(timeout=60)[0] == 200
+        assert status() == []
+        assert np.array_equal(memory.output(WIDTH - 1), memory.x[:-1] + 1)
 
 
 def test_its_bytes_are_copied_if_that_is_asked_for(server: Server, copying: Gateway) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 
 ENGINES = ("onnxruntime", "onnx", "torch", "tensorrt", "openvino", "cupy")
 MODULES = """

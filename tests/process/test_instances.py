@@ -21,27 +21,25 @@ pytestmark = pytest.mark.process
 
 OURS = sorted(os.sched_getaffinity(0))
 JOURNAL = """
+import json
 import os
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-FOLDER = os.path.dirname(os.path.abspath(__file__))
-
-
-def note(text):
-    with open(os.path.join(FOLDER, "..", "..", "..", "journal"), "a") as file:
-        file.write(text + "\\n")
-
 
 class TritonPythonModel:
     def initialize(self, args):
+        self.paths = json.loads(args["model_config"])["parameters"]
         name = args["model_instance_name"] + "." + args["model_version"]
-        note("begin " + name)
-        gate = os.path.join(FOLDER, "gate")
-        if os.path.exists(gate):
-            with open(gate) as file:
+        self.note("begin " + name)
+        if "gate" in self.paths:
+            with open(self.paths["gate"]["string_value"]) as file:
                 file.read()
-        note("end " + name)
+        self.note("end " + name)
+
+    def note(self, text):
+        with open(self.paths["journal"]["string_value"], "a") as file:
+            file.write(text + "\\n")
 
     def execute(self, requests):
         ones = [np.ones_like(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
@@ -50,14 +48,28 @@ class TritonPythonModel:
 
 
 def journalist(root: Path, name: str, config: str = "", *versions: int, gate: bool = False) -> Path:
-    """A model that answers with its pid. With a gate, an instance loads until somebody has opened and closed it."""
+    """A model that answers with its pid. With a gate, an instance loads until the gate has been opened and closed."""
     folder = identity(root, name, config, *versions)
-    living.write(folder / "config.pbtxt", living.PYTHON + config)
+    if gate:
+        os.mkfifo(gate_of(root, name))
+    configure(folder, config)
     for version in versions or (1,):
         living.write(folder / str(version) / "model.py", JOURNAL)
-        if gate:
-            os.mkfifo(folder / str(version) / "gate")
     return folder
+
+
+def configure(folder: Path, config: str) -> None:
+    """Paths are parameters: what the model loads from is a copy of its folder, wherever the server keeps that."""
+    root = folder.parent
+    paths = {"journal": root.parent / "journal", "gate": gate_of(root, folder.name)}
+    for key, path in paths.items():
+        if key == "journal" or path.exists():
+            config += f'parameters {{ key: "{key}" value: {{ string_value: "{path}" }} }}\n'
+    living.write(folder / "config.pbtxt", living.PYTHON + config)
+
+
+def gate_of(root: Path, name: str) -> Path:
+    return root.parent / f"{name}.gate"
 
 
 def journal(root: Path) -> list[str]:
@@ -106,7 +118,7 @@ def test_one_at_a_time(root: Path) -> None:
         assert {instance["pid"] for instance in waiting} == {0}, "they wait for their turn"
         assert answer(client, "a") > 0, "the others are served meanwhile"
         client.unload("c")
-        opened(root / "first" / "1" / "gate")
+        opened(gate_of(root, "first"))
         for thread in threads:
             thread.join(living.PATIENCE_S)
         assert turns(root)[6:] == ["first_0_0.1", "later_0_0.1", "later_0_0.2", "later_0_0.3"]
@@ -129,7 +141,7 @@ def test_several_at_a_time(root: Path) -> None:
         threads = [threading.Thread(target=_load, args=(server, name)) for name in names]
         for thread in threads:
             thread.start()
-        ends = [os.open(root / name / "1" / "gate", os.O_WRONLY) for name in names]
+        ends = [os.open(gate_of(root, name), os.O_WRONLY) for name in names]
         fourth = threading.Thread(target=_load, args=(server, "d"))
         fourth.start()
         until(client, lambda: states(client, "d") == {"1": "LOADING"})
@@ -184,7 +196,7 @@ def test_passive_instances(running: tuple[Server, Path], client: shmserve.Client
         "waits_0": (True, "ready"),
     }
     assert asked(client, "two") == {found["works_0"]["pid"]}
-    living.write(folder / "config.pbtxt", living.PYTHON + config.format(""))
+    configure(folder, config.format(""))
     client.load("two")
     after = instances(client, "two")
     assert after["works_0"]["pid"] == found["works_0"]["pid"]
@@ -195,7 +207,8 @@ def test_passive_instances(running: tuple[Server, Path], client: shmserve.Client
 def test_a_model_that_only_waits(running: tuple[Server, Path], client: shmserve.Client) -> None:
     _, root = running
     journalist(root, "idle", "instance_group [ { kind: KIND_CPU passive: true } ]\n")
-    assert client.load("idle")["warnings"] == ["all its instances are passive: no request of it will be answered"]
+    (warning,) = client.load("idle")["warnings"]
+    assert warning.endswith("instance_group: all its instances are passive: no request of it will be answered")
     assert instances(client, "idle")["idle_0_0"]["state"] == "ready"
     assert not client.ready("idle")
     with pytest.raises(shmserve.DeadlineExceeded):
@@ -239,7 +252,7 @@ def test_host_policies(running: tuple[Server, Path], client: shmserve.Client) ->
     client.load("free")
     assert all(found == OURS for found in cores_of(instances(client, "free")["free_0_0"]["pid"]))
     if len(OURS) > 1:
-        living.write(root / "first" / "config.pbtxt", living.PYTHON + group.format("last"))
+        configure(root / "first", group.format("last"))
         client.load("first")
         assert all(found == [OURS[-1]] for found in cores_of(instances(client, "first")["first_0_0"]["pid"]))
     assert server.log.count("host policy 'unknown' is not known") == 1

@@ -77,7 +77,7 @@ def test_the_life_of_a_model(server: Server, capsys: pytest.CaptureFixture[str])
     assert run("ready", "mlp") == "model 'mlp' is ready\n"
     row = run("models").splitlines()[2].split()
     (pid,) = pids(server, "mlp")
-    assert row[:5] == ["mlp", "1", "READY", "1/1", str(pid)]
+    assert row[:7] == ["mlp", "1", "READY", "1/1", "0", "0", str(pid)]
     assert Path(f"/proc/{pid}").exists()
     assert f"  {pid}  " in run("models", "--instances")
 

@@ -62,8 +62,9 @@ def client(running: tuple[Server, Path]) -> Iterator[shmserve.Client]:
 
 
 def kept(server: Server) -> list[str]:
-    """What the server keeps of load calls."""
-    return [name for _, folders, files in os.walk(server.runtime_dir / "overrides") for name in (*folders, *files)]
+    """What the server keeps of load calls, beside the files of models of the repository."""
+    places = (server.runtime_dir / "generations").glob("model-*")
+    return [name for place in places for _, folders, files in os.walk(place) for name in (*folders, *files)]
 
 
 def descriptors(server: Server) -> int:
@@ -133,11 +134,11 @@ def test_the_old_one_goes_on_and_is_not_loaded_again(client: shmserve.Client) ->
 
 def test_a_model_that_is_in_no_repository(running: tuple[Server, Path], client: shmserve.Client) -> None:
     server, root = running
-    for number in (1, 2):
+    for number in (0, 1, 2):
         files = {"1/model.py": living.GENERATION.encode(), "1/generation": str(number).encode()}
         assert client.load("sent", config=PYTHON, files=files)["changed"] is True
         assert answer(client, "sent") == number
-        until(client, lambda: kept(server).count("generation") == 1, "those of the one before are gone")
+    until(client, lambda: kept(server).count("generation") == 2, "those of the one before the last are gone")
     with pytest.raises(shmserve.NotFound, match="no model repository has it"):
         client.load("sent")
     client.restart("sent")
@@ -145,7 +146,7 @@ def test_a_model_that_is_in_no_repository(running: tuple[Server, Path], client: 
     files["1/generation"] = b"three"
     with pytest.raises(shmserve.ServeError, match="could not convert string to float") as caught:
         client.load("sent", config=PYTHON, files=files)
-    assert "overrides" not in str(caught.value)
+    assert "generations" not in str(caught.value)
     assert answer(client, "sent") == 2
     client.unload("sent")
     until(client, lambda: kept(server) == [], "nothing is kept")
@@ -162,8 +163,8 @@ def test_files_stand_in_for_those_of_the_repository(running: tuple[Server, Path]
     client.load("both")
     assert answer(client, "both") == 1
     assert {version for version, state in states(client, "both").items() if state == "READY"} == {"1"}
-    until(client, lambda: kept(server) == [])
     client.unload("both")
+    until(client, lambda: kept(server) == [])
 
 
 @pytest.mark.parametrize("files", [{"1/other.py": b"x"}, {"one/model.py": b"x"}, {"configs/model.py": b""}])

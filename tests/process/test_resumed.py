@@ -19,8 +19,10 @@ max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
 dynamic_batching { }
+parameters { key: "folder" value { string_value: "FOLDER" } }
 """
 MODEL = """
+import json
 import pathlib
 import select
 import triton_python_backend_utils as pb_utils
@@ -28,7 +30,7 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def initialize(self, args):
-        self.folder = pathlib.Path(args["model_repository"])
+        self.folder = pathlib.Path(json.loads(args["model_config"])["parameters"]["folder"]["string_value"])
         first = not (self.folder / "seen").exists()
         (self.folder / "seen").touch()
         if not first:
@@ -55,7 +57,7 @@ def test_a_request_outlives_the_server(tmp_path: Path, link: str, size: int) -> 
     """Its model has begun to run it. The next server is asked while its model is still loading."""
     folder = tmp_path / "models" / "m"
     (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(CONFIG)
+    (folder / "config.pbtxt").write_text(CONFIG.replace("FOLDER", str(folder)))
     (folder / "1" / "model.py").write_text(MODEL)
     os.mkfifo(folder / "go")
     x = np.arange(size, dtype=np.float32)[None]

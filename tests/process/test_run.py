@@ -193,7 +193,7 @@ def test_what_the_model_raises_is_shown_from_its_own_first_line(models: Path) ->
         (1003, 1, "shmserve run: not for you\n"),
         (1004, 1, "the model called sys.exit(7); in a server that ends its worker"),
         (1005, 1, "ValueError: assignment destination is read-only"),
-        (1006, 1, "output 'y' of model 'greeter' has the wrong data type: expected FP32, found FP64"),
+        (1006, 1, "output 'y' of model 'greeter' has the wrong data type: expected FP32, found complex64"),
     ],
 )
 def test_other_ways_to_fail(models: Path, value: int, code: int, text: str) -> None:

@@ -28,7 +28,7 @@ from tests.process.living import PYTHON, write
 
 pytestmark = pytest.mark.process
 END_S = 60
-ANY = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+ANY = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--metrics-interval-ms", "0")
 
 WAITS = """
 class TritonPythonModel:

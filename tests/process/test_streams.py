@@ -185,7 +185,9 @@ def test_a_slow_reader_slows_the_model_down_and_cancels_it(client: Any, model: s
     stream.close()
     word = read()
     assert word.startswith("cancelled after ")
-    assert int(word.rpartition(" ")[2]) <= 10 + 4 + 2, word  # and one that was about to be sent
+    # Ten were handed out, four more may be on their way, the next waits for room, and of a coroutine the one after that
+    # may be in the making when its loop gets to the cancellation.
+    assert int(word.rpartition(" ")[2]) <= 10 + 4 + 2, word
     assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
 
 

@@ -22,7 +22,7 @@ from tests.process.living import PYTHON, generation, renew, write
 from tests.process.machine import CannotBoot, Machine, python, why_not
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 EXPOSURE = 3.0
 """What `systemd-analyze security` may say at most, of 10."""
 MODELS = "/srv/shmserve/models"

@@ -122,6 +122,27 @@ def test_a_model_with_nothing_but_the_batch_dimension(tmp_path: Path) -> None:
         worker.mapped.close()
 
 
+@pytest.mark.parametrize("dims", [(1,), (1, 1)])
+def test_dims_of_1_stand_for_a_scalar(tmp_path: Path, dims: tuple[int, ...]) -> None:
+    Graph().input("x", "FP32", []).output("y", "FP32", []).node("Neg", ["x"], ["y"]).save(tmp_path)
+    given = config("onnxruntime", {"x": ("FP32", dims)}, {"y": ("FP32", dims)})
+    with WorkerProcess(given, tmp_path) as worker:
+        worker.loaded()
+        (row,) = worker.run(work(1, Tensor("x", "FP32", dims, np.float32(7).tobytes())))
+        assert row.error is None, row.error
+        assert row.outputs[0].shape == dims
+        assert worker.array(row.outputs[0], np.float32) == -7
+        worker.mapped.close()
+
+
+def test_other_dims_do_not_stand_for_a_scalar(tmp_path: Path) -> None:
+    Graph().input("x", "FP32", []).output("y", "FP32", []).node("Neg", ["x"], ["y"]).save(tmp_path)
+    given = config("onnxruntime", {"x": ("FP32", (2,))}, {"y": ("FP32", (2,))})
+    with WorkerProcess(given, tmp_path) as worker:
+        assert "input 'x' has shape [2] in the configuration and [] in the model" in worker.failed().text
+        worker.ended()
+
+
 def test_inputs_that_may_be_left_out(tmp_path: Path) -> None:
     """An input that the model has a value for; requests with it and without it come together."""
     graph = Graph().input("x", "FP32", [-1, 2]).input("w", "FP32", [1, 2]).output("y", "FP32", [-1, 2])

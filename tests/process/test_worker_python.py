@@ -27,6 +27,7 @@ def tensor(*values: float) -> Tensor:
 SCRIPTED = """\
 import json
 import os
+import sys
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -73,6 +74,7 @@ class TritonPythonModel:
             "tensor": json.dumps([x.name(), x.shape(), x.triton_dtype(), x.is_cpu(), str(x.as_numpy().dtype)]),
             "writeable": x.as_numpy().flags.writeable,
             "cancelled": request.is_cancelled(),
+            "argv": json.dumps(sys.argv),
             "absent": pb_utils.get_input_tensor_by_name(request, "absent") is None,
         }
         return self.answer(np.zeros((1, 1), self.dtype), parameters=facts)
@@ -115,6 +117,21 @@ class TritonPythonModel:
 
     def parameters(self, request):
         return self.answer(np.zeros((1, 1), np.float32), parameters={"list": [1]})
+
+    def null_parameters(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters={"good": 1, "null": None})
+
+    def named_parameters(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters={1: "a"})
+
+    def list_parameters(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters=[])
+
+    def caught_parameters(self, request):
+        try:
+            return self.parameters(request)
+        except pb_utils.TritonModelException as error:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.NOT_FOUND))
 
     def long_parameters(self, request):
         return self.answer(np.zeros((1, 1), np.float32), parameters={"text": "x" * 20000})
@@ -196,6 +213,7 @@ def test_what_a_model_is_told(scripted: WorkerProcess) -> None:
         "tensor": '["x", [1, 2], 11, true, "float32"]',
         "writeable": False,
         "cancelled": False,
+        "argv": '[""]',
         "absent": True,
     }
 
@@ -211,15 +229,19 @@ def test_a_request_without_options(scripted: WorkerProcess) -> None:
     [
         ("error", "NOT_FOUND", "said no"),
         ("plain_error", "MODEL_FAILED", "said no"),
-        ("none", "MODEL_FAILED", "expected an InferenceResponse object for each request, found NoneType"),
-        ("wrong_dtype", "MODEL_FAILED", "output 'y' of model 'm' has the wrong data type: expected FP32, found FP64"),
-        ("wrong_rank", "MODEL_FAILED", "output 'y' of model 'm' has the wrong shape: expected [1, -1], found [2]"),
-        ("wrong_rows", "MODEL_FAILED", "has the wrong shape: expected [1, -1], found [3, 2]"),
-        ("nothing", "MODEL_FAILED", "did not produce output 'y': expected 1 output(s), found 0"),
+        (
+            "none",
+            "MODEL_FAILED",
+            "'InferenceResponse' object in the execute function return list, found type '<class 'NoneT",
+        ),
         ("other", "MODEL_FAILED", "unexpected output 'z': the outputs of model 'm' are y"),
         ("twice", "MODEL_FAILED", "output 'y' was given twice"),
-        ("parameters", "MODEL_FAILED", "response parameter 'list' must be a string, int, float or bool, not list"),
-        ("long_parameters", "MODEL_FAILED", "have 20004 characters, more than 16384"),
+        ("parameters", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
+        ("null_parameters", "INVALID_ARG", "values to have type bool/int/str, found type <class 'NoneType'>"),
+        ("named_parameters", "INVALID_ARG", "Expect parameters keys to have type str, found type <class 'int'>"),
+        ("list_parameters", "INVALID_ARG", "Expect dict, got <class 'list'>"),
+        ("caught_parameters", "NOT_FOUND", "Expect parameters values to have type"),
+        ("long_parameters", "INVALID_ARG", "have 20004 characters, more than 16384"),
         ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
     ],
 )
@@ -251,8 +273,8 @@ def test_what_fails_a_batch(scripted: WorkerProcess, wish: str, text: str) -> No
 @pytest.mark.parametrize(
     ("wish", "text"),
     [
-        ("none", "expected a list from execute, it returned NoneType"),
-        ("number", "expected a list from execute, it returned int"),
+        ("none", "Expected an 'InferenceResponse' object in the execute function return list"),
+        ("number", "Expected a list in the execute return, found type '<class 'int'>'."),
         (
             "short",
             "InferenceResponse objects returned (0) from execute must match the number of requests (2)",
@@ -396,12 +418,8 @@ def test_strings(tmp_path: Path) -> None:
     with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()
         works = [work(number, worker.tensor("x", np.array([[word]], object))) for number, word in enumerate(words)]
-        bad, *good = worker.run(*works)
-        assert bad.error is not None
-        assert bad.error.code == "MODEL_FAILED"
-        assert bad.error.text == "output 'y' of model 'm': string element 0 is of type int; give str or bytes"
-        found = [worker.array(row.outputs[0], object).item() for row in good]
-        assert found == ["caf\u00e9".encode(), b"abc", b"x" * 5000, b"\xff"]
+        found = [worker.array(row.outputs[0], object).item() for row in worker.run(*works)]
+        assert found == [b"5", "caf\u00e9".encode(), b"abc", b"x" * 5000, b"\xff"]
         worker.mapped.close()
 
 

@@ -43,7 +43,7 @@ class TritonPythonModel:
 
     def both(self, request):
         request.get_response_sender().send(response(4), FINAL)
-        return response(4)
+        return response(44)
 
     def two(self, request):
         sender = request.get_response_sender()
@@ -56,6 +56,20 @@ class TritonPythonModel:
 
     def ended(self, request):
         request.get_response_sender().send(flags=FINAL)
+
+    def sent_and_raised(self, request):
+        request.get_response_sender().send(response(8))
+        raise ValueError("told to")
+
+    def returned_and_sent(self, request):
+        self.sender = request.get_response_sender()
+        return response(9)
+
+    def too_late_to_send(self, request):
+        try:
+            self.sender.send(response(10))
+        except pb_utils.TritonModelException as error:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
 
     def forgotten(self, request):
         request.get_response_sender()
@@ -79,9 +93,8 @@ def test_senders_of_models_with_one_response(tmp_path: Path) -> None:
         "sent": 2,
         "sent_before_its_end": 3,
         "later": 2,
-        "both": "a response was both sent and returned for the same request",
+        "both": 4,
         "two": 5,
-        "ended": "the last response was sent without a response before it",
         "forgotten": "the model dropped the request without a response",
         "asked": 7,
     }
@@ -98,7 +111,59 @@ def test_senders_of_models_with_one_response(tmp_path: Path) -> None:
         (late,) = worker.run(asks(20, 0, wish="too_late"))
         assert late.error is not None
         assert "its response sender is of no use" in late.error.text
-        assert "a request has one response" in worker.said()
+        assert worker.said().count("Non-decoupled model cannot send more than one response.") == 2
+
+
+ENDED = "Non-decoupled model cannot send complete final before sending a response."
+LEAD = "Failed to process the request(s) for model instance 'm_0_0', message: "
+
+
+def test_what_was_sent_before_execute_fails_is_the_answer(tmp_path: Path) -> None:
+    ordinary = replace(decoupled(tmp_path, SENDERS, max_batch=16), model_transaction_policy=None)
+    with WorkerProcess(ordinary, tmp_path) as worker:
+        worker.loaded()
+        for wish, text in (("ended", ENDED), ("sent_and_raised", "ValueError: told to")):
+            first, second, third = worker.run(asks(1, 0, wish="sent"), asks(2, 0, wish=wish), asks(3, 0, wish="sent"))
+            assert first.outputs[0].data == np.float32(2).tobytes()
+            if wish == "sent_and_raised":
+                assert second.outputs[0].data == np.float32(8).tobytes()
+            else:
+                assert second.error is not None
+            assert third.error is not None
+            assert third.error.code == "MODEL_FAILED"
+            assert third.error.text.startswith(LEAD)
+            assert text in third.error.text
+
+
+def test_a_sender_is_closed_once_the_response_was_returned(tmp_path: Path) -> None:
+    ordinary = replace(decoupled(tmp_path, SENDERS, max_batch=16), model_transaction_policy=None)
+    with WorkerProcess(ordinary, tmp_path) as worker:
+        worker.loaded()
+        (row,) = worker.run(asks(1, 0, wish="returned_and_sent"))
+        assert row.outputs[0].data == np.float32(9).tobytes()
+        (row,) = worker.run(asks(2, 0, wish="too_late_to_send"))
+        assert row.error is not None
+        assert row.error.text == "Unable to send response. Response sender has been closed."
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_execute_may_return_nothing_if_all_was_sent(tmp_path: Path, kind: str) -> None:
+    source = f"""\
+class TritonPythonModel:
+    {kind} execute(self, requests):
+        for request in requests:
+            if wishes(request)["wish"] == "send":
+                request.get_response_sender().send(response(1), FINAL)
+"""
+    ordinary = replace(decoupled(tmp_path, source, max_batch=16), model_transaction_policy=None)
+    with WorkerProcess(ordinary, tmp_path) as worker:
+        worker.loaded()
+        for row in worker.run(asks(1, 0, wish="send"), asks(2, 0, wish="send")):
+            assert row.error is None, row.error
+        sent, neither = worker.run(asks(3, 0, wish="send"), asks(4, 0, wish="nothing"))
+        assert sent.error is None
+        assert neither.error is not None
+        assert "Expected an 'InferenceResponse' object in the execute function return list" in neither.error.text
 
 
 def test_requests_that_want_to_be_run_again(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class TritonPythonModel:
         return {"y": x + 1, "rows": np.zeros((len(x), 1), np.int32)}
 """
 IN = {"x": ("FP32", (-1,)), "more": ("FP32", (1,))}
+STRICT = {"stacked": "true", "strict_outputs": "true"}
 OUT = {"y": ("FP32", (-1,)), "rows": ("INT32", (1,))}
 
 
@@ -55,7 +56,7 @@ OUT = {"y": ("FP32", (-1,)), "rows": ("INT32", (1,))}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     folder = tmp_path_factory.mktemp("models")
     python_model(folder, MODEL)
-    settings = config("python", IN, OUT, max_batch=8, parameters={"stacked": "true"}, optional=["more"])
+    settings = config("python", IN, OUT, max_batch=8, parameters=STRICT, optional=["more"])
     with WorkerProcess(settings, folder) as process:
         process.loaded()
         process.run(work(99, process.tensor("x", np.zeros((4, 5000), np.float32))))  # makes all memory that is needed
@@ -115,6 +116,28 @@ def test_what_fails_a_batch(model: WorkerProcess, first: float, text: str) -> No
     for row in rows:
         assert row.error is not None
         assert text in row.error.text
+
+
+def test_outputs_that_differ_from_the_configuration(tmp_path: Path) -> None:
+    python_model(tmp_path, MODEL)
+    settings = config("python", IN, OUT, max_batch=8, parameters={"stacked": "true"}, optional=["more"])
+    with WorkerProcess(settings, tmp_path) as process:
+        process.loaded()
+        for row in process.run(work(1, inputs(process, 1, 1007)), work(2, inputs(process, 2, 1007))):
+            y, rows = row.outputs
+            assert (y.dtype, rows.dtype) == ("FP32", "INT64")
+            assert (process.array(rows, np.int64) == 1 << 40).all()
+        for row in process.run(work(1, inputs(process, 1, 1005)), work(2, inputs(process, 1, 1005))):
+            assert (row.error, row.outputs) == (None, ())
+        named, other = process.run(
+            work(1, inputs(process, 1, 1005), outputs=[Wanted("rows")]), work(2, inputs(process, 1, 1005))
+        )
+        assert named.error is not None
+        assert "did not produce output 'rows'" in named.error.text
+        assert (other.error, other.outputs) == (None, ())
+        (row, _) = process.run(work(1, inputs(process, 1, 1004)), work(2, inputs(process, 1, 1004)))
+        assert row.error is not None, "its rows cannot be split"
+        assert "wrong shape: expected [2, -1], found [1, 3]" in row.error.text
 
 
 @pytest.mark.parametrize(

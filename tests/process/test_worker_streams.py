@@ -88,9 +88,7 @@ class TritonPythonModel:
             if wish == "error":
                 sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("said no", 3)))
             elif wish == "dtype":
-                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1)))]))
-            elif wish == "nothing":
-                sender.send(pb_utils.InferenceResponse([]))
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), complex))]))
             elif wish == "other":
                 sender.send("y")
             sender.send(response(1))  # dropped: it has ended
@@ -100,9 +98,8 @@ class TritonPythonModel:
         for number, (wish, code, text) in enumerate(
             [
                 ("error", "INVALID_ARG", "said no"),
-                ("dtype", "MODEL_FAILED", "wrong data type: expected FP32, found FP64"),
-                ("nothing", "MODEL_FAILED", "the model did not produce output 'y'"),
-                ("other", "MODEL_FAILED", "expected an InferenceResponse object for each request, found str"),
+                ("dtype", "MODEL_FAILED", "wrong data type: expected FP32, found complex128"),
+                ("other", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
             ],
             1,
         ):
@@ -137,10 +134,10 @@ class TritonPythonModel:
         assert (found.more, found.outputs[0].data) == (False, np.float32(0).tobytes())
         done(worker)
         for text in (
-            "without TRITONSERVER_RESPONSE_COMPLETE_FINAL there must be a response to send",
-            "flags=5 is neither 0 nor TRITONSERVER_RESPONSE_COMPLETE_FINAL",
+            "Inference Response object must be provided when the response flags is set to zero.",
+            "Unable to send response. Unsupported flag value. It is 5, and neither 0 nor ",
             "a response sender comes from InferenceRequest.get_response_sender()",
-            "the last response of this request has been sent",
+            "Unable to send response. Response sender has been closed.",
         ):
             assert text in worker.said()
 
@@ -157,7 +154,10 @@ class TritonPythonModel:
         raise ValueError("told to")
 """
     with serving(tmp_path, source) as worker:
-        for count, text in ((0, "ValueError: told to"), (1, "execute must return None and send its responses")):
+        for count, text in (
+            (0, "ValueError: told to"),
+            (1, "is using the decoupled mode and the execute function must return None."),
+        ):
             worker.execute(asks(1, count), asks(2, 0), asks(3, 0))
             assert (row(worker).request, row(worker).request) == (1, 2)
             rows = worker.expect(Done).rows

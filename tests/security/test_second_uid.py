@@ -20,13 +20,14 @@ import numpy as np
 import pytest
 
 import shmserve
+from bench import models
 from bench.raw import Lane, Segment, Zmq
 from shmserve import messages, wire
 from shmserve.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
 from tests.process.launch import Launched, identity
 from tests.security.users import ALICE, BOB, as_user, attempt, needs_root, some_group
 
-pytestmark = [pytest.mark.process, needs_root]
+pytestmark = [pytest.mark.process, needs_root, pytest.mark.xdist_group("second uid")]
 
 LARGE = np.arange(65_536, dtype=np.float32)
 PUNCH_HOLE = 0x02 | 0x01  # and keep the size
@@ -75,7 +76,7 @@ def member() -> list[int]:
 
 
 def modes(server: Launched) -> dict[str, str]:
-    names = ("", "lane.sock", "broker.sock", "broker.lock", "overrides")
+    names = ("", "lane.sock", "broker.sock", "broker.lock", "generations")
     found = {}
     for name in names:
         status = (server.runtime_dir / name).stat()
@@ -92,7 +93,7 @@ def test_r15_modes_by_default(private: Launched) -> None:
         "lane.sock": "600 0:0",
         "broker.sock": "600 0:0",
         "broker.lock": "600 0:0",
-        "overrides": "700 0:0",
+        "generations": "700 0:0",
     }
 
 
@@ -103,7 +104,7 @@ def test_r15_modes_with_a_group(shared: Launched) -> None:
         "lane.sock": f"660 0:{gid}",
         "broker.sock": "600 0:0",
         "broker.lock": "600 0:0",
-        "overrides": "700 0:0",
+        "generations": "700 0:0",
     }
 
 
@@ -136,7 +137,7 @@ def test_r15_the_runtime_directory_cannot_be_changed(shared: Launched) -> None:
             lambda: os.symlink("/tmp", directory / "x"),
             lambda: os.chmod(directory, 0o777),
             lambda: os.open(directory / "broker.lock", os.O_RDWR),
-            lambda: os.listdir(directory / "overrides"),
+            lambda: os.listdir(directory / "generations"),
         )
 
     assert set(as_user(ALICE, try_it, member())) <= {"EACCES", "EPERM"}
@@ -388,3 +389,47 @@ def test_r2_r4_named_segments_are_the_servers_alone(place: Path) -> None:
 
         assert set(as_user(ALICE, use, member())) <= {"EACCES", "EPERM"}
         assert Path(path).read_bytes()[: LARGE.nbytes] == LARGE.tobytes()
+
+
+# ---------------------------------------------------------------------------------------------- last words
+
+PRINTS = """
+import os
+import sys
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        print("the other user asked about plums", file=sys.stderr, flush=True)
+        os.abort()
+"""
+
+
+def test_r25_what_a_model_printed_is_for_operators(place: Path) -> None:
+    root = place / "printing"
+    model = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}, max_batch=1)
+    models.write(root, "prints", model, {"model.py": PRINTS})
+    options = ["--socket-group", GROUP, "--access", f"uid:{BOB}=operate"]
+
+    def look() -> list[Any]:
+        with shmserve.Client(f"unix://{server.lane}") as client:
+            index = client.models()
+            rest = [client.statistics(), client.metrics(), client.metadata("prints"), client.config("prints")]
+            (instance,) = index[0]["instances"]
+            return [
+                instance["last_words"],
+                str(rest),
+                told(lambda: client.infer("prints", {"x": np.ones((1, 1), "f4")})),
+            ]
+
+    with Launched(root, place / "printing-run", *options) as server:
+        with shmserve.Client(f"unix://{server.lane}") as client:
+            with pytest.raises(shmserve.ModelFailed):
+                client.infer("prints", {"x": np.ones((1, 1), np.float32)}, timeout=60)
+            assert "plums" in str(client.models())
+        words, *texts = as_user(ALICE, look, member())
+        assert words == []
+        assert "plums" not in str(texts)
+        assert "SIGABRT" in texts[-1]
+        words, *_ = as_user(BOB, look, member())
+        assert "the other user asked about plums" in words

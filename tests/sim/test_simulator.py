@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.core.limits import Limits
-from shmserve.core.policy import Resource, SequencePolicy, StepPolicy
+from shmserve.core.policy import PaddingPolicy, Resource, SequencePolicy, StepPolicy
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.sim import (
     Affine,
@@ -35,6 +35,8 @@ from shmserve.sim import (
     first_come,
     simulate,
 )
+from shmserve.sim.plan import simple_model
+from shmserve.sim.service import PerElement
 from shmserve.sim.tensors import Inputs
 from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
 
@@ -342,6 +344,23 @@ def test_models_that_call_each_other_also_in_circles_lose_nothing(seed: int) -> 
 def test_bursts_come_at_once_and_share_batches() -> None:
     result = simulate(Plan((served(policy()),), (Load("m", Bursts(100, 8)),), requests=400))
     assert result.models["m"].mean_batch > 7
+
+
+def test_requests_of_different_lengths_share_batches_where_they_are_padded() -> None:
+    """A batch takes 1 ms, and 5 us for each element."""
+    found = {}
+    for padding in (None, PaddingPolicy((("x", (0,)),), batch_cost=200)):
+        known = replace(policy(max_batch=32, inputs=(tensor("x", (-1,)),)), padding=padding)
+        load = Load("m", Closed(32), lengths=(8, 128))
+        plan = Plan((simple_model(known, 1, PerElement(MS, 5000)),), (load,), 1.0, check_every=7)
+        found[padding is not None] = simulate(plan).models["m"]
+    plain, padded = found[False], found[True]
+    assert plain.mean_batch < 1.1
+    assert plain.elements == 0
+    assert padded.mean_batch > 8
+    assert padded.goodput > 2 * plain.goodput
+    assert padded.busy_ns == sum(padded.batches.values()) * MS + padded.elements * 5000
+    assert 0 < padded.padded_elements < 0.25 * padded.elements
 
 
 def test_a_cache_answers_what_was_asked_before() -> None:

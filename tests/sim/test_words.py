@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidRequest
 from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, Service, Table, read_recording
 from shmserve.sim.command import main, parser
-from shmserve.sim.service import mean_ns, parse, read_table
+from shmserve.sim.service import PerElement, mean_ns, parse, read_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "simulator.md").read_text()
@@ -31,6 +31,7 @@ MS = 1_000_000
         ("300us", Constant(300_000)),
         ("1.5s", Constant(1500 * MS)),
         ("1ms+0.2ms/row", Affine(MS, 200_000)),
+        ("1ms+5us/element", PerElement(MS, 5000)),
         ("lognormal:4ms", Lognormal(4 * MS, 0.5)),
         ("lognormal:4ms,0.25", Lognormal(4 * MS, 0.25)),
     ],

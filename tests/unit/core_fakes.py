@@ -228,10 +228,15 @@ class FakeWorker:
         rows = sum(max(1, work.rows) for work in works)
         assert rows <= policy.max_batch, f"{rows} rows in a batch of {self.name}, over {policy.max_batch}"
         specs = {spec.name: spec for spec in policy.inputs}
+        padded = dict(policy.padding.inputs) if policy.padding is not None else {}
         kinds = set()
         for work in works:
             names = frozenset(tensor.name for tensor in work.inputs)
-            shapes = frozenset((t.name, t.shape[1:]) for t in work.inputs if not specs[t.name].ragged)
+            shapes = frozenset(
+                (t.name, tuple(-1 if axis in padded.get(t.name, ()) else dim for axis, dim in enumerate(t.shape[1:])))
+                for t in work.inputs
+                if not specs[t.name].ragged
+            )
             kinds.add((names, shapes))
         assert len(kinds) == 1, f"a batch of {self.name} mixes {kinds}"
 

@@ -43,8 +43,8 @@ class Operating(World):
         """From now on the steps of this ensemble do not fit together; without a reason, they do."""
         self.misfits[name] = problem
 
-    def do_unload(self, name: str, op: str = "0") -> list[Event]:
-        return [(0, events.Unload(name, int(op)))]
+    def do_unload(self, name: str, *flags: str, op: str = "0") -> list[Event]:
+        return [(0, events.Unload(name, int(op), "force" in flags))]
 
     def do_restart(self, name: str, instance: str = "", version: str = "0", op: str = "0") -> list[Event]:
         return [(0, events.Restart(name, int(version), instance, int(op)))]

@@ -6,7 +6,9 @@ import re
 
 from shmserve.core.policy import (
     BatchPolicy,
+    IdControl,
     ModelPolicy,
+    PaddingPolicy,
     QueuePolicy,
     SequencePolicy,
     StepPolicy,
@@ -46,8 +48,16 @@ def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> Mod
     retry, decoupled = "no_retry" not in flags, "decoupled" in flags
     return ModelPolicy(
         name, version, most, inputs, outputs, batching, limit, retry, sequence=sequence, decoupled=decoupled,
-        cached="cached" in flags,
+        cached="cached" in flags, padding=_padding(options["padding"]) if "padding" in options else None,
     )  # fmt: skip
+
+
+def _padding(text: str) -> PaddingPolicy:
+    """x or x|m, of which dim 0 is padded, with :lookahead4 :multiple8 :cost10"""
+    names, *words = text.split(":")
+    numbers = {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz")) for word in words}
+    inputs = tuple((name, (0,)) for name in names.split("|"))
+    return PaddingPolicy(inputs, numbers.get("lookahead", 64), numbers.get("multiple", 1), numbers.get("cost", 10))
 
 
 def _sequence(flags: tuple[str, ...], options: dict[str, str]) -> SequencePolicy:
@@ -56,7 +66,7 @@ def _sequence(flags: tuple[str, ...], options: dict[str, str]) -> SequencePolicy
     direct = "direct" in flags
     delay = nanoseconds(options.get("delay", "0s"))
     preferred = tuple(int(size) for size in options.get("preferred", "").split(",") if size)
-    kinds = {"strings": True, "integers": False}
+    kinds = {"strings": IdControl("ID", "BYTES"), "integers": IdControl("ID", "UINT64")}
     return SequencePolicy(
         direct,
         max(1, int(options.get("max_batch" if direct else "candidates", 8 if direct else 1))),

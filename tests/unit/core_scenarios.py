@@ -244,8 +244,8 @@ class Scenario(Operating, Streaming, Calling):
             self.named[name] = self.connect(name, plane, outputs, audience)
 
     def do_infer(self, client: str, first: str, *flags: str, **options: str) -> list[Event]:
-        """infer a 1 or infer a 1-5: requests of client a, with rows= shape= without= at= outputs= and so on, or with
-        sequence=7, and with the flags `start` and `end`."""
+        """infer a 1 or infer a 1-5: requests of client a, with rows= shape= x= (the shape of x) without= at= and so on,
+        or with sequence=7, and with the flags `start` and `end`."""
         start, _, end = first.partition("-")
         options |= dict.fromkeys(flags, "yes")
         return [self._infer(self.named[client], number, options) for number in range(int(start), int(end or start) + 1)]
@@ -286,7 +286,9 @@ class Scenario(Operating, Streaming, Calling):
         for spec in policy.inputs:
             if spec.name in leave_out:
                 continue
-            dims = [tail[min(i, len(tail) - 1)] if dim == -1 else dim for i, dim in enumerate(spec.dims)]
+            given = options.get(spec.name, "") if spec.dtype != "BOOL" else ""
+            own = [int(dim) for dim in given.split(",")] if given else tail
+            dims = [own[min(i, len(own) - 1)] if dim == -1 else dim for i, dim in enumerate(spec.dims)]
             shape = (rows, *dims) if policy.max_batch else tuple(dims)
             size = 1 if spec.dtype == "BOOL" else 4
             for dim in shape:
@@ -420,6 +422,11 @@ class Scenario(Operating, Streaming, Calling):
 
     def do_show(self, *what: str) -> None:
         """What is counted of the model, or where everything stands."""
+        failed = self.core.state.models[self.model].failed
+        if "change" in what:
+            self.line(
+                f"the last change failed at {clock(failed.at - START)}: {failed.reason}" if failed else "all well"
+            )
         for version in self.core.state.models[self.model].generations():
             counted = version.statistics
             if "reasons" in what:

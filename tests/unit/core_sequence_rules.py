@@ -27,6 +27,8 @@ class Story:
     broken: bool = False
     begun: int = 0
     """How many of `asked` a worker has begun."""
+    told: int | str | None = None
+    """The id that workers know it by: another one where a sequence of another user has the name."""
     at: tuple[int, int] | None = None
     """The worker, and the slot there."""
 
@@ -44,7 +46,8 @@ class Rules:
     def __init__(self, idle_ns: int, slots: int, direct: bool) -> None:
         self.idle_ns, self.slots, self.direct = idle_ns, slots, direct
         self.generation = 0
-        self.live: dict[int | str, Story] = {}
+        self.live: dict[tuple[str, int | str], Story] = {}
+        """By user and id."""
         self.of: dict[Asked, Story] = {}
         self.ends: set[Asked] = set()
         self.kept: dict[int, dict[int | str, Kept]] = {}
@@ -55,18 +58,16 @@ class Rules:
 
     def must_take(self, asked: Asked, user: str, name: int | str, start: bool, end: bool, now: int) -> bool:
         """Whether this request must be taken; if so it is part of a sequence from now on."""
-        story = self.live.get(name)
+        story = self.live.get((user, name))
         if story is not None and not story.waits_for_answer and now >= story.active + self.idle_ns:
-            del self.live[name]
+            del self.live[user, name]
             story = None
-        if story is not None and story.user != user:
-            return False
         if not start and (story is None or story.over):
             return False
         if story is None or story.over or (start and story.generation != self.generation):
             if story is not None:
                 story.over = True
-            story = self.live[name] = Story(name, user, self.generation, now)
+            story = self.live[user, name] = Story(name, user, self.generation, now)
         story.asked.append(asked)
         story.waits_for_answer.add(asked)
         story.active = now
@@ -86,20 +87,21 @@ class Rules:
         story.active = now
         if given_up:
             self.broken(story)
-        elif story.over and not story.waits_for_answer and self.live.get(story.name) is story:
-            del self.live[story.name]
+        elif story.over and not story.waits_for_answer and self.live.get((story.user, story.name)) is story:
+            del self.live[story.user, story.name]
 
     def broken(self, story: Story) -> None:
         story.broken = True
-        if self.live.get(story.name) is story:
-            del self.live[story.name]
+        if self.live.get((story.user, story.name)) is story:
+            del self.live[story.user, story.name]
 
     # ------------------------------------------------------------------------------------ what workers see
 
     def begins(self, worker: int, slot: int, asked: Asked, name: int | str, start: bool, end: bool) -> None:
         story = self.of[asked]
         kept = self.kept.setdefault(worker, {})
-        assert name == story.name
+        story.told = name if story.told is None else story.told
+        assert name == story.told, "a worker knows a sequence by two ids"
         assert asked not in self.running, "a request runs twice at a time"
         if asked in self.again:
             self.again.remove(asked)
@@ -130,7 +132,8 @@ class Rules:
         if again:
             self.again.add(asked)
         elif asked in self.ends:
-            self.kept[worker][story.name].ended = True
+            assert story.told is not None
+            self.kept[worker][story.told].ended = True
 
     def told(self, worker: int, name: int | str) -> None:
         """EndSequences. One that the worker has never begun is nothing to it."""
@@ -140,8 +143,8 @@ class Rules:
             assert not any(asked in self.running for asked in story.asked), "told that it is over while it runs"
             assert story.broken or story.over or not story.waits_for_answer, f"{name} goes on: {story}"
             kept.ended = True
-            if not story.broken and self.live.get(name) is story:
-                del self.live[name]  # it was idle
+            if not story.broken and self.live.get((story.user, story.name)) is story:
+                del self.live[story.user, story.name]  # it was idle
 
     def dies(self, worker: int, bound: list[Story]) -> None:
         """`bound`: the sequences that had their place there."""

@@ -12,6 +12,7 @@ from shmserve.clients.gateway.grpc.services import Services
 from shmserve.clients.gateway.guards.access import Access
 from shmserve.clients.gateway.kserve.answers import Held
 from shmserve.clients.gateway.regions import Regions
+from shmserve.clients.gateway.shares import Payer, Shares
 from shmserve.errors import InvalidRequest
 from shmserve.messages import Part, Tensor
 from shmserve.session import StreamTicket, Ticket
@@ -58,10 +59,14 @@ class Stream:
     def __init__(self, path: str, **metadata: str) -> None:
         self.path = path
         self.metadata = metadata
+        self.shares = Shares().connect("127.0.0.1")
         self.writable = True
         self.paused = False
         self.sent: list[bytes] = []
         self.end: tuple[int, str] | None = None
+
+    def payer(self, token: str) -> Payer:
+        return self.shares.payer(token)
 
     def send(self, parts: Sequence[Any]) -> None:
         assert self.end is None

@@ -4,21 +4,25 @@ what the caller says is made by h2 or by hand, never by what is tested.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import h2.config
 import h2.connection
 import h2.events
 import h2.exceptions
 
+from shmserve.clients.gateway.budget import Budget
+from shmserve.clients.gateway.http2.backlog import Backlog
 from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.protocol import Http2
-from shmserve.clients.gateway.http2.seam import Application, Call, Stream
+from shmserve.clients.gateway.http2.seam import Application, Awaits, Call, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer
-from shmserve.errors import Unavailable
+from shmserve.clients.gateway.shares import Shares
+from shmserve.clients.gateway.turns import Turns
 
 HEADERS = [
     (":method", "POST"),
@@ -32,6 +36,8 @@ HEADERS = [
 
 class Echo:
     """Sends back every message, and notes what it is told."""
+
+    awaits = Awaits.NEXT_REQUEST
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -64,12 +70,18 @@ class Echo:
 class Host:
     """What connections share, with a clock that is set by hand."""
 
-    def __init__(self, application: Callable[[Stream], Call] = Echo, **limits: Any) -> None:
+    def __init__(self, application: Callable[[Stream], Call] = Echo, held_bytes: int = 1 << 30, **limits: Any) -> None:
+        self.budget = Budget(held_bytes)
         self.limits = Limits(**limits)
+        self.shares = Shares()
+        self.later: deque[Callable[[], None]] = deque()
+        self.loop = cast(Any, SimpleNamespace(call_soon=self.later.append))
+        self.turns = Turns(self.loop)
+        self.backlog = Backlog(self.loop)
         self.calls: list[Any] = []
         self.turn = 0
+        self.stream_turns = 1000
         self.time = 0.0
-        self.held = 0
         self.answers: Counter[int] = Counter()
         self.expiring: set[Any] = set()
         self._make = application
@@ -83,14 +95,16 @@ class Host:
         self.calls.append(made)
         return made
 
+    def turn_once(self) -> None:
+        for _ in range(len(self.later)):
+            self.later.popleft()()
+
     def now(self) -> float:
         return self.time
 
-    def hold(self, size: int) -> None:
-        if size > 0 and self.held + size > self.limits.held_bytes:
-            raise Unavailable(f"over {self.limits.held_bytes}")
-        self.held += size
-        assert self.held >= 0
+    @property
+    def held(self) -> int:
+        return self.budget.held
 
     def answered(self, code: int) -> None:
         self.answers[code] += 1
@@ -127,12 +141,20 @@ class Caller:
             self.h2.update_settings({4: window})
             self.turn()
 
+    def feed(self, data: bytes) -> None:
+        """In as many turns of the loop as it takes."""
+        self.core.feed(data)
+        while self.core.more or self.host.later:
+            if self.core.more:
+                self.core.feed(b"")
+            self.host.turn_once()
+
     def turn(self) -> None:
         """Until neither side has anything to say."""
         while True:
             data = self.h2.data_to_send()
             if data:
-                self.core.feed(data)
+                self.feed(data)
             out, self.core.out = self.core.out, []
             self.core.taken()
             if not data and not out:
@@ -196,7 +218,7 @@ class Caller:
     def raw(self, parts: Sequence[bytes]) -> list[tuple[int, int, int, bytes]]:
         """Frames as answers to bytes made by hand: kind, flags, stream, payload."""
         for part in parts:
-            self.core.feed(part)
+            self.feed(part)
         out, self.core.out = b"".join(map(bytes, self.core.out)), []
         self.core.taken()
         found = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shmserve.repo.check import Checked, Finding, check
+from shmserve.repo.onnx_bytes import Node, wrapped
 
 BACKENDS = ("identity", "onnxruntime", "python")
 TENSOR = "data_type: TYPE_FP32 dims: [ 3 ]"
@@ -18,6 +19,11 @@ input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ]
 output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ]
 """
 SOURCE = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+
+
+def network(batch: int | str = "batch") -> bytes:
+    """An ONNX file of y = x, with the inputs and outputs of GOOD."""
+    return wrapped(b"\x3a\x00", [Node("Identity", ["x"], ["y"])], [], {"x": (batch, 3)}, {"y": (batch, 3)}, {})
 
 
 Files = dict[str, str | bytes]

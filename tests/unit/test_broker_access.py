@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import grp
 import os
@@ -18,11 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve import wire
 from shmserve.access import EVERYTHING, INFER, NOBODY, OBSERVE, OPERATE
 from shmserve.broker import lane
 from shmserve.broker.access import Access, Principal, Rule, rule
 from shmserve.broker.lane import LaneDoor, give, open_to_group, peer, room_for
 from shmserve.errors import Denied
+from shmserve.messages import BrokerMessage, Goodbye
 from tests.fake_loop import Loop
 
 ME = pwd.getpwuid(os.geteuid())
@@ -123,28 +126,43 @@ def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]
     assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
 
 
-def test_out_of_descriptors_nobody_is_let_in_for_a_while(
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+
+
+def test_out_of_descriptors_connections_are_refused_for_a_while(
     door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneDoor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the loop does not spin meanwhile."""
+    """The waiting connection is told why, and the loop does not spin meanwhile."""
     loop, path, opened, _ = door
     (accept,) = loop.readers.values()
-    with connected(path):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest = os.open("/dev/null", os.O_RDONLY)
-        os.close(lowest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-        try:
+    with connected(path) as refused:
+        with no_descriptor_left():
             accept()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert not opened
         assert not loop.readers
         assert os.strerror(errno.EMFILE) in caplog.text
-        loop.fire()
-        (accept,) = loop.readers.values()
+        (goodbye,) = wire.Codec(BrokerMessage).decode(refused.recv(1 << 16))
+        assert isinstance(goodbye, Goodbye)
+        assert "too many open files" in goodbye.text
+        assert refused.recv(1) == b""
+    loop.fire()
+    (accept,) = loop.readers.values()
+    with connected(path):
         accept()
-        assert len(opened) == 1
+    assert len(opened) == 1
 
 
 def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

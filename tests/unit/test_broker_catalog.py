@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.broker import catalog as module
-from shmserve.broker.catalog import SNAPSHOT, Catalog, Reading, read_descriptor
+from shmserve.broker.catalog import PINS, Catalog, Reading, read_descriptor
 from shmserve.broker.overrides import Given
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.compile import Cores
+from shmserve.repo.generation import Generations
 from shmserve.repo.override import parse_override
 from shmserve.repo.schema import ModelConfig, decode_config, encode_config
 from shmserve.repo.snapshot import take
@@ -40,7 +42,12 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(root: Path) -> Catalog:
-    return Catalog([root], {"default-max-batch-size": "4"}, Cores((0, 1, 2, 3)))
+    return Catalog([root], {"default-max-batch-size": "4"}, Cores((0, 1, 2, 3)), generations=kept(root.parent))
+
+
+def kept(folder: Path) -> Generations:
+    (folder / "kept").mkdir()
+    return Generations(folder / "kept")
 
 
 def deploy(catalog: Catalog, given: Given | None = None, operation: int = 0) -> Deploy:
@@ -142,7 +149,7 @@ def test_what_was_unloaded_is_read_anew(catalog: Catalog) -> None:
     catalog.forget("m")
     second = sources(catalog)
     assert not {*first.values()} & {*second.values()}, "though the old ones may still finish what they have"
-    assert catalog.prune(second.values()) == []
+    catalog.prune(second.values())
     with pytest.raises(KeyError):
         catalog.load_order(spawn(catalog, first[1]))
 
@@ -202,27 +209,54 @@ def test_a_worker_may_not_change_everything(catalog: Catalog) -> None:
 # ---------------------------------------------------------------------------------------------- orders for workers
 
 
-@pytest.mark.parametrize("verified", [False, True])
-def test_a_worker_is_told_what_the_files_look_like(root: Path, verified: bool) -> None:
-    catalog = Catalog([root], {"key": "value"}, Cores((0,)), verified=verified)
+def test_a_worker_loads_what_was_read(root: Path, tmp_path: Path) -> None:
+    catalog = Catalog([root], {"key": "value"}, Cores((0,)), generations=kept(tmp_path))
     number = sources(catalog)[1]
+    (root / "m" / "1" / "weights").write_text("newer")
+    (root / "m" / "labels.txt").unlink()
     load, descriptor = catalog.load_order(spawn(catalog, number))
     assert isinstance(decode_config(read_descriptor(descriptor)), ModelConfig)
-    assert (load.model, load.version, load.model_dir) == ("m", 1, str(root / "m"))
-    expected = {"key": "value"}
-    if verified:
-        expected[SNAPSHOT] = take(root / "m").of_version(1)
-    assert load.settings == expected
+    assert (load.model, load.version, load.settings) == ("m", 1, {"key": "value"})
+    folder = Path(load.model_dir)
+    assert folder.name == "m"
+    assert not folder.is_relative_to(root)
+    assert ((folder / "1" / "weights").read_text(), (folder / "labels.txt").read_text()) == ("a", "cat\n")
+
+
+def test_a_worker_is_told_how_linked_files_looked(root: Path, tmp_path: Path) -> None:
+    (root / "m" / "1" / "weights").write_bytes(bytes((1 << 20) + 1))
+    catalog = Catalog([root], {}, Cores((0,)), generations=kept(tmp_path))
+    load, descriptor = catalog.load_order(spawn(catalog, sources(catalog)[1]))
+    read_descriptor(descriptor)
+    looks = json.loads(Path(load.settings[PINS]).read_text())
+    assert looks == {"1/weights": list(take(root / "m").files["1/weights"])}
+
+
+def test_a_generation_is_removed_with_what_is_made_of_it(catalog: Catalog, root: Path) -> None:
+    first = sources(catalog)
+    made = set((root.parent / "kept").iterdir())
+    assert len(made) == 2
+    assert sources(catalog) == first
+    assert set((root.parent / "kept").iterdir()) == made, "nothing has changed, and nothing is copied"
+    (root / "m" / "1" / "weights").write_text("newer")
+    second = sources(catalog)
+    catalog.prune([*first.values(), *second.values()])
+    assert len(list((root.parent / "kept").iterdir())) == 3
+    catalog.prune(second.values())
+    assert len(list((root.parent / "kept").iterdir())) == 2
+    catalog.forget("m")
+    catalog.prune([])
+    assert list((root.parent / "kept").iterdir()) == []
 
 
 def test_files_that_came_with_a_call_are_ours(root: Path, tmp_path: Path) -> None:
-    catalog = Catalog([root], {}, Cores((0,)), verified=True)
+    catalog = Catalog([root], {}, Cores((0,)), generations=kept(tmp_path))
     folder = model(tmp_path / "given", "m", "")
     number = sources(catalog, Given(parse_override(OVERRIDE), folder))[1]
     load, descriptor = catalog.load_order(spawn(catalog, number))
     read_descriptor(descriptor)
     assert load.model_dir == str(folder)
-    assert SNAPSHOT not in load.settings
+    assert PINS not in load.settings
 
 
 # ---------------------------------------------------------------------------------------------- what is forgotten
@@ -232,12 +266,12 @@ def test_directories_of_overrides_go_when_nothing_is_made_of_them(catalog: Catal
     folders = [model(tmp_path / f"given{number}", "m", "") for number in range(3)]
     made = [sources(catalog, Given(parse_override(OVERRIDE), folder))[1] for folder in folders]
     assert len(set(made)) == 3
-    assert catalog.prune([made[0]]) == [folders[1]], "the first is served, the last is about to be"
+    catalog.prune([made[0]])
+    assert [folder.exists() for folder in folders] == [True, False, True], "the last is about to be served"
     catalog.forget("m")
-    assert catalog.prune([made[0]]) == [folders[2]]
-    assert catalog.prune([made[0]]) == []
-    assert catalog.prune([]) == [folders[0]]
-    module.remove(folders)
+    catalog.prune([made[0]])
+    assert [folder.exists() for folder in folders] == [True, False, False]
+    catalog.prune([])
     assert list(tmp_path.glob("given*")) == []
 
 
@@ -247,8 +281,10 @@ def test_a_directory_that_two_versions_share(catalog: Catalog, tmp_path: Path) -
     both = OVERRIDE.replace(b'"identity"', b'"identity", "version_policy": {"all": {}}')
     made = sources(catalog, Given(parse_override(both), folder))
     catalog.forget("m")
-    assert catalog.prune([made[2]]) == []
-    assert catalog.prune([]) == [folder]
+    catalog.prune([made[2]])
+    assert folder.exists()
+    catalog.prune([])
+    assert not folder.exists()
 
 
 def test_what_came_with_a_call_goes_when_it_cannot_be_read(
@@ -265,6 +301,37 @@ def test_what_came_with_a_call_goes_when_it_cannot_be_read(
     assert not folder.parent.exists()
     with pytest.raises(InvalidRequest, match="no luck"):
         catalog.read("m")
+
+
+# ---------------------------------------------------------------------------------------------- going back
+
+
+def test_what_was_served_before(catalog: Catalog, root: Path) -> None:
+    with pytest.raises(NotFound, match="'m': it has no previous generation"):
+        catalog.previous("m", 1, [])
+    first = deploy(catalog)
+    (root / "m" / "labels.txt").write_text("dog\n")
+    second = deploy(catalog)
+    served = [target.source for target in first.targets]
+    catalog.replaced("m", served)
+    newer = [target.source for target in second.targets]
+    catalog.prune(newer)
+    assert catalog.previous("m", 7, newer) == replace(first, operation=7)
+    load, descriptor = catalog.load_order(spawn(catalog, served[0]))
+    read_descriptor(descriptor)
+    assert (Path(load.model_dir) / "labels.txt").read_text() == "cat\n"
+
+
+def test_what_was_gone_back_from(catalog: Catalog, root: Path) -> None:
+    first = deploy(catalog)
+    (root / "m" / "labels.txt").write_text("dog\n")
+    newer = [target.source for target in deploy(catalog).targets]
+    catalog.replaced("m", [target.source for target in first.targets])
+    assert not catalog.is_rejected(catalog.read("m"))
+    catalog.previous("m", 7, newer)
+    assert catalog.is_rejected(catalog.read("m"))
+    (root / "m" / "labels.txt").write_text("bird\n")
+    assert not catalog.is_rejected(catalog.read("m"))
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

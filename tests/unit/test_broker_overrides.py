@@ -16,8 +16,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shmserve.broker import overrides as module
-from shmserve.broker.operations import RestartBody, UnloadBody
-from shmserve.broker.overrides import FILES, HEADER_BYTES, IN_MEMORY, LEVELS, Given, Upload, decode_body
+from shmserve.broker.overrides import (
+    FILES,
+    HEADER_BYTES,
+    IN_MEMORY,
+    LEVELS,
+    Given,
+    RestartBody,
+    UnloadBody,
+    Upload,
+    decode_body,
+)
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.session.body import of_load
 
@@ -178,6 +187,14 @@ def test_names_of_models_that_lead_elsewhere(place: Path, model: str) -> None:
 def test_files_in_the_place_of_each_other(place: Path, names: tuple[str, ...]) -> None:
     files = [[name, 1] for name in names]
     refused(place, body_of(files, b"x" * len(files)), f"file '{names[-1]}'", "stands in the place of another one")
+
+
+def test_a_name_may_begin_at_the_directory_of_the_model(place: Path) -> None:
+    found = unpack(place, body_of([["/1/model.py", 1], ["1/b", 1]], b"xy"))
+    assert found is not None
+    assert found.folder is not None
+    assert (found.folder / "1" / "model.py").read_bytes() == b"x"
+    refused(place, body_of([["1/a", 1], ["/1/a", 1]], b"xy"), "stands in the place of another one")
 
 
 def test_names_that_only_look_alike(place: Path) -> None:

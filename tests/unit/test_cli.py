@@ -13,6 +13,7 @@ import pytest
 
 from shmserve.clients import cli
 from shmserve.clients.commands_status import _not_ready, stats_row
+from shmserve.clients.waiting import degraded
 from shmserve.show import NotWritten, as_json, file_name, percentile, storable, timing
 from shmserve.tables import duration_text, shape_text, table, values_text
 
@@ -240,12 +241,14 @@ def test_a_row_of_statistics() -> None:
         )
         | _durations(5, fail=7),
         "batch_reasons": {"idle": 100, "full": 300},
+        "queued": 0,
+        "in_flight": 3,
     }
-    expected = ["m", "2", "2,005", "5", "400", "7.5", "20", "5", "full 300, idle 100"]
+    expected = ["m", "2", "0", "3", "2,005", "5", "400", "7.5", "20", "5", "full 300, idle 100"]
     assert stats_row(entry) == expected
     unused = entry | {"execution_count": 0, "batch_reasons": {}, "inference_stats": {
         name: {"count": 0, "ns": 0} for name in entry["inference_stats"]}}  # fmt: skip
-    assert stats_row(unused) == ["m", "2", "0", "0", "0", "-", "-", "-", "-"]
+    assert stats_row(unused) == ["m", "2", "0", "3", "0", "0", "0", "-", "-", "-", "-"]
 
 
 def test_why_it_is_not_ready() -> None:
@@ -260,3 +263,12 @@ def test_why_it_is_not_ready() -> None:
     assert _not_ready("c", index) == "model 'c' is not ready: c is UNAVAILABLE (no such backend)"
     assert _not_ready("d", index) == "model 'd' is not ready: d is not loaded"
     assert _not_ready(None, index[:1]) == "the server is not ready; it is starting or stopping"
+
+
+def test_what_is_ready_and_degraded() -> None:
+    index = [
+        {"name": "a", "version": "1", "state": "READY", "reason": "", "degraded": False},
+        {"name": "b", "version": "2", "state": "READY", "reason": "degraded, 1 of 2 instances: why", "degraded": True},
+    ]
+    assert degraded(None, index) == degraded("b", index) == ["b 2 is degraded, 1 of 2 instances: why"]
+    assert degraded("a", index) == []

@@ -42,8 +42,8 @@ INDEX: list[dict[str, Any]] = [
     {"name": "mlp", "version": "1", "state": "READY", "reason": "", "default": False, "loading_seconds": 0.25,
      "reloading": False, "instances": [instance("mlp_0_0"), instance("mlp_0_0", state="stopping", pid=40)]},
     {"name": "mlp", "version": "2", "state": "READY", "reason": "", "default": True, "loading_seconds": 3.5,
-     "reloading": True, "instances": [
-        instance("mlp_0_0", pid=42),
+     "reloading": True, "queued": 7, "in_flight": 2, "instances": [
+        instance("mlp_0_0", pid=42, in_flight=2, busy_seconds=12.3),
         instance("mlp_0_1", state="starting", pid=43, kind="KIND_GPU", device=3, memory_bytes=1 << 30),
         instance("mlp_0_2", state="failed", passive=True, pid=0, memory_bytes=0, restarts=3, reason="signal 9"),
      ]},
@@ -60,7 +60,7 @@ class Operated(FakeBroker):
         super().__init__(path)
         self.done: list[tuple[str, str, int, Any]] = []
         self.answers |= {"metadata": {"name": "fake", "version": "1"}, "models": INDEX}
-        for what in ("load", "unload", "restart"):
+        for what in ("load", "unload", "restart", "rollback"):
             self.answers[what] = lambda model, version, body, what=what: self.note(what, model, version, body)
 
     def note(self, what: str, model: str, version: int, body: bytes) -> Any:
@@ -73,7 +73,7 @@ class Operated(FakeBroker):
             raise errors.Internal("it would not")
         if model == "never":
             return NOTHING
-        if what == "load":
+        if what in ("load", "rollback"):
             return {"model": model, **READY, "changed": model != "same", "warnings": ["odd"] if model == "warn" else []}
         gone = {"state": "UNAVAILABLE", "seconds": 1.0}
         versions = [] if model == "nobody" else [{"version": "1", **gone}, {"version": "2", **gone}]
@@ -143,6 +143,14 @@ def test_what_is_sent_along(broker: Operated, tmp_path: Path, monkeypatch: pytes
     assert broker.done.pop() == ("load", "a", 0, {"config": {"backend": "onnxruntime"}})
 
 
+def test_load_previous(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(broker, "load", "a", "--previous") == 0
+    assert broker.done.pop() == ("rollback", "a", 0, None)
+    for words in (("--all", "--previous"), ("a", "--previous", "--config-json", "-")):
+        assert run(broker, "load", *words) == 2
+        assert "--previous" in capsys.readouterr().err
+
+
 def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "unload", "a") == 0
     assert run(broker, "unload", "a", "--no-wait", "--dependents") == 0
@@ -151,6 +159,10 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
     assert run(broker, "restart", "a") == 0
     assert run(broker, "unload", "nobody") == 0
     assert run(broker, "restart", "a", "--json") == 0
+    assert run(broker, "unload", "a", "--force", "--timeout", "5", "--json") == 0
+    assert broker.done.pop() == (
+        "unload", "a", 0, {"unload_dependents": False, "wait": True, "force": True, "timeout": 5},
+    )  # fmt: skip
     assert broker.done == [
         ("unload", "a", 0, {"unload_dependents": False, "wait": True}),
         ("unload", "a", 0, {"unload_dependents": True, "wait": False}),
@@ -169,7 +181,7 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
         "a: versions 1, 2 restarted",
         "nobody: there was nothing to unload",
     ]
-    (found,) = json.loads("\n".join(lines[6:]))
+    (found,), _ = json.loads("[" + "\n".join(lines[6:]).replace("]\n[", "],[") + "]")
     assert [entry["version"] for entry in found["versions"]] == ["1", "2"]
 
 
@@ -249,31 +261,66 @@ def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str
     head, *rows, blank, legend = capsys.readouterr().out.splitlines()
     assert (blank, legend) == ("", "* the version that is used when none is named")
     assert re.split(r"  +", head) == [
-        "model", "version", "state", "instances", "pid", "device", "memory", "loaded in", "reason",
+        "model", "version", "state", "instances", "queued", "in flight", "pid", "device", "memory", "loaded in",
+        "reason",
     ]  # fmt: skip
     assert [re.split(r"  +", row) for row in rows] == [
-        ["mlp", "1", "READY", "1/1", "41 40", "cpu", "100 MiB", "250 ms"],
-        ["mlp", "2*", "READY (reloading)", "1/3", "42 43", "cpu gpu 3", "1.0 GiB", "3.50 s"],
-        ["odd", "1", "UNAVAILABLE", "-", "-", "-", "-", "-", "no such backend"],
-        ["other", "-", "not loaded", "-", "-", "-", "-", "-"],
+        ["mlp", "1", "READY", "1/1", "0", "0", "41 40", "cpu", "100 MiB", "250 ms"],
+        [
+            "mlp",
+            "2*",
+            "READY (reloading)",
+            "1/3",
+            "7",
+            "2",
+            "42 43",
+            "cpu gpu 3",
+            "1.0 GiB",
+            "3.50 s",
+            "mlp_0_0 busy for 12 s",
+        ],
+        ["odd", "1", "UNAVAILABLE", "-", "0", "0", "-", "-", "-", "-", "no such backend"],
+        ["other", "-", "not loaded", "-", "0", "0", "-", "-", "-", "-"],
     ]
     assert "*" not in models_table([INDEX[1], INDEX[2]]), "of one version there is no choice"
 
 
 def test_a_server_that_knows_less() -> None:
     lines = models_table([{"name": "m", "version": "1", "state": "READY", "reason": ""}]).splitlines()
-    assert lines[1].split() == ["m", "1", "READY", "-", "-", "-", "-", "-"]
+    assert lines[1].split() == ["m", "1", "READY", "-", "0", "0", "-", "-", "-", "-"]
 
 
 def test_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "models", "--instances") == 0
     rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 6
-    assert rows[4] == ["mlp", "2", "mlp_0_1", "starting", "gpu 3", "43", "1.0 GiB", "0"]
-    assert rows[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "cpu", "-", "-", "3", "signal 9"]
+    assert rows[4] == ["mlp", "2", "mlp_0_1", "starting", "0", "gpu 3", "43", "1.0 GiB", "0"]
+    assert rows[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "0", "cpu", "-", "-", "3", "signal 9"]
     assert instance_rows(INDEX[3]) == []
     assert run(broker, "models", "--json") == 0
     assert json.loads(capsys.readouterr().out) == INDEX
+
+
+def test_what_is_degraded_is_shown() -> None:
+    lost = {
+        "state": "backoff",
+        "pid": 0,
+        "memory_bytes": 0,
+        "reason": "failed to load: no memory",
+        "retry_seconds": 7.5,
+    }
+    entry = {
+        "name": "m", "version": "1", "state": "READY", "default": True, "degraded": True, "loading_seconds": 1.0,
+        "reason": "degraded, 1 of 3 instances: instance 'm_0_1': failed to load: no memory",
+        "instances": [instance("m_0_0"), instance("m_0_1", **lost), instance("m_0_2", quarantined=True)],
+    }  # fmt: skip
+    line = models_table([entry]).splitlines()[1]
+    assert "READY (degraded)" in line
+    assert " 1/3 " in line
+    assert line.endswith("no memory")
+    rows = instance_rows(entry)
+    assert rows[1][-1] == "failed to load: no memory; next attempt in 7.5 s"
+    assert rows[2][3] == "ready (quarantined)"
 
 
 def test_config(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:

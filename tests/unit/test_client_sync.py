@@ -10,6 +10,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -410,17 +411,25 @@ def test_interrupted_by_a_signal(client: shmserve.Client, broker: FakeBroker) ->
         while not client._engine._leading:
             pass
         os.kill(os.getpid(), signal.SIGINT)
-        if not caught.wait(5):  # it came in the moment before the system call, where Python does not look for it
+        while not caught.wait(0.05):  # it came in the moment before the system call, where Python does not look for it
             os.kill(os.getpid(), signal.SIGINT)
+
+    def once(number: int, frame: FrameType | None) -> None:
+        if not caught.is_set():
+            caught.set()
+            raise KeyboardInterrupt
 
     caught = threading.Event()
     thread = threading.Thread(target=interrupt)
     future = client.submit("hold", {"x": X})
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        thread.start()
-        future.result()
-    caught.set()
-    thread.join()
+    before = signal.signal(signal.SIGINT, once)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            thread.start()
+            future.result()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     np.testing.assert_array_equal(client.infer("echo", {"x": X})["x"], X)
     while not future.done():
         peer, infer, frames = broker.parked.get(timeout=20)

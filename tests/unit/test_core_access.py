@@ -61,6 +61,7 @@ NEEDED = {
     "load": OPERATE,
     "unload": OPERATE,
     "restart": OPERATE,
+    "rollback": OPERATE,
     "set_log": OPERATE,
     "set_trace": OPERATE,
 }

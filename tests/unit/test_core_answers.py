@@ -180,6 +180,7 @@ def test_welcome_tells_the_limits() -> None:
         "inline_bytes": 4096,
         "frame_bytes": 1 << 20,
         "client_requests": 5,
+        "client_questions": 1024,
         "client_segments": 6,
         "client_held_bytes": 7,
         "device_memory": 1,

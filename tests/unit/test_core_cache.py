@@ -78,6 +78,7 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (((x(1),), None, {"parameters": {"a": 1}}), ((x(1),), None, {"parameters": {"a": 2}})),
     (((x(1),), None, {"parameters": {"a": 1}}), ((x(1),), None, {"parameters": {"a": True}})),
     (((x(1),), None, {"parameters": {"a": 1}}), ((x(1),), None, {"parameters": {"a": 1.0}})),
+    (((x(1),), None, {"parameters": {"a": 0.0}}), ((x(1),), None, {"parameters": {"a": -0.0}})),
     (((x(1),), None, {"parameters": {"a": "1"}}), ((x(1),), None, {"parameters": {"b": "1"}})),
 ]
 

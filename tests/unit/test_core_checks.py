@@ -68,7 +68,7 @@ def test_unknown_input() -> None:
 
 
 def test_an_input_given_twice() -> None:
-    assert refused(checker(8, *TWO), tensor(), tensor()) == "input 'INPUT0' is given twice for model 'm'"
+    assert refused(checker(8, *TWO), tensor(), tensor()) == "input 'INPUT0' already exists in request to model 'm'"
 
 
 def test_type() -> None:
@@ -125,7 +125,7 @@ def test_strings() -> None:
 
 def test_no_strings_have_no_bytes() -> None:
     one = checker(8, TensorSpec("INPUT1", "BYTES", (-1,)))
-    assert one.check((tensor("INPUT1", (1, 0), "BYTES", 0),), None) == (1, (("INPUT1", (0,)),), 0, False)
+    assert one.check((tensor("INPUT1", (1, 0), "BYTES", 0),), None) == (1, (("INPUT1", (0,)),), 0, False, 0)
     assert "expected 0 string elements" in refused(one, tensor("INPUT1", (1, 0), "BYTES", 3))
 
 
@@ -134,9 +134,12 @@ def test_outputs() -> None:
     assert refused(one, tensor(), outputs=(Wanted("z"),)) == (
         "unexpected inference output 'z' for model 'm', its outputs are: w, y"
     )
-    assert refused(one, tensor(), outputs=(Wanted("y"), Wanted("y"))) == "output 'y' is asked for twice for model 'm'"
-    assert one.check((tensor(),), (Wanted("w"), Wanted("y"))) == (1, None, 64, False)
-    assert one.check((tensor(),), ()) == (1, None, 64, False)
+    assert (
+        refused(one, tensor(), outputs=(Wanted("y"), Wanted("y")))
+        == "output 'y' already exists in request to model 'm'"
+    )
+    assert one.check((tensor(),), (Wanted("w"), Wanted("y"))) == (1, None, 64, False, 0)
+    assert one.check((tensor(),), ()) == (1, None, 64, False, 0)
     assert one.check((tensor(),), (Wanted("w", Handle(1, 2, 3)),))[3]
 
 
@@ -162,7 +165,7 @@ def test_sizes_that_no_machine_has() -> None:
 
 def test_scalars_and_models_without_batches() -> None:
     one = checker(0, TensorSpec("x", "INT64", ()), TensorSpec("z", "BOOL", (3,)))
-    assert one.check((tensor("x", (), "INT64"), tensor("z", (3,), "BOOL")), None) == (0, None, 11, False)
+    assert one.check((tensor("x", (), "INT64"), tensor("z", (3,), "BOOL")), None) == (0, None, 11, False, 0)
 
 
 def test_what_may_share_a_batch() -> None:
@@ -212,7 +215,7 @@ def test_exactly_the_right_ones_are_let_in(
     made = Tensor("x", dtype, shape, bytes(max(0, size) + off))
     for _ in range(2):  # the second time from memory
         try:
-            rows, _, inline, outside = one.check((made,), None)
+            rows, _, inline, outside, _ = one.check((made,), None)
         except InvalidRequest:
             assert not good
         else:

@@ -62,7 +62,7 @@ class Computing(World):
     """Workers that compute, and the memory that tensors are in."""
 
     def __init__(self, random: Random) -> None:
-        super().__init__(Limits(restarts=1000, backoff_ns=MS, backoff_max_ns=MS, execution_ns=0, load_ns=0))
+        super().__init__(Limits(backoff_ns=MS, backoff_max_ns=MS, execution_ns=0, load_ns=0))
         self.random = random
         self.kinds: dict[str, Kind] = {}
         self.memory: dict[int, dict[int, bytes]] = {}

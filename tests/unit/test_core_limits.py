@@ -15,7 +15,21 @@ from shmserve.core import events
 from shmserve.core.crowd import EXPELLED_NS, EXPULSIONS
 from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits, defaults, shown
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
-from shmserve.messages import PROTOCOL, Fail, Goodbye, Hello, Infer, Reclaim, Reply, Return, Tensor, Unmap, Welcome
+from shmserve.messages import (
+    FIELD_BYTES,
+    PROTOCOL,
+    Fail,
+    Goodbye,
+    Hello,
+    Infer,
+    Options,
+    Reclaim,
+    Reply,
+    Return,
+    Tensor,
+    Unmap,
+    Welcome,
+)
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
@@ -149,6 +163,44 @@ def test_bytes_that_wait(name: str) -> None:
     world.advance(world.now + 1)  # what waits is counted once in a turn
     world.infer(greedy, 10, 256)
     assert len(greedy.open) == 10
+
+
+LARGE = Options(parameters={f"p{n}": "v" * (60 << 10) for n in range(3)})
+
+
+@pytest.mark.parametrize("name", ["model_queue_bytes", "queue_bytes"])
+def test_parameters_that_wait_are_counted(name: str) -> None:
+    """Three of 60 KiB each in a request: 1 MiB has room for five, beside the one that runs."""
+    world = Crowded(**{name: 1 << 20})
+    greedy, modest = world.connect("greedy"), world.connect("modest")
+    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
+    for number in range(1, 31):
+        greedy.sends(number)
+        world.turn([(greedy.peer, Infer(number, "m", 0, (tensor,), None, 0, LARGE))])
+    told(world.fails(greedy), name, 1 << 20)
+    assert 5 <= len(greedy.open) <= 9
+    world.infer(modest)
+    assert not world.fails(modest)
+    world.finish()
+    world.advance(world.now + 1)
+    assert world.core.state.clients[greedy.peer].bytes == 0
+    greedy.sends(31)
+    world.turn([(greedy.peer, Infer(31, "m", 0, (tensor,), None, 0, LARGE))])
+    assert greedy.open == {31}
+
+
+@pytest.mark.parametrize("value", ["v" * (FIELD_BYTES + 1), "é" * (FIELD_BYTES // 2 + 1)])
+def test_a_parameter_may_have_the_bytes_of_a_field(value: str) -> None:
+    world = Crowded()
+    client = world.connect("a")
+    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
+    for number, text in ((1, value), (2, value[:-1])):
+        client.sends(number)
+        world.turn([(client.peer, Infer(number, "m", 0, (tensor,), None, 0, Options(parameters={"p": text})))])
+    (fail,) = world.fails(client)
+    assert (fail.request, fail.code) == (1, "INVALID_ARG")
+    assert f"parameter 'p' has {len(value.encode())} bytes, over the limit of {FIELD_BYTES}" in fail.text
+    assert client.open == {2}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), max_size=30), st.integers(1, 20))
@@ -338,10 +390,11 @@ def test_the_table_has_each_once_with_a_reason() -> None:
 
 
 def test_every_limit_has_its_test() -> None:
-    """Of those above; client_outbox_bytes is the links', and reached in tests/process/test_broker.py."""
+    """Others are in test_core_questions.py, tests/process/test_broker.py, and test_broker_turns.py."""
     source = Path(__file__).read_text()
     for row in NAMED:
-        assert row.name == "client_outbox_bytes" or f'"{row.name}"' in source, row.name
+        elsewhere = row.name in ("client_questions", "client_outbox_bytes", "outbox_bytes")
+        assert elsewhere or f'"{row.name}"' in source, row.name
 
 
 def test_sizes_are_written_for_people() -> None:

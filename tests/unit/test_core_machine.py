@@ -22,11 +22,20 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.effects import Kill, Send
 from shmserve.core.limits import Limits
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
+from shmserve.core.policy import (
+    BatchPolicy,
+    ModelPolicy,
+    PaddingPolicy,
+    QueuePolicy,
+    StepPolicy,
+    TensorSpec,
+    TimeoutAction,
+)
 from shmserve.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, Options, Reply, Return, Tensor, Unmap, Wanted
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_world import World
@@ -36,11 +45,11 @@ LIMITS = Limits(
     client_requests=30,
     client_segments=5,
     client_held_bytes=400,
-    restarts=3,
     backoff_ns=2 * MS,
     backoff_max_ns=8 * MS,
     execution_ns=0,
     load_ns=0,
+    exit_ns=30 * MS,
 )
 BROKER_SEGMENT = 1
 Y = (TensorSpec("y", "FP32", (-1,)), TensorSpec("w", "FP32", (-1,)))
@@ -66,6 +75,7 @@ NESTED = (
 )
 EXPIRES = QueuePolicy(TimeoutAction.REJECT, 9 * MS, True, 3)
 DELAYS = QueuePolicy(TimeoutAction.DELAY, 4 * MS, True)
+PADDING = PaddingPolicy((("x", (0,)),), lookahead=5, multiple=2, batch_cost=3)
 MODELS = (
     (model("plain", 8, (FIXED,), BatchPolicy()), 1, "y"),
     (model("pair", 6, (VARIES,), BatchPolicy()), 2, ""),
@@ -74,6 +84,9 @@ MODELS = (
     (model("ordered", 4, (FIXED,), BatchPolicy(preserve_ordering=True)), 2, "y w"),
     (model("strict", 2, (FIXED,), BatchPolicy((), 0, True, 0, 0, EXPIRES)), 2, ""),
     (model("single", 3, (FIXED,), None), 1, "y"),
+    (replace(model("padded", 3, (VARIES,), BatchPolicy()), padding=PADDING), 1, "y"),
+    (replace(model("patient", 4, (VARIES,), BatchPolicy((3,), 6 * MS)), padding=PADDING), 2, ""),
+    (replace(model("levelled", 3, (VARIES,), BatchPolicy((), 0, False, 2, 1, DELAYS)), padding=PADDING), 1, ""),
     (model("flat", 0, (VARIES,), BatchPolicy()), 1, "y"),
     (ModelPolicy("chain", 1, 3, (FIXED,), (*Y, TensorSpec("v", "FP32", (-1,))), steps=CHAIN), 0, ""),
     (ModelPolicy("nested", 1, 3, (FIXED,), Y, steps=NESTED), 0, ""),
@@ -81,7 +94,7 @@ MODELS = (
 MEMBERS = {"chain": {"plain", "ordered", "single"}, "nested": {"chain", "plain", "ordered", "single"}}
 
 NAMES = [policy.name for policy, _, _ in MODELS]
-AHEAD = ["plain", "pair", "timed", "ordered"]
+AHEAD = ["plain", "pair", "timed", "ordered", "padded"]
 
 
 class Slow(World):
@@ -197,7 +210,7 @@ class CoreMachine(RuleBasedStateMachine):
         count=st.integers(1, 5),
         rows=st.integers(0, 3),
         where=st.sampled_from(["inline", "own", "own", "held", "forged", "frame"]),
-        shape=st.integers(1, 2),
+        shape=st.sampled_from([1, 2, 9]),
         optional=st.booleans(),
         options=st.sampled_from([None, Options(priority=1), Options(priority=3), Options(queue_timeout_us=2000)]),
         timeout_ms=st.sampled_from([0, 0, 0, 1, 3, 9]),

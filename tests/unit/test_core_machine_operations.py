@@ -33,7 +33,9 @@ class Operated(Slow):
         self.settled: dict[int, str] = {}
 
     def tell(self, effect: Any) -> None:
-        if isinstance(effect, Kill) and effect.reason == "it is not wanted any more":
+        if isinstance(effect, Kill) and effect.reason.startswith(
+            ("it is not wanted any more", "it was restarted, and")
+        ):
             return
         if isinstance(effect, Settled):
             assert effect.operation not in self.settled, f"operation {effect.operation} is over twice"

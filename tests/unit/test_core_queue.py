@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
-from shmserve.core.queue import Level, RequestQueue
+from shmserve.core.queue import IDLE_LEVELS, Level, RequestQueue
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """The machine may be busy with other things."""
@@ -61,6 +61,32 @@ def test_costs_count_in_rows() -> None:
     taken = waiting.take(50)
     mine = sum(each.cost for each in taken if each.client.number == 1)
     assert abs(mine - sum(each.cost for each in taken if each.client.number == 2)) <= 4
+
+
+def test_as_many_levels_as_64_bits_can_count() -> None:
+    last = 2**64 - 1
+    waiting = queue(BatchPolicy(levels=last, default_level=last, level_policies={7: QueuePolicy(max_size=3)}))
+    assert [waiting.level_of(given) for given in (0, 1, 2**40, last, last + 1)] == [last, 1, 2**40, last, last]
+    for name, level in enumerate((last, 2**40, 1, 2**40, 7)):
+        waiting.add(request(level=level, name=name))
+    assert waiting.level(7).policy.max_size == 3
+    assert names(waiting.in_order()) == [2, 4, 1, 3, 0]
+    assert names(waiting.take(3)) == [2, 4, 1]
+    assert names(waiting.take(3)) == [3, 0]
+
+
+def test_levels_that_are_empty_again_take_no_memory_and_a_request_put_back_stays_first() -> None:
+    waiting = queue(BatchPolicy(levels=2**64 - 1, default_level=1))
+    early = request(level=5, name=1, cost=9)
+    waiting.add(early)
+    assert waiting.take(1) == [early]
+    for level in range(1000, 3000):
+        waiting.add(request(level=level))
+        waiting.take(1)
+    assert len(waiting._levels) <= IDLE_LEVELS
+    waiting.put_back(early)
+    waiting.add(request(level=5, name=2))
+    assert names(waiting.in_order()) == [1, 2]
 
 
 def test_what_was_cancelled_is_not_charged() -> None:

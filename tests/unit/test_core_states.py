@@ -52,7 +52,7 @@ def thing(state: Any) -> Any:
     elif isinstance(state, InstanceState):
         made = Instance(InstanceSpec("m_0"), peer=9, deaths=2, reason="signal SIGSEGV")
     elif isinstance(state, SequenceState):
-        made = Sequence(("m", 0, 5), "uid:1000", version(), 0)
+        made = Sequence(("m", 0, 5, "uid:1000"), 5, version(), 0)
     else:
         made = version()
     made.state = state

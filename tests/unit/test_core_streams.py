@@ -25,7 +25,7 @@ def ask(number: int, window: int) -> Infer:
 @settings(max_examples=50, deadline=None)
 @given(window=NUMBERS.filter(bool), before=st.lists(NUMBERS, max_size=3), after=st.lists(NUMBERS, max_size=3))
 def test_whatever_room_callers_claim_the_worker_can_read(window: int, before: list[int], after: list[int]) -> None:
-    world = World(Limits(restarts=1))
+    world = World(Limits(crashes=1))
     world.deploy(STREAM)
     client, worker = world.connect("a"), world.worker("stream_0")
     client.sends(1, window)
@@ -56,3 +56,27 @@ def test_who_says_more_of_what_is_over_or_not_its_own_is_not_heard() -> None:
     assert isinstance(client.answers[1], Part)
     world.turn([(client.peer, More(1, 5)), (client.peer, More(7, 5))])
     assert not world.core.state.requests
+
+
+def test_time_to_the_first_of_many_responses() -> None:
+    """Each request counts once, when its first part goes out; a final one with nothing in it is none."""
+    world = World(Limits(first_responses=True))
+    world.deploy(STREAM)
+    client, worker = world.connect("a"), world.worker("stream_0")
+    for number in (1, 2):
+        client.sends(number, 5)
+    world.turn([(client.peer, ask(1, 5)), (client.peer, ask(2, 5))])
+    world.advance(world.now + 5 * MS)
+    first, second = worker.streams
+    for request, last, empty in ((first, False, False), (first, False, False), (second, True, True)):
+        world.now += 20 * MS
+        worker.part(request, last, empty)
+        world.turn(world.heard(worker))
+    world.now += 1000 * MS
+    worker.part(first, last=True)
+    world.turn(world.heard(worker))
+    counted = world.core.state.models["stream"].versions[1].statistics
+    assert counted.success_count == 2
+    assert counted.first is not None
+    assert counted.first.counts == [1, 0, 0, 0, 0]
+    assert counted.first.sum_ns == 25 * MS

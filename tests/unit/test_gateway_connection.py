@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.access import ROLES
+from shmserve.clients.gateway.budget import Budget
 from shmserve.clients.gateway.guards.access import Access
 from shmserve.clients.gateway.http.connection import Connection
 from shmserve.clients.gateway.http.heads import Heads
 from shmserve.clients.gateway.http.limits import Limits
+from shmserve.clients.gateway.http.requests import SCRAPES, Requests
+from shmserve.clients.gateway.receive import ReceiveBuffer
+from shmserve.clients.gateway.regions import Regions
+from shmserve.clients.gateway.shares import Shares
+from shmserve.clients.gateway.turns import Turns
+from shmserve.errors import Unavailable
 from tests.unit.test_gateway_http import chunked, lines
 
 
@@ -48,6 +55,9 @@ class Transport:
     def resume_reading(self) -> None:
         self.pauses.append(False)
 
+    def get_extra_info(self, name: str) -> Any:
+        return ("192.0.2.1", 1000)
+
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
@@ -69,23 +79,24 @@ class Echo:
 
     def prepare(self, connection: Connection, head: Any, first: bytes) -> None:
         half = head.length // 2
-        begin, end = bytearray(half), bytearray(head.length - half)
+        begin, end = ReceiveBuffer(half), ReceiveBuffer(head.length - half)
 
         def whole(left: bytes) -> None:
             assert not left
             connection.complete()
-            connection.whole(bytes(begin + end))
+            connection.whole(bytes(begin.memory) + bytes(end.memory))
 
-        connection.fill([memoryview(begin), memoryview(end)], first, whole)
+        connection.fill([begin, end], first, whole)
 
 
 def connected(at_once: bool = True, **limits: int) -> tuple[Connection, Transport, Echo, list[Callable[[], None]]]:
     later: list[Callable[[], None]] = []
     echo = Echo(at_once)
+    loop: Any = SimpleNamespace(call_soon=later.append)
     door: Any = SimpleNamespace(
-        turn=0, stopping=False, heads=Heads(Access(ROLES)), limits=Limits(**limits), requests=echo,
-        loop=SimpleNamespace(call_soon=later.append), enter=lambda connection: True, leave=lambda connection: None,
-        hold=lambda size: None, answered=lambda status: None, least_bytes=10, idle_turns=100,
+        turn=0, now=lambda: 0.0, stopping=False, heads=Heads(Access(ROLES)), limits=Limits(**limits), requests=echo,
+        loop=loop, turns=Turns(loop), enter=lambda connection: True, leave=lambda connection: None,
+        budget=Budget(1 << 30), shares=Shares(), answered=lambda status: None, least_bytes=10, idle_turns=100,
     )  # fmt: skip
     connection, transport = Connection(door), Transport()
     connection.connection_made(transport)
@@ -169,7 +180,7 @@ def test_answers_wait_for_callers_who_do_not_read() -> None:
     ("sent", "status"),
     [
         (b"\0" * 40_000, 431),
-        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 6000, 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 6000, 431),
         (b"no HTTP\r\n\r\n", 400),
         (lines("Content-Length: 1001"), 400),
         (lines("Transfer-Encoding: chunked") + b"no", None),
@@ -247,3 +258,169 @@ def test_any_bytes_do_no_harm(pieces: list[bytes]) -> None:
     connection.connection_lost(None)
     for status, _ in answered(transport.sent):
         assert status in (200, 400, 404, 405, 431, 501, 505)
+
+
+# ---------------------------------------------------------------------------------------- request smuggling
+
+_CHUNKED = lines("Transfer-Encoding: chunked")
+_HIDDEN = lines("Content-Length: 0", first="GET /v2/health/live HTTP/1.1")
+
+
+def _first(text: bytes) -> bytes:
+    return b"POST /v2/models/m/infer HTTP/1.1\r\n" + text + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        # lines of chunks
+        _CHUNKED + b"1\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;a\nb\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;a\rb\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;a=\0\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;a=\xff\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1;\n",
+        _CHUNKED + b"1\n",
+        _CHUNKED + b"1 \r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b" 1\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"+1\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"-1\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"0x1\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1_0\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"10000000000000001\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b"1\r\nx\n0\r\n\r\n",
+        _CHUNKED + b"1\r\nxy\r\n0\r\n\r\n",
+        # trailers
+        _CHUNKED + b"0\r\na: b\n\r\n",
+        _CHUNKED + b"0\r\n\n",
+        _CHUNKED + b"0\r\na: b\rc\r\n\r\n",
+        _CHUNKED + b"0\r\na: \0\r\n\r\n",
+        _CHUNKED + b"0\r\na: \xff\r\n\r\n",
+        _CHUNKED + b"0\r\na : b\r\n\r\n",
+        _CHUNKED + b"0\r\na: b\r\n c\r\n\r\n",
+        _CHUNKED + b"0\r\nno colon\r\n\r\n",
+        _CHUNKED + b"0\r\n: b\r\n\r\n",
+        # the host
+        _first(b""),
+        _first(b"Host: a\r\nHost: b\r\n"),
+        _first(b"Host: a\r\nhost: a\r\n"),
+        _first(b"Host: a b\r\n"),
+        _first(b"Host: a/b\r\n"),
+        b"POST /v2 HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
+        # how long the body is
+        lines("Content-Length: 4", "Transfer-Encoding: chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: chunked", "Content-Length: 4") + b"0\r\n\r\n",
+        lines("Content-Length: 4", "Content-Length: 5"),
+        lines("Content-Length: 4", "Content-Length: 4"),
+        lines("Content-Length: 4, 4"),
+        lines("Content-Length: +4"),
+        lines("Content-Length: -4"),
+        lines("Content-Length: 0x4"),
+        lines("Content-Length: 4 4"),
+        lines("Content-Length:"),
+        lines("Content-Length : 4"),
+        lines("Content_Length: 4"),
+        lines("Content-Length: 99999999999999999999"),
+        lines("Transfer-Encoding: chunked", "Transfer-Encoding: chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: chunked, chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: chunked, identity") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: identity, chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: xchunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: \x0bchunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding : chunked") + b"0\r\n\r\n",
+        lines("Transfer_Encoding: chunked") + b"0\r\n\r\n",
+        lines("Transfer-Encoding: chunked", first="POST /v2 HTTP/1.0") + b"0\r\n\r\n",
+        # lines of the head
+        lines("a: b\r\n c"),
+        lines("a: b\nContent-Length: 4"),
+        lines("a: b\rContent-Length: 4"),
+        lines("a: \0"),
+        lines("a\0: b"),
+        lines(": b"),
+        lines("no colon"),
+        b"POST /v2 HTTP/1.1\r\n Host: a\r\n\r\n",
+        lines(first="POST  /v2 HTTP/1.1"),
+        lines(first="POST /v2  HTTP/1.1"),
+        lines(first="POST\t/v2 HTTP/1.1"),
+        lines(first="POST /v2 HTTP/1.1 "),
+        lines(first="POST /v2\0 HTTP/1.1"),
+    ],
+)
+def test_what_a_proxy_could_read_differently_is_refused(sent: bytes) -> None:
+    """And the connection ends there: what follows is answered neither as a request nor as part of one."""
+    for cut in (1, 1 << 20):
+        connection, transport, echo, _ = connected(False)
+        data = sent + _HIDDEN
+        for begin in range(0, len(data), cut):
+            receive(connection, data[begin : begin + cut])
+        statuses = [status for status, _ in answered(transport.sent)]
+        assert statuses in ([400], [501]), sent
+        assert statuses == [400] or b"Transfer-Encoding" in sent
+        assert b"Connection: close" in transport.sent
+        assert not echo.answers
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        _CHUNKED + b"1;a=b\r\nx\r\n0\r\n\r\n",
+        _CHUNKED + b'1 ; a="b; c"\r\nx\r\n0;last\r\n\r\n',
+        _CHUNKED + b"01\r\nx\r\n00\r\nDigest: abc\r\nempty:\r\n\r\n",
+        b"\r\n" + post(b"x"),
+        post(b"x", "a: \xff"),
+        _first(b"Host:\r\nContent-Length: 1\r\n") + b"x",
+        _first(b"Host: [::1]:8000\r\nContent-Length: 1\r\n") + b"x",
+    ],
+)
+def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
+    for cut in (1, 1 << 20):
+        connection, transport, _, later = connected()
+        data = sent + post(b"next")
+        for begin in range(0, len(data), cut):
+            receive(connection, data[begin : begin + cut])
+            while later:
+                later.pop(0)()
+        assert answered(transport.sent)[-1] == (200, b"next")
+        assert len(answered(transport.sent)) == 2
+
+
+# ---------------------------------------------------------------------------------------- metrics
+
+
+def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
+    now, asked = [0.0], list[Any]()
+    link: Any = SimpleNamespace(
+        bind=lambda: SimpleNamespace(time=lambda: now[0]), send_soon=lambda: None, cancel=lambda ticket: None,
+        session=SimpleNamespace(ask=lambda ticket, *more: asked.append(ticket)),
+    )  # fmt: skip
+    requests = Requests(link, Limits(), lambda: "extra\n", Regions(False))
+
+    def scrape() -> tuple[Connection, Transport]:
+        connection, transport, _, _ = connected()
+        connection._door.requests = requests
+        connection._door.heads = Heads(Access(ROLES), True)
+        receive(connection, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        return connection, transport
+
+    first, *others = [scrape() for _ in range(20)]
+    assert len(asked) == 1, "the others wait for the same page"
+    first[0].connection_lost(None)
+    asked[0].settle("all\n")
+    assert all(answered(transport.sent) == [(200, b"all\nextra\n")] for _, transport in others)
+    assert not first[1].sent
+    for count in range(SCRAPES):
+        _, transport = scrape()
+        assert len(asked) == 2 + count, "what has happened since the last page is on the next one"
+        asked[-1].settle(f"{count}\n")
+        assert answered(transport.sent) == [(200, f"{count}\nextra\n".encode())]
+    now[0] = 0.9
+    assert answered(scrape()[1].sent) == [(200, f"{SCRAPES - 1}\nextra\n".encode())]
+    assert len(asked) == 1 + SCRAPES
+    now[0] = 1.0
+    waiting = [scrape() for _ in range(2)]
+    assert len(asked) == 2 + SCRAPES
+    asked[-1].fail(Unavailable("the server is away"))
+    assert [status for _, transport in waiting for status, _ in answered(transport.sent)] == [503, 503]
+    scrape()
+    assert len(asked) == 3 + SCRAPES, "an error is not kept"

@@ -21,6 +21,9 @@ SAMPLES = {
     "http-restricted-api": "health:a=b",
     "grpc-restricted-protocol": "health:a=b",
     "grpc-infer-response-compression-level": "high",
+    "connection-share": "0.5",
+    "address-share": "0.5",
+    "token-share": "0.5",
 }
 
 

@@ -27,6 +27,8 @@ from shmserve.clients.gateway.kserve.documents import BadLoad, Known, Question, 
 from shmserve.clients.gateway.kserve.elements import CONTENTS, contents_to_bytes
 from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Spec
 from shmserve.clients.gateway.regions import Regions
+from shmserve.clients.gateway.shares import Payer, Shares
+from shmserve.clients.gateway.turns import finished
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.messages import TENSORS, Tensor
@@ -192,7 +194,7 @@ def with_output(name: str, value: Any) -> Any:
         (with_output("shared_memory_region", "r"), "shared_memory_byte_size"),
         (message("ModelInferRequest", inputs=[{}] * (TENSORS + 1)), "may have 256 inputs"),
         (message("ModelInferRequest", outputs=[{}] * (TENSORS + 1)), "may ask for 256 outputs"),
-        (message("ModelInferRequest", outputs=[{"name": "o"}] * 2), "more than once"),
+        (message("ModelInferRequest", outputs=[{"name": "o"}] * 2), "output 'o' already exists in request"),
         (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(65)}), "64 parameters"),
         (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(999)}), "999 parameters"),
     ],
@@ -230,9 +232,11 @@ def test_plans_are_remembered_where_they_can_be() -> None:
     assert plans.plan(plain) is plans.plan(bytes(bytearray(plain)))
     typed = one_input(contents={"fp32_contents": [1]}).SerializeToString()
     assert plans.plan(typed) is not plans.plan(typed)
-    large = one_input(contents={"fp32_contents": [1] * 2000}).SerializeToString()
-    with pytest.raises(InvalidRequest, match="over the limit of 5000"):
-        plans.plan(large)
+    large = one_input(datatype="INT64", contents={"int64_contents": [1] * 2000}).SerializeToString()
+    with pytest.raises(InvalidRequest, match="is over 5000 bytes of INT64; raise --grpc-max-input-size"):
+        finished(plans.in_slices(large))
+    strings_ = one_input(datatype="BYTES", contents={"bytes_contents": [b"a"] * 2000}).SerializeToString()
+    assert finished(plans.in_slices(strings_)).plan.inputs[0].data == b"\1\0\0\0a" * 2000
     for number in range(3000):  # their number is bounded
         plans.plan(one_input(name=str(number)).SerializeToString())
     assert plans.plan(plain) == plan_of(plain)
@@ -330,12 +334,20 @@ def test_loads() -> None:
     assert isinstance(question, Question)
     assert question.body is not None
     assert question.body.take() == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
+    _, question = asked("RepositoryModelLoad", model_name="m", parameters={"previous": {"bool_param": True}})
+    assert isinstance(question, Question)
+    assert question.body is not None
+    assert (question.what, question.body.take()) == ("rollback", b"")
     with pytest.raises(BadLoad, match="failed to load 'm', failed to poll from model repository: wrong"):
         question.failed(InvalidRequest("wrong"))
     _, question = asked("RepositoryModelUnload", model_name="m", parameters={"unload_dependents": {"bool_param": True}})
     assert isinstance(question, Question)
     assert question.body is not None
-    assert json.loads(question.body.take())["unload_dependents"] is True
+    assert json.loads(question.body.take()) == {"unload_dependents": True, "wait": False}
+    _, question = asked("RepositoryModelUnload", model_name="m", parameters={"force": {"bool_param": True}})
+    assert isinstance(question, Question)
+    assert question.body is not None
+    assert json.loads(question.body.take()) == {"unload_dependents": False, "wait": False, "force": True}
 
 
 @pytest.mark.parametrize(
@@ -348,6 +360,7 @@ def test_loads() -> None:
         ("RepositoryModelLoad", {"parameters": {"config": {"string_param": "no JSON"}}}, BadLoad),
         ("RepositoryModelLoad", {"parameters": {"file:a": {"bytes_param": b""}}}, BadLoad),
         ("RepositoryModelLoad", {"parameters": {"other": {"bytes_param": b""}}}, InvalidRequest),
+        ("RepositoryModelLoad", {"parameters": {"previous": {"string_param": "true"}}}, InvalidRequest),
         ("RepositoryModelUnload", {"parameters": {"unload_dependents": {"string_param": "yes"}}}, InvalidRequest),
         ("RepositoryModelUnload", {"parameters": {"other": {"bool_param": True}}}, InvalidRequest),
         ("SystemSharedMemoryRegister", {"name": "r", "key": "/k", "byte_size": 1}, Unsupported),
@@ -388,6 +401,9 @@ class _Stream:
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def payer(self, token: str) -> Payer:
+        return Shares().connect("127.0.0.1").payer(token)
 
 
 def test_who_has_none_of_the_roles_is_refused_before_a_message_is_read() -> None:

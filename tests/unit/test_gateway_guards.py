@@ -108,7 +108,10 @@ def test_a_new_token_is_one() -> None:
     token, line = tokens.new("alice", "infer,observe")
     assert token not in line
     assert len(token) >= 40
-    assert tokens.Tokens(f"# people\n\n{line}\n").roles(f"Bearer {token}") == frozenset({"infer", "observe"})
+    assert tokens.Tokens(f"# people\n\n{line}\n").holder(f"Bearer {token}") == (
+        "alice",
+        frozenset({"infer", "observe"}),
+    )
     assert tokens.new("alice", "infer")[0] != token
     with pytest.raises(tokens.BadTokens):
         tokens.new("a b", "infer")
@@ -158,7 +161,7 @@ def test_nobody_else_may_write_the_file_of_tokens(tmp_path: Path) -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_tokens_or_not(text: str) -> None:
     with contextlib.suppress(tokens.BadTokens):
-        assert tokens.Tokens(text).roles("Bearer x") is None
+        assert tokens.Tokens(text).holder("Bearer x") is None
 
 
 # ---------------------------------------------------------------------------------------- restricted APIs
@@ -220,11 +223,15 @@ def test_headers_that_fit_go_on() -> None:
     assert headers.Forward("(?-i)X-.*").of([("x-a", "1"), ("X-a", "2")]) == {"X-a": "2"}
 
 
-def test_what_means_something_to_the_server_does_not() -> None:
+def test_what_means_something_to_the_server_is_refused() -> None:
     forward = headers.Forward(".*")
     names = ["Timeout", "priority", "sequence_id", "Sequence_Start", "sequence_end", "triton_x", "headers",
-             "binary_data_output", "n" * 129]  # fmt: skip
-    assert forward.of((name, "1") for name in names) is None
+             "binary_data_output"]  # fmt: skip
+    for name in names:
+        with pytest.raises(InvalidRequest, match=f"header '{name}' is reserved for Triton usage"):
+            forward.of([("a", "1"), (name, "1")])
+    assert forward.of([("n" * 129, "1"), ("triton_grpc_error", "true")]) is None
+    assert headers.Forward("x-.*").of((name, "1") for name in names) is None
     with pytest.raises(InvalidRequest, match="headers go on to the model"):
         forward.of((f"a{number}", "") for number in range(PARAMETERS + 1))
 

@@ -134,7 +134,7 @@ def test_a_large_message_is_read_where_it_belongs() -> None:
         if space is None:
             caller.core.feed(whole[sent:])
             break
-        assert len(space) == len(whole) - sent
+        assert len(space) == (len(whole) if sent >= 65_536 else 14 + 65_536) - sent, "the rest, once a part has come"
         count = min(100_000, len(space))
         space[:count] = whole[sent : sent + count]
         caller.core.fill(count)
@@ -360,7 +360,7 @@ def test_the_connection_ends_with_calls_in_flight() -> None:
     caller = Caller()
     number = caller.begin()
     caller.send(number, message(b"x" * 100_000)[:5000], end=False)
-    assert caller.host.held == 100_000
+    assert caller.host.held == 5000 - 5, "what has arrived, and not what was announced"
     caller.core.lost()
     assert caller.host.calls[0].told == ["cancelled"]
     assert caller.host.held == 0

@@ -106,7 +106,7 @@ def run(scenario: Scenario, **limits: Any) -> None:
             for writer in writers:
                 with suppress(ConnectionError):
                     await writer.wait_closed()
-        assert door.held == 0
+        assert door.budget.held == 0
         assert door.connections == 0
 
     asyncio.run(main())
@@ -132,11 +132,25 @@ def test_an_answer_is_one_piece() -> None:
 def test_more_callers_than_are_taken() -> None:
     async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
         first = await connect()
-        first.send(HELLO, unary(1, b"x"))
+        first.send(HELLO, waiting(1), unary(3, b"x"))
         await first.frame(DATA)
         assert await (await connect()).gone() == b""
-        first.send(unary(3, b"y"))
+        first.send(unary(5, b"y"))
         assert (await first.frame(DATA))[3] == message(b"y")
+
+    run(scenario, connections=1)
+
+
+def test_an_idle_caller_makes_room_for_another() -> None:
+    async def scenario(door: Watched, calls: Calls, connect: Callable[[], Awaitable[Caller]]) -> None:
+        first = await connect()
+        first.send(HELLO, unary(1, b"x"))
+        await first.frame(DATA)
+        second = await connect()
+        assert (await first.frame(GOAWAY))[3][:8] == bytes([0, 0, 0, 1]) + bytes(4)
+        second.send(HELLO, unary(1, b"y"))
+        assert (await second.frame(DATA))[3] == message(b"y")
+        assert door.evicted == 1
 
     run(scenario, connections=1)
 
@@ -201,7 +215,7 @@ def test_who_does_not_go_on_is_given_up(sent: bytes) -> None:
             assert (await caller.frame(RST))[2] == 1
         else:
             await caller.gone()
-        assert door.held == 0
+        assert door.budget.held == 0
 
     run(scenario, read_timeout_s=0.1)
 

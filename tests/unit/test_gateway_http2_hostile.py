@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[bytes, int]] = {
     "many pings": (HELLO + frame(PING, 0, 0, bytes(8)) * 4, CALM),
     "a reset of an unknown stream": (HELLO + frame(RST, 0, 1, number(8)), PROTOCOL),
     "a reset of 3 bytes": (HELLO + OPEN + frame(RST, 0, 1, bytes(3)), SIZE),
-    "an update of nothing": (HELLO + frame(WINDOW, 0, 0, number(0)), FLOW),
+    "an update of nothing": (HELLO + frame(WINDOW, 0, 0, number(0)), PROTOCOL),
     "an update over the largest": (HELLO + frame(WINDOW, 0, 0, number((1 << 31) - 1)), FLOW),
     "an update of 5 bytes": (HELLO + frame(WINDOW, 0, 0, bytes(5)), SIZE),
     "an update of an unknown stream": (HELLO + frame(WINDOW, 0, 1, number(1)), PROTOCOL),
@@ -117,10 +117,10 @@ def test_who_leaves_the_protocol_is_told_and_is_over(name: str) -> None:
     assert caller.raw([unary(9, b"more")]) == []
 
 
-def test_bytes_of_a_call_that_has_ended_are_thrown_away() -> None:
+def test_data_of_a_call_that_has_ended_is_thrown_away() -> None:
     caller = Caller(greet=False)
-    late = [frame(DATA, 0, 1, b"late"), frame(WINDOW, 0, 1, number(5)), frame(HEAD, 5, 1, block()),
-            frame(RST, 0, 1, number(8)), frame(DATA, 0x8, 1, bytes([200]) + bytes(300))]  # fmt: skip
+    late = [frame(DATA, 0, 1, b"late"), frame(WINDOW, 0, 1, number(5)), frame(RST, 0, 1, number(8)),
+            frame(DATA, 0x8, 1, bytes([200]) + bytes(300))]  # fmt: skip
     assert reason(caller, HELLO, unary(1, b"x"), *late) is None
     assert reason(caller, unary(3, b"y")) is None
     assert caller.host.calls[1].told == [b"y", "half closed"]
@@ -203,7 +203,10 @@ def test_a_bomb_of_headers() -> None:
     first = encoder.encode([(":method", "POST"), (":path", "/a"), ("x", "y" * 3900)])
     caller = Caller(greet=False)
     assert reason(caller, HELLO, frame(HEAD, 5, 1, first)) is None
-    assert reason(caller, frame(HEAD, 5, 3, b"\xbe" * 16_000)) == COMPRESSION
+    assert reason(caller, frame(HEAD, 5, 3, b"\xbe" * 20)) == COMPRESSION
+    caller = Caller(greet=False)
+    assert reason(caller, HELLO, frame(HEAD, 5, 1, first)) is None
+    assert reason(caller, frame(HEAD, 5, 3, b"\xbe" * 16_000)) == CALM
 
 
 def test_data_beyond_what_was_granted() -> None:

@@ -17,9 +17,9 @@ from hypothesis.extra import numpy as arrays
 from shmserve.clients.gateway.guards.access import Unauthenticated
 from shmserve.clients.gateway.kserve import elements, status
 from shmserve.clients.gateway.kserve.answers import Held, response
-from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Plans, Spec, plan_of, raw_plan
+from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Plans, Spec, plan_in_slices, plan_of, raw_plan
 from shmserve.dtypes import ITEM_BYTES, to_numpy
-from shmserve.errors import BY_CODE, ConnectionLost, InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.errors import BY_CODE, ConnectionLost, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.messages import Handle, Reply, Tensor
 from shmserve.session.options import TopK
 
@@ -80,9 +80,9 @@ BAD = {
     "half a character beside NaN": (
         b'{"inputs":[{"name":"\\ud800","shape":[1],"datatype":"FP32","data":[NaN]}]}', "half a character"),
     "no inputs": (b"{}", "missing required field `inputs`"),
-    "nested": (b'{"inputs":' + b"[" * 5000 + b"]" * 5000 + b"}", "failed to parse"),
-    "nested where nobody looks": (request()[:-1] + b',"z":' + b"[" * 5000 + b"]" * 5000 + b"}", "nested more than"),
-    "nested data": (one_input(data="@").replace(b'"@"', b"[" * 150 + b"1" + b"]" * 150), "100 deep"),
+    "nested": (b'{"inputs":' + b"[" * 5000 + b"]" * 5000 + b"}", "JSON nesting depth exceeds"),
+    "nested where nobody looks": (request()[:-1] + b',"z":' + b"[" * 5000 + b"]" * 5000 + b"}", "nesting depth"),
+    "nested data": (one_input(data="@").replace(b'"@"', b"[" * 150 + b"1" + b"]" * 150), "JSON nesting depth exceeds"),
     "mixed data": (one_input(data=[1, [2]]), "mixed"),
     "too few": (one_input(data=[1]), "has 2 elements, and 1 are given"),
     "of another type": (one_input(data=[1, "a"]), "is of FP32, and some of its data is a string"),
@@ -99,19 +99,22 @@ BAD = {
     "data twice": (one_input(data=[1, 2], parameters={"binary_data_size": 8}), "both"),
     "a size that is none": (one_input(parameters={"binary_data_size": -1}), "from 0 to"),
     "a size of text": (one_input(parameters={"binary_data_size": "8"}), "must be a number"),
-    "negative dim": (one_input(shape=[-1], parameters={"binary_data_size": 8}), "a dim is a number from 0"),
+    "too many elements": (
+        one_input(shape=[2**4, 2**60 + 2]), "causes total element count to exceed maximum size of 9223372036854775807",
+    ),
+    "too many bytes": (one_input(shape=[2**2, 2**60 + 2]), "byte size overflow for input"),
     "large dim": (one_input(shape=[2**64], parameters={"binary_data_size": 8}), "a dim is a number from 0"),
     "many dims": (one_input(shape=[1] * 33, parameters={"binary_data_size": 8}), "33 dims"),
     "a long name": (one_input(name="x" * 129, data=[1, 2]), "the limit is 128"),
     "many inputs": (request(inputs=[{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}] * 257), "257"),
     "many outputs": (request(outputs=[{"name": str(n)} for n in range(257)]), "257"),
-    "an output twice": (request(outputs=[{"name": "p"}, {"name": "p"}]), "more than once"),
+    "an output twice": (request(outputs=[{"name": "p"}, {"name": "p"}]), "output 'p' already exists in request"),
     "classes of nothing": (request(outputs=[{"name": "p", "parameters": {"classification": 0}}]), "from 1 to 1000000"),
     "classes in a region": (request(outputs=[{"name": "p", "parameters": {
         "classification": 1, "shared_memory_region": "r"}}]), "shared memory region"),
     "nested parameter": (request(parameters={"a": {"b": 1}}), "failed to parse"),
-    "reserved": (request(parameters={"triton_x": 1}), "'triton_x' is a reserved name"),
-    "reserved too": (request(parameters={"headers": "x"}), "'headers' is a reserved name"),
+    "reserved": (request(parameters={"triton_x": 1}), "'triton_x' is reserved for Triton usage"),
+    "reserved too": (request(parameters={"headers": "x"}), "'headers' is reserved for Triton usage"),
     "large parameter": (request(parameters={"a": 2**63}), "64 bits"),
     "many parameters": (request(parameters={str(n): n for n in range(65)}), "65"),
     "negative priority": (request(parameters={"priority": -1}), "'priority' must be a number from 0"),
@@ -150,7 +153,8 @@ def test_tensors_in_shared_memory() -> None:
         {"parameters": region(), "data": [1, 2]},
         {"parameters": region(binary_data_size=8)},
         {"parameters": region(shared_memory_byte_size=-1)},
-        {"parameters": region(shared_memory_offset=2**63)},
+        {"parameters": region(shared_memory_offset=2**64)},
+        {"parameters": region(shared_memory_offset=2**63, shared_memory_byte_size=2**63)},
         {"parameters": region(shared_memory_region=1)},
         {"parameters": {"shared_memory_region": "r"}},
     ],
@@ -201,7 +205,7 @@ def test_numbers_there_and_back(case: tuple[str, np.ndarray[Any, Any]]) -> None:
 def test_strings_there_and_back(words: list[str]) -> None:
     text = json.dumps({"inputs": [{"name": "x", "shape": [len(words)], "datatype": "BYTES", "data": words}]})
     try:
-        data = plan_of(text.encode()).inputs[0].data
+        data = bytes(plan_of(text.encode()).inputs[0].data or b"")
     except InvalidRequest:
         assert any("\ud800" <= letter <= "\udfff" for word in words for letter in word)
         return
@@ -280,6 +284,18 @@ def config(dtype: str, dims: list[Any], batch: int = 0, count: int = 1) -> dict[
     return {"max_batch_size": batch, "input": [{"name": "x", "data_type": f"TYPE_{dtype}", "dims": dims}] * count}
 
 
+@pytest.mark.parametrize("values", [1, 10_000])
+def test_negative_dims_are_an_internal_error_as_in_triton(values: int) -> None:
+    text = one_input(shape=[2, -5], data=[1.0] * values)
+    with pytest.raises(
+        Internal, match="Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned"
+    ):
+        plan_of(text)
+    with pytest.raises(Internal, match="Unable to parse 'shape'"):
+        for _ in plan_in_slices(text, 1 << 20):
+            pass
+
+
 @pytest.mark.parametrize(
     ("dtype", "dims", "batch", "size", "shape", "prefix"),
     [
@@ -289,7 +305,7 @@ def config(dtype: str, dims: list[Any], batch: int = 0, count: int = 1) -> dict[
         ("UINT8", [3], 1, 3, (1, 3), b""),
         ("STRING", [1], 0, 5, (1,), b"\5\0\0\0"),
         ("STRING", [1], 4, 0, (1, 1), b"\0\0\0\0"),
-        ("STRING", [-1], 0, 300, (1,), b"\x2c\1\0\0"),
+        ("STRING", [1], 0, 300, (1,), b"\x2c\1\0\0"),
     ],
 )
 def test_a_raw_request(
@@ -304,8 +320,9 @@ def test_a_raw_request(
 @pytest.mark.parametrize(
     ("given_config", "size", "said"),
     [
-        (config("FP32", [1], count=2), 8, "must only have 1 input"),
+        (config("FP32", [1], count=2), 8, r"must only have 1 input \(found 1\) to be deduced but got 2 inputs in 'm'"),
         (config("STRING", [2]), 8, "For BYTE datatype raw input 'x', the model must have input shape"),
+        (config("STRING", [-1]), 8, "For BYTE datatype raw input 'x', the model must have input shape"),
         (config("FP32", [-1, -1]), 8, "more than one variable-sized"),
         (config("FP32", [-1, 3]), 8, "8 bytes of raw input 'x' are no whole number of its rows of 12 bytes"),
         (config("FP32", [-1, 0]), 8, "no whole number"),

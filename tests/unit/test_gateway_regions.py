@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.clients.gateway.device_regions import DeviceOrder
-from shmserve.clients.gateway.kserve.asking import Asker
+from shmserve.clients.gateway.kserve.asking import Asker, Waiting
 from shmserve.clients.gateway.kserve.plans import Options, Place, Plan
 from shmserve.clients.gateway.regions import Order, Region, Regions
-from shmserve.errors import AlreadyExists, InvalidRequest, NotFound, Unsupported
+from shmserve.clients.gateway.shares import Shares
+from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unsupported
 from shmserve.messages import INLINE_BYTES, Handle
-from shmserve.session import Ticket
 from shmserve.session.foreign import Foreign
 from shmserve.session.memory import Memory
 from shmserve.shm.cuda import parts_of
@@ -62,6 +62,39 @@ def test_a_region_is_read_and_written(memory: tuple[str, int]) -> None:
     assert target == b"01234", "requests in flight still have it"
 
 
+class Paid:
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def give(self, input_bytes: int) -> None:
+        self.given.append(input_bytes)
+
+
+def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[str, int]) -> None:
+    changes: list[int] = []
+    regions = Regions(True, changed=lambda: changes.append(1))
+    regions.register("r", Order(memory[0], 1000))
+    regions.register("idle", Order(memory[0], 1000))
+    paid = Paid()
+    first = regions.use(paid, ["r", "r"])
+    regions.unregister("system", "")
+    assert [region["name"] for region in regions.status("system", "")] == ["r"]
+    regions.find(Place("r", 0, 1))
+    with pytest.raises(AlreadyExists):
+        regions.register("r", Order(memory[0], 10))
+    second = regions.use(paid, ["r"])
+    first.give(5)
+    assert [region["name"] for region in regions.status("system", "")] == ["r"]
+    assert len(changes) == 1
+    second.give(7)
+    assert regions.status("system", "") == []
+    assert len(changes) == 2
+    assert paid.given == [5, 7]
+    regions.register("r", Order(memory[0], 10))
+    regions.use(paid, ["r"]).give(0)
+    assert regions.status("system", "r"), "it was not unregistered"
+
+
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 def test_no_place_is_outside_its_region(offset: int, size: int) -> None:
     region = Region("r", Order("/x", 1000, 5), os.open(os.devnull, os.O_RDWR))
@@ -94,14 +127,15 @@ def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:
         ({"byte_size": -1}, "invalid args"),
         ({"offset": -1}, "invalid args"),
         ({"offset": 2**63 - 1, "byte_size": 2**63 - 1}, "invalid args"),
-        ({"key": "/nothing-of-that-name"}, "Unable to open shared memory region: '/nothing-of-that-name'"),
-        ({"key": ""}, "no key"),
-        ({"key": ".."}, "no key"),
-        ({"key": "/../etc/passwd"}, "no key"),
-        ({"key": "/a/b"}, "no key"),
-        ({"key": "x" * 300}, "no key"),
-        ({"key": "/shmserve-1-2-3-" + "0" * 32}, "no key"),
-        ({"key": "shmserve-1"}, "no key"),
+        ({"key": ""}, "invalid shm key"),
+        ({"key": ".."}, "invalid shm key"),
+        ({"key": "/../etc/passwd"}, "invalid shm key"),
+        ({"key": "/a/b"}, "invalid shm key"),
+        ({"key": "x" * 300}, "invalid shm key"),
+        ({"key": "/shmserve-1-2-3-" + "0" * 32}, "contains the reserved prefix 'shmserve-'"),
+        ({"key": "shmserve-1"}, "contains the reserved prefix 'shmserve-'"),
+        ({"key": "//triton_python_backend_shm_region_1"}, "reserved prefix 'triton_python_backend_shm_region_'"),
+        ({"key": "/"}, "cannot register shared memory region 'r' - invalid shm key '/'"),
     ],
 )
 def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any], said: str) -> None:
@@ -112,9 +146,16 @@ def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any
         Regions(True).register("r", order)
 
 
+def test_a_key_that_does_not_exist() -> None:
+    with pytest.raises(Internal, match="Unable to open shared memory region: '/nothing-of-that-name'"):
+        Regions(True).register("r", Order("/nothing-of-that-name", 0))
+
+
 def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> None:
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
         Regions(False).register("r", Order(memory[0], 10))
+    with pytest.raises(Unsupported, match="Client shared memory is disabled"):
+        Regions(False).unregister("system", "r")
     with pytest.raises(Unsupported, match="CUDA"):
         Regions(True).register("r", DeviceOrder(bytes(64), 0, 100))
 
@@ -137,8 +178,9 @@ def test_what_a_model_is_is_asked_where_a_worker_could_write(
     regions.register("r", Order(key, 8192))
     plan = Plan((), 0, Options(), ["y"], places={"y": Place("r", 0, size)})
     asker = Asker(link, regions)
-    asker.infer(Ticket(), "m", "", plan, [], "", window=window)
-    asker.infer(Ticket(), "m", "", plan, [], "", window=window)
+    payer = Shares().connect("127.0.0.1").payer("")
+    asker.infer(payer, Waiting(), "m", "", plan, [], "", window=window)
+    asker.infer(payer, Waiting(), "m", "", plan, [], "", window=window)
     assert questions == asked
     mapped.close()
 
@@ -191,14 +233,14 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: Foreign) -> None:
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        (DeviceOrder(bytes(63), 0, 10), "a handle has 64 bytes, this one 63"),
+        (DeviceOrder(bytes(63), 0, 10), "a CUDA handle has 64 bytes, this one 63"),
         (DeviceOrder(bytes(65), 0, 10), "this one 65"),
         (DeviceOrder(b"", 0, 10), "this one 0"),
         (DeviceOrder(bytes(64), 0, 0), "and the region 0"),
         (DeviceOrder(bytes(64), 0, -1), "and the region -1"),
         (DeviceOrder(bytes(64), 0, 2**63), "and the region"),
-        (DeviceOrder(bytes(64), 2, 10), "there is no GPU 2 here"),
-        (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1 here"),
+        (DeviceOrder(bytes(64), 2, 10), "there is no GPU 2"),
+        (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1"),
     ],
 )
 def test_memory_on_a_gpu_that_is_refused(foreign: Foreign, order: DeviceOrder, said: str) -> None:

@@ -25,7 +25,7 @@ from tests.running_broker import running
 from tests.zmq_door import HELLO, Bare, DoorThread
 
 LIMITS = Limits(
-    input_bytes=4 << 20, held_bytes=6 << 20, requests=100, unsent_bytes=8 << 20, connections=8, key_connections=6,
+    input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6,
     exit_timeout_s=5.0,
 )  # fmt: skip
 
@@ -153,13 +153,15 @@ def test_bodies_of_operations(client: Any, broker: FakeBroker) -> None:
     assert client.live()
 
 
-def test_too_much(client: Any, broker: FakeBroker) -> None:
+def test_too_much(client: Any, broker: FakeBroker, door: DoorThread, monkeypatch: pytest.MonkeyPatch) -> None:
     client.live()  # the limits are known from here on
     with pytest.raises(shmserve.InvalidRequest, match=f"over the {LIMITS.input_bytes} that one message may carry"):
         client.infer("echo", {"x": np.zeros(LIMITS.input_bytes + 1, np.uint8)})
     large = np.zeros(3 << 20, np.uint8)
+    monkeypatch.setattr(door.door.link.shares.requests, "calm_bytes", 0)
+    monkeypatch.setattr(door.door.link.shares.requests, "_input_bytes", 24 << 20)
     held = [client.submit("hold", {"x": large}) for _ in range(2)]
-    with pytest.raises(shmserve.Unavailable, match=f"would be over {LIMITS.held_bytes}; wait for answers"):
+    with pytest.raises(shmserve.Unavailable, match=r"over its share \(--connection-share\) of 25165824 bytes"):
         client.infer("echo", {"x": large})
     for future in held:
         broker.answer()
@@ -397,7 +399,11 @@ def test_one_that_does_not_read_is_given_up(bare: Any, door: DoorThread, broker:
             assert honest.live(), "and comes behind that answer"
 
 
-def test_too_many_requests_and_too_many_connections(bare: Any, door: DoorThread, broker: FakeBroker) -> None:
+def test_too_many_requests_and_too_many_connections(
+    bare: Any, door: DoorThread, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door.door.link.shares.requests, "calm_calls", 100)
+    monkeypatch.setattr(door.door.link.shares.requests, "calls", 400)
     first = bare()
     for number in range(1, 102):
         first.say([7, number, "hold", 0, []])

@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shmserve
-from shmserve.access import INFER, OBSERVE, OPERATE
+from shmserve.access import INFER, OBSERVE, OPERATE, OPERATIONS
 from shmserve.clients import keys
 from shmserve.clients.arguments import parser
 from shmserve.clients.commands_base import Misuse
 from shmserve.clients.gateway.link import GatewaySession
 from shmserve.clients.gateway.listen import is_local
+from shmserve.clients.gateway.shares import Shares
 from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
 from shmserve.clients.gateway.zmqtcp.asked import Limits, Outside
 from shmserve.clients.gateway.zmqtcp.door import host_of
 from shmserve.clients.gateway.zmqtcp.keys import Entry, parse
 from shmserve.clients.gateway.zmqtcp.peer import Peer
-from shmserve.session.questions import OPERATIONS
 from tests.zmq_door import HELLO
 
-LIMITS = Limits(input_bytes=4 << 20, held_bytes=6 << 20, requests=100)
+LIMITS = Limits(input_bytes=4 << 20)
 OPTIONS = [
     "id", "priority", "queue_timeout_us", "sequence", "sequence_start", "sequence_end", "parameters", "window",
 ]  # fmt: skip
@@ -104,6 +104,7 @@ class _NoBroker:
 
     def __init__(self) -> None:
         self.session = GatewaySession("memfd", memory_bytes=1 << 24)
+        self.shares = Shares()
 
     def send_soon(self, with_deadline: bool = False) -> None:
         """Nobody is there."""
@@ -148,7 +149,7 @@ _infer = st.builds(
 @given(st.lists(st.lists(_infer | _message, max_size=4) | st.binary(max_size=30), max_size=6))
 def test_whatever_is_said_nothing_is_raised_and_nothing_is_kept(said: list[Any]) -> None:
     outside = _Outside()
-    peer = Peer(outside, b"me", 1, "key", Entry(INFER | OBSERVE | OPERATE, ""))
+    peer = Peer(outside, b"me", 1, "key", Entry(INFER | OBSERVE | OPERATE, ""), "127.0.0.1")
     peer.hear(msgpack.packb([HELLO]), [])
     peer.take_out()
     for one in said:

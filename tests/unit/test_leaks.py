@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests import leaks
 
 ROOT = Path(__file__).parents[2]
 DEAD = """
@@ -15,7 +19,6 @@ DEAD = """
     def test_name_of_a_dead_one():
         pid, started = subprocess.check_output([sys.executable, "-c", WORDS], text=True).split()
         os.close(os.open(f"/dev/shm/shmserve-{pid}-{started}-test-leaks", os.O_CREAT))
-        print(f"\\nleft /dev/shm/shmserve-{pid}-{started}-test-leaks")
 """
 CONFTEST = 'pytest_plugins = ("tests.leaks",)'
 
@@ -48,19 +51,27 @@ LEAKY = """
         pid = os.posix_spawn("/bin/true", ["true"], {})
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
+    def started(pid):
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+
+    def create(pid, started):
+        path = f"/dev/shm/shmserve-{pid}-{started}-{os.getpid()}-test-leaks"
+        os.close(os.open(path, os.O_CREAT))
+        return path
+
     def test_name():
-        with open("/dev/shm/shmserve-test-leaks", "w"):
-            pass
+        create(os.getpid(), started(os.getpid()))
 
     def test_name_of_a_stranger():
-        with open("/proc/1/stat") as file:
-            started = file.read().rpartition(")")[2].split()[19]
-        path = f"/dev/shm/shmserve-1-{started}-test-leaks"
-        os.close(os.open(path, os.O_CREAT))
-        strange.append(path)
+        strange.append(create(1, started(1)))
 
-    def test_removes_it():
-        os.unlink(strange.pop())
+    def test_name_of_a_dead_stranger():
+        strange.append(create(os.getpid(), 1))
+
+    def test_removes_them():
+        while strange:
+            os.unlink(strange.pop())
 
     def test_mapping():
         descriptor = os.memfd_create("mapped")
@@ -190,16 +201,19 @@ SERVER = """
 """
 
 
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *options: str, **tests: str) -> pytest.RunResult:
+def run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *, wait: float = 0.5, **tests: str
+) -> pytest.RunResult:
+    """`wait`: seconds that threads and processes get to end: short where some do not, as each costs that long."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(**tests)
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", "leaks_wait=0.5", *options)
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", f"leaks_wait={wait}")
 
 
 def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(pytester, monkeypatch, test_leaky=LEAKY)
-    result.assert_outcomes(passed=11, errors=8)
+    result.assert_outcomes(passed=12, errors=8)
     text = result.stdout.str()
     for piece in (
         "test_descriptor left behind:",
@@ -208,7 +222,7 @@ def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.Monk
         "-c input()",
         "-c import signal; signal.pause()",
         "never waited for",
-        "/dev/shm/shmserve-test-leaks",
+        "-test-leaks",
         "mapping of /memfd:mapped",
         "test_fixture left behind:",
         "-> socket:[",
@@ -217,23 +231,28 @@ def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.Monk
     assert "test_honest_after_all_of_these left behind" not in text
 
 
-def test_the_honest_pass_and_whoever_made_it_answers(
+def test_what_is_ending_is_no_leak(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(pytester, monkeypatch, wait=60, test_honest=HONEST).assert_outcomes(passed=HONEST.count("def test_"))
+
+
+def test_a_process_that_has_gone_since_it_was_listed() -> None:
+    """A server waited for its child between the two looks: look again."""
+    with subprocess.Popen(["true"]) as ended:
+        stat = leaks._stat(str(ended.pid))
+    assert stat is not None
+    key = ("process", ended.pid, stat[2])
+    assert leaks._is_ending(leaks.Thing("process", key, "child of 1", "gone"))
+    own = leaks._stat(str(os.getpid()))
+    assert own is not None
+    assert not leaks._is_ending(leaks.Thing("process", ("process", os.getpid(), own[2]), "child of 1", "running"))
+
+
+def test_a_leak_is_an_error_of_the_node_that_made_it(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fixture of a module answers for itself, and a child that a server starts anew is no leak, but one more is."""
-    files = {"test_dead": DEAD, "test_honest": HONEST, "test_server": SERVER, "test_wider": WIDER}
-    result = run(pytester, monkeypatch, **files)
-    result.assert_outcomes(passed=11, errors=3)
+    """A module's fixture is checked with its module. A server may restart a child, but not start one more."""
+    result = run(pytester, monkeypatch, test_dead=DEAD, test_server=SERVER, test_wider=WIDER)
+    result.assert_outcomes(passed=5, errors=3)
     result.stdout.fnmatch_lines(["*test_name_of_a_dead_one left behind:*"])
     result.stdout.fnmatch_lines(["*test_one_more left behind:*", "*process * -c input()*"])
     result.stdout.fnmatch_lines(["*test_wider.py left behind:*", "*-> socket:*"])
-
-
-def test_names_of_the_dead_are_nobodys_where_there_are_others(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    beside = run(pytester, monkeypatch, "-s", "-o", "leaks_alone=false", test_dead=DEAD)
-    for line in beside.outlines:
-        if line.startswith("left "):
-            Path(line.split()[-1]).unlink(missing_ok=True)
-    beside.assert_outcomes(passed=1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.logs import INDENT, Formatter, printable, say, set_up
+from shmserve.broker.logs import INDENT, Formatter, flush, printable, say, set_up
 
 log = logging.getLogger("shmserve.test")
 pytestmark = pytest.mark.usefixtures("own_log")
@@ -35,12 +37,12 @@ def settings(**given: Any) -> argparse.Namespace:
         ({"log_info": False, "log_warning": False, "log_error": False}, ""),
     ],
 )
-def test_levels(given: dict[str, Any], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_levels(given: dict[str, Any], shown: str, capfd: pytest.CaptureFixture[str]) -> None:
     set_up(settings(**given))
     for level in LEVELS:
         getattr(log, level)("said as %s", level)
         say(level, f"told as {level}")
-    found = capsys.readouterr().err
+    found = capfd.readouterr().err
     assert re.findall(r"said as (\w+)\n", found) == re.findall(r"told as (\w+)\n", found) == shown.split()
     assert log.isEnabledFor(logging.DEBUG) is ("debug" in shown)
 
@@ -52,13 +54,13 @@ def test_levels(given: dict[str, Any], shown: str, capsys: pytest.CaptureFixture
         ("ISO8601", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING model 'm' is slow\n"),
     ],
 )
-def test_forms(form: str, pattern: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forms(form: str, pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
     set_up(settings(log_format=form))
     log.warning("model '%s' is slow", "m")
-    assert re.fullmatch(pattern, capsys.readouterr().err)
+    assert re.fullmatch(pattern, capfd.readouterr().err)
 
 
-def test_a_file_is_appended_to_and_may_be_renamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_appended_to_and_may_be_renamed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "log"
     file.write_text("before\n")
     set_up(settings(log_file=file))
@@ -69,7 +71,7 @@ def test_a_file_is_appended_to_and_may_be_renamed(tmp_path: Path, capsys: pytest
     assert before == "before"
     assert first.endswith(" INFO first")
     assert file.read_text().endswith(" INFO second \\udc80\n")
-    assert capsys.readouterr().err == ""
+    assert capfd.readouterr().err == ""
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
@@ -123,10 +125,10 @@ INJECTIONS = [
 @pytest.mark.parametrize("text", INJECTIONS)
 @pytest.mark.parametrize("form", ["default", "ISO8601", "json"])
 def test_r11_injections(form: str, text: str, tmp_path: Path) -> None:
-    """As the message, as a field, and as what a worker wrote last."""
+    """As the message, as a field, and as a model's traceback."""
     file = tmp_path / "log"
     set_up(settings(log_format=form, log_file=file))
-    say("info", f"model '{text}' is unloaded", {"model": text, "client": 7, "last_words": f"{text}\n{text}"})
+    say("info", f"model '{text}' is unloaded", {"model": text, "client": 7, "traceback": f"{text}\n{text}"})
     say("warning", "the next one")
     first, *between, last = file.read_text("utf-8").splitlines()
     assert file.read_text("utf-8").count("\n") == len(between) + 2
@@ -164,3 +166,154 @@ def test_a_traceback_in_json() -> None:
     found = json.loads(Formatter("json").format(record("failed", ValueError("why"))))
     assert found["message"] == "failed"
     assert "ValueError: why" in found["traceback"]
+
+
+def test_last_words_are_for_programs(tmp_path: Path) -> None:
+    """People have read them already, line by line."""
+    made = record("ended")
+    made.fields = {"last_words": "the last\nlines"}
+    assert Formatter("default").format(made).endswith("INFO ended")
+    assert json.loads(Formatter("json").format(made))["last_words"] == "the last\nlines"
+
+
+# ------------------------------------------------------------------------------------------ repeats
+
+
+def texts(file: Path) -> list[str]:
+    return [line.split(" ", 2)[2] for line in file.read_text().splitlines()]
+
+
+def test_repeats_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    set_up(settings(log_file=file))
+    for _ in range(1000):
+        log.warning("the same")
+    log.error("the same")
+    log.error("the same")
+    flush()
+    flush()
+    log.error("the same")
+    log.info("another")
+    assert texts(file) == [
+        "WARNING the same",
+        "WARNING last message repeated 999 times: the same",
+        "ERROR the same",
+        "ERROR last message repeated 1 time: the same",
+        "ERROR last message repeated 1 time: the same",
+        "INFO another",
+    ]
+
+
+def test_repeats_are_not_lost_at_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    set_up(settings(log_file=file))
+    log.info("twice")
+    log.info("twice")
+    set_up(settings())
+    assert texts(file) == ["INFO twice", "INFO last message repeated 1 time: twice"]
+
+
+# ------------------------------------------------------------------------------------------ a log that is full
+
+
+class Disk:
+    """Stands in for os.write: `room` bytes can be written to files, more when it is freed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.room = 1 << 30
+        self._write = os.write
+        patch.setattr(os, "write", self)
+
+    def __call__(self, descriptor: int, data: bytes) -> int:
+        if descriptor <= 2:
+            return self._write(descriptor, data)
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._write(descriptor, data[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 30], ids=["nothing fits", "a part of a record fits"])
+def test_a_full_disk_costs_two_notices(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "log"
+    set_up(settings(log_file=file))
+    disk = Disk(monkeypatch)
+    log.info("before")
+    disk.room = room
+    for number in range(1000):
+        log.info("lost %d", number)
+    text = "shmserve: the log cannot be written: No space left on device; records are lost until it can be\n"
+    assert capfd.readouterr().err == text
+    disk.room = 1 << 20
+    log.info("after")
+    log.info("and on")
+    assert capfd.readouterr().err == ""
+    lines = file.read_text().splitlines()
+    assert lines[0].endswith(" INFO before")
+    notice, after, more = lines[-3:]
+    assert re.search(
+        r"WARNING the log could not be written for \S+ s \(No space left on device\); 1,000 record", notice
+    )
+    assert (after.endswith(" INFO after"), more.endswith(" INFO and on")) == (True, True)
+
+
+def test_a_full_console_costs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    kept = os.dup(2)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        os.dup2(full, 2)
+        set_up(settings())
+        for number in range(1000):
+            log.info("lost %d", number)
+        os.dup2(kept, 2)
+        log.info("after")
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(full)
+    notice, after = capfd.readouterr().err.splitlines()
+    assert "(No space left on device); 1,000 record(s) were lost" in notice
+    assert after.endswith(" INFO after")
+
+
+def test_a_reader_that_does_not_read_or_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    """A pipe that is full would block the server for ever."""
+    kept = os.dup(2)
+    reader, writer = os.pipe()
+    try:
+        os.dup2(writer, 2)
+        os.close(writer)
+        set_up(settings())
+        for number in range(4000):
+            log.info("%d %s", number, "x" * 100)
+        data = os.read(reader, 1 << 20)
+        log.info("read again")
+        more = os.read(reader, 1 << 20)
+        os.close(reader)
+        for number in range(10):
+            log.info("lost %d", number)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    lines = data.decode().splitlines()
+    assert " INFO 0 x" in lines[0]
+    assert b"its reader does not read" in more
+    assert more.endswith(b" INFO read again\n")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_that_cannot_be_opened_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    set_up(settings(log_file=folder / "log"))
+    log.info("first")
+    folder.rename(tmp_path / "moved")
+    log.info("lost")
+    log.info("lost, too")
+    folder.mkdir()
+    log.info("after")
+    assert capfd.readouterr().err.count("the log cannot be written: No such file or directory") == 1
+    assert [text.split(" ")[0] for text in texts(folder / "log")] == ["WARNING", "INFO"]

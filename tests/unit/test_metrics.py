@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from shmserve.broker import families, procfs
 from shmserve.broker.families import FAMILIES, RESERVED, Page
 from shmserve.broker.logs import printable
+from shmserve.broker.metric_settings import DEFAULTS, MetricSettings
 from shmserve.broker.metrics import SHOWN_CLIENTS, Metrics
-from shmserve.core import events
+from shmserve.core import events, latencies
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.messages import Infer, Return, Tensor
@@ -49,7 +52,9 @@ class Seen:
                 assert key not in self.samples, key
                 self.samples[key] = sample.value
                 family = known[name if name in known else re.sub("_(bucket|sum|count)$", "", name)]
-                assert (metric.type, set(sample.labels) - {"le"}) == (family.kind, set(family.labels)), sample
+                assert (metric.type, set(sample.labels) - {"le", "quantile"}) == (family.kind, set(family.labels)), (
+                    sample
+                )
         headers = Counter(line.rsplit(" ", 1)[0] for line in text.splitlines() if line.startswith("# TYPE "))
         assert set(headers.values()) <= {1}
         assert "nan" not in text.lower()
@@ -62,10 +67,10 @@ class Seen:
         return {key[1]: value for key, value in self.samples.items() if key[0] == name and wanted <= key[1]}
 
 
-def metrics(world: World, arena: Arena | None = None) -> Seen:
+def metrics(world: World, arena: Arena | None = None, shown: MetricSettings = DEFAULTS) -> Seen:
     arena = arena or Arena(0, heap.create, limit_bytes=1 << 20)
     pids = iter([os.getpid()] * 100)
-    made = Metrics(world.core.state, arena, 1 << 20, lambda peer: next(pids), lambda: True)
+    made = Metrics(world.core.state, arena, 1 << 20, lambda peer: next(pids), lambda: True, shown)
     seen = Seen(made.text())
     arena.close()
     return seen
@@ -117,6 +122,7 @@ def test_names_of_metrics() -> None:
     assert len(names) == len(set(names))
     assert not set(names) & set(RESERVED)
     for family in FAMILIES:
+        assert family.kind in ("counter", "gauge", "histogram", "summary")
         assert re.fullmatch(r"(nv|shmserve|process)_[a-z_]+", family.name)
         assert family.name.startswith("nv_") or (family.kind == "counter") == family.name.endswith("_total")
         assert not re.search(r"[\n\\|]", family.help), "these stand in a line of text and a row of a table"
@@ -174,6 +180,95 @@ def test_requests_and_batches() -> None:
             assert count == sum(duration <= edge for duration in durations), (name, edge)
 
 
+MODEL = {"model": "m", "version": "1"}
+SUMMARIES = tuple(f"nv_inference_{what}_summary_us" for what in (
+    "request", "queue", "compute_input", "compute_infer", "compute_output"
+))  # fmt: skip
+FIRST = "nv_inference_first_response_histogram_ms"
+
+
+def test_what_is_off_by_default() -> None:
+    world = World()
+    world.deploy(policy())
+    client = world.connect("c")
+    world.turn([infer(client, 1)])
+    finish(world)
+    text = metrics(world).text
+    assert not any(name in text for name in (*SUMMARIES, FIRST))
+    assert "nv_cpu_utilization" in text
+    counted = world.core.state.models["m"].versions[1].statistics
+    assert (counted.summaries, counted.first) == (None, None)
+
+
+def test_summaries() -> None:
+    """Of the last minute, against durations that the world has made; sum and count are of all time."""
+    world = World(Limits(summaries=True))
+    world.deploy(policy())
+    client = world.connect("c")
+    shown = MetricSettings(counter_latencies=False, summary_quantiles=(0.5, 1.0), cpu=False)
+    assert "NaN" in metrics_text(world, shown), "nothing was counted"
+    for number in range(1, 101):
+        world.turn([infer(client, number)])
+        world.now += number * MS
+        finish(world, took=number * MS)
+    seen = metrics(world, shown=shown)
+    name = "nv_inference_compute_infer_summary_us"
+    assert seen(name, **MODEL, quantile="0.5") == pytest.approx(50_000, rel=0.017)
+    assert seen(name, **MODEL, quantile="1") == pytest.approx(100_000, rel=0.017)
+    assert seen(f"{name}_count", **MODEL) == 100
+    assert seen(f"{name}_sum", **MODEL) == 5050 * 1000
+    assert seen("nv_inference_request_summary_us", **MODEL, quantile="0.5") == pytest.approx(50_000, rel=0.017)
+    assert not seen.all("nv_inference_request_duration_us"), "counters were turned off"
+    assert "nv_cpu" not in seen.text
+    world.now += 75_000 * MS
+    world.turn([])
+    later = metrics_text(world, shown)
+    assert f'{name}{{model="m",version="1",quantile="0.5"}} NaN' in later
+    assert f'{name}_count{{model="m",version="1"}} 100' in later
+
+
+def metrics_text(world: World, shown: MetricSettings) -> str:
+    arena = Arena(0, heap.create, limit_bytes=1 << 20)
+    found = Metrics(world.core.state, arena, 1 << 20, lambda peer: os.getpid(), lambda: True, shown).text()
+    arena.close()
+    return found
+
+
+def test_times_to_the_first_response() -> None:
+    """In the buckets of the model, or Triton's."""
+    world = World(Limits(first_responses=True))
+    world.deploy(policy())
+    world.deploy(replace(policy("n"), first_response_ms=(4.0, 1.0)))
+    client = world.connect("c")
+    for number, (name, wait) in enumerate((("m", 100), ("m", 101), ("m", 9000), ("n", 1), ("n", 5)), 1):
+        world.turn([infer(client, number, name)])
+        world.now += wait * MS
+        finish(world)
+    seen = metrics(world)
+    buckets = {dict(labels)["le"]: value for labels, value in seen.all(f"{FIRST}_bucket", **MODEL).items()}
+    assert buckets == {"100": 1, "500": 2, "2000": 2, "5000": 2, "+Inf": 3}
+    assert (seen(f"{FIRST}_sum", **MODEL), seen(f"{FIRST}_count", **MODEL)) == (9201, 3)
+    buckets = {dict(labels)["le"]: value for labels, value in seen.all(f"{FIRST}_bucket", model="n").items()}
+    assert buckets == {"1": 1, "4": 1, "+Inf": 2}
+
+
+@given(st.integers(0, 2**62))
+def test_buckets_of_latencies(us: int) -> None:
+    """Each value is within 1.6 % of the middle of its bucket, and buckets have the order of values."""
+    at = latencies.bucket(us)
+    assert abs(latencies.middle(at) - us) <= us / 63
+    assert latencies.bucket(us + 1) in (at, at + 1)
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=200), st.floats(0, 1))
+def test_quantiles(durations: list[int], share: float) -> None:
+    window = latencies.Window()
+    for ns in durations:
+        window.add(ns * 1000, 1, 0)
+    exact = sorted(durations)[max(1, math.ceil(share * len(durations))) - 1]
+    assert window.quantiles([share], 0)[0] == pytest.approx(exact, rel=1 / 63)
+
+
 def test_one_sample_while_generations_change() -> None:
     world = World()
     world.deploy(policy(), instances=2)
@@ -198,6 +293,31 @@ def test_one_sample_while_generations_change() -> None:
     assert after("shmserve_instance_restarts_total", model="m", version="1", model_instance="m_0") == 1
     states = after.all("shmserve_instance_state", model="m", version="1", model_instance="m_0")
     assert list(states.values()) == [1]
+
+
+def test_instances_that_are_lost() -> None:
+    world = World(Limits(crashes=2))
+    world.deploy(policy(), 2)
+    client = world.connect("c")
+
+    def shapes() -> list[float]:
+        seen = metrics(world)
+        named = {"model": "m", "version": "1"}
+        return [seen("shmserve_model_instances", **named, state=state) for state in ("ready", "lost", "quarantined")]
+
+    assert shapes() == [2, 0, 0]
+    world.crash(world.worker("m_0"))
+    assert shapes() == [1, 1, 0]
+    client.sends(1)
+    world.turn([(client.peer, Infer(1, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))])
+    world.worker("m_1").finish(world.now)
+    world.settle()
+    world.advance(world.now)
+    assert shapes() == [2, 0, 0]
+    world.crash(world.worker("m_0"))
+    assert shapes() == [1, 0, 1]
+    world.advance(world.now + 1000 * MS)
+    assert shapes() == [1, 0, 1], "it has a process, and has not answered yet"
 
 
 def test_what_clients_hold() -> None:

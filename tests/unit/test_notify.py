@@ -196,7 +196,7 @@ def test_from_start_to_stop(told: Told) -> None:
     told.announcer.stopping(30)
     assert told.hear() == {
         "STOPPING": "1",
-        "EXTEND_TIMEOUT_USEC": "60000000",
+        "EXTEND_TIMEOUT_USEC": "40000000",
         "STATUS": "stopping: 3 request(s) in flight",
     }
     told.announcer.stopping(30)

@@ -10,7 +10,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.repo.check import as_json, check
 from shmserve.repo.load import parse
-from tests.unit.repo_models import BACKENDS, ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, lines, model, run, told
+from tests.unit.repo_models import BACKENDS, ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, lines, model, network, run, told
 
 
 def test_a_repository_without_mistakes(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_an_ensemble_of_a_model_that_tells_more_when_it_is_loaded(tmp_path: Path
 
 
 def test_what_a_model_has_made_of_its_configuration(tmp_path: Path) -> None:
-    model(tmp_path, "net", 'backend: "onnxruntime"\n', {"1/model.onnx": b"x"})
+    model(tmp_path, "net", 'backend: "onnxruntime"\n', {"1/model.onnx": network()})
     completed = parse(f'name: "net" {GOOD.replace("identity", "onnxruntime")} dynamic_batching {{ }}')
     checked = check([tmp_path], backends=BACKENDS, completed={"net": completed})
     (line,) = lines(checked)

@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.unit.repo_models import ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, TENSOR, lines, model, run
+from shmserve.broker.catalog import Catalog, why_not
+from shmserve.repo.compile import Cores
+from shmserve.repo.files import WARNING
+from shmserve.repo.onnx_bytes import wrapped
+from tests.unit.repo_models import ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, TENSOR, lines, model, network, run
 
 
 class Mistake(NamedTuple):
@@ -28,6 +32,17 @@ WARM = """model_warmup [ {
 LABELS = GOOD.replace("dims: [ 3 ] } ]\n", 'dims: [ 3 ]\n  label_filename: "labels.txt" } ]\n').replace(
     '[ 3 ]\n  label_filename: "labels.txt" } ]\noutput', "[ 3 ] } ]\noutput"
 )
+
+
+NOTHING = (
+    "the model has neither inputs nor outputs: there is no `input` or `output` in its configuration, and no "
+    "auto_complete_config in its model.py"
+)
+ONNX = GOOD.replace("identity", "onnxruntime")
+
+
+def _accelerated(kind: str, name: str) -> str:
+    return f'optimization {{ execution_accelerators {{ {kind}_execution_accelerator: [ {{ name: "{name}" }} ] }} }}'
 
 
 def in_ensemble(old: str, new: str, name: str) -> Callable[[Path], object]:
@@ -54,10 +69,10 @@ MISTAKES = {
     ),
     "link to no model": Mistake(link_to_nowhere, ("error: gone: a link to what is not there: elsewhere/model",)),
     "name": Mistake(
-        lambda root: model(root, "my model"),
+        lambda root: model(root, "my model "),
         (
-            "error: my model: a model cannot have this name; expected 1 to 128 letters, digits, or any of _ . - and no "
-            "dot in front",
+            "error: my model : a model cannot have this name; expected 1 to 128 printable ASCII characters, none of / "
+            "and \\, no dot in front, no space at an end",
         ),
     ),
     "other name in the config": Mistake(
@@ -107,7 +122,7 @@ MISTAKES = {
     ),
     "misspelt config": Mistake(
         lambda root: (
-            model(root, "unnamed", files={"1/model.onnx": b"\x08\x08", "config.pbtx": GOOD}) / "config.pbtxt"
+            model(root, "unnamed", files={"1/model.onnx": network(), "config.pbtx": GOOD}) / "config.pbtxt"
         ).unlink(),
         ("warning: unnamed/config.pbtx: not read",),
     ),
@@ -251,6 +266,73 @@ MISTAKES = {
             'tensor "OUT" (output "y" of step 0, model "good") is TYPE_FP32',
         ),
     ),
+    "config.pbtext": Mistake(
+        lambda root: (
+            model(root, "pbtext", files={"config.pbtext": GOOD, "1/model.py": SOURCE}).joinpath("config.pbtxt").unlink()
+        ),
+        (f"warning: pbtext: {NOTHING}", "warning: pbtext/config.pbtext: not read"),
+    ),
+    "neither inputs nor outputs": Mistake(
+        lambda root: model(root, "bare", 'backend: "python"', {"1/model.py": SOURCE}),
+        (f"warning: bare: {NOTHING}",),
+    ),
+    "only passive instances": Mistake(
+        lambda root: model(root, "asleep", GOOD + "instance_group [ { count: 1 passive: true } ]"),
+        (
+            "warning: asleep/config.pbtxt:5: instance_group: all its instances are passive: no request of it will be "
+            "answered",
+        ),
+    ),
+    "an accelerator of GPUs on a CPU": Mistake(
+        lambda root: model(root, "slow", ONNX + _accelerated("gpu", "tensorrt"), {"1/model.onnx": network()}),
+        (
+            "warning: slow/config.pbtxt:5: optimization.execution_accelerators.gpu_execution_accelerator[0]: "
+            'accelerator "tensorrt" has no effect: no instance of the model runs on a GPU',
+        ),
+    ),
+    "ONNX file that is cut off": Mistake(
+        lambda root: model(root, "cut_off", ONNX, {"1/model.onnx": network()[:-5]}),
+        (
+            f"error: cut_off/1/model.onnx: truncated, or not an ONNX file: {len(network()) - 5} bytes, where "
+            f"{len(network())} are needed",
+        ),
+    ),
+    "something else than ONNX": Mistake(
+        lambda root: model(root, "page", ONNX, {"1/model.onnx": b"<!DOCTYPE html>"}),
+        ("error: page/1/model.onnx: not an ONNX file: wire type 4 at byte 1",),
+    ),
+    "other tensors than the ONNX file": Mistake(
+        lambda root: model(
+            root,
+            "others",
+            ONNX.replace('"x"', '"inp"').replace(
+                '"y" data_type: TYPE_FP32 dims: [ 3 ]', '"y" data_type: TYPE_FP64 dims: [ 4 ]'
+            ),
+            {"1/model.onnx": network()},
+        ),
+        (
+            'error: others/config.pbtxt:3: input[0].name: the model has no input "inp"; it has "x"',
+            'error: others/config.pbtxt:4: output[0].data_type: TYPE_FP64, but output "y" of the model is TYPE_FP32',
+            'error: others/config.pbtxt:4: output[0].dims: [ 4 ], but output "y" of the model has [ 3 ] behind the '
+            "batch dimension",
+        ),
+    ),
+    "an input that the ONNX file needs": Mistake(
+        lambda root: model(
+            root,
+            "fewer",
+            ONNX.replace('"x"', '"w"').replace("max_batch_size: 8", ""),
+            {"1/model.onnx": wrapped(b"\x3a\x00", [], [], {"v": (3,), "w": (3,)}, {"y": (3,)}, {})},
+        ),
+        ('error: fewer/config.pbtxt:3: input: the model also needs input "v"',),
+    ),
+    "an ONNX file that cannot batch": Mistake(
+        lambda root: model(root, "single", ONNX, {"1/model.onnx": network(1)}),
+        (
+            "error: single/config.pbtxt:2: max_batch_size: a batch needs a dynamic first dimension; that of input "
+            '"x" is 1',
+        ),
+    ),
     "ensemble in itself": Mistake(
         in_ensemble('"good"', '"e6"', "e6"),
         (f'error: e6/config.pbtxt:8: {STEP}.model_name: model "e6" needs this ensemble itself: e6 -> e6',),
@@ -274,6 +356,37 @@ def test_none_is_lost_when_all_are_together(tmp_path: Path) -> None:
     assert sorted(lines(checked)) == sorted(expected)
     assert [entry.name for entry in checked.models if entry.ok and not entry.findings] == ["good"]
     assert checked.count("error") + checked.count("warning") == len(expected)
+
+
+def test_a_server_logs_every_warning(tmp_path: Path) -> None:
+    """Once, and without the reasons for which it does not serve a model: those are the failure of the load."""
+    model(tmp_path, "good")
+    for mistake in MISTAKES.values():
+        mistake.make(tmp_path)
+    catalog = Catalog([tmp_path], {}, Cores((0,)))
+    readings = {reading.found.name: reading for reading in catalog.read_all()}
+    count = 0
+    for checked in run(tmp_path).models:
+        logged = [text for text, _ in catalog.warnings(readings[checked.name])]
+        assert len(logged) == len(set(logged))
+        assert not [text for text in logged if text in why_not(readings[checked.name].found)]
+        expected = [finding.relative for finding in checked.findings if finding.severity == WARNING]
+        assert set(expected) <= set(logged)
+        count += len(expected)
+    assert count > 10
+
+
+def test_what_to_write_instead(tmp_path: Path) -> None:
+    for name, mistake in MISTAKES.items():
+        if "ONNX file" in name and "cut off" not in name:
+            mistake.make(tmp_path)
+    assert [finding.hint for finding in run(tmp_path).all()] == [
+        'write { name: "v" data_type: TYPE_FP32 dims: [ 3 ] }',
+        'write name: "x"',
+        "write data_type: TYPE_FP32",
+        "write dims: [ 3 ]",
+        "write max_batch_size: 0, and the dims of all tensors as the model has them, here [ 1, 3 ]",
+    ]
 
 
 def test_all_of_one_file_are_told_and_in_its_order(tmp_path: Path) -> None:

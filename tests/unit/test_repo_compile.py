@@ -6,6 +6,7 @@ import pytest
 
 from shmserve.core.policy import (
     BatchPolicy,
+    IdControl,
     InstanceSpec,
     QueuePolicy,
     Resource,
@@ -70,13 +71,24 @@ def test_everything_of_batching() -> None:
     assert ordered.batching.preserve_ordering
 
 
+def test_buckets_of_the_first_response() -> None:
+    text = """model_metrics { metric_control: [
+        { metric_identifier: { family: "another" } histogram_options: { buckets: [ 9 ] } },
+        { metric_identifier: { family: "nv_inference_first_response_histogram_ms" } }
+    ] }"""
+    assert compile_policy(loaded(SMALL + text), 1).first_response_ms == ()
+    text = text.replace('histogram_ms" }', 'histogram_ms" } histogram_options: { buckets: [ 1, 2.5 ] }')
+    assert compile_policy(loaded(SMALL + text), 1).first_response_ms == (1.0, 2.5)
+
+
 def test_what_the_server_reads_of_the_parameters() -> None:
     plain = compile_policy(loaded(SMALL), 1)
-    assert (plain.execution_limit_ns, plain.retry) == (None, True)
+    assert (plain.execution_limit_ns, plain.retry, plain.crash_limit) == (None, True, None)
     text = """parameters { key: "execution_limit_secs" value { string_value: "2.5" } }
+    parameters { key: "crash_limit" value { string_value: "0" } }
     parameters { key: "retry_alone" value { string_value: "False" } }"""
     policy = compile_policy(loaded(SMALL + text), 1)
-    assert (policy.execution_limit_ns, policy.retry) == (2_500_000_000, False)
+    assert (policy.execution_limit_ns, policy.retry, policy.crash_limit) == (2_500_000_000, False, 0)
 
 
 def test_what_a_process_is_given_by_the_parameters() -> None:
@@ -115,13 +127,18 @@ START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_
                 slots=4,
                 idle_ns=10**9,
                 batching=BatchPolicy((2, 4), delay_ns=30_000, preserve_ordering=True),
-                strings=True,
+                id_control=IdControl("ID", "BYTES"),
             ),
         ),
         (
             "oldest { } iterative_sequence: true " + CORRID % "UINT32",
             SequencePolicy(
-                direct=False, slots=1, idle_ns=10**9, batching=BatchPolicy((8,)), iterative=True, strings=False
+                direct=False,
+                slots=1,
+                idle_ns=10**9,
+                batching=BatchPolicy((8,)),
+                iterative=True,
+                id_control=IdControl("ID", "UINT32"),
             ),
         ),
     ],

@@ -368,6 +368,8 @@ def test_gpus_that_do_not_exist() -> None:
         ("execution_limit_secs", "nan", 'found "nan", expected seconds'),
         ("execution_limit_secs", "", 'found "", expected seconds'),
         ("execution_limit_secs", "9999999", 'found "9999999", expected seconds'),
+        ("crash_limit", "-1", 'found "-1", expected a number of crashes, such as "5", or "0" for no limit'),
+        ("crash_limit", "", 'found "", expected a number of crashes'),
         ("retry_alone", "no", 'found "no", expected "true" or "false"'),
         ("memory_limit_mb", "2 GiB", 'found "2 GiB", expected MiB, such as "2048", or "0" for no limit'),
         ("memory_limit_mb", "", 'found "", expected MiB'),

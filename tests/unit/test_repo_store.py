@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.load import CONFIG_BYTES, parse
-from shmserve.repo.store import Found, scan, select_versions
+from shmserve.repo.store import Found, find_model, scan, select_versions
 from tests.unit.repo_texts import BACKENDS, DYNAMIC, SMALL
 
 
@@ -189,13 +189,21 @@ def test_a_file_of_a_backend_that_is_not_here(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- names and places
 
 
-@pytest.mark.parametrize("name", ["a b", "x" * 129, "\u00fcber", "new\nline", "\x1b[31m", "a:b"])
+@pytest.mark.parametrize("name", ["a,b", "simple (v2)", "user@host:8000", "-"])
+def test_names_that_a_model_can_have(tmp_path: Path, name: str) -> None:
+    put(tmp_path, name)
+    assert only(tmp_path).name == name
+    assert not only(tmp_path).problems
+    assert find_model([tmp_path], name) == tmp_path / name
+
+
+@pytest.mark.parametrize("name", [" a", "a ", "x" * 129, "\u00fcber", "new\nline", "\x1b[31m", "a\\b"])
 def test_names_that_no_model_can_have(tmp_path: Path, name: str) -> None:
     put(tmp_path, name)
     put(tmp_path, "good")
     found = [model for model in scanned(tmp_path).values() if model.name != "good"]
     assert len(found) == 1
-    assert "a model cannot have this name; expected 1 to 128 letters" in found[0].problems[0]
+    assert "a model cannot have this name; expected 1 to 128 printable" in found[0].problems[0]
 
 
 def test_a_name_that_is_not_text(tmp_path: Path) -> None:

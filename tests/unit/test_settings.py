@@ -57,7 +57,7 @@ def written(path: Path, text: str) -> list[str]:
 
 def test_defaults(tmp_path: Path) -> None:
     found = settings.parse(["--model-repository", str(tmp_path)])
-    assert vars(found).keys() == {flag.dest for flag in FLAGS if not flag.instead} | {"warnings"}
+    assert vars(found).keys() == {flag.dest for flag in FLAGS if not flag.instead} | {"warnings", "notes", "failed"}
     assert found.model_repository == [tmp_path]
     assert (found.model_control_mode, found.load_model, found.repository_poll_secs) == ("none", [], 15)
     assert (found.model_load_thread_count, found.model_load_retry_count, found.settle_secs) == (4, 0, 1)
@@ -114,6 +114,9 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "trace": ("triton,file=t.json", ("trace_file", "t.json"), '"triton,file=t.json"'),
     "resource": ("R1:10:2", ("R1", 2, 10), '"R1:10:2"'),
     "pool": ("0:4096", (0, 4096), '"0:4096"'),
+    "fraction": ("0:0.5", (0, 0.5), '"0:0.5"'),
+    "metrics": ("summary_quantiles=0.5:0.05,0.9", ("summary_quantiles", (0.5, 0.9)), '"summary_quantiles=0.5,0.9:1"'),
+    "decimal": ("6.0", 6.0, '"6.0"'),
 }
 
 
@@ -127,7 +130,7 @@ def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytes
     elif flag.kind == "policy":
         text, toml = f"cpu,cpu-cores={CORE}", f'"cpu,cpu-cores={CORE}"'
         value = host_policy(text)
-    if flag.name == "model-namespacing":
+    if flag.name == "model-namespacing" or flag.refused:
         text, value, toml = "false", False, "false"
     base = ["--model-repository", str(tmp_path)] if flag.name != "model-repository" else []
     base += ["--model-control-mode", "explicit"] if flag.name == "load-model" else []
@@ -141,6 +144,13 @@ def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytes
     for found in (line, file, variable):
         assert getattr(found, flag.dest) == wanted
         assert not found.warnings
+
+
+@pytest.mark.parametrize("flag", [flag for flag in BOTH if flag.kind == "choice"], ids=lambda flag: flag.name)
+def test_choices_are_read_in_any_case(flag: Flag) -> None:
+    for choice in flag.choices:
+        found = settings.parse(["--model-repository", ".", f"--{flag.name}", choice.upper()])
+        assert getattr(found, flag.dest) == choice
 
 
 # ---------------------------------------------------------------------------------------------- what is wrong
@@ -158,7 +168,7 @@ def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytes
         (["--worker-output-bytes", "1000"], "the least is 1048576"),
         (["--model-load-thread-count", "0"], "the least is 1"),
         (["--model-control-mode", "pol"], "none of none, poll, explicit; did you mean poll?"),
-        (["--log-format", "iso8601"], "did you mean ISO8601?"),
+        (["--log-format", "iso8602"], "did you mean ISO8601?"),
         (["--backend-config", "onnxruntime"], "neither BACKEND,KEY=VALUE nor KEY=VALUE"),
         (["--backend-config", "a,b,c=1"], "neither BACKEND,KEY=VALUE nor KEY=VALUE"),
         (["--host-policy", "cpu"], "NAME,numa-node=N"),
@@ -189,8 +199,11 @@ def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytes
         (["--runtime-dir="], "nothing was given"),
         (["--model-repositry", "x"], "--model-repositry is unknown; did you mean --model-repository?"),
         (["--model_store=x"], "did you mean --model-store?"),
-        (["--cache-directory", "x"], "--cache-directory is known to Triton, and not built here yet"),
-        (["--allow-sagemaker=true"], "--allow-sagemaker is known to Triton, and not part of shmserve"),
+        (["--metrics-config", "sumary_latencies=true"], "did you mean summary_latencies?"),
+        (["--metrics-config", "summary_latencies=1"], "'1' is neither true nor false"),
+        (["--metrics-config", "summary_quantiles=0.5,2:0.1"], "'2:0.1' is not QUANTILE:ERROR"),
+        (["--model-load-gpu-limit", "0:2"], "expected DEVICE:FRACTION"),
+        (["--allow-sagemaker=true"], "--allow-sagemaker true is not supported: there is no SageMaker endpoint"),
         (["--quite-something-else"], "--quite-something-else is unknown\n"),
         (["models"], "'models' is not a flag; a directory of models is named by --model-repository models"),
     ],
@@ -203,19 +216,18 @@ def test_wrong_use(arguments: list[str], text: str, tmp_path: Path, capsys: pyte
 
 def test_all_that_is_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(
-        tmp_path / "s.toml", 'log-verbos = 1\nlog-file = 3\nrepoagent-directory = "x"\nhints = true\nconfig = "x"\n'
+        tmp_path / "s.toml", 'log-verbos = 1\nlog-file = 3\nrepoagent-directory = 1\nhints = true\nconfig = "x"\n'
     )
     said = refused(
-        [*file, "--cuda-virtual-address-size", "1", "--model-repository", str(tmp_path / "none"), "--metrics-config=1"],
+        [*file, "--model-repository", str(tmp_path / "none"), "--nothing=1"],
         capsys,
     )
     name = file[1]
     for text in (
-        "--cuda-virtual-address-size is known to Triton",
-        "--metrics-config is known to Triton",
+        "--nothing is unknown",
         f"{name}: log-verbos is unknown; did you mean log-verbose?",
         f"{name}: log-file: found the number 3, expected text",
-        f"{name}: repoagent-directory is known to Triton",
+        f"{name}: repoagent-directory: found the number 1, expected text",
         f"{name}: hints is unknown",
         f"{name}: config cannot be set in the file itself",
         f"--model-repository {tmp_path}/none is not a directory",
@@ -253,11 +265,10 @@ def test_a_wrong_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_variables_that_nobody_reads_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("EXIT_TIMEOUT", "METRICS_CONFIG", "URL", "MODEL_KEY", "MODEL_REPOSITRY", "PORT_1_TCP"):
+    for name in ("EXIT_TIMEOUT", "URL", "MODEL_KEY", "MODEL_REPOSITRY", "PORT_1_TCP"):
         monkeypatch.setenv(f"SHMSERVE_{name}", "1")
     assert settings.parse(["--model-repository", str(tmp_path)]).warnings == [
         "SHMSERVE_EXIT_TIMEOUT is unknown; did you mean SHMSERVE_EXIT_TIMEOUT_SECS?",
-        "SHMSERVE_METRICS_CONFIG is known to Triton, and not built here yet; leave it out",
         "SHMSERVE_MODEL_REPOSITRY is for models; did you mean SHMSERVE_MODEL_REPOSITORY?",
         "SHMSERVE_PORT_1_TCP is unknown",
     ]
@@ -352,8 +363,9 @@ def test_limits(tmp_path: Path) -> None:
     base = ["--model-repository", str(tmp_path)]
     assert settings.limits(settings.parse(base)) == Limits()
     given = ["--limit", "requests=7", "--limit=client_errors=0", "--limit", "requests=9", "--execution-limit-secs=2"]
+    given.append("--crash-limit=5")
     assert settings.limits(settings.parse([*base, *given])) == Limits(
-        requests=9, client_errors=0, execution_ns=2_000_000_000
+        requests=9, client_errors=0, execution_ns=2_000_000_000, crashes=5
     )
 
 
@@ -388,9 +400,9 @@ def test_the_file_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_as_a_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(tmp_path)]
-    found = subprocess.run([*command, "--cache-directory=x"], capture_output=True, text=True, check=False)
+    found = subprocess.run([*command, "--model-namespacing=true"], capture_output=True, text=True, check=False)
     assert found.returncode == 2
-    assert "not built here yet" in found.stderr
+    assert "--model-namespacing true is not supported" in found.stderr
     found = subprocess.run([*command, "--log-file", f"{tmp_path}/no/log"], capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert "cannot write to --log-file" in found.stderr

@@ -16,6 +16,7 @@ import pytest
 
 from shmserve.errors import Denied, InvalidRequest, NotFound, Unavailable
 from shmserve.shm import posix
+from tests.leaks import own_names
 
 SIZE = 1 << 16
 SHM = Path("/dev/shm")
@@ -89,12 +90,12 @@ def test_a_group_that_cannot_be_given_is_denied_and_leaves_no_name(monkeypatch: 
     def denied(*_: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    before = sorted(os.listdir(SHM))
+    before = own_names()
     group = max(entry.gr_gid for entry in grp.getgrall())
     monkeypatch.setattr(os, "fchown", denied)
     with pytest.raises(Denied, match=f"group {group} with mode 660"):
         posix.create(SIZE, 0o660, group)
-    assert sorted(os.listdir(SHM)) == before
+    assert own_names() == before
 
 
 @pytest.mark.parametrize("name", ["", "/", "..", "/..", "a/b", "/a/../b", "x" * 300, "a b", "a\0b", "ä", "//x", "a\n"])
@@ -184,15 +185,24 @@ def test_a_forked_child_does_not_take_the_name_away() -> None:
     assert python(code).split() == ["True", "False"]
 
 
-LEAVE = """if True:
+OWN = os.getpid() << 32
+"""Instead of the number of the pid namespace: a server beside these tests does not sweep such names."""
+LEAVE = f"""if True:
     import os
     from shmserve.shm import posix
+    posix._namespace = lambda: {OWN}
     extent = posix.create(4096)
     print(extent.name, flush=True)
     os._exit(0)
 """
 
 
+@pytest.fixture
+def namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "_namespace", lambda: OWN)
+
+
+@pytest.mark.usefixtures("namespace")
 def test_the_sweep_takes_what_the_dead_left_and_nothing_else(leftover: list[Path]) -> None:
     dead = path(python(LEAVE))
     mine = posix.create(SIZE)
@@ -217,6 +227,7 @@ def test_the_sweep_takes_what_the_dead_left_and_nothing_else(leftover: list[Path
     mine.close()
 
 
+@pytest.mark.usefixtures("namespace")
 def test_the_sweep_takes_what_one_of_the_dead_left(leftover: list[Path]) -> None:
     one, other = (path(python(LEAVE)) for _ in range(2))
     leftover += [one, other]
@@ -228,6 +239,7 @@ def test_the_sweep_takes_what_one_of_the_dead_left(leftover: list[Path]) -> None
     mine.close()
 
 
+@pytest.mark.usefixtures("namespace")
 def test_the_sweep_leaves_a_living_child_alone() -> None:
     code = LEAVE.replace("os._exit(0)", "input()")
     with subprocess.Popen(
@@ -244,6 +256,7 @@ def test_the_sweep_leaves_a_living_child_alone() -> None:
     assert not name.exists()
 
 
+@pytest.mark.usefixtures("namespace")
 def test_a_process_that_waits_to_be_reaped_is_dead(leftover: list[Path]) -> None:
     with subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -254,6 +267,7 @@ def test_a_process_that_waits_to_be_reaped_is_dead(leftover: list[Path]) -> None
         assert not name.exists()
 
 
+@pytest.mark.usefixtures("namespace")
 def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden(pid: int) -> int:
         raise FileNotFoundError(2, "hidden")
@@ -265,6 +279,7 @@ def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) 
     extent.close()
 
 
+@pytest.mark.usefixtures("namespace")
 def test_what_the_sweep_may_not_remove_stays(monkeypatch: pytest.MonkeyPatch, leftover: list[Path]) -> None:
     def denied(name: str) -> None:
         raise posix_ipc.PermissionsError(name)

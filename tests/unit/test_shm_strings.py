@@ -86,6 +86,12 @@ def test_what_is_no_string_is_refused(items: list[Any], says: str) -> None:
         encode_bytes(objects(items))
 
 
+def test_other_types_become_text_where_that_is_asked_for() -> None:
+    assert encode_bytes(objects(["a", 5, None, b"b", 1.5]), str) == plain([b"a", b"5", b"None", b"b", b"1.5"])
+    with pytest.raises(InvalidRequest, match="element 0 cannot be sent as UTF-8"):
+        encode_bytes(objects(["\ud800"]), str)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (3, 1, 2), (0,), (4, 0)])
 def test_the_shape_is_kept(shape: tuple[int, ...]) -> None:
     items = [b"%d" % number for number in range(int(np.prod(shape)))]

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.broker.logsettings import LogSettings
-from shmserve.broker.traces import TraceFile, TraceSettings, config
+from shmserve.broker.traces import TraceFile, TraceSettings, config, merged
 from shmserve.core.effects import Log, Traced
 from shmserve.core.trace import PER_SECOND, Sample
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.messages import Handle
 from tests.fake_loop import Loop
 
 pytestmark = pytest.mark.usefixtures("own_log")
@@ -45,19 +46,19 @@ class Changing:
         return self.settings.change(json.dumps(changes).encode())
 
 
-def test_the_log_changes_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_changes_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
     changing = Changing()
     assert changing.settings.document() == changing.to() == LOG
     assert changing.to(log_verbose_level=2, log_format="json") == LOG | {"log_verbose_level": 2, "log_format": "json"}
     assert changing.tracing == [True]
     logging.getLogger("shmserve.test").debug("fine")
-    said = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    said = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["level"], line["message"]) for line in said][1:] == [("debug", "fine")]
     assert said[0]["message"] == "settings of the log have been changed: log_format json, log_verbose 2"
     assert changing.to(log_info=False, log_warning=None, log_verbose_level=0)["log_info"] is False
     assert changing.tracing == [True, False]
     logging.getLogger("shmserve.test").info("not wanted")
-    assert not capsys.readouterr().err
+    assert not capfd.readouterr().err
 
 
 def test_of_the_file_only_its_name_is_told_and_it_stays(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_nothing_is_sampled_until_it_is_wanted() -> None:
 
 def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_start() -> None:
     samples: dict[str, Sample] = {}
-    settings = tracing(samples, trace_level="TIMESTAMPS", trace_rate=7, trace_file="/some/where/t.json")
+    settings = tracing(samples, trace_level=("TIMESTAMPS",), trace_rate=7, trace_file="/some/where/t.json")
     assert settings.document("a") == OFF | {
         "trace_level": ["TIMESTAMPS"], "trace_rate": "7", "trace_file": "t.json"
     }  # fmt: skip
@@ -154,7 +155,7 @@ def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_star
     [
         ({"trace_file": "x"}, Unsupported, "trace file location can not be updated through network protocol"),
         ({"trace_file": None}, Unsupported, "trace file location can not be updated through network protocol"),
-        ({"trace_level": ["TENSORS", "TIMESTAMPS"]}, Unsupported, "trace level TENSORS is not supported"),
+        ({"trace_level": ["TENSOR", "TIMESTAMPS"]}, InvalidRequest, "Unable to parse 'trace_level', got: TENSOR;"),
         ({"trace_level": ["OFF", "TIMESTAMPS"]}, InvalidRequest, "Expect only one trace level 'OFF' is specified"),
         ({"trace_level": ["MAX"]}, InvalidRequest, "Unable to parse 'trace_level', got: MAX"),
         ({"trace_level": 1}, InvalidRequest, "Unable to parse 'trace_level'"),
@@ -202,11 +203,11 @@ def test_whatever_comes_is_done_or_refused(changes: dict[str, Any], model: str) 
         ("triton,log-frequency=5", ("log_frequency", 5)),
         ("rate=2", ("trace_rate", 2)),
         ("count=-1", ("trace_count", -1)),
-        ("level=TIMESTAMPS", ("trace_level", "TIMESTAMPS")),
+        ("level=TIMESTAMPS", ("trace_level", ("TIMESTAMPS",))),
         ("mode=triton", ("trace_mode", "triton")),
         ("mode=opentelemetry", None),
         ("opentelemetry,url=x", None),
-        ("level=TENSORS", None),
+        ("level=TENSOR", None),
         ("rate=x", None),
         ("triton,file=", None),
         ("triton,rate=1", None),
@@ -222,12 +223,28 @@ def test_the_flag(text: str, found: tuple[str, Any] | None) -> None:
         assert config(text) == found
 
 
+def test_levels_add_up() -> None:
+    values = [config(text) for text in ("level=TIMESTAMPS", "rate=2", "level=TENSORS", "rate=3", "level=OFF")]
+    assert merged(values) == {"trace_level": ("TIMESTAMPS", "TENSORS"), "trace_rate": 3}
+    assert merged([config("level=OFF")]) == {"trace_level": ("OFF",)}
+    samples: dict[str, Sample] = {}
+    settings = tracing(samples, **merged(values))
+    assert settings.document("")["trace_level"] == ["TIMESTAMPS", "TENSORS"]
+    assert samples == {"": Sample(3, -1, timestamps=True, tensors=True)}
+    changed(settings, trace_level=["TENSORS"])
+    assert samples == {"": Sample(3, -1, timestamps=False, tensors=True)}
+
+
 # ---------------------------------------------------------------------------------------- the file
 
 
 def traced(number: int, times: tuple[int, ...] = (3, 4, 5, 6), **more: Any) -> Traced:
     fields = {"trace_id": "", "model": "a", "version": 1, "request": number, **more}
     return Traced(fields, 2, times, 7, None)
+
+
+def nothing(parts: tuple[Handle, ...]) -> bytes | None:
+    return None
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -238,7 +255,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_the_file_is_json_at_any_time(tmp_path: Path) -> None:
     path, loop = tmp_path / "t.json", Loop()
     path.write_text("what was there before" * 1000)
-    file = TraceFile(loop, path, lambda model: 0)
+    file = TraceFile(loop, path, lambda model: 0, nothing)
     file.write(traced(1, id="mine"))
     loop.fire()
     first = read(path)
@@ -263,7 +280,7 @@ def test_the_file_is_json_at_any_time(tmp_path: Path) -> None:
 def test_so_many_traces_fill_a_file_of_their_own(tmp_path: Path) -> None:
     frequency = 2
     loop = Loop()
-    file = TraceFile(loop, tmp_path / "t", lambda model: frequency)
+    file = TraceFile(loop, tmp_path / "t", lambda model: frequency, nothing)
     for number in range(5):
         file.write(traced(number))
     frequency = 0
@@ -275,7 +292,7 @@ def test_so_many_traces_fill_a_file_of_their_own(tmp_path: Path) -> None:
 
 def test_without_a_file_traces_go_to_the_log_but_not_too_many(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger().addHandler(caplog.handler)
-    file = TraceFile(Loop(), None, lambda model: 0)
+    file = TraceFile(Loop(), None, lambda model: 0, nothing)
     with caplog.at_level("INFO"):
         file.write(Traced(traced(1).fields, 1, (), 2, Log("info", "trace why: OK", {"trace_id": "why"})))
         for number in range(2 * PER_SECOND):
@@ -288,7 +305,7 @@ def test_without_a_file_traces_go_to_the_log_but_not_too_many(caplog: pytest.Log
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger().addHandler(caplog.handler)
-    file = TraceFile(Loop(), tmp_path / "none" / "t", lambda model: 0)
+    file = TraceFile(Loop(), tmp_path / "none" / "t", lambda model: 0, nothing)
     with caplog.at_level("ERROR"):
         file.write(traced(1))
         file.close()

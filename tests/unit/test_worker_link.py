@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,10 @@ from shmserve.messages import (
     WorkerReport,
 )
 from shmserve.rights import DESCRIPTORS
+from shmserve.workers import say as saying
 from shmserve.workers.link import Link
 from shmserve.workers.outbox import Outbox, in_chunks, row_bytes
-from shmserve.workers.say import TEXT_LIMIT, escaped, public, say, say_trace
+from shmserve.workers.say import TEXT_LIMIT, escaped, public, say, say_trace, trace_of
 
 decode = wire.Codec(WorkerReport).decode
 Ends = tuple[Link, socket.socket]
@@ -190,6 +194,64 @@ def test_a_trace_is_readable(capfd: pytest.CaptureFixture[str]) -> None:
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "error: it failed"
     assert lines[-2:] == ["error:   ValueError: first", "error:   second"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """The trace of what a function of ours.py raises, which calls model.py beside it."""
+    texts = {
+        "model": "import json\n\ndef initialize():\n    json.loads('{')\n",
+        "syntax": "class X(:",
+        "ours": """
+            from importlib import import_module
+            from shmserve.errors import ModelFailed
+
+            def wraps():
+                try:
+                    import_module("model").initialize()
+                except ValueError as inner:
+                    raise ModelFailed("failed") from inner
+
+            def fails():
+                raise ModelFailed("the text says all")
+
+            def has_a_bug():
+                {}["a bug"]
+
+            def imports():
+                import_module("syntax")
+        """,
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(saying, "_OURS", (*saying._OURS, str(tmp_path / "ours.py")))
+
+    def trace(name: str) -> list[str]:
+        with pytest.raises(Exception) as caught:
+            getattr(import_module("ours"), name)()
+        error = caught.value
+        return trace_of(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+
+    return trace
+
+
+def test_a_trace_is_without_our_frames(trace: Callable[[str], list[str]], tmp_path: Path) -> None:
+    lines = trace("wraps")
+    assert f'  File "{tmp_path}/model.py", line 4, in initialize' in lines
+    assert any("json/decoder.py" in line for line in lines), "frames of libraries stay"
+    assert not [line for line in lines if "ours.py" in line]
+    assert lines[-1] == "shmserve.errors.ModelFailed: failed"
+
+
+def test_a_trace_of_ours_alone(trace: Callable[[str], list[str]], tmp_path: Path) -> None:
+    assert trace("fails") == ["shmserve.errors.ModelFailed: the text says all"]
+    assert any("ours.py" in line for line in trace("has_a_bug")), "a fault of ours keeps its frames"
+    lines = trace("imports")
+    assert f'  File "{tmp_path}/syntax.py", line 1' in lines
+    assert lines[-1].startswith("SyntaxError: ")
+    assert not [line for line in lines if "frozen" in line]
 
 
 def test_texts_for_callers() -> None:

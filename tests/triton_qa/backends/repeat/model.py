@@ -1,0 +1,46 @@
+"""Stands in for Triton's backend `repeat`: one response for each element of IN, each after its DELAY in ms."""
+
+import json
+import threading
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        self.threads = []
+
+    def execute(self, requests):
+        for request in requests:
+            values, delays, wait = (
+                pb_utils.get_input_tensor_by_name(request, name).as_numpy().copy() for name in ("IN", "DELAY", "WAIT")
+            )
+            sender = request.get_response_sender()
+            if not self.decoupled and len(values) != 1:
+                error = pb_utils.TritonError("repeat without the decoupled policy gives exactly one response")
+                sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
+                continue
+            self.threads.append(threading.Thread(target=self.answer, args=(sender, values, delays)))
+            self.threads[-1].start()
+            threading.Event().wait(float(wait.flat[0]) / 1000)
+
+    def answer(self, sender, values, delays):
+        for index, (value, delay) in enumerate(zip(values, delays, strict=True)):
+            threading.Event().wait(float(delay) / 1000)
+            outputs = [
+                pb_utils.Tensor("OUT", np.array([value], np.int32)),
+                pb_utils.Tensor("IDX", np.array([index], np.uint32)),
+            ]
+            last = index + 1 == len(values) and not self.decoupled
+            sender.send(pb_utils.InferenceResponse(outputs), flags=FINAL if last else 0)
+        if self.decoupled or not len(values):
+            sender.send(flags=FINAL)
+
+    def finalize(self):
+        for thread in self.threads:
+            thread.join()

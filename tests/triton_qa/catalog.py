@@ -1,0 +1,122 @@
+"""The suites of Triton's repository (qa/L0_*) whose Python tests can run here, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    """Its folder below qa/."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What the script reads: which backends and which of its variants."""
+    limit_s: int = 600
+    layout: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Directory in the suite's folder -> models to put there: of docs/examples, of `parts`, or of its own models/."""
+    flags: tuple[str, ...] = ()
+    """More for the server."""
+    script: str = "test.sh"
+
+
+SIMPLE = ("simple", "simple_int8", "simple_string", "simple_sequence", "simple_dyna_sequence", "simple_identity")
+DECOUPLED = ("repeat_int32", "square_int32")
+ENSEMBLES = ("identity_int32", "repeat_square", "sequence_repeat", "fan_repeat", "nested_square", "simple_repeat")
+LENIENT = ("--exit-on-error=false", "--strict-readiness=false")
+"""A model that differs here fails its own tests, and not those of all the others."""
+PYTHON = """
+    argument_validation async_execute bls custom_metrics decoupled ensemble io lifecycle logging model_control
+    model_readiness parameters python_based_backends request_rescheduling response_sender restart
+"""
+
+SUITES = (
+    Suite("L0_infer", {"BACKENDS": "onnx python", "ENSEMBLES": "1"}, 900),
+    Suite("L0_infer_reshape", {"BACKENDS": "onnx libtorch"}, flags=LENIENT),
+    Suite("L0_infer_variable", {"BACKENDS": "onnx libtorch"}, flags=LENIENT),
+    Suite("L0_infer_zero", {"BACKENDS": "onnx libtorch"}),
+    Suite("L0_http", limit_s=900, layout={"models": SIMPLE}),
+    Suite("L0_grpc", limit_s=900, layout={"models": (*SIMPLE, "repeat_int32")}),
+    Suite("L0_batcher", {"BACKENDS": "onnx libtorch python"}, 1800),
+    Suite("L0_sequence_batcher", {"BACKENDS": "onnx custom python", "ENSEMBLES": "0"}, 3600),
+    Suite("L0_dyna_sequence_batcher", {"BACKENDS": "onnx custom"}, 900),
+    Suite("L0_sequence_corrid_batcher", {"BACKENDS": "onnx"}),
+    Suite("L0_implicit_state", {"BACKENDS": "onnx"}, 1800),
+    Suite("L0_dyna_implicit_state", {"BACKENDS": "onnx"}, 900),
+    Suite("L0_lifecycle", limit_s=3600),
+    *(Suite(f"L0_backend_python/{name}", limit_s=2400) for name in PYTHON.split()),
+    Suite("L0_backend_python", flags=LENIENT),
+    Suite("L0_decoupled", limit_s=3600, layout={"models": DECOUPLED, "python_models": (*DECOUPLED, *ENSEMBLES)}),
+    Suite("L0_iterative_sequence"),
+    Suite("L0_response_cache"),
+    Suite("L0_metrics"),
+    Suite("L0_trace", layout={"../L0_decoupled/models": DECOUPLED}),
+    Suite("L0_cmdline_trace"),
+    Suite("L0_parameters"),
+    Suite("L0_input_validation"),
+    Suite("L0_output_validation"),
+    Suite("L0_output_name"),
+    Suite("L0_string_io"),
+    Suite("L0_scalar_io"),
+    Suite("L0_large_payload"),
+    Suite("L0_shared_memory", limit_s=900),
+    Suite("L0_warmup"),
+    Suite("L0_client_timeout"),
+    Suite("L0_client_nobatch"),
+    Suite("L0_rate_limiter"),
+    Suite("L0_pinned_memory"),
+    Suite("L0_model_config", limit_s=1200),
+    Suite("L0_model_update"),
+    Suite("L0_model_queue"),
+    Suite("L0_model_namespacing"),
+    Suite("L0_optional_input"),
+    Suite("L0_batch_input"),
+    Suite("L0_batch_custom"),
+    Suite("L0_response_statistics"),
+    Suite("L0_request_cancellation"),
+    Suite("L0_http_fuzz"),
+    Suite("L0_logging"),
+    Suite("L0_buffer_attributes"),
+    Suite("L0_passive_instance"),
+    Suite("L0_simple_ensemble", layout={"models": ("simple",)}),
+    Suite("L0_server_status"),
+    Suite("L0_grpc_state_cleanup", layout={"models": ("repeat_int32",)}),
+    Suite("L0_backend_identity"),
+    Suite("L0_backend_onnxruntime"),
+    Suite("L0_initializer_as_input"),
+    Suite("L0_sequence_stress"),
+    Suite("L0_orca"),
+    Suite("L0_libtorch_io_names"),
+    Suite("L0_libtorch_shared_weights"),
+    Suite("L0_libtorch_instance_group_kind_model"),
+    Suite("L0_repoagent_checksum"),
+)
+
+NO_GPU = "needs a GPU or TensorRT"
+CPLUSPLUS = "its tests are C++ programs, or test C++ libraries"
+SERVICE = "needs a service of others, or the network"
+SCRIPT = "its checks are in the shell script: it has no Python tests"
+_LEFT_OUT = {
+    NO_GPU: """
+        L0_compute_capability L0_cuda_graph L0_cuda_shared_memory L0_device_memory_tracker L0_dlpack_multi_gpu
+        L0_libtorch_disable_cudnn L0_parallel_copy L0_torch_aoti L0_torch_aoti_hstu L0_trt_bf16_dtype L0_trt_compat
+        L0_trt_data_dependent_shape L0_trt_dla L0_trt_dynamic_shape L0_trt_error_propagation L0_trt_plugin
+        L0_trt_reformat_free L0_trt_shape_tensors
+    """,
+    CPLUSPLUS: """
+        L0_async_work_queue L0_backend_bls L0_backend_output_detail L0_backend_tutorial L0_client_build_variants
+        L0_client_memory_growth L0_client_valgrind L0_custom_ops L0_data_compression L0_io L0_memory L0_memory_growth
+        L0_multi_server L0_query L0_register L0_sdk L0_simple_lib L0_triton_repo_agent
+    """,
+    SERVICE: """
+        L0_backend_python/env L0_backend_python/examples L0_https L0_long_running_stress L0_mlflow L0_openai
+        L0_python_api L0_pytorch_python_runtime L0_sagemaker L0_secure_grpc L0_storage_S3 L0_storage_S3_local
+        L0_storage_azure L0_storage_swiftstack L0_vertex_ai
+    """,
+    SCRIPT: """
+        L0_additional_dependency_dirs L0_backend_config L0_backend_release L0_config_json L0_custom_model_config
+        L0_java_simple_example L0_json L0_libtorch_inference_mode L0_libtorch_io_types L0_libtorch_optimized_execution
+        L0_nan_inf L0_nullchar_string L0_onnx_optimization L0_socket
+    """,
+}
+LEFT_OUT = {name: reason for reason, names in _LEFT_OUT.items() for name in names.split()}

@@ -1,0 +1,71 @@
+"""The tests of Triton that fail here, and why. A test is named by suite, class and method; `*` is any text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+
+from tests.triton_qa.runner import Result
+
+
+@dataclass(frozen=True)
+class Known:
+    suite: str
+    tests: str
+    """Patterns with blanks between them."""
+    reason: str
+    here: bool = True
+    """Whether it can run here at all: what needs a GPU, a C++ backend or another service does not count."""
+    sometimes: bool = False
+    """The test may also pass: its outcome depends on timing, or on which server of the suite it meets."""
+
+
+def _cannot(suite: str, tests: str, reason: str) -> Known:
+    return Known(suite, tests, reason, here=False)
+
+
+GPU = "needs a GPU or TensorRT models"
+SERVICE = "needs another service: nginx in front of the server, or an OpenTelemetry collector"
+HOOK = "needs TRITONSERVER_DELAY_SCHEDULER, a hook for tests inside Triton"
+PRIVATE = "needs internals of Triton: a C++ test backend, or its log lines"
+
+PADDING = "OpenVINO models with a fixed batch and ENABLE_BATCH_PADDING are refused; export them with a dynamic batch"
+BLANKS = "a header's value must not begin or end with a blank (RFC 9113)"
+COPY = "args['model_repository'] is the version's private copy in the runtime directory"
+
+KNOWN: tuple[Known, ...] = (
+    _cannot("L0_lifecycle", """
+        *.test_dynamic_model_modify *.test_dynamic_file_delete *.test_load_same_model_different_platform
+        *.test_multiple_model_repository_control_startup_models *.test_model_repository_index *.test_load_gpu_limit
+        *.test_parse_error_model_no_version
+    """, GPU),
+    _cannot("L0_lifecycle", "*.test_model_reload_fail", PRIVATE),
+    _cannot("L0_backend_python/io", "*.test_empty_gpu_output *.test_variable_gpu_output", GPU),
+    _cannot("L0_backend_python", "*.test_gpu_tensor_error *.test_dlpack_tensor_error", GPU),
+    _cannot("L0_backend_python", "*.test_growth_error", PRIVATE),
+    _cannot("L0_http", "*BasicAuth*", SERVICE),
+    _cannot("L0_grpc", "*BasicAuth*", SERVICE),
+    _cannot("L0_trace", "*OpenTelemetry*", SERVICE),
+    Known("L0_sequence_batcher", """
+        *.test_backlog* *.test_half_batch *.test_skip_batch *.test_full_batch *.test_ragged_batch* *.test_queue_delay_*
+    """, HOOK, here=False, sometimes=True),
+    Known("L0_batcher", """
+        *.test_multi_batch_delayed_* *.test_multi_batch_use_b* *.test_preferred_batch_only_*
+        *.test_multi_batch_preserve_ordering
+    """, HOOK, here=False, sometimes=True),
+    Known("L0_lifecycle", """
+        *.test_parse_error_modelfail* *.test_init_error_modelfail *.test_dynamic_model_load_unload*
+        *.test_multiple_model_repository_polling *.test_multiple_model_repository_control
+    """, PADDING),
+    Known("L0_parameters", "*.test_headers *.test_grpc_header_forward_pattern_case_sensitive", BLANKS),
+    Known("L0_backend_python", "PythonTest.test_init_args", COPY),
+)  # fmt: skip
+
+
+@cache
+def known(result: Result) -> Known | None:
+    for one in KNOWN:
+        if fnmatchcase(result.suite, one.suite) and any(fnmatchcase(result.test, test) for test in one.tests.split()):
+            return one
+    return None

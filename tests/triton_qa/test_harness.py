@@ -1,0 +1,102 @@
+"""The harness itself, without a checkout: what it records, how it changes a script, and what counts as a pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.triton_qa import known, report, tritonserver, workplace
+from tests.triton_qa.catalog import LEFT_OUT, SUITES, Suite
+from tests.triton_qa.runner import Result, read
+
+TESTS = """
+import os, unittest
+class Some(unittest.TestCase):
+    def test_good(self): pass
+    def test_bad(self): self.assertEqual(1, 2)
+    def test_parts(self):
+        for part in (1, 2):
+            with self.subTest(part=part): self.assertEqual(part, 1)
+    def test_skip(self): self.skipTest("not today")
+    def test_undone(self): os._exit(3)
+unittest.main()
+"""
+
+
+def result(test: str, outcome: str) -> Result:
+    return Result("L0_some", "some_test.py", test, 1, outcome, "", 0.0)
+
+
+def test_every_unit_test_is_recorded_once(tmp_path: Path) -> None:
+    script, results = tmp_path / "some_test.py", tmp_path / "results"
+    script.write_text(TESTS)
+    recorder = {"PYTHONPATH": str(workplace.HERE / "recorder"), "TRITON_QA_RESULTS": str(results)}
+    done = subprocess.run([sys.executable, str(script)], env=os.environ | recorder, capture_output=True, check=False)
+    assert done.returncode == 3
+    found = {one.test: (one.outcome, one.reason) for one in read("L0_some", results)}
+    assert found == {
+        "Some.test_bad": ("failed", "AssertionError: 1 != 2 (line 5)"),
+        "Some.test_good": ("passed", ""),
+        "Some.test_parts": ("failed", "AssertionError: 2 != 1 (line 8)"),
+        "Some.test_skip": ("skipped", "not today"),
+        "Some.test_undone": ("failed", "has not ended"),
+    }
+
+
+def test_a_script_goes_on_after_a_failure_and_finds_its_parts_here(tmp_path: Path) -> None:
+    suite = tmp_path / "checkout" / "qa" / "L0_some"
+    suite.mkdir(parents=True)
+    lines = ["#!/bin/bash", "set -e", "kill 0", "false", "if true; then", "    exit 1", "fi"]
+    lines += ["ls /data/inferenceserver/${REPO_VERSION}/model /opt/tritonserver/bin/tritonserver", "python -V"]
+    (suite / "test.sh").write_text("\n".join(lines))
+    data = tmp_path / "data"
+    (data / "model").mkdir(parents=True)
+    place = workplace.prepare(tmp_path / "work", tmp_path / "checkout", Suite("L0_some"), data, Path(sys.executable))
+    path = f"{place.shims}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "test.sh"],
+        cwd=place.qa / "L0_some",
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\n")[:2] == [f"{place.folder}/opt/tritonserver/bin/tritonserver", ""]
+    assert "Python 3" in done.stdout
+    assert (suite / "test.sh").read_text() == "\n".join(lines)
+
+
+@pytest.mark.parametrize("given", [[], ["--backend-directory=other"]])
+def test_backends_of_the_script_win(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tritonserver.BACKENDS, "stand-ins")
+    found = tritonserver.flags(["--model-repository=m", *given])
+    assert found[0] == "--triton-compatible"
+    assert [word for word in found if "backend" in word] == (given or ["--backend-directory=stand-ins"])
+
+
+def test_known_differences_do_not_fail_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = known.Known("L0_some", "Some.test_known", "as designed")
+    monkeypatch.setattr(known, "KNOWN", (entry,))
+    known.known.cache_clear()
+    results = [
+        result("Some.test_good", "passed"),
+        result("Some.test_known", "failed"),
+        result("Some.test_bad", "failed"),
+    ]
+    found = report.tally("L0_some", results)
+    assert found.counts == {"passed": 1, "known": 1, "failed": 1, "unexpected": 0, "elsewhere": 0, "skipped": 0}
+    assert report.judge(result("Some.test_known", "passed")) == "unexpected"
+    assert list(report.table([found]))[-1] == "| total | 1 | 1 | 1 | 33.3 | 0 |"
+    assert json.loads(report.as_json([found], results))["tests"][1]["verdict"] == "known"
+    known.known.cache_clear()
+
+
+def test_no_suite_is_in_both_lists() -> None:
+    names = [suite.name for suite in SUITES]
+    assert len(set(names)) == len(names)
+    assert not set(names) & set(LEFT_OUT)

@@ -1,0 +1,111 @@
+"""Which versions differ from the repository. The oracle is what was changed; the loop is called by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.broker import differences as module
+from shmserve.broker.differences import Differences, Loaded, compare
+from shmserve.repo.snapshot import take
+
+
+def model(folder: Path) -> Path:
+    for version in ("1", "2"):
+        (folder / version).mkdir(parents=True)
+        (folder / version / "file").write_text("a")
+    (folder / "config.pbtxt").write_text("c")
+    return folder
+
+
+def loaded(folder: Path, source: int, version: int, configuration: bool = True) -> Loaded:
+    seen = take(folder)
+    return Loaded(source, folder, version, seen.of_version(version), seen.of_configuration() if configuration else "")
+
+
+@pytest.mark.parametrize(
+    ("path", "changed"),
+    [("1/file", {1, 3}), ("2/more", {2}), ("labels.txt", {1, 2, 3}), ("config.pbtxt", {1, 2}), (".hidden", set())],
+)
+def test_what_has_changed(tmp_path: Path, path: str, changed: set[int]) -> None:
+    folder = model(tmp_path / "m")
+    entries = [loaded(folder, 1, 1), loaded(folder, 2, 2), loaded(folder, 3, 1, configuration=False)]
+    assert compare(entries) == {1: False, 2: False, 3: False}
+    (folder / path).write_text("changed")
+    assert {source for source, differs in compare(entries).items() if differs} == changed
+
+
+def test_a_model_that_is_gone(tmp_path: Path) -> None:
+    entry = loaded(model(tmp_path / "m"), 1, 1)
+    (tmp_path / "m").rename(tmp_path / "other")
+    assert compare([entry]) == {1: True}
+
+
+def test_a_look_is_bounded(tmp_path: Path) -> None:
+    entries = [loaded(model(tmp_path / str(number)), number, 1) for number in range(4)]
+    files = len(take(tmp_path / "0").files)
+    assert list(compare(entries, files + 1)) == [0, 1]
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.soon: list[Callable[[], None]] = []
+        self.later: list[Callable[[], None]] = []
+
+    def call_soon_threadsafe(self, call: Callable[..., None], *given: Any) -> None:
+        self.soon.append(lambda: call(*given))
+
+    def call_later(self, _: float, call: Callable[[], None]) -> None:
+        self.later.append(call)
+
+
+def test_one_look_is_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[list[Loaded]] = []
+
+    def compared(entries: list[Loaded]) -> dict[int, bool]:
+        looks.append(entries)
+        return {entries[0].source: True}
+
+    monkeypatch.setattr(module, "compare", compared)
+    entries = [loaded(model(tmp_path / str(number)), number, 1) for number in range(3)]
+    loop, answered = Loop(), []
+    differences = Differences(loop, lambda: entries)
+    for number in range(3):
+        differences.look(lambda number=number: answered.append(number))  # type: ignore[misc]
+    differences._thread.shutdown()
+    assert (len(looks), answered, len(loop.later)) == (1, [], 1)
+    loop.soon.pop()()
+    assert answered == [0, 1, 2]
+    assert (0 in differences, 1 in differences) == (True, False)
+    differences.look(lambda: answered.append(3))
+    assert answered[3:] == [3], "it was looked at a moment ago"
+    loop.later.pop()()
+    assert len(answered) == 4
+
+
+def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers wait only for so long, and the next look begins where this one ended."""
+    looks: list[list[int]] = []
+
+    def compared(entries: list[Loaded]) -> dict[int, bool]:
+        looks.append([entry.source for entry in entries])
+        return {entries[0].source: True}
+
+    monkeypatch.setattr(module, "compare", compared)
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    entries = [loaded(model(tmp_path / str(number)), number, 1) for number in range(3)]
+    loop, answered = Loop(), []
+    differences = Differences(loop, lambda: entries)
+    differences.look(lambda: answered.append(0))
+    loop.later.pop()()
+    assert answered == [0]
+    differences._thread.submit(lambda: None).result()
+    loop.soon.pop()()
+    differences.look(lambda: answered.append(1))
+    differences._thread.shutdown()
+    loop.soon.pop()()
+    assert (looks, answered) == ([[0, 1, 2], [1, 2, 0]], [0, 1])
+    assert [source in differences for source in range(3)] == [True, True, False]

@@ -1,0 +1,81 @@
+"""Operations between the clients and the core: what is read in a thread, deployed, and forgotten again."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.broker.catalog import Catalog
+from shmserve.broker.operations import Operations
+from shmserve.core import effects, events
+from shmserve.core.core import Core
+from shmserve.messages import Ask
+from shmserve.repo.compile import Cores
+from tests.unit.repo_models import GOOD, model
+
+
+class Loop:
+    """Runs what the thread has done, when the test says so."""
+
+    def __init__(self) -> None:
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def call_soon_threadsafe(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._done.put(lambda: call(*arguments))
+
+    def run_one(self) -> None:
+        self._done.get(timeout=60)()
+
+
+class Shell:
+    def __init__(self, root: Path) -> None:
+        model(root / "models", "m", GOOD, {"1/weights": "a"})
+        self.loop = Loop()
+        self.core = Core()
+        self.catalog = Catalog([root / "models"], {}, Cores((0,)))
+        self.inbox: list[tuple[int, Any]] = []
+        self.said: list[Any] = []
+        self.operations = Operations(
+            self.loop,
+            self.core,
+            self.catalog,
+            lambda event: self.inbox.append((0, event)),
+            lambda peer, message: self.said.append(message),
+            root / "overrides",
+            "explicit",
+        )
+
+    def ask(self, what: str, body: bytes = b"") -> None:
+        """Up to the event that is put for the core's next turn."""
+        self.operations.asked(1, Ask(1, what, "m", body=body))
+        self.loop.run_one()
+
+    def turn(self) -> list[Any]:
+        inbox, self.inbox = self.inbox, []
+        return self.core.handle(inbox, 1)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    found = Shell(tmp_path)
+    yield found
+    found.operations.close()
+
+
+def test_what_a_spawn_needs_is_kept_until_the_core_has_seen_it(shell: Shell) -> None:
+    """A load, an unload, and the end of an earlier operation, all before the next turn."""
+    shell.ask("load")
+    shell.ask("unload")
+    shell.operations.settled(effects.Settled(99))
+    (spawn,) = (effect for effect in shell.turn() if isinstance(effect, effects.Spawn))
+    _, descriptor = shell.catalog.load_order(spawn)
+    os.close(descriptor)
+    shell.core.handle([(0, events.Exited(spawn.peer, "killed"))], 2)
+    shell.operations.tidy()
+    with pytest.raises(KeyError):
+        shell.catalog.load_order(spawn)

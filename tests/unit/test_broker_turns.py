@@ -1,0 +1,379 @@
+"""Clients' links take turns: what each delivers in a turn is counted, with real sockets and a loop run by hand."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from shmserve import wire
+from shmserve.broker.backlog import BEHIND_BYTES, Backlog
+from shmserve.broker.client_link import ClientLink
+from shmserve.broker.turns import MESSAGES, SHARE, Turns
+from shmserve.messages import PACKET_BYTES, PACKET_MESSAGES, Answer, BrokerMessage, ClientMessage, Goodbye, Map, Ping
+
+CODEC = wire.Codec(ClientMessage, PACKET_MESSAGES)
+ANSWERS = wire.Codec(BrokerMessage)
+
+
+class Loop:
+    """One iteration at a time: the sockets that are watched and readable, then the turn."""
+
+    def __init__(self) -> None:
+        self.readers: dict[int, Callable[[], None]] = {}
+        self.watched = 0
+        """Calls of add_reader."""
+        self.writers: dict[int, Callable[[], None]] = {}
+        self.timers: deque[Callable[[], None]] = deque()
+
+    def add_reader(self, number: int, call: Callable[[], None]) -> None:
+        self.readers[number] = call
+        self.watched += 1
+
+    def remove_reader(self, number: int) -> None:
+        self.readers.pop(number, None)
+
+    def add_writer(self, number: int, call: Callable[[], None]) -> None:
+        self.writers[number] = call
+
+    def remove_writer(self, number: int) -> None:
+        self.writers.pop(number, None)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self.timers.append(call)
+
+    def call_later(self, after: float, call: Callable[..., None], *arguments: Any) -> Any:
+        self.timers.append(partial(call, *arguments))
+        return self
+
+    def cancel(self) -> None:
+        self.timers.clear()
+
+
+class World:
+    def __init__(self, links: int, users: dict[int, str] | None = None, outbox_bytes: int = 256 << 20) -> None:
+        self.loop = Loop()
+        self.behind: list[tuple[int, bool]] = []
+        self.backlog = Backlog(outbox_bytes, lambda peer, behind: self.behind.append((peer, behind)))
+        self.turns = Turns(self._due)
+        self.due = False
+        self.inbox: list[tuple[int, Any]] = []
+        self.descriptors = 0
+        self.heard: list[tuple[int, Any]] = []
+        """While a client read."""
+        self.ended: list[int] = []
+        self.theirs: dict[int, socket.socket] = {}
+        self.links: dict[int, ClientLink] = {}
+        for peer in range(1, links + 1):
+            ours, self.theirs[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.links[peer] = ClientLink(
+                ours,
+                peer,
+                (users or {}).get(peer, "uid:1"),
+                CODEC,
+                self._deliver,
+                lambda peer, _: self.ended.append(peer),
+                self.loop,
+                64 << 20,
+                self.turns,
+                self.backlog,
+            )
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BYTES)  # two packets, then it is full
+
+    def _due(self) -> None:
+        self.due = True
+
+    def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
+        self.inbox += [(peer, message) for message in messages]
+        self.descriptors += len(descriptors)
+        for number in descriptors:
+            os.close(number)
+        self.due = True
+
+    def send(self, peer: int, count: int, start: int = 0) -> None:
+        self.theirs[peer].send(wire.encode([Ping(start + n) for n in range(count)]))
+
+    def turn(self) -> list[tuple[int, Any]]:
+        """An iteration of the loop, and what the core gets in its turn."""
+        self.due = False
+        readable = select.select(list(self.loop.readers), [], [], 0)[0]
+        for call in [self.loop.readers[number] for number in readable]:
+            call()
+        for call in list(self.loop.writers.values()):
+            call()
+        self.due = self.turns.begin() or self.due
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def answer(self, peer: int, size: int) -> None:
+        """In pieces of the usual size."""
+        self.links[peer].outbox += [Answer(1, bytes(32_768), True)] * (size // 32_768)
+        self.links[peer].flush(lambda segment: None)
+
+    def read(self, peer: int) -> list[Any]:
+        """What the client can read without waiting."""
+        found: list[Any] = []
+        while True:
+            try:
+                packet = self.theirs[peer].recv(1 << 20, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return found
+            if not packet:
+                return found
+            found += ANSWERS.decode(packet)
+
+    def read_all(self, peer: int) -> list[Any]:
+        """Takes turns with the broker."""
+        found: list[Any] = []
+        while got := self.read(peer):
+            found += got
+            self.heard += self.turn()
+        return found
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close("")
+        for theirs in self.theirs.values():
+            theirs.close()
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(links: int, users: dict[int, str] | None = None, outbox_bytes: int = 256 << 20) -> World:
+        made.append(World(links, users, outbox_bytes))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def test_a_large_packet_is_delivered_in_shares_and_in_order(worlds: Callable[..., World]) -> None:
+    world = worlds(1)
+    world.send(1, PACKET_MESSAGES)
+    world.send(1, 3, PACKET_MESSAGES)
+    heard: list[int] = []
+    while len(heard) < PACKET_MESSAGES + 3:
+        got = world.turn()
+        assert 0 < len(got) <= 2 * SHARE
+        heard += [message.number for _, message in got]
+    assert heard == list(range(PACKET_MESSAGES + 3))
+    assert list(world.loop.readers) == [world.links[1]._fd]
+    assert world.turn() == []
+    assert not world.due
+
+
+@pytest.mark.parametrize("flooders", [1, 40, 300])
+def test_beside_a_flood_a_client_waits_for_a_few_turns(worlds: Callable[..., World], flooders: int) -> None:
+    world = worlds(flooders + 1)
+    for peer in range(1, flooders + 1):
+        for _ in range(4):
+            world.send(peer, PACKET_MESSAGES)
+    world.turn()
+    world.send(flooders + 1, 1)
+    waited = 0
+    while True:
+        got = world.turn()
+        waited += 1
+        assert len(got) <= 2 * (MESSAGES + SHARE)
+        if flooders + 1 in (peer for peer, _ in got):
+            break
+    assert waited <= flooders * SHARE // MESSAGES + 2 + flooders // 8
+
+
+def test_floods_share_equally(worlds: Callable[..., World]) -> None:
+    world = worlds(20)
+    for peer in world.theirs:
+        for _ in range(3):
+            world.send(peer, PACKET_MESSAGES)
+    heard: Counter[int] = Counter()
+    for _ in range(40):
+        heard.update(peer for peer, _ in world.turn())
+    assert max(heard.values()) - min(heard.values()) <= 2 * SHARE
+
+
+def test_nothing_is_delivered_of_a_link_that_is_paused_or_closed(worlds: Callable[..., World]) -> None:
+    world = worlds(2)
+    world.send(1, PACKET_MESSAGES)
+    world.send(2, PACKET_MESSAGES)
+    world.turn()
+    world.links[1].pause(0)
+    world.links[2].close("enough")
+    assert world.ended == [2]
+    assert world.turn() == []
+    assert not world.loop.readers
+    world.loop.timers.popleft()()
+    assert world.due
+    heard = 0
+    while got := world.turn():
+        assert {peer for peer, _ in got} == {1}
+        heard += len(got)
+    assert heard >= PACKET_MESSAGES - 2 * SHARE
+
+
+def test_the_last_packets_of_a_peer_that_reset_the_connection(worlds: Callable[..., World]) -> None:
+    """Also behind a large packet; event loops do not report such sockets any more."""
+    world = worlds(1)
+    world.links[1]._sock.send(b"unread")  # type: ignore[union-attr]
+    for start in (0, 1000, 2000):
+        world.send(1, 1000, start)
+    world.theirs[1].close()
+    heard: list[int] = []
+    while not world.ended:
+        heard += [message.number for _, message in world.turn()]
+    assert heard == list(range(3000))
+    assert not world.loop.readers
+
+
+def test_a_packet_with_descriptors_stays_whole(worlds: Callable[..., World]) -> None:
+    world = worlds(1)
+    messages = [*[Ping(n) for n in range(PACKET_MESSAGES - 1)], Map(1 << 32, 4096)]
+    with open(os.devnull) as file:
+        socket.send_fds(world.theirs[1], [wire.encode(messages)], [file.fileno()])
+    assert [message for _, message in world.turn()] == messages
+    assert world.descriptors == 1
+
+
+def test_more_messages_than_a_packet_may_have_are_refused_at_once(worlds: Callable[..., World]) -> None:
+    world = worlds(1)
+    world.send(1, PACKET_MESSAGES + 1)
+    ((_, refused),) = world.turn()
+    assert isinstance(refused, wire.Refused)
+    assert f"more than {PACKET_MESSAGES} messages" in refused.text
+
+
+# ------------------------------------------------------------------------------------ users
+
+
+def test_many_connections_of_a_user_delay_another_user_by_one_of_them(worlds: Callable[..., World]) -> None:
+    flooders = 300
+    world = worlds(flooders + 1, {flooders + 1: "uid:2"})
+    for peer in range(1, flooders + 1):
+        world.send(peer, PACKET_MESSAGES)
+    world.turn()
+    world.send(flooders + 1, 40)
+    found = Counter(peer for _ in range(2) for peer, _ in world.turn())
+    assert found[flooders + 1] == 40
+
+
+def test_a_small_packet_goes_before_large_ones_of_its_user(worlds: Callable[..., World]) -> None:
+    flooders = 300
+    world = worlds(flooders + 1)
+    for peer in range(1, flooders + 1):
+        world.send(peer, PACKET_MESSAGES)
+    world.turn()
+    world.send(flooders + 1, 1)
+    found = Counter(peer for _ in range(2) for peer, _ in world.turn())
+    assert found[flooders + 1] == 1
+
+
+def test_links_that_wait_in_a_crowd_are_not_watched_in_between(worlds: Callable[..., World]) -> None:
+    links, packets = MESSAGES + 44, 8
+    world = worlds(links)
+    for _ in range(packets):
+        for peer in world.theirs:
+            world.send(peer, 1)
+    heard = len(world.turn())
+    while heard < packets * links:
+        got = world.turn()
+        assert got
+        heard += len(got)
+    while world.due:
+        world.turn()
+    assert len(world.loop.readers) == links
+    assert world.loop.watched < packets * links / 2
+
+
+def test_small_packets_do_not_starve_large_ones(worlds: Callable[..., World]) -> None:
+    world = worlds(200)
+    for peer in range(1, 100):
+        world.send(peer, PACKET_MESSAGES)
+    heard: Counter[int] = Counter()
+    for _ in range(20):
+        for peer in range(100, 201):
+            world.send(peer, 20)
+        heard.update(peer for peer, _ in world.turn())
+    assert sum(count for peer, count in heard.items() if peer < 100) >= 20 * MESSAGES // 100
+
+
+# ------------------------------------------------------------------------------------ clients that do not read
+
+
+def test_a_client_that_does_not_read_is_not_heard(worlds: Callable[..., World]) -> None:
+    world = worlds(2)
+    world.answer(1, 2 * BEHIND_BYTES)
+    world.answer(2, BEHIND_BYTES // 2)
+    assert world.behind == [(1, True)]
+    world.send(1, 10)
+    world.send(2, 10)
+    assert {peer for peer, _ in world.turn()} == {2}
+    assert world.turn() == []
+    assert len(world.read_all(1)) == 2 * BEHIND_BYTES // 32_768
+    assert world.behind == [(1, True), (1, False)]
+    assert [message.number for _, message in world.heard] == list(range(10))
+    world.send(1, 1, 10)
+    assert world.turn() == [(1, Ping(10))]
+
+
+def test_a_client_that_falls_behind_in_its_share_keeps_the_rest_for_later(worlds: Callable[..., World]) -> None:
+    world = worlds(1)
+    world.send(1, PACKET_MESSAGES)
+    heard = [message.number for _, message in world.turn()]
+    world.answer(1, 2 * BEHIND_BYTES)
+    assert world.turn() == []
+    assert not world.due
+    world.read_all(1)
+    heard += [message.number for _, message in world.heard]
+    while got := world.turn():
+        heard += [message.number for _, message in got]
+    assert heard == list(range(PACKET_MESSAGES))
+
+
+def test_a_client_that_ends_while_it_is_behind(worlds: Callable[..., World]) -> None:
+    world = worlds(1)
+    world.answer(1, 2 * BEHIND_BYTES)
+    world.send(1, 3)
+    world.theirs[1].close()
+    heard = []
+    for _ in range(4):
+        heard += world.turn()
+        while world.loop.timers:
+            world.loop.timers.popleft()()
+    assert [message.number for _, message in heard] == [0, 1, 2]
+    assert world.ended == [1]
+    assert not world.loop.readers
+    assert not world.loop.writers
+    assert not world.backlog._bytes
+    assert not world.backlog._of_users
+
+
+def test_over_the_limit_of_a_user_the_one_that_reads_nothing_is_disconnected(worlds: Callable[..., World]) -> None:
+    limit = 4 * (4 << 20)
+    world = worlds(4, {4: "uid:2"}, limit)
+    for peer in (4, 1, 2, 3):
+        world.answer(peer, 1 << 20)
+    assert not world.ended
+    world.read_all(1)
+    world.answer(1, 7 << 19)
+    assert world.ended == [2]
+    (goodbye,) = [message for message in world.read_all(2) if isinstance(message, Goodbye)]
+    assert "(outbox_bytes)" in goodbye.text
+    assert sum(world.backlog._bytes.values()) == world.backlog._total <= limit
+
+
+def test_over_the_limit_of_all_the_one_that_reads_nothing_is_disconnected(worlds: Callable[..., World]) -> None:
+    limit = 4 * (4 << 20)
+    world = worlds(8, {peer: f"uid:{peer}" for peer in range(1, 9)}, limit)
+    for peer in range(1, 9):
+        world.answer(peer, 3 << 20)
+    assert world.ended == [1, 2, 3][: len(world.ended)]
+    assert len(world.ended) >= 2
+    assert world.backlog._total <= limit

@@ -1,0 +1,164 @@
+"""Questions are answered a few per turn, round robin, and are dropped with the client that asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.core import events
+from shmserve.core.core import Core
+from shmserve.core.effects import Query, Send
+from shmserve.core.limits import Limits
+from shmserve.core.questions import QUESTIONS
+from shmserve.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, Hello
+
+EVERY = 7
+
+
+def serving(clients: int, **limits: Any) -> Core:
+    core = Core(limits=Limits(**limits))
+    for peer in range(1, clients + 1):
+        core.handle(
+            [(0, events.Opened(peer, f"uid:{peer}", "lane", EVERY)), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0
+        )
+    return core
+
+
+def passed(effects: list[Any]) -> list[tuple[int, int]]:
+    return [(e.peer, e.ask.request) for e in effects if isinstance(e, Query) and isinstance(e.ask, Ask)]
+
+
+def turns(core: Core) -> list[list[tuple[int, int]]]:
+    """What further turns pass on, until no more is due at once."""
+    found = []
+    while core.deadline() is not None:
+        found.append(passed(core.tick(0)))
+        core.check()
+    return found
+
+
+def test_an_honest_client_waits_for_a_round_and_not_for_the_flood() -> None:
+    flooders, each = 40, 1000
+    core = serving(flooders + 1)
+    flood = [(peer, Ask(n, "metrics")) for peer in range(1, flooders + 1) for n in range(1, each + 1)]
+    first = passed(core.handle(flood, 0))
+    assert len(first) == QUESTIONS
+    honest = flooders + 1
+    found = [passed(core.handle([(honest, Ask(1, "metrics"))], 0))]
+    while (honest, 1) not in found[-1]:
+        found.append(passed(core.tick(0)))
+    assert len(found) <= flooders // QUESTIONS + 1
+    assert all(len(turn) == QUESTIONS for turn in found)
+
+
+def test_many_connections_of_a_user_delay_another_user_by_one_turn() -> None:
+    core = serving(0)
+    for peer in range(1, 201):
+        user = "uid:2" if peer == 200 else "uid:1"
+        core.handle([(0, events.Opened(peer, user, "lane", EVERY)), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
+    core.handle([(peer, Ask(n, "metrics")) for peer in range(1, 200) for n in range(1, 11)], 0)
+    found = passed(core.handle([(200, Ask(n, "metrics")) for n in range(1, 4)], 0)) + passed(core.tick(0))
+    assert [n for peer, n in found if peer == 200] == [1, 2, 3]
+
+
+def test_a_small_question_goes_before_large_ones_of_its_user() -> None:
+    core = serving(0)
+    for peer in range(1, 201):
+        core.handle([(0, events.Opened(peer, "uid:1", "lane", EVERY)), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
+    core.handle([(peer, Ask(n, "statistics")) for peer in range(1, 200) for n in range(1, 11)], 0)
+    found = passed(core.handle([(200, Ask(1, "ready"))], 0))
+    assert (200, 1) in found
+    assert len(found) == QUESTIONS, "large ones are not starved"
+
+
+def test_a_client_that_is_behind_gets_nothing_answered() -> None:
+    core = serving(2)
+    core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)] + [(2, Ask(1, "live"))], 0)
+    core.handle([(0, events.Behind(1, True))], 0)
+    assert core.deadline() is None
+    assert passed(core.handle([(1, Ask(20, "live")), (2, Ask(2, "live"))], 0)) == [(2, 2)]
+    core.check()
+    found = passed(core.handle([(0, events.Behind(1, False))], 0)) + [one for turn in turns(core) for one in turn]
+    assert [n for _, n in found] == [*range(found[0][1], 10), 20]
+
+
+def test_a_client_that_ends_while_it_is_behind() -> None:
+    core = serving(1)
+    core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)], 0)
+    core.handle([(0, events.Behind(1, True))], 0)
+    core.handle([(0, events.Closed(1))], 0)
+    core.handle([(0, events.Behind(1, False))], 0)
+    assert core.deadline() is None
+    core.check()
+
+
+def test_each_client_has_its_turn() -> None:
+    core = serving(3)
+    events_ = [(1, Ask(n, "live")) for n in range(1, 7)] + [
+        (2, Ask(1, "live")),
+        (3, Ask(1, "live")),
+        (3, Ask(2, "live")),
+    ]
+    found = [passed(core.handle(events_, 0)), *turns(core)]
+    assert found == [[(1, 1), (2, 1), (3, 1), (1, 2)], [(3, 2), (1, 3), (1, 4), (1, 5)], [(1, 6)]]
+
+
+def test_questions_of_a_client_that_has_gone_are_dropped() -> None:
+    core = serving(2)
+    core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
+    assert passed(core.handle([(0, events.Closed(1)), (2, Ask(1, "live"))], 0)) == [(2, 1)]
+    assert core.deadline() is None
+    core.check()
+
+
+def test_questions_of_a_client_that_is_disconnected_are_dropped() -> None:
+    core = serving(1)
+    core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
+    assert passed(core.handle([(1, Hello(PROTOCOL, 1, "again", "memfd"))], 0)) == []
+    assert core.deadline() is None
+
+
+def test_the_limit_counts_until_the_answer() -> None:
+    core = serving(2, client_questions=3)
+    effects = core.handle([(1, Ask(n, "live")) for n in range(1, 6)] + [(2, Ask(1, "live"))], 0)
+    fails = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Fail)]
+    assert [(fail.request, fail.code) for fail in fails] == [(4, "UNAVAILABLE"), (5, "UNAVAILABLE")]
+    assert all("(client_questions)" in fail.text and "3 questions" in fail.text for fail in fails)
+    assert turns(core) == []
+    (fail,) = core.handle([(1, Ask(6, "live"))], 0)
+    assert isinstance(fail.message, Fail)  # type: ignore[union-attr]
+    core.handle([(0, events.Answered(1, 2))], 0)
+    assert passed(core.handle([(1, Ask(6, "live"))], 0)) == [(1, 6)]
+
+
+def test_a_number_in_flight_is_refused() -> None:
+    core = serving(1)
+    effects = core.handle([(1, Ask(1, "live")), (1, Ask(1, "live"))], 0)
+    (fail,) = [e.message for e in effects if isinstance(e, Send)]
+    assert isinstance(fail, Fail)
+    assert (fail.request, fail.code) == (1, "INVALID_ARG")
+
+
+@pytest.mark.parametrize("what", ["load", "set_log"])
+def test_operations_and_their_bodies_do_not_wait(what: str) -> None:
+    core = serving(1)
+    pieces = [Ask(1, what, "m", 0, bytes(FIELD_BYTES), True), *[Ask(1, "", "", 0, bytes(FIELD_BYTES), True)] * 20]
+    effects = core.handle([(1, piece) for piece in pieces], 0)
+    assert [e.ask for e in effects if isinstance(e, Query)] == pieces
+
+
+def test_the_bytes_of_a_body_do_not_wait_with_a_question() -> None:
+    core = serving(1)
+    asks = [Ask(n, "live", "", 0, bytes(FIELD_BYTES)) for n in range(1, 100)]
+    core.handle([(1, ask) for ask in asks], 0)
+    assert not any(ask.body for ask in asks)
+    (fail,) = core.handle([(1, Ask(200, "live", "", 0, b"", True))], 0)[:1]
+    assert isinstance(fail, Send)
+    assert "too long" in fail.message.text
+
+
+def test_bye_behind_questions() -> None:
+    core = serving(1)
+    effects = core.handle([(1, Ask(1, "live")), (1, Bye())], 0)
+    assert passed(effects) == [(1, 1)]

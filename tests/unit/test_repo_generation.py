@@ -1,0 +1,241 @@
+"""What a generation keeps. The oracle is what was in the files when it was made."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.repo import generation as module
+from shmserve.repo.generation import FilesChanged, Generation, Generations, Sizes
+from shmserve.repo.snapshot import changed, take
+
+SIZES = Sizes(100, 1000)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "models" / "m"
+    write(made / "config.pbtxt", "config")
+    write(made / "labels.txt", "cat\n")
+    write(made / "1" / "model.py", "import helper")
+    write(made / "1" / "inner" / "helper.py", "1")
+    write(made / "1" / "weights", "w" * 101)
+    write(made / "2" / "model.py", "other")
+    return made
+
+
+@pytest.fixture
+def generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generations:
+    """On a file system without reflinks, whatever the tests run on."""
+    monkeypatch.setattr(module, "_clone", lambda source, target: False)
+    (tmp_path / "kept").mkdir()
+    return Generations(tmp_path / "kept", SIZES)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def keep(generations: Generations, folder: Path, environment: str = "") -> Generation:
+    return generations.keep(folder, 1, take(folder), environment)
+
+
+def pins(generation: Generation) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(generation.pins).read_text()) if generation.pins else {}
+    return found
+
+
+def links(generation: Generation) -> dict[str, str]:
+    return {
+        str(path.relative_to(generation.folder)): os.readlink(path)
+        for path in generation.folder.rglob("*")
+        if path.is_symlink()
+    }
+
+
+def test_small_files_are_copies_and_large_ones_descriptors(generations: Generations, folder: Path) -> None:
+    kept = keep(generations, folder)
+    for path in ("1/weights", "1/model.py"):
+        write(folder / ".new", "newer")
+        (folder / ".new").replace(folder / path)
+    write(folder / "labels.txt", "dog\n")
+    write(folder / "1" / "inner" / "helper.py", "2")
+    assert kept.folder.name == "m"
+    assert (kept.folder / "1" / "weights").read_text() == "w" * 101
+    assert (kept.folder / "1" / "model.py").read_text() == "import helper"
+    assert (kept.folder / "1" / "inner" / "helper.py").read_text() == "1"
+    assert (kept.folder / "labels.txt").read_text() == "cat\n"
+    assert list(pins(kept)) == ["1/weights"]
+    assert changed(kept.folder, pins(kept)) == "", "what was loaded is still there, by its descriptor"
+
+
+def test_a_file_that_was_written_to_is_noticed(generations: Generations, folder: Path) -> None:
+    kept = keep(generations, folder)
+    write(folder / "1" / "weights", "w" * 105)
+    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (size 101 -> 105)"
+    write(folder / "1" / "weights", "v" * 101)
+    os.utime(folder / "1" / "weights", ns=(1, 1))
+    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (it was written to)"
+
+
+def test_the_repository_is_not_written_to(generations: Generations, folder: Path) -> None:
+    before = {path: path.stat()[:7] for path in (folder, *folder.rglob("*"))}
+    keep(generations, folder)
+    assert {path: path.stat()[:7] for path in (folder, *folder.rglob("*"))} == before
+
+
+def test_the_directory_and_the_descriptors_go_with_the_last_reference(generations: Generations, folder: Path) -> None:
+    first = keep(generations, folder)
+    assert keep(generations, folder) is first
+    target = links(first)["1/weights"]
+    place = first.folder.parent.parent
+    assert stat.S_IMODE(first.folder.parent.stat().st_mode) == 0o700
+    assert os.path.samefile(target, folder / "1" / "weights")
+    del first
+    assert list(place.iterdir()) == []
+    assert not os.path.exists(target)
+
+
+def test_nothing_more_is_copied_than_may_be(generations: Generations, folder: Path) -> None:
+    for number in range(20):
+        write(folder / "1" / f"part{number:02}", "p" * 90)
+    kept = keep(generations, folder)
+    copied = [path for path in kept.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert 1000 - 90 < sum(path.stat().st_size for path in copied) <= 1000
+    assert len(copied) + len(pins(kept)) == len(take(folder).files) - len(["1/", "2/", "2/model.py", "1/inner/"])
+
+
+def test_without_descriptors_a_link_leads_to_the_path(
+    generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DESCRIPTORS", 0)
+    kept = keep(generations, folder)
+    assert links(kept)["1/weights"] == str(folder / "1" / "weights")
+    write(folder / ".new", "w" * 101)
+    (folder / ".new").replace(folder / "1" / "weights")
+    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (it was replaced)"
+    (folder / "1" / "weights").unlink()
+    assert changed(kept.folder, pins(kept)) == "1/weights changed on disk since it was loaded (it is gone)"
+
+
+def test_generations_leave_descriptors_for_others(
+    generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    first = keep(generations, folder)
+    write(folder / "labels.txt", "dog")
+    second = keep(generations, folder)
+    assert links(first)["1/weights"].startswith("/proc/")
+    assert links(second)["1/weights"] == str(folder / "1" / "weights")
+    del first
+    write(folder / "labels.txt", "bird")
+    third = keep(generations, folder)
+    assert links(third)["1/weights"].startswith("/proc/")
+
+
+def test_no_more_files_are_mirrored_than_may_be(
+    generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MEMBERS", 5)
+    kept = keep(generations, folder)
+    assert not (kept.folder / "1" / "model.py").is_symlink(), "what is near to the top comes first"
+    assert links(kept)["1/weights"] == str(folder / "1" / "weights")
+    assert (kept.folder / "1" / "inner" / "helper.py").read_text() == "1"
+    assert set(pins(kept)) == {"1/weights", "1/inner/helper.py"}
+
+
+def test_what_is_not_of_the_version_is_a_link(generations: Generations, folder: Path) -> None:
+    write(folder / ".hidden", "h")
+    (folder / "1" / "nowhere").symlink_to("not there")
+    os.mkfifo(folder / "1" / "fifo")
+    write(folder / "1" / "__pycache__" / "model.pyc", "c")
+    kept = keep(generations, folder)
+    expected = {".hidden", "2", "1/nowhere", "1/fifo"}
+    assert {path: links(kept)[path] for path in expected} == {path: str(folder / path) for path in expected}
+    assert not (kept.folder / "1" / "__pycache__").exists()
+    assert set(pins(kept)) == {"1/weights"}
+
+
+@pytest.mark.parametrize("what", ["env", "env.tar.gz"])
+def test_the_interpreter_of_a_model_is_not_copied(generations: Generations, folder: Path, what: str) -> None:
+    write(folder / "env" / "bin" / "python", "p")
+    write(folder / "env.tar.gz", "z")
+    kept = keep(generations, folder, str(folder / what))
+    assert os.path.samefile(kept.folder / what, folder / what)
+    assert (kept.folder / what).is_symlink()
+    assert set(pins(kept)) == {"1/weights", *(["env.tar.gz"] if what == "env.tar.gz" else [])}
+
+
+def test_programs_are_not_copied(generations: Generations, folder: Path) -> None:
+    """The runtime directory may be mounted noexec."""
+    (folder / "1" / "library.so").write_bytes(b"\x7fELF...")
+    for name in ("tool", "tool.py"):
+        write(folder / "1" / name, "#!/bin/sh")
+        (folder / "1" / name).chmod(0o755)
+    assert set(pins(keep(generations, folder))) == {"1/weights", "1/library.so", "1/tool"}
+
+
+def test_an_onnx_model_is_linked_if_its_data_is(generations: Generations, folder: Path, tmp_path: Path) -> None:
+    for name in ("model.onnx", "alone/model.onnx", "out/model.onnx"):
+        write(folder / "1" / name, "onnx")
+    (folder / "1" / "weights").rename(folder / "1" / "model.onnx_data")
+    write(tmp_path / "outside", "secret")
+    (folder / "1" / "out" / "data").symlink_to(tmp_path / "outside")
+    write(folder / "1" / "alone" / "data", "small")
+    kept = keep(generations, folder)
+    assert set(pins(kept)) == {"1/model.onnx", "1/model.onnx_data", "1/out/model.onnx", "1/out/data"}
+
+
+def test_files_that_change_while_they_are_kept(generations: Generations, folder: Path) -> None:
+    before = take(folder)
+    write(folder / "1" / "model.py", "something else")
+    with pytest.raises(FilesChanged):
+        generations.keep(folder, 1, before)
+    assert list((folder.parents[1] / "kept").iterdir()) == []
+    kept = generations.keep(folder, 1, before, strict=False)
+    assert (kept.folder / "1" / "model.py").read_text() == "something else"
+
+
+def test_a_full_runtime_directory(generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing is copied."""
+    real = os.fdopen
+
+    def full(descriptor: int, mode: str) -> Any:
+        os.close(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fdopen", full)
+    kept = keep(generations, folder)
+    monkeypatch.setattr(os, "fdopen", real)
+    assert set(pins(kept)) == {path for path in take(folder).files if path[-1] != "/" and path[0] != "2"}
+    assert len(list((folder.parents[1] / "kept").iterdir())) == 1
+
+
+def test_names_that_are_not_text(generations: Generations, folder: Path) -> None:
+    name = os.fsdecode(b"1/\xff")
+    write(folder / name, "w" * 101)
+    kept = keep(generations, folder)
+    assert name in pins(kept)
+    assert changed(kept.folder, pins(kept)) == ""
+
+
+def test_a_reflink_is_a_copy_of_any_size(
+    generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clone(source: int, target: int) -> bool:
+        os.write(target, os.pread(source, 1 << 20, 0))
+        return True
+
+    monkeypatch.setattr(module, "_clone", clone)
+    kept = keep(generations, folder)
+    write(folder / "1" / "weights", "newer")
+    assert (kept.folder / "1" / "weights").read_text() == "w" * 101
+    assert pins(kept) == {}

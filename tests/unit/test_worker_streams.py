@@ -1,0 +1,73 @@
+"""Cancelling a stream in the worker, with the threads of the model interleaved at the worst place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shmserve.messages import Options, Row, Work
+from shmserve.workers.backends import Answer
+from shmserve.workers.streams import Streams
+
+WINDOW = 2
+
+
+class Eager(asyncio.SelectorEventLoop):
+    """Its thread is faster than the one that asks it for something: the callback runs before the call returns."""
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        handle = self.call_soon(callback, *args, context=context)
+        self.turn()
+        return handle
+
+    def turn(self, count: int = 2) -> None:
+        for _ in range(count):
+            self.call_soon(self.stop)
+            self.run_forever()
+
+
+@pytest.fixture
+def loop() -> Iterator[Eager]:
+    loop = Eager()
+    yield loop
+    loop.close()
+
+
+def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eager) -> None:
+    streams = Streams(decoupled=True)
+    said: list[Row] = []
+    streams.connect(-1, lambda: None, said.append, lambda work, _: Row(work.request, ((),)), lambda _: None)  # type: ignore[arg-type]
+    stream = streams.begin(Work(1, 1, (), None, "internal", Options(window=WINDOW)))
+    streams.leave()
+    passed = 0
+    seen: list[bool] = []
+
+    async def model() -> None:
+        nonlocal passed
+        try:
+            while True:
+                await streams.send_soon(stream, Answer(), False, loop)
+                passed += 1
+                for _ in range(4):
+                    await asyncio.sleep(0)
+        finally:
+            seen.append(stream.cancelled)
+
+    stream.loop, stream.task, stream.together = loop, loop.create_task(model()), (stream,)
+    loop.turn(20)
+    assert (passed, len(said), len(stream.kept)) == (WINDOW, WINDOW, 1)
+    streams.enter()
+    streams.cancel([1])
+    streams.leave()
+    loop.turn()
+    assert stream.task.cancelled()
+    assert (passed, len(said)) == (WINDOW, WINDOW)
+    assert seen == [True], "the model asks is_cancelled() when it ends"
+    streams.enter()
+    streams.stop(tell=True)
+    streams.close()
