@@ -422,6 +422,8 @@ class Core:
 
     def _check_alive(self, version: Version) -> None:
         """A version is READY while an instance of it is alive, and what waits is run by one."""
+        if version.state is VersionState.READY and version.instances and not self.state.draining:
+            assert not all(instance.over for instance in version.instances), f"{version.label} is READY without any"
         serving = [instance for instance in version.instances if not (instance.over or instance.spec.passive)]
         lost = [instance for instance in serving if instance.lost]
         if version.state is VersionState.READY and lost:

@@ -112,7 +112,9 @@ class Operations:
     def _add(self, operation: Operation, version: Version, instance: Instance) -> None:
         version.instances.append(instance)
         operation.added.append((version, instance))
-        if version.state is _V.READY or version.recovering:
+        if version.state is _V.LOADING:
+            operation.loading[version] = None
+        else:
             operation.starting[instance] = version
         self._state.loads.append((version, instance))
 
@@ -199,7 +201,12 @@ class Operations:
 
     def _overtake(self, model: Model, why: str) -> None:
         operation, model.operation = model.operation, None
-        for number in operation.numbers if operation is not None else ():
+        if operation is None:
+            return
+        for version, instance in operation.added:
+            if instance.replaces is not None:  # only a commit takes the other one away
+                self.stop(version, instance)
+        for number in operation.numbers:
             self._tell(number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
 
     # ------------------------------------------------------------------------------------ loading, in turn
@@ -235,10 +242,6 @@ class Operations:
     def has_loaded(self, version: Version, instance: Instance) -> None:
         """The instance is READY, and perhaps with it the version."""
         operation = self._state.models[version.model].operation
-        if instance.replaces is not None:
-            self.stop(version, instance.replaces)
-            self._state.replaced.append((version, instance.replaces, None))
-            instance.replaces = None
         if operation is not None:
             operation.starting.pop(instance, None)
         self.is_ready(version)
@@ -257,9 +260,9 @@ class Operations:
         operation = model.operation
         if operation is None:
             return
-        if instance is not None:
-            operation.starting.pop(instance, None)
-        elif version in operation.loading or version in model.coming.values():
+        if instance in operation.starting:
+            del operation.starting[instance]
+        elif instance is None and (version in operation.loading or version in model.coming.values()):
             operation.loading.pop(version, None)
         else:
             return
@@ -303,6 +306,11 @@ class Operations:
             if operation.restart:
                 self._state.replaced.append((old, None, version))
         model.coming.clear()
+        for version, instance in operation.added:
+            replaced, instance.replaces = instance.replaces, None
+            if replaced is not None:
+                self.stop(version, replaced)
+                self._state.replaced.append((version, replaced, None))
         for version, instance in operation.surplus:
             self.stop(version, instance)
         for number in operation.dropped:
