@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -142,6 +143,7 @@ async def _serve(
             with open(args.ready_fd, "w") as ready:
                 ready.write(f"READY {' '.join(f'{door}={port}' for door, port in ports.items())}\n")
         service.ready(ports)
+        _freeze()
         while await told.get() == signal.SIGHUP:
             service.reloading()
             await _renew(openings, guards)
@@ -153,6 +155,12 @@ async def _serve(
         await asyncio.gather(*closing, *([zmq_door.close()] if zmq_door is not None else []))
         await link.close()
         service.close()
+
+
+def _freeze() -> None:
+    """Leaves modules out of collections: to go through them takes 20 to 35 ms, in which no caller is served."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _open(opening: Opening, share: bool) -> int:

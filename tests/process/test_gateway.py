@@ -460,3 +460,17 @@ def test_a_port_that_is_taken(server: Server, gateway: Gateway) -> None:
     found = subprocess.run([*command, "--http-port", str(gateway.http)], capture_output=True, timeout=60)
     assert found.returncode == 1
     assert found.stderr.startswith(b"shmserve gateway: cannot listen on 127.0.0.1, port")
+
+
+def test_its_modules_are_no_part_of_collections(tmp_path: Path) -> None:
+    """A full collection that goes through them keeps all callers waiting."""
+    reader, writer = os.pipe()
+    code = "import gc, sys; from shmserve.clients.cli import main; main(); print(gc.get_freeze_count())"
+    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-fd", str(writer)]
+    command = [sys.executable, "-c", code, "gateway", "--runtime-dir", str(tmp_path), *ports]
+    process = subprocess.Popen(command, pass_fds=[writer], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    os.close(writer)
+    with open(reader) as ready:
+        assert ready.read().startswith("READY")
+    process.send_signal(signal.SIGTERM)
+    assert int(process.communicate(timeout=60)[0]) > 10_000
