@@ -446,8 +446,9 @@ class Broker:
         problem = self._catalog.compose(effect.source, served)
         self._put(0, events.Composed(effect.source, effect.number, problem))
 
-    def _worker_exited(self, peer: int, reason: str, loading_error: str, detail: str) -> None:
+    def _worker_exited(self, peer: int, pid: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)
+        self._segments.worker_ended(pid)
         self._tallies.gone(peer)
         self._probes.gone(peer)
         self._answers.gone(peer)
@@ -492,9 +493,8 @@ class Broker:
         if self._timer is not None:
             self._timer.cancel()
         self._lane.close()
-        for peer, link in list(self._links.items()):
-            if peer < WORKERS_FROM:
-                link.close("")
+        for link in [link for peer, link in self._links.items() if peer < WORKERS_FROM]:
+            link.close("")
         self._door.close()
         self._segments.close()
         self._own.close()

@@ -44,6 +44,12 @@ class Segments:
         if message.name is not None and posix.is_made_by(pid, message.name):
             self._names[message.segment] = message.name
 
+    def worker_ended(self, pid: int) -> None:
+        """Removes what a killed worker created and did not announce: no handle refers to it. Announced segments stay
+        until they are forgotten, as clients may not have opened them yet. Pid 0: it never had a process."""
+        if pid:
+            posix.sweep(pid, keep=set(self._names.values()))
+
     def lend(self, message: Map, descriptor: int) -> None:
         """One of the broker's own; the arena keeps its descriptor, this is a double."""
         self._descriptors[message.segment] = os.dup(descriptor)

@@ -67,13 +67,14 @@ class Worker(Struct, eq=False):
 
 
 class Workers:
-    """`exited(peer, reason, loading_error, detail)` is called once for each, when its process has ended."""
+    """`exited(peer, pid, reason, loading_error, detail)` is called once for each, when its process has been reaped and
+    all that it sent was delivered. Pid 0: it never had a process."""
 
     def __init__(
         self,
         loop: Any,
         deliver: Callable[[int, list[Any], list[int]], None],
-        exited: Callable[[int, str, str, str], None],
+        exited: Callable[[int, int, str, str, str], None],
         say: Callable[[str, str, dict[str, Any]], None],
         groups: Callable[[], Groups] | None = None,
         prepared: bool = False,
@@ -172,7 +173,7 @@ class Workers:
             reason = f"cannot start a process: {error.strerror}"
         self._forget(worker)
         self._memory.ended(peer)
-        self._exited(peer, reason, "", "")
+        self._exited(peer, 0, reason, "", "")
 
     def _begun(self, worker: Worker, pid: int, pidfd: int) -> None:
         worker.pid, worker.pidfd = pid, pidfd
@@ -216,7 +217,7 @@ class Workers:
         self._forget(worker)
         self._gpu_memory.ended(worker.peer)
         reason = _reason(code, self._memory.ended(worker.peer) or worker.killed)
-        self._exited(worker.peer, reason, worker.loading_error, "\n".join(worker.output.tail))
+        self._exited(worker.peer, worker.pid, reason, worker.loading_error, "\n".join(worker.output.tail))
 
     def _forget(self, worker: Worker) -> None:
         worker.link.close("")

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Container
 from contextlib import suppress
 from typing import Any
 
@@ -117,15 +118,18 @@ def remove(name: str) -> None:
         posix_ipc.unlink_shared_memory(name)
 
 
-def sweep(pid: int = 0) -> int:
-    """Removes the named segments that dead processes of this machine left behind, or one of them; says how many.
+def sweep(pid: int = 0, keep: Container[str] = ()) -> int:
+    """Removes the named segments that dead processes of this machine left behind, or one of them, but for the names in
+    `keep`; returns how many.
 
     A name is judged only where its pid means something here, in the pid namespace that it was made in.
     """
     here, removed = _namespace(), 0
     for entry in os.listdir(_DIRECTORY):
         ours = _OURS.fullmatch(entry)
-        if ours is None or int(ours[3]) != here or pid not in (0, int(ours[1])) or _lives(int(ours[1]), int(ours[2])):
+        if ours is None or int(ours[3]) != here or pid not in (0, int(ours[1])) or "/" + entry in keep:
+            continue
+        if _lives(int(ours[1]), int(ours[2])):
             continue
         try:
             posix_ipc.unlink_shared_memory("/" + entry)

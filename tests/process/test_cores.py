@@ -52,7 +52,7 @@ def found(spec: InstanceSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         workers = Workers(
             loop,
             lambda *_: None,
-            lambda _, reason, error, detail: ended.set_result(reason),
+            lambda peer, pid, reason, error, detail: ended.set_result(reason),
             lambda _, line, about: lines.append(line),
         )
         workers.spawn(Spawn(1, "m", 1, 0, spec))

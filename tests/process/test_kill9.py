@@ -56,6 +56,30 @@ class TritonPythonModel:
         ]
 """
 
+DIES = """\
+import os
+import signal
+
+import triton_python_backend_utils as pb_utils
+
+from shmserve.shm import posix
+
+
+class TritonPythonModel:
+    # A zero kills it after it has created a named segment and before the broker is told of it.
+    def create_and_die(self, *args):
+        self.extent = self.create(*args)  # the reference keeps it open: closing would remove the name
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def execute(self, requests):
+        if not pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy().all():
+            self.create, posix.create = posix.create, self.create_and_die
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+            for r in requests
+        ]
+"""
+
 
 def write_repository(root: Path) -> None:
     models.write(root, "identity", models.identity(max_batch=8), {})
@@ -63,6 +87,7 @@ def write_repository(root: Path) -> None:
     models.write(root, "slow", slow, {"model.py": SLOW})
     models.write(root, "gate", models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}), {"model.py": GATE})
     os.mkfifo(root / "gate" / "gate")
+    models.write(root, "dies", models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}), {"model.py": DIES})
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +268,17 @@ def test_r13_killed_workers_leave_nothing(server: Server, link: str) -> None:
     now, worse = compare(Served(server.runtime_dir), before, 1.0)
     assert len(now.workers) == len(before.workers)
     assert [text for text in worse if "worker processes" not in text] == []
+
+
+def test_a_worker_killed_while_it_creates_a_segment_leaves_no_name(server: Server) -> None:
+    """The broker has not been told of the segment, so no client's handle can keep or release it."""
+    with Client(server.zmq_url) as client, Client(server.url) as lane:
+        client.wait_ready("dies", timeout=END_S)
+        pid = ready_pids(client)["dies"]
+        with pytest.raises(ModelFailed, match="SIGKILL"):
+            client.infer("dies", {"x": np.zeros(20_000, np.float32)})
+        assert not named([pid])
+        lane.infer("dies", {"x": np.ones(4, np.float32)})  # its next worker is there
 
 
 # ------------------------------------------------------------------------------------------------- the broker

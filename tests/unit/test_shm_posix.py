@@ -231,7 +231,9 @@ def test_the_sweep_takes_what_the_dead_left_and_nothing_else(leftover: list[Path
 def test_the_sweep_takes_what_one_of_the_dead_left(leftover: list[Path]) -> None:
     one, other = (path(python(LEAVE)) for _ in range(2))
     leftover += [one, other]
-    assert posix.sweep(int(one.name.split("-")[1])) == 1
+    pid = int(one.name.split("-")[1])
+    assert posix.sweep(pid, keep=("/" + one.name,)) == 0
+    assert posix.sweep(pid) == 1
     assert not one.exists()
     assert other.exists()
     mine = posix.create(SIZE)
