@@ -53,6 +53,8 @@ class Shape(Struct, frozen=True):
     simple: bool
     prefers: bool = True
     passes: bool = True
+    enough: int = 0
+    """More requests than fit into a batch: `form` looks no further."""
 
     @classmethod
     def of(cls, max_batch: int, policy: BatchPolicy, varies: bool) -> Shape:
@@ -60,7 +62,9 @@ class Shape(Struct, frozen=True):
         simple = policy.delay_ns == 0 and preferred == (max_batch,) and not varies
         prefers = preferred != (max_batch,)
         passes = not policy.preserve_ordering
-        return cls(max_batch, max(preferred), frozenset(preferred), policy.delay_ns, varies, simple, prefers, passes)
+        enough = max(max_batch, *preferred) + 1
+        sizes = max_batch, max(preferred), frozenset(preferred)
+        return cls(*sizes, policy.delay_ns, varies, simple, prefers, passes, enough)
 
     def reason(self, rows: int) -> Reason:
         """Why a batch of a best size is sent: nothing more fits in, or the model prefers it."""

@@ -272,24 +272,22 @@ class Version:
 
     def plan(self, now: int, alone: bool = False) -> Plan:
         """The next batch; `alone`: of one request."""
-        waiting = self.queue.in_order()
-        if alone:
-            return Plan(1, waiting[0].cost, Reason.ALONE)
-        if self.shape is None:
-            return Plan(1, waiting[0].cost, Reason.SINGLE)
+        if alone or self.shape is None:
+            return Plan(1, self.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
         if self.padding is not None:
+            waiting = self.queue.first(self.padding.lookahead)
             return form_padded(waiting, self.shape, self.padding, now, self._urgent(now))
-        return form(waiting, self.shape, now)
+        return form(self.queue.first(self.shape.enough), self.shape, now)
 
     def plan_extension(self, batch: Batch, now: int) -> Plan:
         shape = self.shape
         if shape is None or batch.rows in shape.preferred or batch.rows >= shape.max_batch:
             return Plan(0, 0, batch.reason)
-        waiting = self.queue.in_order()
         if self.padding is not None:
+            waiting = self.queue.first(self.padding.lookahead)
             base = batch.rows, batch.signature, *batch.lengths()
             return form_padded(waiting, shape, self.padding, now, self._urgent(now), *base)
-        return form(waiting, shape, now, batch.rows, batch.signature)
+        return form(self.queue.first(shape.enough), shape, now, batch.rows, batch.signature)
 
     def _urgent(self, now: int) -> int:
         """A request whose time is over before this might be too late if another batch ran first."""
@@ -297,8 +295,10 @@ class Version:
 
     def planned(self, plan: Plan) -> list[Request]:
         """What the plan is about."""
-        waiting = self.queue.in_order()
-        return waiting[: plan.count] if plan.chosen is None else [waiting[place] for place in plan.chosen]
+        if plan.chosen is None:
+            return self.queue.first(plan.count)[: plan.count]
+        waiting = self.queue.first(plan.chosen[-1] + 1)
+        return [waiting[place] for place in plan.chosen]
 
     def take(self, plan: Plan) -> list[Request]:
         """The same, out of the queue."""

@@ -113,6 +113,15 @@ def test_clients_that_come_later_get_their_share_at_once() -> None:
     within(load.served, 3)
 
 
+def test_a_user_with_many_connections_delays_another_by_one_request() -> None:
+    """One small request in each packet. When the honest one asks, one runs, one waits at the worker, one is ahead."""
+    load = Load(model("m", max_batch=1))
+    crowd = [load.world.connect(f"crowd {number}") for number in range(300)]
+    honest = load.world.connect("honest", audience="uid:2000")
+    load.rounds(200, [(client, "m", 1, 1) for client in crowd] + [(honest, "m", 1, 1)])
+    assert load.served["honest/m"] >= 50
+
+
 def test_requests_that_expire_do_not_cost_their_client_its_share() -> None:
     """Both offer more than their share, one of them ten times as much; most of what it offers expires."""
     policy = BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 20 * MS))

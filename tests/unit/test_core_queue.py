@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
-from shmserve.core.queue import IDLE_LEVELS, Level, RequestQueue
+from shmserve.core.queue import IDLE_LEVELS, IDLE_USERS, UNSERVED, Level, RequestQueue
 
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """The machine may be busy with other things."""
-CLIENTS = [SimpleNamespace(number=number) for number in range(1, 5)]
+CLIENTS = [SimpleNamespace(number=number, user="ann") for number in range(1, 5)]
+OTHERS = [SimpleNamespace(number=number, user="bob" if number < 8 else "cid") for number in range(5, 10)]
 
 
 def request(client: int = 1, cost: int = 1, level: int = 0, name: int = 0) -> Any:
     """What the queue needs of a request."""
     made = SimpleNamespace(
-        inline=0, deadline=0, client=CLIENTS[client - 1], cost=cost, level=level, tag=0, delayed=False, name=name
+        inline=0,
+        deadline=0,
+        client=(CLIENTS + OTHERS)[client - 1],
+        cost=cost,
+        level=level,
+        tag=0,
+        delayed=False,
+        name=name,
     )
     return made
 
@@ -50,6 +60,93 @@ def test_a_newcomer_is_not_behind_all_that_another_has_piled_up() -> None:
     waiting.take(10)
     waiting.add(request(2, name=1000))
     assert names(waiting.in_order())[:2] in ([10, 1000], [1000, 10])
+
+
+def test_a_user_gets_no_more_with_many_connections() -> None:
+    waiting = queue()
+    crowd = [SimpleNamespace(number=number, user="ann") for number in range(100, 1100)]
+    for name, client in enumerate(crowd):
+        for _ in range(3):
+            waiting.add(SimpleNamespace(**{**vars(request(name=name)), "client": client}))  # type: ignore[arg-type]
+    for name in range(2000, 2100):
+        waiting.add(request(5, name=name))
+    assert names(waiting.in_order())[:4] == [0, 2000, 1, 2001]
+    assert sum(each.client.user == "bob" for each in waiting.take(100)) == 50
+    waiting.add(request(8, name=3000))
+    assert 3000 in names(waiting.in_order())[:3], "a third user joins in at once"
+
+
+def test_the_share_of_a_user_is_divided_between_its_clients() -> None:
+    waiting = queue()
+    for name in range(300):
+        waiting.add(request(1, name=name))
+    for name in range(300, 350):
+        waiting.add(request(2, name=name))
+        waiting.add(request(5, name=name))
+    for name in range(50):
+        waiting.add(request(6, cost=2, name=name))
+    taken = waiting.take(120)
+    served = [sum(each.cost for each in taken if each.client.number == client) for client in (1, 2, 5, 6)]
+    assert sum(served[:2]) == pytest.approx(sum(served[2:]), abs=2)
+    assert served[0] == pytest.approx(served[1], abs=2)
+    assert served[2] == pytest.approx(served[3], abs=2)
+
+
+def test_a_user_who_was_alone_is_neither_behind_nor_ahead() -> None:
+    waiting = queue()
+    for name in range(100):
+        waiting.add(request(1, cost=8, name=name))
+    waiting.take(50)
+    for name in range(1000, 1100):
+        waiting.add(request(5, cost=8, name=name))
+    assert sum(each.client.user == "bob" for each in waiting.take(20)) == 10
+
+
+def test_what_is_put_back_is_not_charged_again() -> None:
+    waiting = queue()
+    for name in range(20):
+        waiting.add(request(1, name=name))
+        waiting.add(request(5, name=100 + name))
+    taken = waiting.take(8)
+    for each in reversed(taken):
+        waiting.put_back(each)
+    assert sorted(names(waiting.in_order()[:8])) == sorted(names(taken))
+    assert names(waiting.take(20)) == [name for pair in range(10) for name in (pair, 100 + pair)]
+
+
+def test_a_put_back_request_of_a_user_who_was_idle_is_first_and_wins_nothing_else() -> None:
+    waiting = queue()
+    waiting.add(request(1, cost=4, name=1))
+    (early,) = waiting.take(1)
+    for name in range(100, 200):
+        waiting.add(request(5, name=name))
+    waiting.take(50)
+    waiting.put_back(early)
+    for name in range(2, 50):
+        waiting.add(request(1, name=name))
+    assert waiting.take(1) == [early]
+    assert sum(each.client.user == "ann" for each in waiting.take(20)) == 10
+
+
+def test_users_who_are_gone_take_no_memory() -> None:
+    level = Level(QueuePolicy())
+    for number in range(1, 2000):
+        one: Any = request(name=number)
+        one.client = SimpleNamespace(number=number, user=f"user {number}")
+        level.add(one)
+        level.take(1)
+    assert len(level.shares) <= IDLE_USERS
+
+
+def test_cancelling_piles_up_no_refunds() -> None:
+    """Also while nobody asks for the order, as with a model that hangs."""
+    level = Level(QueuePolicy())
+    level.add(request(1))
+    for name in range(10_000):
+        one = request(2, name=name)
+        level.add(one)
+        level.remove(one)
+    assert len(level.share("ann").unserved) <= 2 * UNSERVED
 
 
 def test_costs_count_in_rows() -> None:
@@ -119,15 +216,15 @@ def test_cancelling_wins_nothing() -> None:
 
 def test_a_level_does_not_remember_clients_for_ever() -> None:
     level = Level(QueuePolicy())
-    last = SimpleNamespace(number=0)
+    last = SimpleNamespace(number=0, user="ann")
     level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))  # type: ignore[arg-type]
     for number in range(1, 2000):
         one: Any = SimpleNamespace(
-            inline=0, deadline=0, client=SimpleNamespace(number=number), cost=1, tag=0, delayed=False
+            inline=0, deadline=0, client=SimpleNamespace(number=number, user="ann"), cost=1, tag=0, delayed=False
         )
         level.add(one)
         level.take(1)
-    assert len(level.tags) < 200
+    assert len(level.share("ann").tags) < 200
 
 
 def test_levels_are_strict_and_delayed_ones_last_in_theirs() -> None:
@@ -164,7 +261,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.delayed: list[Any] = []
         self.count = 0
 
-    @rule(client=st.integers(1, 4), cost=st.integers(1, 5), level=st.integers(1, 2), times=st.integers(1, 4))
+    @rule(client=st.integers(1, 9), cost=st.integers(1, 5), level=st.integers(1, 2), times=st.integers(1, 4))
     def add(self, client: int, cost: int, level: int, times: int) -> None:
         for _ in range(times):
             self.count += 1
@@ -208,7 +305,7 @@ class QueueMachine(RuleBasedStateMachine):
         for level in (1, 2):
             late = [each for each in found if each.level == level and each.delayed]
             assert late == [each for each in self.delayed if each.level == level]
-            for client in CLIENTS:
+            for client in CLIENTS + OTHERS:
                 mine = [
                     each.name for each in found if not each.delayed and (each.level, each.client) == (level, client)
                 ]
@@ -235,4 +332,23 @@ def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: 
         each = waiting.take(1)[0]
         served[each.client.number] += each.cost
         left[each.client.number] -= 1
+        assert max(served.values()) - min(served.values()) <= 12
+
+
+@CALM
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=30, max_size=60), st.integers(1, 7))
+def test_backlogged_users_get_equal_rows(offers: list[tuple[int, int]], most: int) -> None:
+    """Whatever number of connections each has."""
+    waiting = queue()
+    for client, cost in offers * 10:
+        waiting.add(request(client, cost))
+    left = Counter(each.client.user for each in waiting.in_order())
+    served = dict.fromkeys(left, 0)
+    while True:
+        taken = waiting.take(most)
+        left.subtract(each.client.user for each in taken)
+        if not all(left.values()):
+            break
+        for each in taken:
+            served[each.client.user] += each.cost
         assert max(served.values()) - min(served.values()) <= 12
