@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.messages import PARAMETERS, Options, Work
 from shmserve.workers import pb_host
-from shmserve.workers.pb_tensor import Array, PreferredMemory, Tensor, TritonModelException
+from shmserve.workers.pb_tensor import Array, PreferredMemory, Tensor, TritonModelException, text_of
 
 if TYPE_CHECKING:
     from shmserve.workers.pb_host import Asked, Host
@@ -88,19 +89,22 @@ class InferenceRequest:
     ) -> None:
         if preferred_memory is not None and not isinstance(preferred_memory, PreferredMemory):
             raise TypeError(f"preferred_memory must be PreferredMemory, not {type(preferred_memory).__name__}")
-        for tensor in inputs:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"inputs must be pb_utils.Tensor objects, not {type(tensor).__name__}")
-        self._model: str = _text(model_name)
-        self._version: int = model_version
-        self._names = [_text(name) for name in requested_output_names]
-        self._inputs = list(inputs)
-        self._flags = flags
+        self._model: str = text_of(model_name, "model_name")
+        self._version: int = _integer(model_version, "model_version")
+        if isinstance(requested_output_names, (str, bytes)):
+            raise TypeError("requested_output_names must be a list of names, not one name")
+        self._names = [text_of(name, "requested_output_names") for name in requested_output_names]
+        identity = text_of(request_id, "request_id")
+        self._inputs = _tensors(
+            inputs, "inputs", f"Input tensor for request with id '{identity}' and model name '{self._model}'"
+        )
+        self._flags = _integer(flags, "flags")
         traced = {} if trace is None else json.loads(trace.get_context() or "{}")
+        named = isinstance(correlation_id, (str, bytes))
         self._options = Options(
-            id=_text(request_id),
-            sequence=_text(correlation_id),
-            queue_timeout_us=timeout,
+            id=identity,
+            sequence=text_of(correlation_id) if named else _integer(correlation_id, "correlation_id"),
+            queue_timeout_us=_integer(timeout, "timeout"),
             parameters=traced | dict(parameters or {}),
             priority=priority,
         )
@@ -172,9 +176,22 @@ class InferenceRequest:
         return await _asker(self).call_soon(self, decoupled)
 
 
-def _text(name: Any) -> Any:
-    """Elements of string tensors are bytes, and models use them as names."""
-    return name.decode(errors="replace") if isinstance(name, bytes) else name
+def _integer(value: Any, what: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{what} must be an integer, not {type(value).__name__}") from None
+
+
+def _tensors(given: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
+    """The list's own copy. None among them raises what it does in Triton, where other types are a TypeError."""
+    found = list(given)
+    for tensor in found:
+        if tensor is None:
+            raise TritonModelException(f"{which} should not be empty.")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{what} must be pb_utils.Tensor objects, not {type(tensor).__name__}")
+    return found
 
 
 def _asker(request: InferenceRequest) -> Asked:
@@ -256,10 +273,7 @@ class InferenceResponse:
         error: TritonError | str | None = None,
         parameters: dict[str, Any] | None = None,
     ) -> None:
-        self._tensors = list(output_tensors)
-        for tensor in self._tensors:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"output_tensors must be pb_utils.Tensor objects, not {type(tensor).__name__}")
+        self._tensors = _tensors(output_tensors, "output_tensors", "Output tensor for inference response")
         if error is not None and not isinstance(error, TritonError):
             error = TritonError(str(error))
         self._error = error

@@ -49,6 +49,22 @@ class TritonModelException(Exception):
     """What the functions of this module raise."""
 
 
+def text_of(value: Any, what: str = "name") -> str:
+    """Elements of string tensors are bytes, and models use them as names."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    raise TypeError(f"{what} must be a string, not {type(value).__name__}")
+
+
+def _named(name: Any) -> str:
+    found = text_of(name)
+    if not found:
+        raise TritonModelException("Tensor name cannot be an empty string.")
+    return found
+
+
 class Tensor:
     """A named numpy array. Arrays of inputs are read-only and, when large, lie in the caller's own memory."""
 
@@ -60,7 +76,7 @@ class Tensor:
     def __init__(self, name: str, numpy_array: Array) -> None:
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"Tensor '{name}' needs a numpy array, not {type(numpy_array).__name__}")
-        self._name = name
+        self._name = _named(name)
         self._array = numpy_array
 
     def name(self) -> str:
@@ -104,6 +120,7 @@ class Tensor:
     def from_dlpack(name: str, tensor: Any) -> Tensor:
         """From anything with `__dlpack__`, or a capsule. It must be contiguous. What lies on a GPU stays there until
         it is known where it is read; what cannot is copied to host memory, if its maker does that."""
+        name = _named(name)
         try:
             source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
             device = source.__dlpack_device__()

@@ -6,6 +6,7 @@ The rule: names and behaviour are those that models were written against.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from shmserve.workers.pb_tensor import (
     PreferredMemory,
     Tensor,
     TritonModelException,
+    text_of,
 )
 from shmserve.workers.say import say
 
@@ -77,31 +79,42 @@ __all__ = [
 ]
 
 
+class Level(Enum):
+    """The values are the levels in the server's log."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+    VERBOSE = "verbose"
+
+
 class Logger:
     """Lines on the worker's stderr, which the server takes into its log."""
 
-    INFO, WARNING, ERROR, VERBOSE = range(4)
-    _WORDS = ("info", "warning", "error", "verbose")
+    LogLevel = Level
+    INFO, WARNING, ERROR, VERBOSE = Level
 
     @staticmethod
-    def log(message: Any, level: int = INFO) -> None:
-        say(str(message), Logger._WORDS[level] if level in range(4) else "info")
+    def log(message: str, level: Level = Level.INFO) -> None:
+        if not isinstance(level, Level):
+            raise TypeError(f"level must be one of pb_utils.Logger's, such as Logger.INFO, not {level!r}")
+        say(text_of(message, "message"), level.value)
 
     @staticmethod
-    def log_info(message: Any) -> None:
-        say(str(message), "info")
+    def log_info(message: str) -> None:
+        Logger.log(message)
 
     @staticmethod
-    def log_warn(message: Any) -> None:
-        say(str(message), "warning")
+    def log_warn(message: str) -> None:
+        Logger.log(message, Level.WARNING)
 
     @staticmethod
-    def log_error(message: Any) -> None:
-        say(str(message), "error")
+    def log_error(message: str) -> None:
+        Logger.log(message, Level.ERROR)
 
     @staticmethod
-    def log_verbose(message: Any) -> None:
-        say(str(message), "verbose")
+    def log_verbose(message: str) -> None:
+        Logger.log(message, Level.VERBOSE)
 
 
 # ---------------------------------------------------------------------------------------------- helpers

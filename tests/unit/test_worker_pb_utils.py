@@ -116,6 +116,47 @@ def test_dlpack_of_what_it_cannot_describe() -> None:
         pb_utils.Tensor.from_dlpack("t", Device())
 
 
+def test_arguments_of_the_wrong_kind() -> None:
+    """They raise what they raise in Triton."""
+    array = np.zeros(1, np.float32)
+    tensors_of: tuple[tuple[Any, Any], ...] = ((None, array), ("t", None), ("", None), (1, array))
+    for arguments in tensors_of:
+        with pytest.raises(TypeError):
+            pb_utils.Tensor(*arguments)
+    for make in (pb_utils.Tensor, pb_utils.Tensor.from_dlpack):
+        with pytest.raises(pb_utils.TritonModelException, match="Tensor name cannot be an empty string"):
+            make("", array)
+    with pytest.raises(pb_utils.TritonModelException, match="Output tensor for inference response should not be empty"):
+        pb_utils.InferenceResponse([None])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        pb_utils.InferenceResponse(None)  # type: ignore[arg-type]
+    tensors = [pb_utils.Tensor("x", array)]
+    good: dict[str, Any] = {"model_name": "m", "requested_output_names": ["y"], "inputs": tensors}
+    with pytest.raises(pb_utils.TritonModelException, match="with id '7' and model name 'm' should not be empty"):
+        pb_utils.InferenceRequest(**(good | {"request_id": "7", "inputs": [None]}))
+    names = ("inputs", "model_name", "requested_output_names", "correlation_id", "request_id", "model_version", "flags")
+    wrong: list[dict[str, Any]] = [{name: None} for name in names]
+    wrong += [{"requested_output_names": [None]}, {"requested_output_names": "y"}, {"timeout": 1.5}]
+    for bad in wrong:
+        with pytest.raises(TypeError):
+            pb_utils.InferenceRequest(**(good | bad))
+    assert pb_utils.InferenceRequest(**(good | {"correlation_id": np.int64(5)})).correlation_id() == 5
+
+
+def test_levels_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    logger = pb_utils.Logger
+    levels: tuple[Any, ...] = (None, 1, "info")
+    for level in levels:
+        with pytest.raises(TypeError, match=r"level must be one of pb_utils\.Logger's"):
+            logger.log("text", level)
+    for log in (logger.log, logger.log_info, logger.log_warn, logger.log_error, logger.log_verbose):
+        with pytest.raises(TypeError, match="message must be a string, not NoneType"):
+            log(None)  # type: ignore[arg-type]
+    logger.log("one")
+    logger.log("two", logger.WARNING)
+    assert capfd.readouterr().err.splitlines() == ["info: one", "warning: two"]
+
+
 def test_requests_that_a_model_makes() -> None:
     tensor = pb_utils.Tensor("x", np.zeros(1, np.float32))
     request = pb_utils.InferenceRequest(
