@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.messages import FIELD_BYTES
+
+_BARE_NAME = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\Z))|([A-Za-z_]\w*)(?=\s*:)', re.DOTALL)
+"""A string, or the name of a field without quotes, which Triton accepts in the JSON of a configuration."""
 
 
 class _Bytes:
@@ -170,10 +174,14 @@ def loading(
 
 def _config(config: Mapping[str, Any] | str) -> dict[str, Any]:
     if isinstance(config, str):
+        text = config
         try:
-            config = json.loads(config)
+            config = json.loads(text)
         except ValueError as error:
-            raise InvalidRequest(f"config is no JSON: {error}") from error
+            try:
+                config = json.loads(_BARE_NAME.sub(lambda found: found[1] or f'"{found[2]}"', text))
+            except ValueError:
+                raise InvalidRequest(f"config is no JSON: {error}") from error
     if not isinstance(config, Mapping):
         raise InvalidRequest(f"config is a mapping, or the JSON of one, not {type(config).__name__}")
     return dict(config)

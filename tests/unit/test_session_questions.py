@@ -94,6 +94,9 @@ def test_what_a_body_is_made_of() -> None:
     assert drained(of_load(None, {})) == b""
     assert json.loads(drained(of_json({"wait": False}))) == {"wait": False}
     assert json.loads(drained(of_load('{"name": "ü\\n"}', None))) == {"config": {"name": "ü\n"}}
+    bare = '{"a:b" : "c:d", direct: {max_queue : 1, "e": "\\" f: g"}, h:[]}'
+    named = {"a:b": "c:d", "direct": {"max_queue": 1, "e": '" f: g'}, "h": []}
+    assert json.loads(drained(of_load(bare, None))) == {"config": named}, "names without quotes, as Triton accepts them"
     whole = drained(of_load({}, {"1/a": memoryview(b"abcd")[1:3], "1/b": bytearray(b"xy")}))
     assert whole.endswith(b"\nbcxy")
 
