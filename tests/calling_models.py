@@ -5,6 +5,7 @@ from __future__ import annotations
 CALLER = """\
 import asyncio
 import json
+import os
 import threading
 
 import numpy as np
@@ -62,9 +63,39 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
 
     def parts(self, request):
-        found = [response for response in self.ask([]).exec(decoupled=True)]
-        total = sum(float(response.output_tensors()[0].as_numpy().sum()) for response in found)
+        responses = self.ask([]).exec(decoupled=True)
+        found = [response for response in responses]
+        assert [one for one in responses] == found, "a second loop gives them again"
+        total = sum(float(tensor.as_numpy().sum()) for one in found for tensor in one.output_tensors())
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[len(found), total]], np.float32))])
+
+    def forked(self, request):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                assert not request.is_cancelled()
+                for wish in (self.ask([]).exec, lambda: pb_utils.is_model_ready("other"), self.count):
+                    try:
+                        wish()
+                    except pb_utils.TritonModelException as error:
+                        assert "a process that the model has forked" in str(error), error
+                    else:
+                        raise AssertionError(f"{wish} raised nothing")
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return self.pass_on(request)
+
+    def count(self):
+        pb_utils.MetricFamily("forks", "", pb_utils.MetricFamily.COUNTER).Metric()
+
+    def large_parts(self, request):
+        responses = self.ask([]).exec(decoupled=True)
+        for _ in responses:
+            pass
+        return self.checked(next(iter(responses)))
 
     def few_parts(self, request):
         responses = self.ask([]).exec(decoupled=True)
@@ -74,7 +105,7 @@ class TritonPythonModel:
             (last,) = responses
             assert last.error().code() == pb_utils.TritonError.CANCELLED, last.error().message()
             responses.cancel()
-            assert list(responses) == []
+            assert next(responses, None) is None
         del responses
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", first.reshape(1, -1))])
 

@@ -136,6 +136,8 @@ class TritonPythonModel:
         total = 0
         call = pb_utils.InferenceRequest(model_name="many", requested_output_names=["y"], inputs=request.inputs())
         for response in call.exec(decoupled=True):
+            if not response.output_tensors():
+                break
             total += response.output_tensors()[0].as_numpy()
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", total)]))
         sender.send(flags=FINAL)
@@ -160,7 +162,8 @@ class TritonPythonModel:
     async def stream(self, request):
         call = pb_utils.InferenceRequest(model_name="wide", requested_output_names=["y"], inputs=request.inputs())
         async for response in await call.async_exec(decoupled=True):
-            yield response
+            if response.output_tensors():
+                yield response
 """
 
 CONTROL = """\

@@ -274,6 +274,7 @@ class Calls:
     def count(self, subject: Subject) -> memoryview[float]:
         """Numbers for what the model counts, which the server reads."""
         with self._streams.turn:
+            self._streams.check_process()
             return self._tallies.add(subject)
 
     def later(self, what: Handle | Cancel) -> None:
@@ -298,8 +299,7 @@ class Calls:
                 if isinstance(tensor.data, tuple):
                     self._outbox.later.extend(tensor.data)
             return
-        if message.outputs or not last or not isinstance(message, Part):
-            pending.answers.append(self._response(message))
+        pending.answers.append(self._response(message))  # also a last one without outputs: Triton's models count it
         pending.over = last
         wake(pending)
 

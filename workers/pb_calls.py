@@ -44,42 +44,84 @@ _NUMBERS = {
 }
 """Wire code -> the code of a TritonError."""
 _PLAIN = Options()
+REPLAYED_BYTES = 1024 * 1024
+"""The most that the responses to a call may have together for a second loop over them."""
 
 
 class Responses:
     """The answers to a call of a model that gives as many as it likes, for `for` and `async for`. Dropping it, or
-    `cancel`, ends the call."""
+    `cancel`, ends the call. Once complete, it can be iterated over again, as in Triton."""
 
     def __init__(self, calls: Calls, pending: Pending, here: Callable[[], bool]) -> None:
         self._calls = calls
         self._pending = pending
         self._here = here
+        self._taken: list[InferenceResponse] | None = []
+        """All so far; None if they are too large to be kept."""
+        self._size = 0
+        self._at = -1
+        """Of the next one of `taken`. Negative until the call is complete."""
 
     def __iter__(self) -> Responses:
+        if self._at >= 0 and self._taken is None:
+            raise TritonModelException(
+                f"the {self._size} bytes of these responses are more than the {REPLAYED_BYTES} that are kept for a "
+                f"second loop; keep the responses in a list"
+            )
+        if self._taken is not None and self._at >= len(self._taken):
+            self._at = 0
         return self
 
     def __next__(self) -> InferenceResponse:
+        if self._at >= 0:
+            again = self._again()
+            if again is None:
+                raise StopIteration
+            return again
         try:
-            response = self._calls.next(self._pending)
+            found = self._took(self._calls.next(self._pending))
         except ServeError as error:
             raise TritonModelException(str(error)) from None
-        if response is None:
+        if found is None:
             raise StopIteration
-        return response_from(response)
+        return found
 
     def __aiter__(self) -> Responses:
-        return self
+        return iter(self)
 
     async def __anext__(self) -> InferenceResponse:
+        if self._at >= 0:
+            again = self._again()
+            if again is None:
+                raise StopAsyncIteration
+            return again
         pending = self._pending
         try:
             await self._calls.wait_soon(pending, lambda: pending.ready, self._here())
         except ServeError as error:
             raise TritonModelException(str(error)) from None
-        response = self._calls.take(pending)
-        if response is None:
+        found = self._took(self._calls.take(pending))
+        if found is None:
             raise StopAsyncIteration
-        return response_from(response)
+        return found
+
+    def _took(self, response: Response | None) -> InferenceResponse | None:
+        if response is None:
+            self._at = len(self._taken or ())
+            return None
+        found = response_from(response)
+        self._size += sum(tensor._array.nbytes for tensor in found._tensors)
+        if self._size > REPLAYED_BYTES:
+            self._taken = None
+        if self._taken is not None:
+            self._taken.append(found)
+        return found
+
+    def _again(self) -> InferenceResponse | None:
+        if self._taken is None or self._at >= len(self._taken):
+            return None
+        self._at += 1
+        return self._taken[self._at - 1]
 
     def cancel(self) -> None:
         """Ends the call. If it was not complete, the next and last response is an error with the code CANCELLED."""
@@ -114,6 +156,17 @@ def finish(calls: Calls, pending: Pending) -> InferenceResponse:
     except ServeError as error:
         raise TritonModelException(str(error)) from None
     return response_from(response)
+
+
+async def begun_soon(calls: Calls, pending: Pending, here: Callable[[], bool]) -> Responses:
+    """Waits for the first response, as Triton does: a coroutine often takes the responses with a plain `for`, which
+    would keep the loop from running others while it waits."""
+    responses = Responses(calls, pending, here)
+    try:
+        await calls.wait_soon(pending, lambda: pending.ready, here())
+    except ServeError as error:
+        raise TritonModelException(str(error)) from None
+    return responses
 
 
 async def finish_soon(calls: Calls, pending: Pending, coroutines: bool) -> InferenceResponse:

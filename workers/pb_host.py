@@ -5,6 +5,7 @@ A process runs one model, so what a model makes itself (requests, metrics) asks 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmserve.workers.pb_tensor import TritonModelException
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from shmserve.shm.tally import Subject
     from shmserve.workers.calls import Calls
     from shmserve.workers.pb_requests import InferenceRequest, InferenceResponse, InferenceResponseSender
-    from shmserve.workers.streams import Stream
+    from shmserve.workers.stream import Stream
 
 
 class Asked(Protocol):
@@ -35,6 +36,9 @@ class Asked(Protocol):
 
     def model_dir(self) -> str:
         """The directory of the version."""
+
+    def forked(self) -> None:
+        """This is a process that the model has forked."""
 
 
 class Host(Protocol):
@@ -66,3 +70,11 @@ def current() -> Asked:
     if _Current.host is None:
         raise TritonModelException("no model is loaded in this process that could ask a server")
     return _Current.host
+
+
+def _forked() -> None:
+    if _Current.host is not None:
+        _Current.host.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

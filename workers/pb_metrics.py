@@ -36,7 +36,8 @@ class _Registry:
     """Of this process."""
 
     metrics: dict[Subject, _Shared] = {}
-    families: dict[str, str] = {}
+    families: dict[str, tuple[str, str]] = {}
+    """By name: kind and description, as first given."""
     kept = False
 
 
@@ -112,11 +113,10 @@ class MetricFamily:
         if kind not in range(len(_KINDS)):
             raise TritonModelException(f"metric family '{name}' has the unknown kind {kind}")
         _checked(Subject(name, "", _KINDS[kind]))
-        known = _Registry.families.setdefault(name, _KINDS[kind])
+        known, self._help = _Registry.families.setdefault(name, (_KINDS[kind], str(description)))
         if known != _KINDS[kind]:
             raise TritonModelException(f"metric family '{name}' is a {known} already, and cannot be a {_KINDS[kind]}")
         self._name = name
-        self._help = str(description)
         self._kind = _KINDS[kind]
 
     def Metric(self, labels: dict[str, Any] | None = None, buckets: Sequence[float] | None = None) -> Metric:

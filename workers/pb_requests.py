@@ -17,7 +17,7 @@ from shmserve.workers.pb_tensor import Array, PreferredMemory, Tensor, TritonMod
 
 if TYPE_CHECKING:
     from shmserve.workers.pb_host import Asked, Host
-    from shmserve.workers.streams import Stream
+    from shmserve.workers.stream import Stream
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from asyncio import AbstractEventLoop, Future, Task
+from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -20,48 +20,15 @@ from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
 from shmserve.messages import Failure, Row
 from shmserve.workers.backends import Answer
 from shmserve.workers.coroutines import SENT, settle_soon
+from shmserve.workers.stream import CLOSED, FORKED, NONE, ONE, Closed, Stream
 
 if TYPE_CHECKING:
     from shmserve.messages import Work
 
 KEPT = 1024
 """So many answers of one request are kept for a caller that does not read, where the model does not wait for it."""
-_NO_LIMIT = 1 << 62
 _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
-CLOSED = "Unable to send response. Response sender has been closed."
-ONE = "Unable to send response. Non-decoupled model cannot send more than one response."
-NONE = "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
-
-
-class Stream:
-    """One request that the model answers by itself.
-
-    `final`: the model has said that it is the last answer. `over`: the broker has been told so, and nothing more goes
-    out. `cancelled`: nobody waits for it any more; what is sent is dropped, and the model should end it.
-    """
-
-    __slots__ = ("answer", "cancelled", "final", "kept", "loop", "over", "room", "task", "together", "work")
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.room = (work.options.window if work.options is not None else 0) or _NO_LIMIT
-        """So many more answers may be sent."""
-        self.cancelled = False
-        self.final = False
-        self.over = False
-        self.answer: Answer | None = None
-        """Of a request that has one answer, which travels with its batch."""
-        self.kept: deque[tuple[Row, Future[None] | None]] = deque()
-        """Answers that a coroutine has sent and for which there is no room, and who waits until they are sent."""
-        self.loop: AbstractEventLoop | None = None
-        self.task: Task[Any] | None = None
-        """The coroutine that answers it, together with these."""
-        self.together: tuple[Stream, ...] = ()
-
-
-class Closed(Exception):
-    """The model sends where it must not."""
 
 
 class Streams:
@@ -88,6 +55,7 @@ class Streams:
         self._bell = -1
         self._reading = False
         self._stopped = False
+        self._forked = False
         self.listening = False
         """There is a link that answers can come on."""
         self.later: deque[Any] = deque()
@@ -176,6 +144,14 @@ class Streams:
         self._ring()
         self._turn.release()
 
+    def forked(self) -> None:
+        """In a process that the model has forked: the link stays its parent's alone. The lock may be held by a thread
+        that exists in the parent only."""
+        self.turn = self._turn = threading.Lock()
+        self._news = threading.Condition(self._turn)
+        self.connected = self.listening = False
+        self._forked = self._stopped = True
+
     def close(self) -> None:
         """After `stop`, when no thread of the model runs any more."""
         bell, self._bell = self._bell, -1
@@ -232,8 +208,14 @@ class Streams:
 
     def check(self) -> None:
         """Raises where nothing will come any more."""
+        self.check_process()
         if self.lost is not None or self._stopped or not self.listening:
             raise ConnectionLost("the server cannot be asked: this worker has no link to one, or is about to end")
+
+    def check_process(self) -> None:
+        """Raises in a process that the model has forked."""
+        if self._forked:
+            raise ConnectionLost(FORKED)
 
     def wait_for(self, ready: Callable[[], bool], whatever: bool = False) -> None:
         """Until it is so; `whatever`: also where the link has been lost. Without the turn."""
@@ -328,6 +310,8 @@ class Streams:
 
     def _nothing_to_send(self, stream: Stream, answer: Answer | None) -> bool:
         """Without the turn, which a batch to come may be waited for with: its request is over, for whatever reason."""
+        if self._forked:
+            raise Closed(FORKED)
         second = answer is not None and stream.answer is not None and not (self.decoupled or stream.over)
         if second or stream.final:
             raise Closed(ONE if second else CLOSED)

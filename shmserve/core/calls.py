@@ -77,7 +77,8 @@ class Calls:
             request = self._admit(caller, message, now)
         except ServeError as error:
             self._admission.count_refused(message.model, error)
-            self._state.send(peer, Fail(message.call, error.code, error.message))
+            text = f"Model {message.model} - Error when running inference: {error.message}"
+            self._state.send(peer, Fail(message.call, error.code, text))
             return
         if request.held and request.state not in _ANSWERED:
             stuck = self._waits.closes_circle(request)
@@ -188,8 +189,9 @@ class Calls:
         window = message.options.window if message.options is not None else 0
         if version.decoupled and not window:
             raise Unsupported(
-                f"model '{version.model}' has a decoupled transaction policy: it may answer a request many times; "
-                f"call it with decoupled=True"
+                f"Model {version.model} is using the decoupled. The current BLS request call doesn't support models "
+                f"using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
+                f"'async_exec' calls for decoupled models.'"
             )
         for wanted in message.outputs or ():
             if wanted.place is not None:

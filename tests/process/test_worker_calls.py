@@ -41,6 +41,7 @@ from shmserve.messages import (
 from shmserve.shm import memfd
 from shmserve.shm.arena import Arena, Segment
 from shmserve.workers.exits import Exit
+from shmserve.workers.pb_calls import REPLAYED_BYTES
 from tests.calling_models import CALLER, LOADING
 from tests.worker_harness import PATIENCE_S, WORKER, WorkerProcess, config, work
 from tests.worker_models import python_model
@@ -259,7 +260,31 @@ def test_many_answers(broker: Broker) -> None:
         broker.worker.next()
     while not isinstance(message := broker.worker.next()[0], Done):
         assert isinstance(message, More)
-    assert list(floats(message.rows[0])) == [100, sum(range(100))]
+    assert list(floats(message.rows[0])) == [101, sum(range(100))], "the last response has no outputs, and counts"
+
+
+def test_answers_too_large_for_a_second_loop(broker: Broker) -> None:
+    broker.send("large_parts", np.zeros((1, 1), np.float32))
+    call = broker.call()
+    size = large(0).nbytes
+    count = REPLAYED_BYTES // size + 1
+    for number in range(count):
+        broker.worker.send(Part(call.call, 1, (broker.output(large(number)),), None, number == count - 1))
+    while not isinstance(message := broker.worker.next()[0], Done):
+        for handle in message.handles if isinstance(message, Return) else ():
+            broker.given.remove(handle)
+    assert message.rows[0].error is not None
+    assert f"the {count * size} bytes of these responses are more than" in message.rows[0].error.text
+
+
+def test_what_a_model_forks_leaves_its_link_alone(broker: Broker) -> None:
+    """Nothing of a child's may reach the broker, which would take it for the worker's own."""
+    broker.send("forked", np.zeros((1, 1), np.float32))
+    call = broker.call()
+    broker.worker.send(Reply(call.call, 1, (Tensor("b", "FP32", (1, 1), np.float32(5).tobytes()),)))
+    row = broker.row()
+    assert row.error is None, row.error
+    assert list(floats(row)) == [5]
 
 
 @pytest.mark.parametrize("cancel", [True, False])

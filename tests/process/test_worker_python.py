@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.messages import Options, Row, Tensor, Wanted
+from shmserve.messages import Options, Ping, Pong, Probe, Probed, Row, Tensor, Wanted
 from shmserve.repo.schema import as_triton_json
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import PYTHON_ADD, python_model
@@ -433,3 +434,31 @@ def test_execute_may_be_a_coroutine(tmp_path: Path) -> None:
         (failed,) = worker.run(work(3, tensor(-1)))
         assert failed.error is not None
         assert failed.error.text.endswith("message: ValueError: below zero")
+
+
+def test_questions_during_is_ready_are_answered_by_it(tmp_path: Path) -> None:
+    gate, calls = tmp_path / "gate", tmp_path / "calls"
+    os.mkfifo(gate)
+    os.mkfifo(calls)
+    source = f"""\
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+
+    def is_ready(self):
+        open({str(calls)!r}, "w").close()
+        open({str(gate)!r}).close()
+        return True
+"""
+    python_model(tmp_path, source)
+    given = config("python", {"x": ("FP32", (1,))}, {"y": ("FP32", (1,))})
+    with WorkerProcess(given, tmp_path) as worker:
+        assert worker.expect(Probed) == Probed(0, True), "it can be asked"
+        worker.loaded()
+        for number in (1, 2, 3):
+            worker.send(Probe(number))
+        calls.read_bytes()  # it runs
+        worker.send(Ping(1))
+        worker.expect(Pong)  # and all three have been read
+        gate.write_bytes(b"")
+        assert [worker.expect(Probed) for _ in range(3)] == [Probed(number, True) for number in (1, 2, 3)]

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.stream_models import (
-    asks,
-    decoupled,
-)
+from shmserve.messages import Failure
+from shmserve.repo.schema import ModelSequenceBatching
+from tests.stream_models import asks, decoupled
 from tests.worker_harness import WorkerProcess
 
 pytestmark = pytest.mark.process
-
+NOT_ITERATIVE = (
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
+    "such a flag."
+)
 
 SENDERS = """\
 class TritonPythonModel:
@@ -176,12 +178,21 @@ class TritonPythonModel:
             request.set_release_flags(
                 pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE if again else pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL
             )
-            responses.append(None if again else response(1))
+            responses.append(None if again == 1 else response(1))
         return responses
 """
     ordinary = replace(decoupled(tmp_path, source), model_transaction_policy=None)
-    with WorkerProcess(ordinary, tmp_path) as worker:
+    iterative = replace(ordinary, sequence_batching=ModelSequenceBatching(iterative_sequence=True))
+    with WorkerProcess(iterative, tmp_path) as worker:
         worker.loaded()
         worker.execute(asks(1, 0, again=1), asks(2, 0, again=0), asks(3, 0, again=1))
         rows, ended = worker.done()
         assert ([found.request for found in rows], ended.again) == ([2], (1, 3))
+        for row in worker.run(asks(4, 0, again=2)):
+            assert row.error is not None
+            assert "Expected a None object in the execute function return list for reschduled request" in row.error.text
+    with WorkerProcess(ordinary, tmp_path) as worker:
+        worker.loaded()
+        refused, answered = worker.run(asks(1, 0, again=1), asks(2, 0, again=0))
+        assert answered.error is None
+        assert refused.error == Failure("INVALID_ARG", NOT_ITERATIVE)

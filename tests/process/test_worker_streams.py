@@ -63,6 +63,24 @@ def test_threads_go_on_while_further_batches_run(tmp_path: Path) -> None:
         last(worker, 1)
 
 
+def test_only_iterative_models_can_have_a_request_run_again(tmp_path: Path) -> None:
+    source = """\
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            request.get_response_sender().send(response(1))
+            request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+"""
+    with serving(tmp_path, source) as worker:
+        worker.execute(asks(1, 0))
+        values(worker, 1, 1, first=1)
+        error = row(worker).error
+        assert error is not None
+        assert error.code == "INVALID_ARG"
+        assert "while the model is not configured to handle such a flag" in error.text
+        done(worker)
+
+
 def test_large_answers_are_in_shared_memory_and_freed(tmp_path: Path) -> None:
     with serving(tmp_path, IN_THREADS) as worker:
         worker.execute(asks(1, 3, size=5000))

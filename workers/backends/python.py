@@ -25,7 +25,7 @@ from shmserve.workers.pb_model import flag, has_generator
 from shmserve.workers.pb_requests import request_from
 from shmserve.workers.say import public, say, say_trace
 from shmserve.workers.specs import request_inputs_of
-from shmserve.workers.streams import NONE, ONE, Closed, Stream
+from shmserve.workers.stream import NONE, ONE, Closed, Stream
 
 if TYPE_CHECKING:
     from shmserve.messages import Value, Work
@@ -47,6 +47,11 @@ SEND_WAITS = "send_waits"
 STACKED = "stacked"
 """The one that says that the model gets a batch as one array for each input."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_NOT_ITERATIVE = Failure(
+    InvalidRequest.code,
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
+    "such a flag.",
+)
 _CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 
 
@@ -71,6 +76,10 @@ class Python(PythonModel, SeparateBackend):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
         self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
+        sequences = config.sequence_batching
+        self._again = Answer(again=True)
+        if sequences is None or not sequences.iterative_sequence:
+            self._again = Answer(error=_NOT_ITERATIVE)
         self.on_device = inputs_there(config) and device_of(config, self.context.instance).kind == "GPU"
 
     # ------------------------------------------------------------------------------------ batches
@@ -92,6 +101,12 @@ class Python(PythonModel, SeparateBackend):
                     f"number of InferenceResponse objects returned ({len(responses)}) from execute must match the "
                     f"number of requests ({len(requests)})"
                 )
+            for request, response in zip(given, responses, strict=True):
+                if response is not None and getattr(request, "_again", False):
+                    raise ModelFailed(
+                        "Expected a None object in the execute function return list for reschduled request, found "
+                        f"type '{type(response)}'."
+                    )
             if streams.open or None in responses:
                 left = list(given)
                 del given  # if the model has dropped a request, nobody has it
@@ -124,7 +139,7 @@ class Python(PythonModel, SeparateBackend):
             sender = getattr(request, "_sender", None)
             again = response is None and getattr(request, "_again", False)
             if sender is None:
-                found.append(Answer(again=True) if again else self._answer(response))
+                found.append(self._again if again else self._answer(response))
                 continue
             stream: Stream = sender._stream
             del request, sender  # if these are the last ones, nothing will be sent
@@ -137,7 +152,7 @@ class Python(PythonModel, SeparateBackend):
                 found.append(sent or self._answer(response))
             elif again and not stream.final:
                 self._streams.take_over(stream.work.request)
-                found.append(Answer(again=True))
+                found.append(self._again)
             else:
                 answer = self._streams.collect(stream)
                 found.append(answer or self._failure(NONE))
@@ -173,8 +188,13 @@ class Python(PythonModel, SeparateBackend):
             return [answer if answer is not None and answer.error is not None else None for answer in answers]
         if True not in again:
             return [None] * len(requests)
+        if self._again.error is not None:
+            for stream, wish in zip(streams, again, strict=True):
+                if wish:
+                    host.fail(stream, self._again.error)
+            return [None] * len(requests)
         return [
-            Answer(again=True) if wish and host.take_over(request.work.request) else None
+            self._again if wish and host.take_over(request.work.request) else None
             for request, wish in zip(requests, again, strict=True)
         ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from shmserve.workers.pb_tensor import Array
     from shmserve.workers.pending import Pending
 
+PROBES = 1024
+"""The most questions that wait for an `is_ready` that hangs; the oldest ones, which nobody waits for, are dropped."""
+
 
 class PythonModel(Backend):
     asks = True
@@ -39,7 +43,8 @@ class PythonModel(Backend):
         self._file = ModelFile(context)
         self._model: Any = None
         self._coroutines: Coroutines | None = None
-        self._probing: threading.Thread | None = None
+        self._probe_lock = threading.Lock()
+        self._probing: deque[Callable[[bool], None]] = deque(maxlen=PROBES)
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         pb_host.bind(self)
@@ -103,22 +108,33 @@ class PythonModel(Backend):
     # ------------------------------------------------------------------------------------ is it ready
 
     def probe(self, tell: Callable[[bool], None]) -> None:
-        """In a thread of its own, so that it is answered while the model runs. One that hangs is not asked again."""
-        if self._probing is None or not self._probing.is_alive():
-            self._probing = threading.Thread(target=self._probe, args=(tell,), name="is_ready", daemon=True)
-            self._probing.start()
+        """In a thread of its own, so that it is answered while the model runs. The model is asked once at a time: what
+        it says answers all that asked meanwhile."""
+        with self._probe_lock:
+            self._probing.append(tell)
+            if len(self._probing) > 1:
+                return
+        threading.Thread(target=self._probe, name="is_ready", daemon=True).start()
 
-    def _probe(self, tell: Callable[[bool], None]) -> None:
+    def _probe(self) -> None:
+        found = self._asked_model()
+        with self._probe_lock:
+            probing = list(self._probing)
+            self._probing.clear()
+        for tell in probing:
+            tell(found)
+
+    def _asked_model(self) -> bool:
         try:
             found = self._model.is_ready()
             if inspect.iscoroutine(found):
                 found = asyncio.run(found)
         except Exception as error:
             say_trace(f"is_ready of model instance '{self._instance}' failed", error)
-            found = False
+            return False
         if not isinstance(found, bool):
             say(f"is_ready of model instance '{self._instance}' gave {type(found).__name__}, not True or False")
-        tell(found is True)
+        return found is True
 
     # ------------------------------------------------------------------------------------ running
 
@@ -182,6 +198,10 @@ class PythonModel(Backend):
     def model_dir(self) -> str:
         return str(self.context.version_folder)
 
+    def forked(self) -> None:
+        if self.streams is not None:
+            self.streams.forked()
+
     def call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
         calls, pending = self._begin_call(request, decoupled)
         if decoupled:
@@ -191,7 +211,7 @@ class PythonModel(Backend):
     async def call_soon(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
         calls, pending = self._begin_call(request, decoupled)
         if decoupled:
-            return pb_calls.Responses(calls, pending, self._here)
+            return await pb_calls.begun_soon(calls, pending, self._here)
         return await pb_calls.finish_soon(calls, pending, self._here())
 
     def _begin_call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> tuple[Calls, Pending]:
