@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from shmserve.core.dispatch import Dispatcher
+from shmserve.core.policy import BatchPolicy, ModelPolicy, SequencePolicy, TensorSpec
+from shmserve.core.sequencer import Sequencer
+from shmserve.messages import Infer, Options, Tensor
 from tests.triton_qa import known, report, tritonserver, workplace
 from tests.triton_qa.catalog import LEFT_OUT, SUITES, Suite
 from tests.triton_qa.runner import Result, read
+from tests.triton_qa.server import delayed
+from tests.unit.core_world import World
 
 TESTS = """
 import os, unittest
@@ -77,6 +83,33 @@ def test_backends_of_the_script_win(given: list[str], monkeypatch: pytest.Monkey
     found = tritonserver.flags(["--model-repository=m", *given])
     assert found[0] == "--triton-compatible"
     assert [word for word in found if "backend" in word] == (given or ["--backend-directory=stand-ins"])
+
+
+@pytest.mark.parametrize("kind", ["batches", "sequences", "alone"])
+def test_a_scheduler_can_be_delayed_once_until_requests_have_gathered(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dispatcher, "dispatch", Dispatcher.dispatch)
+    monkeypatch.setattr(Sequencer, "_run", Sequencer._run)
+    delayed.install({delayed.REQUESTS: "2", delayed.BACKLOG: "1" if kind == "sequences" else ""})
+    sequence = SequencePolicy(True, 2, 10**9) if kind == "sequences" else None
+    batching = BatchPolicy() if kind == "batches" else None
+    x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
+    world = World()
+    world.deploy(ModelPolicy("m", 1, 4, (x,), (y,), batching, sequence=sequence))
+    client, worker = world.connect("a"), world.worker("m_0")
+
+    def send(number: int) -> int:
+        """How many requests the worker has."""
+        client.sends(number)
+        options = Options(sequence=number, sequence_start=True, sequence_end=True) if sequence else None
+        tensors = (Tensor("x", "FP32", (1, 1), bytes(4)),)
+        world.turn([(client.peer, Infer(number, "m", 0, tensors, options=options))])
+        running = worker.running
+        return len(running.works) if running else 0
+
+    counts = [send(number) for number in (1, 2, 3)]
+    assert counts == {"batches": [0, 2, 2], "sequences": [0, 0, 2], "alone": [1, 1, 1]}[kind]
 
 
 def test_known_differences_do_not_fail_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

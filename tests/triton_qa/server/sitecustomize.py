@@ -4,6 +4,7 @@ tests, after the server's own, and the environment variables of the server, whic
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import site
@@ -11,7 +12,10 @@ import site
 PACKAGES = "SHMSERVE_MODEL_QA_PACKAGES"
 VARIABLES = "SHMSERVE_MODEL_QA_VARIABLES"
 """Environment variables with this prefix are passed on to workers: a directory, and an object as JSON."""
+DELAY = "TRITONSERVER_DELAY_SCHEDULER"
 
+if DELAY in os.environ:  # in the broker; workers have it only after the loop below
+    importlib.import_module("delayed").install(os.environ)
 if PACKAGES in os.environ:
     site.addsitedir(os.environ[PACKAGES])
 for name, value in json.loads(os.environ.get(VARIABLES, "{}")).items():

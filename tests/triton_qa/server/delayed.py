@@ -1,0 +1,55 @@
+"""TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER, variables for Triton's own tests: the
+scheduler of each version runs nothing until that many requests wait, the second in the backlog of sequences.
+
+The product has no such setting, and its core is wrapped here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shmserve.core.dispatch import Dispatcher
+from shmserve.core.instances import Instance
+from shmserve.core.sequencer import Sequencer
+from shmserve.core.sequences import Places
+from shmserve.core.versions import Version
+
+REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
+
+
+class Delay:
+    def __init__(self, requests: int, backlog: int) -> None:
+        self._requests = requests
+        self._backlog = backlog
+        self._over: set[Version] = set()
+
+    def holds(self, version: Version) -> bool:
+        """Once enough requests have come it never holds again. Only batchers wait, as in Triton."""
+        if version in self._over:
+            return False
+        policy, places = version.policy, version.places
+        if places is not None:
+            bound = sum(len(one.requests) for one in places.all() if one.instance is not None)
+            backlog = sum(len(one.requests) for one in places.backlog)
+            held = bound < self._requests or backlog < self._backlog
+        else:
+            held = policy is not None and policy.batching is not None and version.queue.count < self._requests
+        if not held:
+            self._over.add(version)
+        return held
+
+
+def install(environment: Mapping[str, str]) -> None:
+    delay = Delay(int(environment.get(REQUESTS) or 0), int(environment.get(BACKLOG) or 0))
+    dispatch, run = Dispatcher.dispatch, Sequencer._run
+
+    def delayed_dispatch(self: Dispatcher, version: Version, now: int) -> None:
+        if version.places is not None or not delay.holds(version):
+            dispatch(self, version, now)
+
+    def delayed_run(self: Sequencer, version: Version, places: Places, instance: Instance, now: int) -> None:
+        if not delay.holds(version):
+            run(self, version, places, instance, now)
+
+    Dispatcher.dispatch = delayed_dispatch  # type: ignore[method-assign]
+    Sequencer._run = delayed_run  # type: ignore[method-assign]
