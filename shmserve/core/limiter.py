@@ -80,12 +80,14 @@ class Limiter:
         self._running[instance] = resources
         self._lenders[instance] = None
 
-    def rank(self, instance: Instance) -> int:
-        return (self._executions.get(instance, 0) + 1) * instance.spec.turn
+    def rank(self, instance: Instance) -> tuple[int, int]:
+        """The lowest goes first; of equals, the one with the smaller turn, which is never short of its share."""
+        turn = instance.spec.turn
+        return (self._executions.get(instance, 0) + 1) * turn, turn
 
     def first(self, versions: Iterable[Version]) -> Version:
         """The one that goes first."""
-        return min(versions, key=lambda version: min(map(self.rank, version.idle), default=0))
+        return min(versions, key=lambda version: min(map(self.rank, version.idle), default=(0, 0)))
 
     def check(self) -> None:
         used: dict[Place, int] = {}

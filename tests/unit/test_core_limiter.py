@@ -71,6 +71,19 @@ def test_one_at_a_time_of_what_one_instance_asks_for_at_most() -> None:
     assert len(world.client.answers) == 4
 
 
+def test_of_equal_rank_the_smaller_turn_goes_first() -> None:
+    gpu = Resource("memory", 4)
+    models = {"b": [spec("b_0", gpu, turn=2)], "a": [spec("a_0", gpu)]}
+    world = Limited(models, (("memory", 4, ANY),))
+    world.turn(world.infers("b", 4) + world.infers("a", 4))
+    order = []
+    while world.running():
+        (name,) = world.running()
+        order.append(name[0])
+        world.done(name)
+    assert "".join(order) == "aabaabbb"
+
+
 def test_each_device_has_its_own_unless_shared() -> None:
     own, shared = Resource("memory", 4), Resource("licence", 1, shared=True)
     world = Limited({"m": [spec("m_0", own), spec("m_1", own, device=1)]})
