@@ -117,6 +117,28 @@ def test_a_batch_of_one_size_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("choice", ["", "NO"])
+def test_a_batch_that_an_operator_fixes(tmp_path: Path, choice: str) -> None:
+    """As in models of Triton's own tests: the inputs could have any number of rows, and the output not."""
+    from openvino import opset13
+
+    x = openvino_input("x", "FP32", (4, 3))
+    shaped = opset13.reshape(opset13.multiply(x, np.float32(2)), np.array([4, 3]), special_zero=False)
+    openvino_save(tmp_path, [x], [openvino_result("y", shaped)])
+    parameters = {"ENABLE_BATCH_PADDING": choice} if choice else {}
+    with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
+        worker.loaded()
+        (row,) = worker.run(work(1, tensor([[1, 2, 3]] * 4)))
+        assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 4, 6]] * 4
+        (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 2)))
+        if choice:
+            assert row.error is not None
+            assert "batches of 4 rows, and this one has 2: set parameter ENABLE_BATCH_PADDING" in row.error.text
+        else:
+            assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 4, 6]] * 2
+
+
+@pytest.mark.process
 def test_an_onnx_file_with_other_dims(tmp_path: Path) -> None:
     graph = Graph().input("x", "FP32", [1, 5]).output("y", "FP32", [-1, -1]).node("Neg", ["x"], ["y"])
     graph.save(tmp_path)

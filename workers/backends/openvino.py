@@ -87,8 +87,7 @@ class OpenVino(StackedBackend):
         _match_inputs(config.name, self._inputs, model.inputs)
         if parameters.flag("RESHAPE_IO_LAYERS", False):
             _reshape(config.name, model, {spec.name: [-1] * spec.batched + [*spec.shape] for spec in self._inputs})
-        self._batch = _batch(config, model, self._inputs, parameters)
-        self._pads = parameters.flag("ENABLE_BATCH_PADDING", False)
+        self._batch, self._pads = _batch(config, model, self._inputs, self._outputs, parameters)
         match(config.name, "input", self._inputs, _facts(model.inputs), batch=self._batch)
         match(config.name, "output", self._outputs, _facts(model.outputs), batch=self._batch)
         device = _device(config, self.context.instance, parameters, self._core.available_devices)
@@ -235,24 +234,26 @@ def _match_inputs(model: str, specs: Sequence[Spec], ports: Sequence[Any]) -> No
         )
 
 
-def _batch(config: ModelConfig, model: Any, specs: Sequence[Spec], parameters: Parameters) -> int:
-    """The only number of rows that the model can run at once; -1: any. A fixed one is made any where that works."""
+def _batch(
+    config: ModelConfig, model: Any, inputs: Sequence[Spec], outputs: Sequence[Spec], parameters: Parameters
+) -> tuple[int, bool]:
+    """The only number of rows that the model can run at once (-1: any), and whether smaller batches are padded to it.
+    A fixed number is made any where that works."""
     if config.max_batch_size == 0:
-        return -1
-    dims = {
-        spec.name: list(_shape(port))
-        for port in model.inputs
-        for spec in specs
-        if spec.batched and spec.name in _names(port)
-    }
+        return -1, False
+    dims = {name: list(shape) for name, shape in _batched(model.inputs, inputs)}
     fixed = {shape[0] for shape in dims.values() if shape} - {-1}
     if not fixed:
-        return -1
+        return -1, False
     pads = parameters.flag("ENABLE_BATCH_PADDING", False)
     if not parameters.flag("SKIP_OV_DYNAMIC_BATCHSIZE", False):
         try:
             _reshape(config.name, model, {name: [-1, *shape[1:]] for name, shape in dims.items()})
-            return -1
+            if all(shape[:1] == (-1,) for _, shape in _batched(model.outputs, outputs)):
+                return -1, False
+            # An operator inside has the number of rows in its own constants, as a Reshape often does.
+            _reshape(config.name, model, dims)
+            pads = parameters.flag("ENABLE_BATCH_PADDING", True)
         except InvalidRequest as error:
             if not pads:
                 raise InvalidRequest(f"{error}. Set parameter SKIP_OV_DYNAMIC_BATCHSIZE to YES") from error
@@ -262,7 +263,12 @@ def _batch(config: ModelConfig, model: Any, specs: Sequence[Spec], parameters: P
             f"of its inputs is {', '.join(map(str, sorted(fixed)))} in the model, which must be the same"
             f"{'' if pads else ', or, with parameter ENABLE_BATCH_PADDING: YES, larger'}"
         )
-    return int(max(fixed))
+    return int(max(fixed)), pads
+
+
+def _batched(ports: Sequence[Any], specs: Sequence[Spec]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names of the tensors that batch in the configuration, and their shapes in the model."""
+    return [(spec.name, _shape(port)) for port in ports for spec in specs if spec.batched and spec.name in _names(port)]
 
 
 def _reshape(model: str, found: Any, shapes: dict[str, list[int]]) -> None:
