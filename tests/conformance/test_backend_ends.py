@@ -72,7 +72,7 @@ def test_an_optional_input(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_identity_leaves_out_what_it_did_not_get(tmp_path: Path) -> None:
-    given = config("identity", {"a": ("FP32", (2,)), "b": ("FP32", (2,))}, {"a": ("FP32", (2,)), "b": ("FP32", (2,))},
+    given = config("identity", {"a": ("FP32", (2,)), "b": ("FP32", (-1,))}, {"a": ("FP32", (2,)), "b": ("FP32", (-1,))},
                    max_batch=8, optional=["b"])  # fmt: skip
     with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()

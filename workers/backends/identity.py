@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.workers.backends import StackedBackend
+from shmserve.workers.specs import outputs_of
 
 if TYPE_CHECKING:
     from shmserve.repo.schema import ModelConfig
@@ -32,6 +33,7 @@ class Identity(StackedBackend):
         self._triggers = parameters.get("triggers", "0") == "1"
         if creation_s := _number(parameters, "creation_delay_sec"):
             select.select((), (), (), creation_s)
+        self._specs = outputs_of(config)
         self._names = [entry.name for entry in config.input]
         self._sources = [_source(config, index) for index in range(len(config.output))]
 
@@ -48,7 +50,7 @@ class Identity(StackedBackend):
                 continue
             shape = inputs.shape(source)
             if shape is None:
-                outputs.omit(index)
+                self._leave_out(inputs, outputs, index)
             elif outputs.alias(index, self._names[source], shape):
                 continue
             elif outputs.direct(index, shape):
@@ -57,6 +59,14 @@ class Identity(StackedBackend):
                 array = inputs.array(source)
                 assert array is not None
                 outputs.put(index, array)
+
+    def _leave_out(self, inputs: Group, outputs: Results, index: int) -> None:
+        """The input is optional and not there. As in Triton, the output is zeros then, if its shape is known."""
+        spec = self._specs[index]
+        if spec.fixed and spec.item and not spec.flat:
+            outputs.place(index, (inputs.rows, *spec.shape) if spec.batched else spec.shape)[...] = 0
+        else:
+            outputs.omit(index)
 
     def _trigger(self, inputs: Group) -> None:
         for work in inputs.works:
