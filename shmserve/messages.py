@@ -80,11 +80,12 @@ class Wanted(Struct, array_like=True, gc=False):
     """An output that the caller asks for, and optionally where in its own memory it wants it written.
 
     `classes` above 0: not the tensor, but its so many largest values of each batch item, as BYTES "value:index:label"
-    (without ":label" where the model has none)."""
+    (without ":label" where the model has none). `optional`: no error if the model does not make it."""
 
     name: Name
     place: Handle | None = None
     classes: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    optional: bool = False
 
 
 WantedOutputs = Annotated[tuple[Wanted, ...], Meta(max_length=TENSORS)]

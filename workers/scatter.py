@@ -320,7 +320,7 @@ class Results:
         made = sum(ready is not None or any(done or ()) for ready, done in pairs)
         name, count = self._scatter.specs[index].name, sum(map(self.needed, range(len(self._scatter.specs))))
         error = ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {made}")
-        named = [work.outputs is not None and any(one.name == name for one in work.outputs) for work in self._works]
+        named = [any(one.name == name and not one.optional for one in work.outputs or ()) for work in self._works]
         if self._scatter.checks.strict or all(named):
             self.abandon()
             raise error

@@ -129,8 +129,10 @@ class Steps:
             wanted = run.wanted.get(name)
             final = final or name in run.wanted
             if wanted is None or (wanted.place is None and not wanted.classes):
-                if name in run.wanted or any(reader in run.needed for reader in run.graph.readers.get(name, ())):
-                    found.append(Wanted(own))
+                readers = [reader for reader in run.graph.readers.get(name, ()) if reader in run.needed]
+                if name in run.wanted or readers:
+                    needed = name in run.wanted or any(_needs(run, reader, name) for reader in readers)
+                    found.append(Wanted(own, optional=not needed))
                 continue
             if wanted.classes and name in run.graph.readers:
                 raise Unsupported(f"output '{name}' is read by other steps, and cannot come as classes")
@@ -161,6 +163,16 @@ class Steps:
         assert options is not None
         assert policy is not None
         return min(options.window, policy.ahead or WINDOW)
+
+
+def _needs(run: Run, index: int, name: str) -> bool:
+    """Whether the step cannot do without the tensor: the model's input is not optional, or the step itself reads it."""
+    step, policy = run.graph.steps[index], run.members[index].policy
+    assert policy is not None
+    optional = {spec.name for spec in policy.inputs if spec.optional}
+    return name in (step.mapped, step.condition) or any(
+        tensor == name and own not in optional for own, tensor in step.inputs
+    )
 
 
 def _gpu_of(version: Version) -> int | None:

@@ -174,6 +174,22 @@ ensemble_scheduling {{ step [
 """
 SECOND = """,
   { model_name: "plain" input_map { key: "x" value: "m" } output_map { key: "y" value: "y" } }"""
+SPARE = """
+platform: "ensemble" max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ] output [ { name: "out" data_type: TYPE_FP32 dims: [ -1 ] } ]
+ensemble_scheduling { step [
+  { model_name: "differs" input_map { key: "x" value: "x" } output_map { key: "y" value: "m" }
+    output_map { key: "z" value: "n" } },
+  { model_name: "some" input_map { key: "a" value: "m" } input_map { key: "b" value: "n" }
+    output_map { key: "d" value: "out" } }
+] }
+"""
+SOME = """
+backend: "identity" max_batch_size: 8
+input [ { name: "a" data_type: TYPE_FP32 dims: [ -1 ] optional: true },
+        { name: "b" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "c" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "d" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"""
 STATEFUL = """
 backend: "python" max_batch_size: 8
 sequence_batching {
@@ -210,6 +226,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "last": (CHAIN.format(first="y", name="y", rest=""), ""),
         "chain": (CHAIN.format(first="y", name="m", rest=SECOND), ""),
         "sums": (STATEFUL, SUMS),
+        "some": (SOME, ""),
+        "spare": (SPARE, ""),
     }
     for name, (text, source) in models.items():
         (root / name / "1").mkdir(parents=True)
@@ -280,6 +298,11 @@ def test_ensembles_check_where_a_step_needs_it(client: shmserve.Client) -> None:
     for ensemble in ("last", "chain"):
         with pytest.raises(shmserve.ModelFailed, match=f"in ensemble '{ensemble}', .* did not produce output 'y'"):
             client.infer(ensemble, {"x": ONE}, **wish("nothing"))
+
+
+def test_a_step_may_leave_out_what_only_optional_inputs_read(client: shmserve.Client) -> None:
+    for parameters in ({}, wish("nothing")):
+        assert client.infer("spare", {"x": ONE}, **parameters)["out"].tolist() == [[1, 2]]
 
 
 def test_the_response_cache_keeps_the_data_type(client: shmserve.Client) -> None:
