@@ -70,8 +70,7 @@ SUITES = (
     Suite("L0_model_queue"),
     Suite("L0_model_namespacing"),
     Suite("L0_optional_input"),
-    Suite("L0_batch_input"),
-    Suite("L0_batch_custom"),
+    Suite("L0_batch_input", {"BACKENDS": "onnx libtorch"}, 900),
     Suite("L0_response_statistics"),
     Suite("L0_request_cancellation"),
     Suite("L0_http_fuzz"),
@@ -106,7 +105,7 @@ _LEFT_OUT = {
     CPLUSPLUS: """
         L0_async_work_queue L0_backend_bls L0_backend_output_detail L0_backend_tutorial L0_client_build_variants
         L0_client_memory_growth L0_client_valgrind L0_custom_ops L0_data_compression L0_io L0_memory L0_memory_growth
-        L0_multi_server L0_query L0_register L0_sdk L0_simple_lib L0_triton_repo_agent
+        L0_batch_custom L0_multi_server L0_query L0_register L0_sdk L0_simple_lib L0_triton_repo_agent
     """,
     SERVICE: """
         L0_backend_python/env L0_backend_python/examples L0_https L0_long_running_stress L0_mlflow L0_openai

@@ -30,7 +30,6 @@ SERVICE = "needs another service: nginx in front of the server, or an OpenTeleme
 HOOK = "needs TRITONSERVER_DELAY_SCHEDULER, a hook for tests inside Triton"
 PRIVATE = "needs internals of Triton: a C++ test backend, or its log lines"
 
-PADDING = "OpenVINO models with a fixed batch and ENABLE_BATCH_PADDING are refused; export them with a dynamic batch"
 BLANKS = "a header's value must not begin or end with a blank (RFC 9113)"
 COPY = "args['model_repository'] is the version's private copy in the runtime directory"
 
@@ -46,6 +45,7 @@ KNOWN: tuple[Known, ...] = (
     _cannot("L0_backend_python", "*.test_growth_error", PRIVATE),
     _cannot("L0_http", "*BasicAuth*", SERVICE),
     _cannot("L0_grpc", "*BasicAuth*", SERVICE),
+    _cannot("L0_warmup", "*.test_shm_leak", GPU),
     _cannot("L0_trace", "*OpenTelemetry*", SERVICE),
     Known("L0_sequence_batcher", """
         *.test_backlog* *.test_half_batch *.test_skip_batch *.test_full_batch *.test_ragged_batch* *.test_queue_delay_*
@@ -54,10 +54,6 @@ KNOWN: tuple[Known, ...] = (
         *.test_multi_batch_delayed_* *.test_multi_batch_use_b* *.test_preferred_batch_only_*
         *.test_multi_batch_preserve_ordering
     """, HOOK, here=False, sometimes=True),
-    Known("L0_lifecycle", """
-        *.test_parse_error_modelfail* *.test_init_error_modelfail *.test_dynamic_model_load_unload*
-        *.test_multiple_model_repository_polling *.test_multiple_model_repository_control
-    """, PADDING),
     Known("L0_parameters", "*.test_headers *.test_grpc_header_forward_pattern_case_sensitive", BLANKS),
     Known("L0_backend_python", "PythonTest.test_init_args", COPY),
 )  # fmt: skip

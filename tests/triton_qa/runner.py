@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import shmserve
 from tests.triton_qa.catalog import Suite
 from tests.triton_qa.workplace import HERE, INSTALLED, VERSION, Workplace
 
@@ -64,6 +65,7 @@ def run(suite: Suite, place: Workplace, data: Path, packages: Path, log: Path) -
         "TRITON_QA_FLAGS": "\n".join(suite.flags),
         "SHMSERVE_MODEL_QA_PACKAGES": str(packages),
         "NVIDIA_TRITON_SERVER_VERSION": VERSION,
+        "TRITON_SERVER_VERSION": shmserve.__version__,
     }
     wrong = ""
     command = ["bash", suite.script, VERSION]
