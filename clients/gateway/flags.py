@@ -40,8 +40,8 @@ def add(made: argparse.ArgumentParser) -> None:
            help="the same", default=argparse.SUPPRESS)  # fmt: skip
     option("--http-max-input-size", metavar="BYTES", type=_above_0, default=64 << 20,
            help="of a body, also when it is decompressed (default: %(default)s)")  # fmt: skip
-    option("--http-max-json-size", metavar="BYTES", type=_above_0, default=16 << 20,
-           help="of the JSON in a request to a model (default: %(default)s)")  # fmt: skip
+    option("--http-max-json-size", metavar="BYTES", type=_size, default=16 << 20,
+           help="of the JSON in a request to a model; 0: as --http-max-input-size (default: %(default)s)")  # fmt: skip
     option("--http-max-held-size", metavar="BYTES", type=_above_0, default=1 << 30,
            help="of what has arrived of the large bodies of all requests (default: %(default)s)")  # fmt: skip
     option("--http-max-connections", metavar="N", type=_above_0, default=4096, help="(default: %(default)s)")
@@ -124,6 +124,10 @@ def _bool(text: str) -> bool:
     if text not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text == "true"
+
+
+def _size(text: str) -> int:
+    return 0 if text == "0" else _above_0(text)
 
 
 def _above_0(text: str) -> int:

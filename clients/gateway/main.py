@@ -78,8 +78,8 @@ def _log_to_stderr(of_server: bool) -> None:
 
 def _limits(args: argparse.Namespace) -> Limits:
     return Limits(
-        args.http_max_input_size, args.http_max_json_size, args.http_max_connections, args.http_read_timeout,
-        args.http_min_data_rate, args.http_idle_timeout, args.exit_timeout_secs,
+        args.http_max_input_size, args.http_max_json_size or args.http_max_input_size, args.http_max_connections,
+        args.http_read_timeout, args.http_min_data_rate, args.http_idle_timeout, args.exit_timeout_secs,
     )  # fmt: skip
 
 

@@ -32,8 +32,8 @@ def _switch(name: str, help_: str, shown: str, gateway: str = "") -> Flag:
     return Flag(name, "boolean", DOORS, help_, None, shown=shown, gateway=gateway or name)
 
 
-def _number(name: str, metavar: str, help_: str, shown: str) -> Flag:
-    return _told(name, metavar, help_, shown, kind="whole")
+def _number(name: str, metavar: str, help_: str, shown: str, compatible: Any = None) -> Flag:
+    return _told(name, metavar, help_, shown, kind="whole", compatible=compatible)
 
 
 def _file(name: str, help_: str) -> Flag:
@@ -64,6 +64,8 @@ DOOR_FLAGS = (
           "those without a token may do nothing, unless it is said here", "infer,observe", triton=_ROLES,
           compatible="infer,observe,operate"),
     _number("http-max-input-size", "N", "bytes of a body", "67108864"),
+    _number("http-max-json-size", "N", "bytes of the JSON in a request to a model; 0: as --http-max-input-size",
+            "16777216", compatible=0),
     _switch("reuse-http-port", "other servers may listen on the same ports", "false", "reuse-port"),
     _each("http-restricted-api", "API,API:HEADER=VALUE", "these APIs want this header"),
     _told("http-header-forward-pattern", "REGEX", "headers with such names go on to the model, as parameters"),

@@ -74,6 +74,9 @@ class Checker:
         mask = inline = 0
         rows = -1
         outside = False
+        if outputs is not None:  # before the inputs, as in Triton
+            self._check_outputs(outputs)
+            outside = any(wanted.place is not None for wanted in outputs)
         known = self._good
         for tensor in inputs:
             name = tensor.name
@@ -99,9 +102,6 @@ class Checker:
                 f"{inline} bytes of tensors are inside the message, over the limit of {FIELD_BYTES}; "
                 f"put large ones into shared memory"
             )
-        if outputs is not None:
-            self._check_outputs(outputs)
-            outside = outside or any(wanted.place is not None for wanted in outputs)
         rows = rows if rows > 0 else 0
         if self._padded:
             return rows, self._padded_signature(inputs), inline, outside, self._length(inputs)

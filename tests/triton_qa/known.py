@@ -31,6 +31,10 @@ HOOK = "needs TRITONSERVER_DELAY_SCHEDULER, a hook for tests inside Triton"
 PRIVATE = "needs internals of Triton: a C++ test backend, or its log lines"
 
 BLANKS = "a header's value must not begin or end with a blank (RFC 9113)"
+FRAMING = (
+    "a body with both Content-Length and Transfer-Encoding is refused: they allow request smuggling (RFC 9112, 6.1)"
+)
+FILE_NAME = "the name of a file in a load call that no file system takes is the caller's mistake: 400, not 500"
 COPY = "args['model_repository'] is the version's private copy in the runtime directory"
 
 KNOWN: tuple[Known, ...] = (
@@ -54,6 +58,8 @@ KNOWN: tuple[Known, ...] = (
         *.test_multi_batch_delayed_* *.test_multi_batch_use_b* *.test_preferred_batch_only_*
         *.test_multi_batch_preserve_ordering
     """, HOOK, here=False, sometimes=True),
+    Known("L0_http", "HttpTest.test_content_encoding_chunked_manually", FRAMING),
+    Known("L0_http", "HttpTest.test_load_oversized_file_parameter", FILE_NAME),
     Known("L0_parameters", "*.test_headers *.test_grpc_header_forward_pattern_case_sensitive", BLANKS),
     Known("L0_backend_python", "PythonTest.test_init_args", COPY),
 )  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ def run(suite: Suite, place: Workplace, data: Path, packages: Path, log: Path) -
         "TRITON_QA_RESULTS": str(results),
         "TRITON_QA_STARTS": str(starts),
         "TRITON_QA_BACKENDS": str(place.folder / INSTALLED[1:] / "backends"),
+        "TRITON_QA_MORE": sysconfig.get_path("purelib"),
         "TRITON_QA_FLAGS": "\n".join(suite.flags),
         "SHMSERVE_MODEL_QA_PACKAGES": str(packages),
         "NVIDIA_TRITON_SERVER_VERSION": VERSION,

@@ -54,6 +54,14 @@ def test_every_unit_test_is_recorded_once(tmp_path: Path) -> None:
     }
 
 
+def test_scripts_find_the_packages_of_the_server_after_their_own(tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").write_text("")
+    (tmp_path / "unittest.py").write_text("raise AssertionError")
+    variables = {"PYTHONPATH": str(workplace.HERE / "recorder"), "TRITON_QA_MORE": str(tmp_path)}
+    command = [sys.executable, "-c", "import only_here, unittest"]
+    subprocess.run(command, env=os.environ | variables, check=True)
+
+
 def test_a_script_goes_on_after_a_failure_and_finds_its_parts_here(tmp_path: Path) -> None:
     suite = tmp_path / "checkout" / "qa" / "L0_some"
     suite.mkdir(parents=True)

@@ -138,6 +138,7 @@ def test_outputs() -> None:
         refused(one, tensor(), outputs=(Wanted("y"), Wanted("y")))
         == "output 'y' already exists in request to model 'm'"
     )
+    assert "unexpected inference output 'z'" in refused(one, tensor("other"), outputs=(Wanted("z"),)), "outputs first"
     assert one.check((tensor(),), (Wanted("w"), Wanted("y"))) == (1, None, 64, False, 0)
     assert one.check((tensor(),), ()) == (1, None, 64, False, 0)
     assert one.check((tensor(),), (Wanted("w", Handle(1, 2, 3)),))[3]

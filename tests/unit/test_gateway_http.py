@@ -339,7 +339,8 @@ def test_a_load_with_files() -> None:
         ("load", b'{"parameters": {"config": "no JSON"}}', InvalidRequest),
         ("load", b"[" * 5000, InvalidRequest),
         ("unload", b'{"parameters": {"unload_dependents": "yes"}}', InvalidRequest),
-        ("index", b'{"ready": 1}', InvalidRequest),
+        ("index", b"{" + b" " * documents._ASKED_BYTES + b"}", InvalidRequest),
+        ("index", b'{"other": ' + b"[" * 5000, InvalidRequest),
         ("memory_register", b'{"key": "/x", "byte_size": 1}', Unsupported),
         ("named_repository", b"", Unsupported),
         ("set_trace", b"[]", InvalidRequest),
@@ -350,3 +351,9 @@ def test_a_load_with_files() -> None:
 def test_questions_that_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         question(action, body, "m")
+
+
+@pytest.mark.parametrize("value", [b"1", b"null", b'"true"', b"[" * 250_000 + b"true" + b"]" * 250_000])
+def test_ready_of_the_index_is_a_boolean(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="Invalid value for 'ready': expected a boolean"):
+        question("index", b'{"ready": ' + value + b"}")

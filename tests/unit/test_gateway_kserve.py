@@ -348,6 +348,8 @@ def test_every_error_has_a_status() -> None:
     [
         (NotFound("Request for unknown model: 'x' is not found"), 404, "Request for unknown model: 'x' is not found"),
         (InvalidRequest("no"), 400, "[request id: me] no"),
+        (InvalidRequest("unexpected inference output 'z' for model 'm'"), 400,
+         "unexpected inference output 'z' for model 'm'"),
         (ConnectionLost("no server at unix:///run/secret/lane.sock"), 503, status.UNREACHABLE),
         (Unsupported("model 'm' has a decoupled transaction policy: it"), 501,
          "HTTP end point doesn't support models with decoupled transaction policy: model 'm' has a decoupled "

@@ -20,7 +20,7 @@ from shmserve.session.body import Body, loading, of_json, of_unload
 _FILE = "file:"
 _NO_MODEL = "failed to poll from model repository"
 _MEMORY = ("system_shared_memory", "cuda_shared_memory")
-_ASKED_BYTES = 64 * 1024
+_ASKED_BYTES = 1 << 20
 """Of a body that brings no model along."""
 _SETTINGS_BYTES = 16 * 1024
 _encode = msgspec.json.Encoder().encode
@@ -217,7 +217,7 @@ def _index(only_ready: bool) -> Callable[[Any], Any]:
 
 
 class _Filter(Struct):
-    ready: Any = False
+    ready: bool = False
 
 
 class _Load(Struct):
@@ -268,20 +268,35 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
 def _read(kind: Any, body: bytes) -> Any:
     if not body.strip():
         return kind()
-    if kind is not _Load and len(body) > _ASKED_BYTES:
-        raise InvalidRequest(f"the body of such a request may have {_ASKED_BYTES} bytes, this has {len(body)}")
+    if kind is not _Load:
+        _check_size(body)
     check_depth(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
+        raise _no_json(error) from None
+
+
+def _check_size(body: bytes) -> None:
+    if len(body) > _ASKED_BYTES:
+        raise InvalidRequest(f"the body of such a request may have {_ASKED_BYTES} bytes, this has {len(body)}")
+
+
+def _no_json(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"failed to parse the request JSON buffer: {error}")
 
 
 def _only_ready(body: bytes) -> bool:
-    ready = _read(_Filter, body).ready
-    if type(ready) is not bool:
-        raise InvalidRequest(f"Invalid value for 'ready': expected a boolean, not {ready!r:.40}")
-    return ready
+    """As in Triton, a wrong type is reported however deep the value is nested: it ends the decoding."""
+    if not body.strip():
+        return False
+    _check_size(body)
+    try:
+        return msgspec.json.decode(body, type=_Filter).ready
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"Invalid value for 'ready': expected a boolean ({error})") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _no_json(error) from None
 
 
 def _of_load(parameters: dict[str, str | bool]) -> Arguments:

@@ -33,6 +33,9 @@ DECOUPLED = "has a decoupled transaction policy"
 NO_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 NO_DECOUPLED_RPC = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
+NO_OUTPUT = "unexpected inference output"
+"""The one mistake in a request that Triton reports without its id."""
+
 REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -66,7 +69,7 @@ def text_of(error: ServeError, request_id: str = "") -> str:
     if isinstance(error, ConnectionLost):
         return UNREACHABLE
     text = str(error)
-    if request_id and error.code == "INVALID_ARG":
+    if request_id and error.code == "INVALID_ARG" and not text.startswith(NO_OUTPUT):
         return f"[request id: {request_id}] {text}"
     return text
 

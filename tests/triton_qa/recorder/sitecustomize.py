@@ -15,6 +15,8 @@ from typing import Any
 
 RESULTS = os.environ.get("TRITON_QA_RESULTS", "")
 STARTS = os.environ.get("TRITON_QA_STARTS", "")
+MORE = os.environ.get("TRITON_QA_MORE", "")
+"""The server's packages. Scripts make models with PyTorch, which the environment of the tests lacks."""
 TEXT = 400
 NOBODY = str(2**22)
 """No process has this id. Tests signal SERVER_PID, which is 0 for a server that has not started: their own group."""
@@ -88,5 +90,7 @@ class Recording(unittest.TextTestResult):
 
 if os.environ.get("SERVER_PID") == "0":
     os.environ["SERVER_PID"] = NOBODY
+if MORE:
+    sys.path.append(MORE)
 if RESULTS:
     unittest.TextTestRunner.resultclass = Recording  # type: ignore[assignment]
