@@ -196,8 +196,8 @@ def _reshape(path: str, tensor: ModelInput | ModelOutput, problem: ProblemFuncti
         problem(f"{path}.reshape.shape[{index}]", f"found {shape[index]}, expected 1 or more, or -1 for any size")
     if not shape:
         # Also without batching, so that a model's scalar can be described at all.
-        if tensor.dims != (1,):
-            problem(f"{path}.reshape", "empty, which needs dims: [ 1 ]")
+        if set(tensor.dims) != {1}:
+            problem(f"{path}.reshape", "empty, which needs dims of 1")
     elif not wrong and _chunks(shape) != _chunks(tensor.dims):
         text = f"{list(shape)} does not have as many elements as dims {list(tensor.dims)}"
         if -1 in shape or -1 in tensor.dims:

@@ -130,8 +130,10 @@ def test_outputs_that_are_strings() -> None:
 
 
 def test_outputs_too_few() -> None:
-    with pytest.raises(ModelFailed, match="expected 2, found 1"):
-        torch_programs.picker("m", torch_programs.Program(), made("y", "z"))((A,))
+    for names, wrong in ((("y", "z"), "z"), (("OUTPUT__1",), "OUTPUT__1")):
+        text = f"The output {wrong} in the model configuration refers to an output index which doesn't exist. "
+        with pytest.raises(ModelFailed, match=f"^{text}This model has 1 outputs$"):
+            torch_programs.picker("m", torch_programs.Program(), made(*names))((A,))
 
 
 TREE = """\
@@ -216,6 +218,9 @@ def test_inputs_are_not_copied_and_outputs_are_views(tmp_path: Path) -> None:
             array = model._array(spec, tensor, 0)
             assert array.dtype == spec.numpy
             assert array.ctypes.data == tensor.data_ptr()
+        text = "^configuration expects datatype TYPE_FP32 for output 'a', model provides TYPE_INT64$"
+        with pytest.raises(ModelFailed, match=text):
+            model._array(model._outputs[0], torch.zeros(4, dtype=torch.int64), 0)
     finally:
         model.close()
     assert not torch.is_inference_mode_enabled()

@@ -59,7 +59,7 @@ SUITES = (
     Suite("L0_string_io"),
     Suite("L0_scalar_io"),
     Suite("L0_large_payload"),
-    Suite("L0_shared_memory", limit_s=900),
+    Suite("L0_shared_memory", limit_s=900, layout={"models": ("simple",)}),
     Suite("L0_warmup"),
     Suite("L0_client_timeout"),
     Suite("L0_client_nobatch"),

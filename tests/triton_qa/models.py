@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,16 @@ GENERATED = (
               frameworks=("onnx",), ensembles=False),
     Generated("gen_qa_ragged_models.py", "qa_ragged_model_repository", ensembles=False),
 )  # fmt: skip
+CHANGED = {
+    "libtorch_zero_1_float32": {},
+    "libtorch_datatype_1_float32": {
+        'name: "OUTPUT__0"\n    data_type: TYPE_FP32': 'name: "OUTPUT__0"\n    data_type: TYPE_INT32'
+    },
+    "libtorch_index_1_float32": {"OUTPUT__0": "OUTPUT__1"},
+}
+"""Models of CHANGED_REPOSITORY, which no generator of the checkout makes. The first is copied from the identity models;
+the others replace parts of its configuration."""
+CHANGED_REPOSITORY = "libtorch_model_store2"
 SCALARS = ("gen_qa_ort_scalar_models.py", "qa_scalar_models")
 
 
@@ -77,6 +88,24 @@ def generate(common: Path, target: Path) -> None:
         if found.returncode:
             reason = (found.stdout + found.stderr).strip().splitlines() or [""]
             print(f"not generated: {name}: {reason[-1]}", file=sys.stderr)
+    _change(target)
     for path in target.rglob("config.pbtxt"):
         path.write_text(path.read_text().replace("KIND_GPU", "KIND_CPU"))
     done.touch()
+
+
+def _change(target: Path) -> None:
+    original = next(iter(CHANGED))
+    source = target / "qa_identity_model_repository" / original
+    if not source.is_dir():
+        print(f"not generated: {CHANGED_REPOSITORY}: there is no {source.name}", file=sys.stderr)
+        return
+    for name, replaced in CHANGED.items():
+        folder = target / CHANGED_REPOSITORY / name
+        shutil.copytree(source, folder)
+        config = (folder / "config.pbtxt").read_text()
+        for old, new in {f'"{original}"': f'"{name}"', **replaced}.items():
+            if old not in config:
+                raise SystemExit(f"the configuration of {original} has no {old!r}")
+            config = config.replace(old, new)
+        (folder / "config.pbtxt").write_text(config)

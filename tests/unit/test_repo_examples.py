@@ -62,7 +62,7 @@ SERVED = {
 backend: "python"
 max_batch_size: 8
 input [ { name: "t" data_type: TYPE_FP32 dims: [ 1 ] reshape: { shape: [ ] } } ]
-output [ { name: "u" data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [] } } ]
+output [ { name: "u" data_type: TYPE_FP32 dims: [ 1, 1 ] reshape { shape: [] } } ]
 """,
     "reshape between fixed sizes": """
 backend: "python"

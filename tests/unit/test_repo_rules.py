@@ -246,7 +246,7 @@ RULES = [
     (
         24,
         HEAD + INPUT + 'output { name: "y" data_type: TYPE_FP32 dims: [ 3 ]\nreshape { } }',
-        "5:1: output[0].reshape: empty, which needs dims: [ 1 ]",
+        "5:1: output[0].reshape: empty, which needs dims of 1",
     ),
     (
         25,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from shmserve.dtypes import FROM_CONFIG
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
 from shmserve.repo.complete import complete_from_model
 from shmserve.workers.backends import Context, StackedBackend, torch_device
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from shmserve.workers.scatter import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_CONFIG_TYPES = {wire: name for name, wire in FROM_CONFIG.items()}
 _BITS16 = np.dtype(np.int16)
 
 
@@ -150,13 +152,20 @@ class Torch(StackedBackend):
             return _strings(spec, value, rows)
         if not isinstance(value, torch.Tensor):
             raise ModelFailed(f"output '{spec.name}' is a {type(value).__name__}; expected a tensor")
+        found = DTYPES.get(value.dtype)
+        if found != spec.dtype:
+            provided = _CONFIG_TYPES.get(found or "", str(value.dtype))
+            raise ModelFailed(
+                f"configuration expects datatype {_CONFIG_TYPES[spec.dtype]} for output '{spec.name}', model provides "
+                f"{provided}"
+            )
         if value.requires_grad:
             value = value.detach()
         if value.device.type != "cpu":
             value = value.cpu()
         if value.dtype == torch.bfloat16:
             bits: Array = value.view(torch.int16).numpy()
-            return bits.view(spec.numpy) if spec.dtype == "BF16" else bits
+            return bits.view(spec.numpy)
         array: Array = value.resolve_conj().resolve_neg().numpy()
         return array
 

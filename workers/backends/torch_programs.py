@@ -360,8 +360,12 @@ def picker(model: str, program: Program, specs: Sequence[Spec]) -> Callable[[Any
         values = [value] if isinstance(value, torch.Tensor) else value
         if values and strings and all(isinstance(item, str) for item in values):
             values = [values]
-        if max(places, default=-1) >= len(values):
-            raise ModelFailed(f"the model did not produce all outputs: expected {len(names)}, found {len(values)}")
+        for name, place in zip(names, places, strict=True):
+            if place >= len(values):
+                raise ModelFailed(
+                    f"The output {name} in the model configuration refers to an output index which doesn't exist. "
+                    f"This model has {len(values)} outputs"
+                )
         return [values[place] for place in places]
 
     if program.results is not None:
