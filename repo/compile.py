@@ -57,12 +57,13 @@ _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
     """What the core knows of one version of the model."""
     policy, cache = config.model_transaction_policy, config.response_cache
+    is_ensemble = config.ensemble_scheduling is not None
     return ModelPolicy(
         name=config.name,
         version=version,
         max_batch=config.max_batch_size,
-        inputs=tuple(_tensor(tensor) for tensor in config.input),
-        outputs=tuple(_tensor(tensor) for tensor in config.output),
+        inputs=tuple(_tensor(tensor, is_ensemble) for tensor in config.input),
+        outputs=tuple(_tensor(tensor, is_ensemble) for tensor in config.output),
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
         execution_limit_ns=_limit(config),
         retry=_parameter(config, RETRY).lower() != "false",
@@ -208,11 +209,12 @@ def _limiter(group: ModelInstanceGroup) -> tuple[tuple[Resource, ...], int]:
     return tuple(Resource(need.name, need.count, need.global_) for need in limiter.resources), limiter.priority or 1
 
 
-def _tensor(tensor: ModelInput | ModelOutput) -> TensorSpec:
+def _tensor(tensor: ModelInput | ModelOutput, is_ensemble: bool) -> TensorSpec:
     dtype = FROM_CONFIG[tensor.data_type]
+    reshape = tensor.reshape.shape if is_ensemble and tensor.reshape is not None else None
     if isinstance(tensor, ModelInput):
-        return TensorSpec(tensor.name, dtype, tensor.dims, tensor.optional, tensor.allow_ragged_batch)
-    return TensorSpec(tensor.name, dtype, tensor.dims)
+        return TensorSpec(tensor.name, dtype, tensor.dims, tensor.optional, tensor.allow_ragged_batch, reshape)
+    return TensorSpec(tensor.name, dtype, tensor.dims, reshape=reshape)
 
 
 def _batching(dynamic: ModelDynamicBatching) -> BatchPolicy:

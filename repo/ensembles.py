@@ -122,7 +122,7 @@ class _Graph:
         self.made: dict[str, _Tensor] = {}
         batches = ensemble.max_batch_size > 0
         for tensor in ensemble.input:
-            made = _Tensor(_OF_ENSEMBLE, "an input of the ensemble", tensor.data_type, tensor.dims, batches)
+            made = _Tensor(_OF_ENSEMBLE, "an input of the ensemble", tensor.data_type, _inner_dims(tensor), batches)
             self.made.setdefault(tensor.name, made)
         for index, step in enumerate(self.steps):
             for key, name in sorted(step.output_map.items()):
@@ -228,8 +228,8 @@ class _Graph:
             made = self.made.get(tensor.name)
             if made is None or made.step == _OF_ENSEMBLE:
                 continue
-            what = f'output "{shown(tensor.name)}" of the ensemble'
-            wrong = _unlike(what, tensor.data_type, tensor.dims, self.ensemble.max_batch_size > 0, tensor.name, made)
+            what, dims = f'output "{shown(tensor.name)}" of the ensemble', _inner_dims(tensor)
+            wrong = _unlike(what, tensor.data_type, dims, self.ensemble.max_batch_size > 0, tensor.name, made)
             for field, text in wrong.items():
                 self._problem(_OF_ENSEMBLE, f"output[{index}].{field}", text)
 
@@ -320,6 +320,11 @@ def _meant_model(step: ModelEnsemblingStep, names: Sequence[str]) -> str:
 
 def _named(tensors: Sequence[ModelInput | ModelOutput], name: str) -> ModelInput | ModelOutput | None:
     return next((tensor for tensor in tensors if tensor.name == name), None)
+
+
+def _inner_dims(tensor: ModelInput | ModelOutput) -> tuple[int, ...]:
+    """Of a tensor of the ensemble itself, as its steps see it."""
+    return tensor.dims if tensor.reshape is None else tensor.reshape.shape
 
 
 def _known_dims(member: Member, tensor: ModelInput | ModelOutput) -> tuple[int, ...] | None:

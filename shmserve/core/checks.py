@@ -254,8 +254,8 @@ class Checker:
         dtype = self._outputs[wanted.name]
         if dtype in ("BYTES", "BOOL"):
             raise InvalidRequest(
-                f"class result not available for output '{wanted.name}' of model '{self._policy.name}' due to "
-                f"unsupported type '{dtype}'; it must be of numbers"
+                f"class result not available for output due to unsupported type '{dtype}': output '{wanted.name}' of "
+                f"model '{self._policy.name}'; it must be of numbers"
             )
         if wanted.place is not None:
             raise InvalidRequest(

@@ -64,7 +64,7 @@ class Ensembles:
             run.fail(error.code, error.message)
             return
         run.open = [deque() for _ in run.levels.steps]
-        given: list[tuple[str, Tensor | None]] = [(tensor.name, tensor) for tensor in request.inputs]
+        given: list[tuple[str, Tensor | None]] = [(tensor.name, _inner(request, tensor)) for tensor in request.inputs]
         self._begin_iteration(run, 0, given, False)
 
     def _begin_iteration(
@@ -300,7 +300,8 @@ class Ensembles:
         policy = run.request.version.policy
         assert policy is not None
         assert policy.steps is not None
-        dims = {spec.name: spec.dims for spec in policy.outputs}
+        specs = {spec.name: spec for spec in policy.outputs}
+        batches = policy.max_batch > 0
         outputs = []
         for name, wanted in run.wanted.items():
             home = run.home(iteration, name)
@@ -308,9 +309,11 @@ class Ensembles:
             if kept is not None:
                 shape = kept.tensor.shape
                 if wanted is None or not wanted.classes:
-                    shape = graph.fit(shape, dims[name], policy.max_batch > 0)
+                    spec = specs[name]
+                    inner = spec.dims if spec.reshape is None else spec.reshape
+                    shape = graph.reshape(graph.fit(shape, inner, batches), inner, spec.dims, batches)
                 elif not policy.steps[run.graph.maker[name]].mapped:
-                    shape = graph.fit(shape, _CLASSES, policy.max_batch > 0)
+                    shape = graph.fit(shape, _CLASSES, batches)
                 outputs.append(Tensor(name, kept.tensor.dtype, shape, kept.tensor.data))
             elif name not in home.skipped:
                 raise Internal(_DEADLOCK)
@@ -406,3 +409,14 @@ class Ensembles:
         if request.run is None:
             for member in run.held.values():
                 member.users -= 1
+
+
+def _inner(request: Request, tensor: Tensor) -> Tensor:
+    """An input as the steps see it."""
+    policy = request.version.policy
+    assert policy is not None
+    for spec in policy.inputs:
+        if spec.reshape is not None and spec.name == tensor.name:
+            shape = graph.reshape(tensor.shape, spec.dims, spec.reshape, policy.max_batch > 0)
+            return Tensor(tensor.name, tensor.dtype, shape, tensor.data)
+    return tensor

@@ -139,6 +139,19 @@ def fit(shape: tuple[int, ...], dims: Sequence[int], batches: bool) -> tuple[int
     return shape[1:] if len(shape) == len(dims) + 1 and shape[0] == 1 else shape
 
 
+def reshape(
+    shape: tuple[int, ...], dims: Sequence[int], reshaped: Sequence[int] | None, batches: bool
+) -> tuple[int, ...]:
+    """From `dims` to `reshaped`, of which the nth -1 is that of `dims`. A shape that is not of `dims` stays."""
+    if reshaped is None:
+        return shape
+    lead, own = (shape[:1], shape[1:]) if batches else ((), shape)
+    if len(own) != len(dims) or any(dim not in (-1, size) for dim, size in zip(dims, own, strict=True)):
+        return shape
+    free = iter([size for dim, size in zip(dims, own, strict=True) if dim == -1])
+    return (*lead, *(next(free) if dim == -1 else dim for dim in reshaped))
+
+
 def empty(name: str, spec: TensorSpec) -> Tensor:
     """What comes of no rows at all."""
     dims = tuple(max(dim, 0) for dim in spec.dims)

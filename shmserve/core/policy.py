@@ -13,13 +13,15 @@ class TimeoutAction(Enum):
 
 
 class TensorSpec(Struct, frozen=True):
-    """An input or output as callers see it. `dims` has no batch dimension; -1 is any size."""
+    """An input or output as callers see it. `dims` has no batch dimension; -1 is any size. `reshape`: of an ensemble,
+    what its steps see; those of other models are the worker's concern."""
 
     name: str
     dtype: str
     dims: tuple[int, ...]
     optional: bool = False
     ragged: bool = False
+    reshape: tuple[int, ...] | None = None
 
 
 class QueuePolicy(Struct, frozen=True):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.core import events
+from shmserve.core import events, graph
 from shmserve.core.effects import Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy
@@ -412,3 +412,24 @@ def test_random_ensembles_while_all_goes_wrong(seed: int) -> None:
     world.turn([(0, events.Drain(10 * MS))])
     world.settle()
     assert world.drained
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "reshaped", "batches", "expected"),
+    [
+        ((8,), (8,), (4, 1, 2), False, (4, 1, 2)),
+        ((3, 8), (8,), (4, 1, 2), True, (3, 4, 1, 2)),
+        ((3, 5, 1, 7), (-1, 1, -1), (-1, -1), True, (3, 5, 7)),
+        ((1,), (1,), (), False, ()),
+        ((8,), (8,), None, False, (8,)),
+        ((9,), (8,), (4, 1, 2), False, (9,)),
+    ],
+)
+def test_reshape(
+    shape: tuple[int, ...],
+    dims: tuple[int, ...],
+    reshaped: tuple[int, ...] | None,
+    batches: bool,
+    expected: tuple[int, ...],
+) -> None:
+    assert graph.reshape(shape, dims, reshaped, batches) == expected

@@ -122,6 +122,19 @@ def test_a_mistake_in_the_ensemble(old: str, new: str, expected: str) -> None:
     assert expected in problems(PIPELINE.replace(old, new))
 
 
+def test_a_reshape_is_what_steps_see() -> None:
+    given = PIPELINE.replace("TYPE_STRING dims: [ 1 ]", "TYPE_STRING dims: [ 1, 1 ] reshape { shape: [ 1 ] }")
+    given = given.replace("dims: [ 10 ]", "dims: [ 2, 5 ] reshape { shape: [ 10 ] }")
+    assert problems(given) == []
+    found = problems(
+        given.replace("dims: [ 2, 5 ] reshape { shape: [ 10 ] }", "dims: [ 10 ] reshape { shape: [ 2, 5 ] }")
+    )
+    assert found == [
+        'output[0].dims: output "LABEL" of the ensemble has dims [2, 5], but ensemble tensor "LABEL" '
+        '(output "OUT" of step 1, model "classify") has [10]'
+    ]
+
+
 def test_a_mistake_in_a_model() -> None:
     dims = f'{STEP}[1].input_map["IN"]: {IN} has dims [4, -1, -1], but {PICTURE} has [3, 224, 224]'
     assert problems(classify=CLASSIFY.replace("[ 3, -1", "[ 4, -1")) == [dims]
