@@ -73,7 +73,7 @@ DOOR_FLAGS = (
     _number("grpc-port", "N", "its port; 0: any", "8001"),
     _told("grpc-address", "ADDRESS", "where it is listened for", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
     _told("grpc-roles", "ROLE,ROLE", "what callers of gRPC may do", "as --http-roles"),
-    _number("grpc-max-input-size", "N", "bytes of a message", "67108864"),
+    _number("grpc-max-input-size", "N", "bytes of a message", "67108864", compatible=2**31 - 1),
     _switch("reuse-grpc-port", "the same as --reuse-http-port", "false", "reuse-port"),
     _each("grpc-restricted-protocol", "API,API:KEY=VALUE", "these APIs want the header triton-grpc-protocol-KEY"),
     _told("grpc-header-forward-pattern", "REGEX", "the same as --http-header-forward-pattern, for gRPC"),

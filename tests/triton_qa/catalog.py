@@ -58,7 +58,6 @@ SUITES = (
     Suite("L0_output_name"),
     Suite("L0_string_io"),
     Suite("L0_scalar_io"),
-    Suite("L0_large_payload"),
     Suite("L0_shared_memory", limit_s=900, layout={"models": ("simple",)}),
     Suite("L0_warmup"),
     Suite("L0_client_timeout"),
@@ -94,6 +93,7 @@ SUITES = (
 NO_GPU = "needs a GPU or TensorRT"
 CPLUSPLUS = "its tests are C++ programs, or test C++ libraries"
 SERVICE = "needs a service of others, or the network"
+MEMORY = "needs about 20 GB of memory: it sends tensors of 1.9 and 3 GB, also with gRPC"
 SCRIPT = "its checks are in the shell script: it has no Python tests"
 _LEFT_OUT = {
     NO_GPU: """
@@ -112,6 +112,7 @@ _LEFT_OUT = {
         L0_python_api L0_pytorch_python_runtime L0_sagemaker L0_secure_grpc L0_storage_S3 L0_storage_S3_local
         L0_storage_azure L0_storage_swiftstack L0_vertex_ai
     """,
+    MEMORY: "L0_large_payload",
     SCRIPT: """
         L0_additional_dependency_dirs L0_backend_config L0_backend_release L0_config_json L0_custom_model_config
         L0_java_simple_example L0_json L0_libtorch_inference_mode L0_libtorch_io_types L0_libtorch_optimized_execution
