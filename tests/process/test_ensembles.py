@@ -157,13 +157,6 @@ def write(root: Path) -> None:
     model(root, "sum", SUM, "max_batch_size: 8 sequence_batching { }")
     steps_of_sum = "row1(x:x)->(y:t)", "sum(x:t)->(y:s)", "row1(x:s)->(y:y)"
     ensemble(root, "summed", "x", "y", *steps_of_sum, more="max_batch_size: 8")
-    for more, name in (("", "square1"), (BATCHES, "squares1")):
-        model(root, name, ADD, more, ("y:FP32:[2,-1]",), "[2,-1]")
-        flat = ":FP32:[2,1,-1]:reshape{shape:[2,-1]}"
-        ensemble(root, f"flat_{name}", f"x{flat}", f"y{flat}", f"{name}(x:x)->(y:y)", more=more[:18])
-    ensemble(
-        root, "nested", "x:FP32:[2,1,-1]", "y:FP32:[2,1,-1]", "flat_square1(x:x)->(y:t)", "flat_square1(x:t)->(y:y)"
-    )
     ensemble(root, "told", "x f:BOOL:[1]", "z", "plus1(x:x)->(y:z)/if:f")
 
 
@@ -188,16 +181,6 @@ def client(server: Server) -> Iterator[shmserve.Client]:
 
 def numbers(*shape: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(5).integers(-500, 500, shape).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "added"),
-    [("flat_square1", (2, 1, 3), 1), ("flat_squares1", (4, 2, 1, 3), 1), ("nested", (2, 1, 3), 2)],
-)
-def test_a_reshape_of_the_ensemble(client: shmserve.Client, name: str, shape: tuple[int, ...], added: int) -> None:
-    """Steps see its inputs and outputs in the other shape."""
-    x = numbers(*shape)
-    assert np.array_equal(client.infer(name, {"x": x})["y"], x + added)
 
 
 # ------------------------------------------------------------------------------------------------ tensors stay
