@@ -68,7 +68,8 @@ fmt: $(VENV)/.dev
 	@$(BIN)/ruff format .
 
 chaos: $(VENV)/.dev
-	@SHMSERVE_CHAOS_SECONDS=600 SHMSERVE_FUZZ=1000000 SHMSERVE_KILLS=1000 \
+	@SHMSERVE_EXPLORE=10 $(BIN)/python -m pytest -m hypothesis tests/unit tests/sim tests/conformance $(ARGS)
+	@SHMSERVE_EXPLORE=1 SHMSERVE_CHAOS_SECONDS=600 SHMSERVE_FUZZ=1000000 SHMSERVE_KILLS=1000 \
 	  $(BIN)/python -m pytest -s tests/chaos tests/fuzz tests/process/test_kill9.py $(ARGS)
 
 bench: $(VENV)/.dev

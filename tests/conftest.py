@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+
+from tests.examples import load_profile
 
 # Read when onnxruntime is imported: without it the engine keeps a database and an uploading thread in this process.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
@@ -20,9 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # With PYTHONDONTWRITEBYTECODE, each worker would rewrite the assertions of all files: 15 s of processor time.
 sys.dont_write_bytecode = False
 
-# How long an example takes, or the making of its data, says how busy the machine is.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("suite")
+load_profile()
 
 pytest_plugins = ("tests.leaks", "pytester")
 

@@ -53,7 +53,7 @@ PINNED_LIMIT = "pinned-memory-pool-byte-size"
 _OTHERS = frozenset(
     (
         "SHMSERVE_URL", "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE", "SHMSERVE_THREADS", "SHMSERVE_REWRITE",
-        "SHMSERVE_MACHINE_EXAMPLES",
+        "SHMSERVE_EXPLORE",
     )
 )  # fmt: skip
 """Variables that are not the server's. Those that begin with SHMSERVE_MODEL_ are for the models."""

@@ -18,6 +18,7 @@ from shmserve.messages import OWNER_SHIFT, Handle, Map
 from shmserve.shm import heap, memfd, posix
 from shmserve.shm.arena import Arena, Block, Segment
 from shmserve.shm.extents import Extent
+from tests.examples import examples
 from tests.leaks import own_names
 
 MIB = 1 << 20
@@ -345,7 +346,7 @@ def test_the_message_that_announces_a_segment() -> None:
     by_name.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 5), st.booleans()), max_size=40))
 def test_whatever_is_asked_for_no_two_blocks_share_a_byte(steps: list[tuple[int, int, bool]]) -> None:
     arena = Arena(1, heap.create, limit_bytes=4 * MIB, segment_bytes=MIB)

@@ -38,6 +38,7 @@ from shmserve.sim import (
 from shmserve.sim.plan import simple_model
 from shmserve.sim.service import PerElement
 from shmserve.sim.tensors import Inputs
+from tests.examples import examples
 from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
 
 ROOT = Path(__file__).parents[2]
@@ -411,7 +412,7 @@ def test_a_plan_that_makes_no_sense_is_refused(plan: Plan) -> None:
         simulate(plan)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 1.0]))
 def test_the_histogram_against_numpy(times: list[int], share: float) -> None:
     histogram = Histogram()

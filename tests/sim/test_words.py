@@ -18,6 +18,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, Service, Table, read_recording
 from shmserve.sim.command import main, parser
 from shmserve.sim.service import PerElement, mean_ns, parse, read_table
+from tests.examples import examples
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "simulator.md").read_text()
@@ -76,7 +77,7 @@ def test_means_are_those_of_what_is_drawn() -> None:
         assert mean_ns(service, 4) == pytest.approx(drawn, rel=0.02)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10), st.floats(10, 1e6))
 def test_arrivals_rise_and_keep_their_rate(seed: int, rate: float) -> None:
     for arrivals in (Poisson(rate), Bursts(rate, 5)):

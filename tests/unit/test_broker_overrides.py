@@ -29,6 +29,7 @@ from shmserve.broker.overrides import (
 )
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.session.body import of_load
+from tests.examples import examples
 
 CONFIG = {"backend": "identity"}
 LIMIT = 1 << 20
@@ -338,14 +339,14 @@ def harmless_or_refused(body: bytes, model: str) -> None:
             assert list((root / "a").iterdir()) == [place]
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.lists(st.tuples(NAMES, SIZES), max_size=5), st.integers(-1, 1), MODELS)
 def test_any_names(files: list[tuple[str, int]], more: int, model: str) -> None:
     size = sum(size for _, size in files if 0 < size < 100)
     harmless_or_refused(body_of(files, bytes(max(0, size + more))), model)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.binary(max_size=40), st.integers(0, 60), st.integers(0, 10))
 @example(b"[" * 2000, 11, 0)
 def test_any_bytes(junk: bytes, at: int, cut: int) -> None:
@@ -354,7 +355,7 @@ def test_any_bytes(junk: bytes, at: int, cut: int) -> None:
     harmless_or_refused(junk, "m")
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.one_of(st.binary(max_size=60), st.sampled_from([b"[" * 9999, b'{"wait":' * 9999, b'{"x\xff":1}'])))
 def test_any_bytes_for_other_operations(junk: bytes) -> None:
     for kind in (UnloadBody, RestartBody):

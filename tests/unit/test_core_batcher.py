@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.core.batcher import Plan, Reason, Shape, form
 from shmserve.core.policy import BatchPolicy
-
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""The machine may be busy with other things."""
 
 
 @dataclass
@@ -76,14 +73,12 @@ def rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> tuple[in
     return 0, NOW + delay - age
 
 
-@CALM
 @given(QUEUES, POLICIES, st.booleans())
 def test_it_does_what_the_rules_say(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
     plan = run(waiting, shape_of(policy, varies))
     assert (plan.count, plan.wake if not plan.count else 0) == rules(waiting, policy, varies)
 
 
-@CALM
 @given(QUEUES, POLICIES, st.booleans())
 def test_what_holds_of_every_plan(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
     plan = run(waiting, shape_of(policy, varies))
@@ -95,7 +90,6 @@ def test_what_holds_of_every_plan(waiting: list[Waiting], policy: BatchPolicy, v
         assert policy.delay_ns
 
 
-@CALM
 @given(QUEUES, POLICIES, st.booleans())
 def test_the_reason_is_true(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
     plan = run(waiting, shape_of(policy, varies))
@@ -121,7 +115,6 @@ def test_the_reason_is_true(waiting: list[Waiting], policy: BatchPolicy, varies:
         assert not policy.delay_ns
 
 
-@CALM
 @given(QUEUES, POLICIES, st.booleans(), st.integers(1, MAX - 1), st.sampled_from(["s", "t"]))
 def test_an_extension_fits(
     waiting: list[Waiting], policy: BatchPolicy, varies: bool, base: int, signature: str

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.core.checks import Checker
@@ -16,8 +16,6 @@ from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest
 from shmserve.messages import FIELD_BYTES, Handle, Tensor, Wanted
 
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""The machine may be busy with other things."""
 NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
     "input shape."
@@ -195,7 +193,6 @@ def test_what_may_share_a_batch() -> None:
 DIMS = st.lists(st.sampled_from([-1, 0, 1, 3]), max_size=3).map(tuple)
 
 
-@CALM
 @given(
     dims=DIMS,
     shape=st.lists(st.integers(-1, 9), max_size=4).map(tuple),

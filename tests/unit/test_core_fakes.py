@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shmserve.core.policy import BatchPolicy, ModelPolicy
 from shmserve.messages import Execute, Withdraw, Withdrawn, Work
 from shmserve.workers.waiting import Waiting
+from tests.examples import examples
 from tests.unit.core_fakes import FakeWorker
 
 
@@ -62,5 +64,6 @@ class Both(RuleBasedStateMachine):
         assert sum(len(batch.works) for batch in self.fake.waiting) == len(self.real)
 
 
+@pytest.mark.hypothesis
 def test_both_understand_the_same() -> None:
-    run_state_machine_as_test(Both, settings=settings(max_examples=150, deadline=None))
+    run_state_machine_as_test(Both, settings=settings(max_examples=examples(150)))

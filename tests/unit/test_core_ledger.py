@@ -15,6 +15,7 @@ from shmserve.core.effects import Forget, Free, Send
 from shmserve.core.ledger import Ledger
 from shmserve.errors import InvalidRequest
 from shmserve.messages import Handle, Map, Return, Unmap
+from tests.examples import examples
 
 LAST = 2**63 - 1
 WORKER = 1 << 30
@@ -372,5 +373,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert holder.held_bytes == mine
 
 
+@pytest.mark.hypothesis
 def test_ledger_machine() -> None:
-    run_state_machine_as_test(LedgerMachine, settings=settings(max_examples=60, deadline=None))
+    run_state_machine_as_test(LedgerMachine, settings=settings(max_examples=examples(60)))

@@ -14,6 +14,7 @@ from shmserve.core.limiter import ANY, SHARED, Limiter, lacking
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, Resource, TensorSpec
 from shmserve.messages import Call, Infer, Tensor
+from tests.examples import examples
 from tests.unit.core_calling import caller_of
 from tests.unit.core_world import World
 
@@ -143,7 +144,7 @@ def test_a_shared_one_is_another_than_that_of_a_device() -> None:
 RESOURCES = st.lists(st.sampled_from([Resource("a", 1), Resource("a", 2), Resource("b", 1, shared=True)]), max_size=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(RESOURCES, st.integers(1, 3), st.integers(0, 1)), min_size=1, max_size=4),
     st.lists(st.integers(0, 3), min_size=1, max_size=30),

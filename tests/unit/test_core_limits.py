@@ -30,6 +30,7 @@ from shmserve.messages import (
     Unmap,
     Welcome,
 )
+from tests.examples import examples
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
@@ -204,7 +205,7 @@ def test_a_parameter_may_have_the_bytes_of_a_field(value: str) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), max_size=30), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_totals_are_exceeded_at_most_twofold(asked: list[tuple[int, int]], limit: int) -> None:
     """And whoever has less than an equal share is let in."""
     world = Crowded(requests=limit)

@@ -7,7 +7,6 @@ on, given back and drained: then every request has been answered once, and every
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +36,7 @@ from shmserve.core.policy import (
     TimeoutAction,
 )
 from shmserve.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, Options, Reply, Return, Tensor, Unmap, Wanted
+from tests.examples import examples
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_world import World
 
@@ -431,13 +431,13 @@ class CoreMachine(RuleBasedStateMachine):
         raise AssertionError("it never becomes quiet")
 
 
+@pytest.mark.hypothesis
 def test_whatever_happens_the_books_balance() -> None:
     run_state_machine_as_test(
         CoreMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SHMSERVE_MACHINE_EXAMPLES", "120")),
+            max_examples=examples(120),
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

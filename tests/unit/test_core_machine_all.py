@@ -7,7 +7,6 @@ told of a sequence that he does not know, and at the end no place, stream, seque
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 from shmserve.core import events
 from shmserve.core.limits import Limits
 from shmserve.messages import Handle, Infer, Map, More, Options, Wanted
+from tests.examples import examples
 from tests.unit.core_everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.unit.core_fakes import FakeClient, references
 from tests.unit.test_core_machine import BROKER_SEGMENT, LIMITS
@@ -316,13 +316,13 @@ class EverythingMachine(OperatedMachine):
         super().teardown()
 
 
+@pytest.mark.hypothesis
 def test_with_everything_at_once_the_books_balance() -> None:
     run_state_machine_as_test(
         EverythingMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SHMSERVE_MACHINE_EXAMPLES", "60")),
+            max_examples=examples(60),
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -7,9 +7,9 @@ a model is answered with, and gives on, is what was asked.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
@@ -19,6 +19,7 @@ from shmserve.core.effects import Spawn
 from shmserve.core.limits import Limits
 from shmserve.core.request import Request
 from shmserve.messages import Call, Cancel, Handle, Options, Return, Row, Tensor, Work
+from tests.examples import examples
 from tests.unit.core_calling import caller_of
 from tests.unit.core_everything import SEQUENCES, STREAMS, Everything
 from tests.unit.core_fakes import FakeWorker, references
@@ -192,13 +193,13 @@ class CallingMachine(EverythingMachine):
         super().teardown()
 
 
+@pytest.mark.hypothesis
 def test_with_models_that_call_each_other_the_books_balance() -> None:
     run_state_machine_as_test(
         CallingMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SHMSERVE_MACHINE_EXAMPLES", "25")),
+            max_examples=examples(25),
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -6,9 +6,9 @@ What must be true beyond that: each operation is over once, and a request fails 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
@@ -19,6 +19,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.states import VersionState
 from shmserve.messages import LoadFailed
+from tests.examples import examples
 from tests.unit.core_fakes import FakeWorker
 from tests.unit.test_core_machine import LIMITS, CoreMachine, Slow
 
@@ -119,13 +120,13 @@ def _may_leave(worker: FakeWorker) -> bool:
     return worker.stopping and worker.running is None and not worker.inbox
 
 
+@pytest.mark.hypothesis
 def test_whatever_operators_do_the_books_balance() -> None:
     run_state_machine_as_test(
         OperatedMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SHMSERVE_MACHINE_EXAMPLES", "120")),
+            max_examples=examples(120),
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.core.batcher import Plan, Reason, Shape
 from shmserve.core.padding import form_padded, group_of
 from shmserve.core.policy import BatchPolicy, PaddingPolicy
 
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MAX = 6
 NOW = 100
 
@@ -65,7 +64,6 @@ def cost_of(cuts: list[int], items: list[tuple[int, int]], most: int, batch_cost
     return total
 
 
-@CALM
 @given(ITEMS, st.integers(1, 8), st.integers(0, 60), st.integers(0, 6))
 def test_the_group_is_one_of_the_cheapest_ones(items: list[tuple[int, int]], most: int, cost: int, which: int) -> None:
     items.sort()
@@ -89,7 +87,6 @@ def may_be_passed(request: Waiting, policy: BatchPolicy, urgent: int) -> int:
     return MAX - request.passed
 
 
-@CALM
 @given(QUEUES, POLICIES, PADDINGS, st.sampled_from([0, 150]))
 def test_what_holds_of_every_plan(waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, urgent: int) -> None:
     shape = Shape.of(MAX, policy, True)
@@ -114,7 +111,6 @@ def test_what_holds_of_every_plan(waiting: list[Any], policy: BatchPolicy, paddi
         assert len(places) == min(len(waiting), padding.lookahead)
 
 
-@CALM
 @given(QUEUES, POLICIES, PADDINGS, st.integers(1, MAX - 1), st.integers(0, 40))
 def test_an_extension_fits(
     waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, base: int, length: int

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
 from shmserve.core.queue import IDLE_LEVELS, IDLE_USERS, UNSERVED, Level, RequestQueue
+from tests.examples import examples
 
-CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""The machine may be busy with other things."""
 CLIENTS = [SimpleNamespace(number=number, user="ann") for number in range(1, 5)]
 OTHERS = [SimpleNamespace(number=number, user="bob" if number < 8 else "cid") for number in range(5, 10)]
 
@@ -312,11 +311,11 @@ class QueueMachine(RuleBasedStateMachine):
                 assert mine == sorted(mine), "a client's own requests keep their order"
 
 
+@pytest.mark.hypothesis
 def test_queue_machine() -> None:
-    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=60, deadline=None))
+    run_state_machine_as_test(QueueMachine, settings=settings(max_examples=examples(60)))
 
 
-@CALM
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=30, max_size=60), st.integers(0, 2**32))
 def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: int) -> None:
     """While all have something waiting, no two differ by more than two of the largest requests."""
@@ -335,7 +334,6 @@ def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: 
         assert max(served.values()) - min(served.values()) <= 12
 
 
-@CALM
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=30, max_size=60), st.integers(1, 7))
 def test_backlogged_users_get_equal_rows(offers: list[tuple[int, int]], most: int) -> None:
     """Whatever number of connections each has."""

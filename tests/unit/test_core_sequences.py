@@ -6,7 +6,6 @@ the end everything goes on until it is quiet: then every request has been answer
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ from shmserve.core.request import Request
 from shmserve.core.sequences import Places, Sequence
 from shmserve.core.states import SequenceState
 from shmserve.messages import Cancel, EndSequences, Fail, FailHeld, Infer, Options, Reply, Tensor, Work
+from tests.examples import examples
 from tests.unit.core_fakes import FakeClient, FakeWorker, WaitingBatch
 from tests.unit.core_sequence_rules import Asked, Rules, Story
 from tests.unit.core_world import World
@@ -402,13 +402,13 @@ class SequenceMachine(RuleBasedStateMachine):
         raise AssertionError("it never becomes quiet")
 
 
+@pytest.mark.hypothesis
 def test_whatever_happens_the_rules_of_sequences_hold() -> None:
     run_state_machine_as_test(
         SequenceMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SHMSERVE_MACHINE_EXAMPLES", "80")),
+            max_examples=examples(80),
             stateful_step_count=60,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

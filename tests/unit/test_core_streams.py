@@ -9,6 +9,7 @@ from shmserve import wire
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.messages import Execute, Infer, More, Options, Part, Tensor, WorkerOrder
+from tests.examples import examples
 from tests.unit.core_world import World
 
 MS = 10**6
@@ -22,7 +23,7 @@ def ask(number: int, window: int) -> Infer:
     return Infer(number, "stream", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, 0, Options(window=window))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(window=NUMBERS.filter(bool), before=st.lists(NUMBERS, max_size=3), after=st.lists(NUMBERS, max_size=3))
 def test_whatever_room_callers_claim_the_worker_can_read(window: int, before: list[int], after: list[int]) -> None:
     world = World(Limits(crashes=1))

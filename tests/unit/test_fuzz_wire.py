@@ -19,6 +19,7 @@ from msgspec import inspect
 
 from shmserve import messages, wire
 from shmserve.errors import ProtocolError
+from tests.examples import examples
 
 UNIONS = {
     "client": messages.ClientMessage,
@@ -132,7 +133,7 @@ def mutated(draw: DrawFn) -> tuple[str, bytes]:
     return union, bytes(packet)
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(mutated())
 def test_mutated_packets(case: tuple[str, bytes]) -> None:
     decode(*case)

@@ -23,6 +23,7 @@ from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.shares import Shares
 from shmserve.clients.gateway.turns import Turns
 from shmserve.errors import Unavailable
+from tests.examples import examples
 from tests.unit.test_gateway_http import chunked, lines
 
 
@@ -129,7 +130,7 @@ def answered(sent: bytes) -> list[tuple[int, bytes]]:
 BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     BODIES, st.lists(st.integers(1, 800), max_size=10), st.lists(st.booleans(), min_size=5, max_size=5), st.booleans()
 )
@@ -246,7 +247,7 @@ def test_a_caller_who_does_not_read_is_given_up() -> None:
     assert transport.closed
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.binary(max_size=50) | st.sampled_from([b"\r\n", b"\r\n\r\n", lines(), post(b"x")]), max_size=8))
 def test_any_bytes_do_no_harm(pieces: list[bytes]) -> None:
     connection, transport, _, later = connected()

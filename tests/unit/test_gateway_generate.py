@@ -16,6 +16,7 @@ from shmserve.clients.gateway.kserve.generate import event, generate_plan, gener
 from shmserve.clients.gateway.kserve.plans import Options, Plan, Spec
 from shmserve.errors import InvalidRequest
 from shmserve.messages import Handle, Part, Tensor
+from tests.examples import examples
 
 
 def config(batch: int = 0, **inputs: tuple[str, list[Any]]) -> dict[str, Any]:
@@ -94,7 +95,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.dictionaries(
         st.sampled_from(["text", "many", "image", "free", "id", "priority", "parameters"]) | st.text(), JSON

@@ -34,6 +34,7 @@ from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeEr
 from shmserve.messages import TENSORS, Tensor
 from shmserve.session.options import TopK
 from shmserve.shm import strings
+from tests.examples import examples
 from tests.rpc import message, parameter
 
 NAMES = st.text("abcXYZ_é", max_size=200)
@@ -74,7 +75,6 @@ def requests(draw: Any) -> Any:
 
 
 @given(requests(), st.sampled_from([bytes, bytearray, memoryview]))
-@settings(deadline=None)
 def test_a_request_is_taken_apart(case: tuple[Any, bytes], kind: Any) -> None:
     made, data = case
     taken = take_apart(kind(data))
@@ -89,7 +89,7 @@ def test_a_request_is_taken_apart(case: tuple[Any, bytes], kind: Any) -> None:
     st.binary(max_size=64) | requests().map(lambda case: case[1]),
     st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=3),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_bytes_are_a_plan_or_refused(data: bytes, changes: list[tuple[int, int]]) -> None:
     """And those which protobuf takes are taken apart as protobuf does it."""
     noise = bytearray(data)
@@ -248,7 +248,6 @@ TENSOR = st.tuples(NAMES, st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integ
 
 
 @given(NAMES, st.integers(0, 2**62), NAMES, st.lists(TENSOR, max_size=4), st.booleans(), st.booleans())
-@settings(deadline=None)
 def test_an_answer_is_what_protobuf_reads(
     model: str, version: int, request_id: str, tensors: list[Any], in_pieces: bool, final: bool
 ) -> None:

@@ -15,6 +15,7 @@ from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.link import GatewaySession
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.messages import Reply, Tensor
+from tests.examples import examples
 from tests.rpc import POOL, message
 from tests.unit.grpc_calls import Case
 
@@ -137,7 +138,7 @@ PATHS = [(method.name, INFERENCE) for method in POOL.FindServiceByName(INFERENCE
 
 @pytest.mark.parametrize(("method", "service"), [*PATHS, ("Check", HEALTH), ("Watch", HEALTH)])
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 def test_any_messages_are_answered_or_refused(method: str, service: str, messages: list[bytes]) -> None:
     case = Case(method, service)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.clients.gateway.grpc import contents
@@ -13,6 +13,7 @@ from shmserve.clients.gateway.grpc.messages import message_class
 from shmserve.clients.gateway.grpc.plans import RpcPlan, plan_in_slices, plan_of
 from shmserve.clients.gateway.turns import SLICE_BYTES, finished
 from shmserve.errors import InvalidRequest
+from tests.examples import examples
 from tests.unit.test_gateway_slices import steps
 
 REQUEST = message_class("inference.ModelInferRequest")
@@ -45,7 +46,7 @@ KINDS: dict[str, tuple[str, st.SearchStrategy[Any]]] = {
 
 
 @pytest.mark.parametrize("size", [16, SLICE_BYTES])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_the_same_as_protobuf(monkeypatch: pytest.MonkeyPatch, size: int, data: st.DataObject) -> None:
     monkeypatch.setattr(contents, "SLICE_BYTES", size)
@@ -62,7 +63,7 @@ def test_the_same_as_protobuf(monkeypatch: pytest.MonkeyPatch, size: int, data: 
     assert (cut.model, cut.raw, cut.contents) == (whole.model, whole.raw, whole.contents)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=40), st.integers(0, 60))
 def test_any_bytes_are_the_same_or_refused(noise: bytes, place: int) -> None:
     text = request(("INT32", "int_contents", [1, -1, 300]), ("BYTES", "bytes_contents", [b"ab", b""]))

@@ -16,6 +16,7 @@ from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.protocol import Http2
 from shmserve.clients.gateway.http2.seam import Stream
 from shmserve.clients.gateway.kserve.answers import Buffer
+from tests.examples import examples
 from tests.unit.http2_caller import HEADERS, Caller, Echo, Host, message
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -413,7 +414,7 @@ def test_the_same_bytes_in_any_pieces() -> None:
         assert told([LONG[at : at + size] for at in range(0, len(LONG), size)]) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, len(LONG)), max_size=30))
 def test_the_same_bytes_in_random_pieces(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(LONG)]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shmserve.clients.gateway.http2 import limits as most
 from shmserve.clients.gateway.http2.protocol import Http2
+from tests.examples import examples
 from tests.unit.http2_caller import Caller, Echo, Host, message
 from tests.unit.test_gateway_http2 import (
     CALM,
@@ -370,7 +371,7 @@ FRAMES = st.builds(frame, KINDS, st.one_of(st.sampled_from([0, 1, 4, 5, 8, 9, 13
                              st.just(bytes(4)), st.just(bytes(8)), st.just(number(1))))  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.lists(FRAMES, max_size=25), st.integers(1, 60), st.booleans())
 def test_whatever_comes_nothing_is_raised(frames: list[bytes], size: int, silent: bool) -> None:
     host = Host(Silent if silent else Echo)

@@ -22,6 +22,7 @@ from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, ConnectionLost, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.messages import Handle, Reply, Tensor
 from shmserve.session.options import TopK
+from tests.examples import examples
 
 NUMBERS = [name for name in ITEM_BYTES if name not in ("BYTES", "FP16", "BF16")]
 
@@ -186,7 +187,7 @@ def test_plans_are_remembered_where_they_can_be() -> None:
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(NUMBERS).flatmap(lambda name: st.tuples(st.just(name), arrays.arrays(to_numpy(name), SHAPES))))
 def test_numbers_there_and_back(case: tuple[str, np.ndarray[Any, Any]]) -> None:
     """Each value comes through JSON as it was, nested as numpy nests it or flat."""

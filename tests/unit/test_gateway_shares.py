@@ -13,6 +13,7 @@ from shmserve.clients.gateway.kserve.asking import InParts, Waiting
 from shmserve.clients.gateway.shares import Bounds, Charged, ConnectionShares, Payer, Shares, network_of, release
 from shmserve.errors import ServeError, Unavailable
 from shmserve.messages import Part
+from tests.examples import examples
 
 
 class Ticket(Waiting):
@@ -181,7 +182,7 @@ def test_addresses_of_one_caller(address: str, expected: str) -> None:
     assert network_of(address) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["take", "give", "close"]), st.integers(0, 50)), max_size=300)
 )

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.clients.gateway.http import bodies
@@ -19,6 +19,7 @@ from shmserve.clients.gateway.kserve.plans import plan_in_slices, plan_of
 from shmserve.clients.gateway.turns import SLICE_BYTES, Turns, Work, finished
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
+from tests.examples import examples
 from tests.unit.test_gateway_connection import answered, connected, post, receive
 
 MIB = 1 << 20
@@ -63,7 +64,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60))
 @given(data=st.data(), depth=st.integers(1, 4), indent=st.sampled_from([None, 1]), ascii_=st.booleans())
 def test_slices_are_the_same_as_the_whole(
     small: int, dtype: str, data: st.DataObject, depth: int, indent: int | None, ascii_: bool
@@ -97,7 +98,7 @@ def test_no_values_at_all(small: int, data: str) -> None:
         finished(plan_in_slices(body(data, 1), MOST))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200))
 @given(st.text('[]{},:"\\ 1a\n', max_size=40))
 def test_any_text_is_the_same_or_refused_in_both_ways(small: int, data: str) -> None:
     """But for lists without values beside some with, which large requests may not have."""

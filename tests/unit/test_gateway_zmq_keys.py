@@ -24,6 +24,7 @@ from shmserve.clients.gateway.zmqtcp.asked import Limits, Outside
 from shmserve.clients.gateway.zmqtcp.door import host_of
 from shmserve.clients.gateway.zmqtcp.keys import Entry, parse
 from shmserve.clients.gateway.zmqtcp.peer import Peer
+from tests.examples import examples
 from tests.zmq_door import HELLO
 
 LIMITS = Limits(input_bytes=4 << 20)
@@ -145,7 +146,7 @@ _infer = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.lists(_infer | _message, max_size=4) | st.binary(max_size=30), max_size=6))
 def test_whatever_is_said_nothing_is_raised_and_nothing_is_kept(said: list[Any]) -> None:
     outside = _Outside()

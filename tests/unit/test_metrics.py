@@ -27,6 +27,7 @@ from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.messages import Infer, Return, Tensor
 from shmserve.shm import heap
 from shmserve.shm.arena import Arena
+from tests.examples import examples
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
@@ -94,7 +95,7 @@ def finish(world: World, took: int = 0) -> None:
 # ------------------------------------------------------------------------------------------ the text
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.text(), st.text())
 def test_labels_may_be_anything(client: str, model: str) -> None:
     page = Page()

@@ -21,6 +21,7 @@ from shmserve.repo.load import parse
 from shmserve.repo.onnx_differences import differences
 from shmserve.repo.onnx_header import Declared, Header, NotOnnx, TooLarge, read_header
 from shmserve.repo.schema import ModelConfig
+from tests.examples import examples
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -88,7 +89,6 @@ def test_every_truncation_is_found(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda data: b"\x3a" + bytes([len(data)]) + data))
-@settings(deadline=None)
 def test_whatever_is_in_a_file(data: bytes) -> None:
     descriptor = os.memfd_create("onnx")
     with os.fdopen(descriptor, "r+b") as file:
@@ -160,7 +160,7 @@ def tensors(draw: st.DrawFn, field: str, usual: str) -> str:
 
 
 @given(st.sampled_from([0, 8]), tensors("input", "ab"), tensors("output", "st"))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 def test_differences_are_those_of_a_worker(batch: int, inputs: str, outputs: str) -> None:
     config = parse(f'name: "m" backend: "onnxruntime" max_batch_size: {batch}\n{inputs}{outputs}')
     descriptor = os.memfd_create("onnx")

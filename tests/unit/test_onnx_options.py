@@ -40,6 +40,7 @@ from shmserve.workers.backends.onnx_providers import (
     XNNPACK,
 )
 from shmserve.workers.device import device_of
+from tests.examples import examples
 
 ALL = (TENSORRT, CUDA, OPENVINO, XNNPACK, DNNL, CPU)
 Accelerator = ModelOptimizationPolicyExecutionAcceleratorsAccelerator
@@ -366,7 +367,7 @@ VALUES = st.one_of(
 GPU_KEYS = (*CUDA_OPTIONS, *TENSORRT_OPTIONS, "precision_mode", "max_workspace_size_bytes", "device_id", "other")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     parameters=st.dictionaries(st.sampled_from([*PARAMETERS, "session.x", "other"]), VALUES, max_size=4),
     cuda=st.dictionaries(st.sampled_from(GPU_KEYS), VALUES, max_size=3),

@@ -25,6 +25,7 @@ from shmserve.workers.backends.onnx_graphs import MOST_SHAPES, Graphs
 from shmserve.workers.backends.onnx_providers import CPU, CUDA
 from shmserve.workers.backends.onnx_run import Binding, Target, address_of, needs_own_binding
 from shmserve.workers.specs import inputs_of, outputs_of
+from tests.examples import examples
 from tests.unit.test_worker_arrays import Parts, parts_of
 from tests.worker_harness import config
 from tests.worker_models import Graph
@@ -235,7 +236,7 @@ steps = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(run=st.lists(steps, min_size=1, max_size=8))
 def test_runs_of_one_binding_know_nothing_of_each_other(tmp_path_factory: pytest.TempPathFactory, run: Any) -> None:
     binding = Binding(_session(tmp_path_factory), True)

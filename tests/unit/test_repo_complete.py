@@ -21,6 +21,7 @@ from shmserve.repo.gpus import Numbers
 from shmserve.repo.load import load, parse
 from shmserve.repo.problems import ConfigError
 from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
+from tests.examples import examples
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL
 
 ONNX = complete(ModelConfig(backend="onnxruntime"), "m")
@@ -314,7 +315,7 @@ def test_a_type_that_does_not_exist_here() -> None:
         complete_from_model(ONNX, [facts("x", -1, dtype="COMPLEX64")], [])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.lists(st.integers(1, 9) | st.just(-1), max_size=5), min_size=2, max_size=5),
     st.integers(0, 9),

@@ -22,6 +22,7 @@ from shmserve.repo.schema import (
     ModelTransactionPolicy,
 )
 from shmserve.repo.validate_schedulers import validate_scheduler
+from tests.examples import examples
 
 Models = dict[str, Member]
 TYPES: tuple[DataType, ...] = ("TYPE_FP32", "TYPE_UINT8", "TYPE_STRING", "TYPE_INT64")
@@ -125,7 +126,7 @@ def with_step(config: ModelConfig, index: int, step: ModelEnsemblingStep) -> Mod
     return replace(config, ensemble_scheduling=ModelEnsembling(step=tuple(steps)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
 def test_valid_graphs_are_accepted(seed: int) -> None:
     assert all_problems(*make_graph(Random(seed))) == []
@@ -299,7 +300,7 @@ MUTATIONS: list[Mutation] = [
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_a_single_mistake_is_found(mutation: Mutation) -> None:
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=examples(15))
     @given(st.integers(0, 2**32))
     def each(seed: int) -> None:
         random = Random(seed)

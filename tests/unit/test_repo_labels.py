@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo import labels
 from shmserve.repo.inside import read_inside
 from shmserve.repo.labels import read_labels
+from tests.examples import examples
 
 LABEL = st.text(st.characters(exclude_characters="\n\r\0\ufeff", exclude_categories=["Cs"]), max_size=12)
 
@@ -38,7 +39,7 @@ def test_labels_are_the_lines(tmp_path: Path, data: bytes, expected: tuple[str, 
     assert read_labels(tmp_path, "labels.txt") == expected
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(LABEL, max_size=20), st.sampled_from(["\n", "\r\n"]))
 def test_what_is_written_is_read(tmp_path: Path, given_labels: list[str], end: str) -> None:
     (tmp_path / "labels.txt").write_bytes("".join(label + end for label in given_labels).encode())

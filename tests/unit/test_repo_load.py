@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from google.protobuf import text_format
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
@@ -17,10 +17,11 @@ from shmserve.repo import protos
 from shmserve.repo.load import CONFIG_BYTES, load, parse
 from shmserve.repo.outline import DEPTH, TOKENS, Block, Token, outline, tokens
 from shmserve.repo.problems import LIMIT, ConfigError, Problem, nearest
+from tests.examples import examples
 from tests.unit.repo_messages import messages
 from tests.unit.repo_texts import ALL, BACKENDS, DIRECT, DYNAMIC, SMALL
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=examples(150))
 
 
 def problems(text: str | bytes) -> tuple[Problem, ...]:

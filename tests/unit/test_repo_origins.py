@@ -17,10 +17,11 @@ from shmserve.repo.completed import surprises
 from shmserve.repo.load import parse
 from shmserve.repo.origins import as_text, origins
 from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, as_triton_json
+from tests.examples import examples
 from tests.unit.repo_messages import messages
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL
 
-QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=examples(120), suppress_health_check=list(HealthCheck))
 FACTS = [TensorFacts("x", "FP32", (-1, 3))], [TensorFacts("y", "FP32", (-1,))]
 
 

@@ -19,10 +19,11 @@ from shmserve.repo.override import parse_override
 from shmserve.repo.problems import LIMIT, ConfigError, Problem
 from shmserve.repo.schema import ModelConfig, as_triton_json
 from shmserve.repo.store import scan_model
+from tests.examples import examples
 from tests.unit.repo_messages import messages
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL
 
-QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=examples(120), suppress_health_check=list(HealthCheck))
 
 
 def read(data: str | bytes | dict[str, Any]) -> ModelConfig:

@@ -34,6 +34,7 @@ from shmserve.session import Session, StreamTicket
 from shmserve.session.device import _is_contiguous
 from shmserve.shm.cuda import is_device, parts_of
 from tests.device_arrays import Array, Foreign, end, read, write
+from tests.examples import examples
 from tests.gpu_harness import standins
 from tests.unit.test_session import Noted, feed
 
@@ -372,7 +373,7 @@ def test_a_failure_on_the_way_by_the_host_is_the_answer(
     x.close()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
 def test_contiguous_is_what_numpy_says(shape: list[int], data: st.DataObject) -> None:
     array: Array = np.zeros([2 * dim for dim in shape], np.int16)

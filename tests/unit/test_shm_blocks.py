@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.shm import blocks as blocks_module
 from shmserve.shm.blocks import Blocks
+from tests.examples import examples
 
 SIZE = 4096
 
@@ -100,7 +101,7 @@ class Naive(RuleBasedStateMachine):
 
 
 TestNaive = Naive.TestCase
-TestNaive.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNaive.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_the_block_freed_last_is_given_first() -> None:

@@ -23,6 +23,7 @@ from shmserve.messages import Handle
 from shmserve.shm import memfd, posix
 from shmserve.shm.arena import Arena, Block
 from shmserve.shm.mapped import Mapped
+from tests.examples import examples
 
 MIB = 1 << 20
 U8 = np.dtype("uint8")
@@ -113,7 +114,7 @@ def test_even_by_address_it_cannot_be_written() -> None:
 EDGES = st.sampled_from([0, 1, 63, 64, MIB - 1, MIB, MIB + 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -1, -64, -(2**63)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(offset=EDGES | st.integers(0, MIB), size=EDGES | st.integers(0, MIB))
 def test_no_handle_reaches_outside_its_segment(offset: int, size: int) -> None:
     pair = Pair()
