@@ -46,7 +46,8 @@ _log = logging.getLogger("shmserve")
 def set_up(settings: argparse.Namespace) -> None:
     """Replaces what was set up before. Raises OSError if the file cannot be opened."""
     handler = Handler(Path(settings.log_file) if settings.log_file is not None else None)
-    handler.setFormatter(Formatter(settings.log_format))
+    triton = settings.triton_compatible and settings.log_format != "json"
+    handler.setFormatter((TritonFormatter if triton else Formatter)(settings.log_format))
     levels = _levels(settings)
     handler.addFilter(lambda record: record.levelno in levels)
     root = logging.getLogger()
@@ -207,7 +208,7 @@ def _record(level: int, text: str) -> logging.LogRecord:
 
 def say(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
     """A record about what `fields` name: model, version, instance, client and more, for programs."""
-    _log.log(_LEVELS[level], "%s", text, extra={"fields": fields} if fields else None)
+    _log.log(_LEVELS[level], "%s", text, extra={"fields": fields} if fields else None, stacklevel=2)
 
 
 def printable(text: str) -> str:
@@ -241,9 +242,31 @@ class Formatter(logging.Formatter):
             if traceback:
                 found["traceback"] = traceback
             return json.dumps(found | {name: value for name, value in fields.items() if name not in found})
-        lines = [printable(self.formatMessage(record))]
+        lines = [self._line(record)]
         lines += [INDENT + printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)
+
+    def _line(self, record: logging.LogRecord) -> str:
+        return printable(self.formatMessage(record))
+
+
+class TritonFormatter(Formatter):
+    """`default` and `ISO8601` as Triton writes them, with the process and the place in the source, and the message as a
+    JSON string: for programs that parse Triton's logs."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self._default = form == "default"
+
+    def _line(self, record: logging.LogRecord) -> str:
+        letter = "E" if record.levelno >= logging.ERROR else "W" if record.levelno == logging.WARNING else "I"
+        moment = self.converter(record.created)
+        if self._default:
+            begin = f"{letter}{time.strftime('%m%d %H:%M:%S', moment)}.{int(record.created % 1 * 1e6):06}"
+        else:
+            begin = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', moment)} {letter}"
+        message = json.dumps(record.message, ensure_ascii=not record.message.isprintable())
+        return f"{begin} {record.process} {record.filename}:{record.lineno}] {message}"
 
 
 def _levels(settings: argparse.Namespace) -> frozenset[int]:

@@ -58,7 +58,7 @@ def run(suite: Suite, place: Workplace, data: Path, packages: Path, log: Path) -
         "BACKENDS": BACKENDS,
         **_installed(suite, place, data),
         **suite.environment,
-        "PATH": f"{place.shims}:{os.environ['PATH']}",
+        "PATH": f"{place.shims}:{place.folder / INSTALLED[1:] / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(HERE / "recorder"),
         "TRITON_QA_RESULTS": str(results),
         "TRITON_QA_STARTS": str(starts),

@@ -24,7 +24,8 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 def settings(**given: Any) -> argparse.Namespace:
     known = {"log_verbose": 0, "log_info": True, "log_warning": True, "log_error": True}
-    return argparse.Namespace(**known | {"log_format": "default", "log_file": None} | given)
+    known |= {"triton_compatible": False, "log_format": "default", "log_file": None}
+    return argparse.Namespace(**known | given)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,27 @@ def test_forms(form: str, pattern: str, capfd: pytest.CaptureFixture[str]) -> No
     set_up(settings(log_format=form))
     log.warning("model '%s' is slow", "m")
     assert re.fullmatch(pattern, capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("form", "begin"),
+    [("default", r"\w\d{4} \d\d:\d\d:\d\d\.\d{6}"), ("ISO8601", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w")],
+)
+def test_the_forms_of_triton(form: str, begin: str, capfd: pytest.CaptureFixture[str]) -> None:
+    set_up(settings(log_format=form, triton_compatible=True, log_verbose=1))
+    text = 'said "é"\n\x1b\udc80'
+    for level in LEVELS:
+        say(level, text)
+    lines = capfd.readouterr().err.splitlines()
+    found = [re.fullmatch(rf"({begin}) (\d+) test_logs\.py:\d+\] (.*)", line) for line in lines]
+    assert [(int(one[2]), json.loads(one[3])) for one in found if one] == [(os.getpid(), text)] * len(LEVELS)
+    assert [one[1][0 if form == "default" else -1] for one in found if one] == list("IIWEE")
+
+
+def test_json_is_the_same_with_triton_compatible(capfd: pytest.CaptureFixture[str]) -> None:
+    set_up(settings(log_format="json", triton_compatible=True))
+    log.info("ready")
+    assert json.loads(capfd.readouterr().err)["message"] == "ready"
 
 
 def test_a_file_is_appended_to_and_may_be_renamed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
