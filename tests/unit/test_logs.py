@@ -23,7 +23,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def settings(**given: Any) -> argparse.Namespace:
-    known = {"log_verbose": 0, "log_info": True, "log_warning": True, "log_error": True}
+    known: dict[str, Any] = {"log_verbose": 0, "log_info": True, "log_warning": True, "log_error": True}
     known |= {"triton_compatible": False, "log_format": "default", "log_file": None}
     return argparse.Namespace(**known | given)
 
