@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from shmserve.core import graph
 from shmserve.core.ends import Ends
 from shmserve.core.request import Request
-from shmserve.core.runs import Iteration, Kept, Run, Spot
+from shmserve.core.runs import Iteration, Kept, Mapped, Run, Spot
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.statistics import Failure
@@ -31,6 +31,8 @@ _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 _CLASSES = (-1,)
 """Dims of an output that is wanted as classes."""
+ROWS_TOGETHER = 32
+"""So many rows of a run's mapped steps are asked for before it is another one's turn."""
 _DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 
 
@@ -145,7 +147,7 @@ class Ensembles:
             outputs = self._gathered(run, index, rows) if rows is not None else message.outputs
         except ServeError as error:
             self._fail(run, error)
-            for tensors in rows or ():
+            for tensors in rows.values() if rows is not None else ():
                 self._drop(run, graph.handles_of(tensors))
             return
         self._finish_step(run, iteration, index, outputs)
@@ -161,13 +163,13 @@ class Ensembles:
             del run.sources[iteration.level]
             self._have_read(run, iteration, index)
 
-    def _gathered(self, run: Run, index: int, rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    def _gathered(self, run: Run, index: int, rows: dict[int, tuple[Tensor, ...]]) -> list[Tensor]:
         """The answers of all rows of a mapped step, put together."""
         policy = run.members[index].policy
         assert policy is not None
         tensors: dict[str, list[Tensor]] = {}
-        for row in rows:
-            for tensor in row:
+        for row in range(len(rows)):
+            for tensor in rows[row]:
                 tensors.setdefault(tensor.name, []).append(tensor)
         for name, found in tensors.items():
             if len(found) != len(rows):
@@ -233,19 +235,54 @@ class Ensembles:
         over = run.find(iteration, step.mapped)
         if over is None:
             raise InvalidRequest(f"step {index} is mapped over '{step.mapped}', which is not there")
-        rows = graph.rows_of(over.tensor)
-        if not rows:
+        count, rows = graph.rows_of(over.tensor)
+        if not count:
             specs = {spec.name: spec for spec in policy.outputs}
             self._finish_step(run, iteration, index, [graph.empty(own, specs[own]) for own, _ in step.outputs])
             return
-        iteration.due[index] = len(rows)
-        iteration.rows[index] = [() for _ in rows]
-        for number, row in enumerate(rows):
-            mine = [(own, row if name == step.mapped else tensor) for own, name, tensor in inputs]
-            try:
-                self._steps.ask(run, Spot(index, number, iteration), mine, len(rows) > 1, now)
-            except ServeError as error:
-                raise type(error)(f"row {number} of step {index}: {error.message}") from error
+        iteration.due[index] = count
+        iteration.rows[index] = {}
+        run.mapped.append(Mapped(index, iteration, inputs, rows, count))
+        if len(run.mapped) == 1:
+            self._queue_rows(run)
+
+    def _queue_rows(self, run: Run) -> None:
+        first = run.mapped[0]
+        self._state.mapped.add(run.request.client.user, run, first.count - first.next > ROWS_TOGETHER)
+
+    def ask_rows(self, most: int, now: int) -> int:
+        """For rows of mapped steps, `most` in all, a few of each user and run in turn. Gives how many there were."""
+        mapped = self._state.mapped
+        asked = 0
+        while mapped and asked < most:
+            run = mapped.pop()
+            for _ in range(min(ROWS_TOGETHER, most - asked)):
+                if not run.mapped or run.failure is not None or run.over:
+                    break
+                asked += 1
+                try:
+                    self._ask_row(run, run.mapped[0], now)
+                except ServeError as error:
+                    self._fail(run, error)
+                    self._state.stirred[run] = None
+            if run.failure is not None or run.over:
+                run.mapped.clear()
+            elif run.mapped:
+                self._queue_rows(run)
+        return asked
+
+    def _ask_row(self, run: Run, mapped: Mapped, now: int) -> None:
+        """The next one. After the last one the step has only to be waited for."""
+        number, index = mapped.next, mapped.step
+        mapped.next += 1
+        if mapped.next == mapped.count:
+            run.mapped.popleft()
+        row, over = next(mapped.rows), run.graph.steps[index].mapped
+        mine = [(own, row if name == over else tensor) for own, name, tensor in mapped.inputs]
+        try:
+            self._steps.ask(run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now)
+        except ServeError as error:
+            raise type(error)(f"row {number} of step {index}: {error.message}") from error
 
     def _holds(self, run: Run, iteration: Iteration, name: str) -> bool:
         kept = run.find(iteration, name)
@@ -387,7 +424,7 @@ class Ensembles:
         for kept in iteration.tensors.values():
             self._let_go(run, kept)
         for rows in iteration.rows.values():
-            for tensors in rows:
+            for tensors in rows.values():
                 self._drop(run, graph.handles_of(tensors))
 
     def _close(self, run: Run) -> None:

@@ -175,23 +175,23 @@ def is_true(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------- rows
 
 
-def rows_of(tensor: Tensor) -> list[Tensor]:
-    """Along axis 0, each with a leading 1."""
+def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
+    """Along axis 0, each with a leading 1. They are made as they are needed: there may be thousands."""
     if tensor.shape[:1] == (0,):
-        return []
+        return 0, iter(())
     if not tensor.shape:
         raise InvalidRequest(f"'{tensor.name}' is mapped, but has no dimension to be mapped over")
     count, rest = tensor.shape[0], tensor.shape[1:]
     if count > ROWS:
         raise InvalidRequest(f"'{tensor.name}' has {count} rows; a step is mapped over {ROWS} at most")
     if count == 1:
-        return [tensor]
+        return 1, iter((tensor,))
     item = ITEM_BYTES[tensor.dtype]
     shape = (1, *rest)
     if isinstance(tensor.data, bytes):
         data = tensor.data
         ends = [prod(rest) * item * row for row in range(count + 1)] if item else _string_ends(data, count, prod(rest))
-        return [Tensor(tensor.name, tensor.dtype, shape, data[start:end]) for start, end in pairwise(ends)]
+        return count, (Tensor(tensor.name, tensor.dtype, shape, data[start:end]) for start, end in pairwise(ends))
     assert isinstance(tensor.data, tuple)
     if not item:
         raise Unsupported(
@@ -202,7 +202,8 @@ def rows_of(tensor: Tensor) -> list[Tensor]:
     given = sum(part.size for part in tensor.data)
     if given != size * count:
         raise InvalidRequest(f"'{tensor.name}' of shape {list(tensor.shape)} takes {size * count} bytes, not {given}")
-    return [Tensor(tensor.name, tensor.dtype, shape, piece) for piece in _cuts(tensor.data, size, count)]
+    pieces = _cuts(tensor.data, size, count)
+    return count, (Tensor(tensor.name, tensor.dtype, shape, piece) for piece in pieces)
 
 
 def _string_ends(data: bytes, rows: int, each: int) -> list[int]:

@@ -11,10 +11,10 @@ first one of a level are always the first ones, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from shmserve.core.graph import Graph, Levels
 from shmserve.core.request import Request
@@ -48,8 +48,8 @@ class Iteration(Struct, eq=False):
     """For each step that has not started the tensors that it waits for."""
     due: dict[int, int] = {}
     """For each step that has started the rows whose answers have not come."""
-    rows: dict[int, list[tuple[Tensor, ...]]] = {}
-    """Answers of the rows of mapped steps."""
+    rows: dict[int, dict[int, tuple[Tensor, ...]]] = {}
+    """For each mapped step the answers that have come, by row."""
     held_back: bool = False
     """Its source could start, but for the iterations before it."""
 
@@ -64,6 +64,18 @@ class Spot(NamedTuple):
     step: int
     row: int
     iteration: Iteration
+
+
+class Mapped(Struct, eq=False):
+    """A mapped step not all of whose rows have been asked for. `rows` are those left, `next` the number of the first;
+    `inputs` are (name of the model, name of the ensemble, tensor)."""
+
+    step: int
+    iteration: Iteration
+    inputs: list[tuple[str, str, Tensor]]
+    rows: Iterator[Tensor]
+    count: int
+    next: int = 0
 
 
 class Run(Struct, eq=False):
@@ -82,6 +94,8 @@ class Run(Struct, eq=False):
     open: list[deque[Iteration]] = []
     """Of each level, those that are not over, in their order."""
     ready: list[tuple[Iteration, int]] = []
+    mapped: deque[Mapped] = field(default_factory=deque)
+    """Not empty, and the run has not failed: it is in State.mapped."""
     out: dict[int, Request] = {}
     sources: dict[int, Request] = {}
     """Of each level the request to the source that is under way."""

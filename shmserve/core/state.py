@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shmserve.core.cache import Cache
 from shmserve.core.clients import Client
 from shmserve.core.effects import Effect, Log, Send
+from shmserve.core.fair import FairQueue
 from shmserve.core.instances import Instance
 from shmserve.core.latencies import FirstResponses
 from shmserve.core.ledger import Ledger
@@ -72,6 +73,8 @@ class State:
         """Versions to look at when all events of this turn are in."""
         self.stirred: dict[Run, None] = {}
         """Runs of ensembles for which something has come, or that have failed."""
+        self.mapped: FairQueue[Run] = FairQueue()
+        """Runs with mapped steps not all of whose rows have been asked for; also such as have ended meanwhile."""
         self.sequences: dict[Key, Sequence] = {}
         """Those that a request may go on with."""
         self.ensembles: dict[Version, None] = {}
@@ -185,6 +188,8 @@ class State:
 
     def deadline(self) -> int | None:
         """The earliest time at which something is to be done though nothing happens."""
+        if self.mapped:
+            return self.now
         timers = self._timers
         while timers and not _live(timers[0][3]):
             heapq.heappop(timers)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
-from shmserve.messages import Infer, Tensor
+from shmserve.core import events
+from shmserve.core.core import ROWS
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
+from shmserve.messages import Cancel, Infer, Reply, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
@@ -120,6 +123,65 @@ def test_a_user_with_many_connections_delays_another_by_one_request() -> None:
     honest = load.world.connect("honest", audience="uid:2000")
     load.rounds(200, [(client, "m", 1, 1) for client in crowd] + [(honest, "m", 1, 1)])
     assert load.served["honest/m"] >= 50
+
+
+def mapped(name: str) -> ModelPolicy:
+    steps = (StepPolicy("m", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
+    return ModelPolicy(
+        name, 1, 0, (TensorSpec("x", "FP32", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 1)),), steps=steps
+    )
+
+
+def test_the_rows_of_mapped_steps_are_asked_for_in_small_turns() -> None:
+    world = World(checks=False)
+    world.deploy(model("m"))
+    world.deploy(mapped("e"))
+    crowd, honest = world.connect("crowd"), world.connect("honest", audience="uid:2000")
+    asks = [(crowd, number, 1000) for number in (1, 2, 3, 4)] + [(honest, 1, 3)]
+    turn = []
+    for client, number, rows in asks:
+        client.sends(number)
+        turn.append((client.peer, Infer(number, "e", 0, (Tensor("x", "FP32", (rows, 1), bytes(4 * rows)),))))
+    before = len(world.core.state.requests)
+    world.turn(turn)
+    steps = len(world.core.state.requests) - before - len(asks)
+    assert steps == ROWS, "of all clients, whatever they send in a turn"
+    requests = world.core.state.requests.values()
+    assert sum(request.client.number == honest.peer for request in requests) == 4, "the honest one's are among them"
+    world.advance(world.now)
+    while not all(client.answers.get(number) for client, number, _ in asks):
+        world.now += MS
+        for worker in world.workers.values():
+            if worker.running is not None:
+                worker.finish(world.now, MS)
+        world.settle()
+    for client, number, rows in asks:
+        reply = client.answers[number]
+        assert isinstance(reply, Reply)
+        assert reply.outputs[0].shape == (rows, 1)
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_rows_that_nobody_waits_for_any_more_are_not_asked_for(how: str) -> None:
+    world = World(checks=False)
+    world.deploy(model("m"))
+    world.deploy(mapped("e"))
+    client = world.connect("a")
+    client.sends(1)
+    tensor = Tensor("x", "FP32", (1000, 1), bytes(4000))
+    end: Any = (client.peer, Cancel(1)) if how == "cancel" else (0, events.Closed(client.peer))
+    if how == "leave":
+        client.ended = True
+    world.turn([(client.peer, Infer(1, "e", 0, (tensor,)))])
+    world.turn([end])
+    world.advance(world.now)
+    for worker in world.workers.values():
+        if worker.running is not None:
+            worker.finish(world.now, MS)
+    world.settle()
+    assert not world.core.state.mapped
+    assert not world.core.state.requests
+    world.core.check()
 
 
 def test_requests_that_expire_do_not_cost_their_client_its_share() -> None:
