@@ -276,7 +276,7 @@ def _cache(text: str) -> int:
         raise ValueError(f"cache '{name}' is not known; the one that there is: local,size=BYTES")
     if key != "size":
         raise ValueError(f"'{setting}' is no setting of the cache; expected size=BYTES")
-    return _number(value, True, 1024)
+    return _number(value, True, 1)
 
 
 def _pool(text: str) -> tuple[int, int]:

@@ -414,7 +414,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     [
         ("--cache-config", "redis,host=x", "cache 'redis' is not known; the one that there is: local,size=BYTES"),
         ("--cache-config", "local", "'' is no setting of the cache; expected size=BYTES"),
-        ("--cache-config", "local,size=1", "1 is too small; the least is 1024"),
+        ("--cache-config", "local,size=0", "0 is too small; the least is 1"),
         ("--rate-limit-resource", "R1", "found 'R1', expected NAME:COUNT, NAME:COUNT:DEVICE or NAME:COUNT:global"),
         ("--rate-limit-resource", ":3", "found ':3', expected"),
         ("--rate-limit-resource", "R1:x", "found 'R1:x', expected"),
