@@ -83,7 +83,6 @@ SUITES = (
     Suite("L0_backend_onnxruntime"),
     Suite("L0_initializer_as_input"),
     Suite("L0_sequence_stress"),
-    Suite("L0_orca"),
     Suite("L0_libtorch_io_names"),
     Suite("L0_libtorch_shared_weights"),
     Suite("L0_libtorch_instance_group_kind_model"),
@@ -94,12 +93,14 @@ NO_GPU = "needs a GPU or TensorRT"
 CPLUSPLUS = "its tests are C++ programs, or test C++ libraries"
 SERVICE = "needs a service of others, or the network"
 MEMORY = "needs about 20 GB of memory: it sends tensors of 1.9 and 3 GB, also with gRPC"
+CLIENTS = "tests clients, with files of their repository"
+IN_PROCESS = "tests Triton's library for use inside of a Python process"
 SCRIPT = "its checks are in the shell script: it has no Python tests"
 _LEFT_OUT = {
     NO_GPU: """
         L0_compute_capability L0_cuda_graph L0_cuda_shared_memory L0_device_memory_tracker L0_dlpack_multi_gpu
-        L0_libtorch_disable_cudnn L0_parallel_copy L0_torch_aoti L0_torch_aoti_hstu L0_trt_bf16_dtype L0_trt_compat
-        L0_trt_data_dependent_shape L0_trt_dla L0_trt_dynamic_shape L0_trt_error_propagation L0_trt_plugin
+        L0_libtorch_disable_cudnn L0_orca L0_parallel_copy L0_torch_aoti L0_torch_aoti_hstu L0_trt_bf16_dtype
+        L0_trt_compat L0_trt_data_dependent_shape L0_trt_dla L0_trt_dynamic_shape L0_trt_error_propagation L0_trt_plugin
         L0_trt_reformat_free L0_trt_shape_tensors
     """,
     CPLUSPLUS: """
@@ -109,14 +110,20 @@ _LEFT_OUT = {
     """,
     SERVICE: """
         L0_backend_python/env L0_backend_python/examples L0_https L0_long_running_stress L0_mlflow L0_openai
-        L0_python_api L0_pytorch_python_runtime L0_sagemaker L0_secure_grpc L0_storage_S3 L0_storage_S3_local
+        L0_pytorch_python_runtime L0_sagemaker L0_secure_grpc L0_storage_S3 L0_storage_S3_local
         L0_storage_azure L0_storage_swiftstack L0_vertex_ai
     """,
     MEMORY: "L0_large_payload",
+    CLIENTS: """
+        L0_client_java L0_perf_pyclients L0_python_client_unit_tests L0_simple_example L0_simple_go_client
+        L0_simple_nodejs_client
+    """,
+    IN_PROCESS: "L0_python_api",
     SCRIPT: """
-        L0_additional_dependency_dirs L0_backend_config L0_backend_release L0_config_json L0_custom_model_config
+        L0_additional_dependency_dirs L0_backend_config L0_backend_python/variants L0_backend_release
+        L0_config_json L0_custom_model_config
         L0_java_simple_example L0_json L0_libtorch_inference_mode L0_libtorch_io_types L0_libtorch_optimized_execution
-        L0_nan_inf L0_nullchar_string L0_onnx_optimization L0_socket
+        L0_nan_inf L0_nullchar_string L0_onnx_optimization L0_priority L0_socket
     """,
 }
 LEFT_OUT = {name: reason for reason, names in _LEFT_OUT.items() for name in names.split()}

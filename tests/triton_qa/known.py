@@ -39,6 +39,13 @@ CACHE_MISS = "times of cache misses are not measured: a lookup is a step of the 
 NAMESPACES = "the names of models are unique over all repositories"
 UNESCAPED = "TRITON_SERVER_ESCAPE_LOG_MESSAGES=0 has no effect: clients must not be able to forge log records"
 FILE_NAME = "the name of a file in a load call that no file system takes is the caller's mistake: 400, not 500"
+BFLOAT = "as_numpy() of a BF16 tensor gives an array (of ml_dtypes), and no exception"
+FLOATS = "parameters of responses may also be floats"
+FAMILY = "a metric can be used when its MetricFamily object has been deleted, too"
+FORK = "a process that a model has forked cannot call other models"
+CANCEL = "cancel() of a BLS call ends it at once, whatever the called model still sends"
+IDLE = "a sequence is not idle while one of its requests runs"
+INSIDE = "runs the unit tests inside of a model, which are counted one by one"
 COPY = "args['model_repository'] is the version's private copy in the runtime directory"
 
 KNOWN: tuple[Known, ...] = (
@@ -48,7 +55,22 @@ KNOWN: tuple[Known, ...] = (
         *.test_parse_error_model_no_version
     """, GPU),
     _cannot("L0_lifecycle", "*.test_model_reload_fail", PRIVATE),
-    _cannot("L0_backend_python/io", "*.test_empty_gpu_output *.test_variable_gpu_output", GPU),
+    _cannot("L0_backend_python/io", """
+        *.test_empty_gpu_output *.test_variable_gpu_output *.test_ensemble_io *.test_requested_output_decoupled
+    """, GPU),
+    _cannot("L0_backend_python/bls", """
+        *.test_bls_sequence *.test_bls_tensor_lifecycle *.test_gpu_bls *.test_preferred_memory
+        *.test_shm_leak?bls_async?
+    """, GPU),
+    _cannot("L0_backend_python/bls", "*.test_shm_leak?bls?", INSIDE),
+    Known("L0_backend_python/bls", "*.test_multiprocess", FORK, sometimes=True),
+    _cannot("L0_backend_python/custom_metrics", "TestInferShmLeak.*", INSIDE),
+    Known("L0_backend_python/custom_metrics", "*.test_metric_lifetime_error", FAMILY),
+    _cannot("L0_backend_python/decoupled", "*.test_decoupled_bls", GPU),
+    Known("L0_backend_python/decoupled", "*.test_decoupled_bls_ignore_cancel", CANCEL),
+    Known("L0_backend_python/parameters", "*.test_setting_float_response_parameters", FLOATS),
+    _cannot("L0_backend_python/restart", "*", PRIVATE),
+    Known("L0_iterative_sequence", "*.test_reschedule_error", IDLE),
     _cannot("L0_backend_python", "*.test_gpu_tensor_error *.test_dlpack_tensor_error", GPU),
     _cannot("L0_backend_python", "*.test_growth_error", PRIVATE),
     _cannot("L0_http", "*BasicAuth*", SERVICE),
@@ -71,6 +93,7 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_logging", "TestLogFormat.*unescaped*", UNESCAPED),
     Known("L0_parameters", "*.test_headers *.test_grpc_header_forward_pattern_case_sensitive", BLANKS),
     Known("L0_backend_python", "PythonTest.test_init_args", COPY),
+    Known("L0_backend_python", "PythonTest.test_bf16", BFLOAT),
 )  # fmt: skip
 
 

@@ -66,6 +66,8 @@ def run(suite: Suite, place: Workplace, data: Path, packages: Path, log: Path) -
         "TRITON_QA_MORE": sysconfig.get_path("purelib"),
         "TRITON_QA_FLAGS": "\n".join(suite.flags),
         "SHMSERVE_MODEL_QA_PACKAGES": str(packages),
+        "SHMSERVE_MODEL_QA_RESULTS": str(results),
+        "SHMSERVE_MODEL_QA_STARTS": str(starts),
         "NVIDIA_TRITON_SERVER_VERSION": VERSION,
         "TRITON_SERVER_VERSION": shmserve.__version__,
     }

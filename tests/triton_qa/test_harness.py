@@ -38,10 +38,18 @@ def result(test: str, outcome: str) -> Result:
     return Result("L0_some", "some_test.py", test, 1, outcome, "", 0.0)
 
 
-def test_every_unit_test_is_recorded_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "variables"),
+    [
+        ("recorder", ("TRITON_QA_RESULTS", "TRITON_QA_STARTS")),
+        ("server", ("SHMSERVE_MODEL_QA_RESULTS", "SHMSERVE_MODEL_QA_STARTS")),
+    ],
+)
+def test_every_unit_test_is_recorded_once(tmp_path: Path, folder: str, variables: tuple[str, str]) -> None:
     script, results = tmp_path / "some_test.py", tmp_path / "results"
     script.write_text(TESTS)
-    recorder = {"PYTHONPATH": str(workplace.HERE / "recorder"), "TRITON_QA_RESULTS": str(results)}
+    files = dict(zip(variables, (str(results), str(tmp_path / "starts")), strict=True))
+    recorder = {"PYTHONPATH": str(workplace.HERE / folder), **files}
     done = subprocess.run([sys.executable, str(script)], env=os.environ | recorder, capture_output=True, check=False)
     assert done.returncode == 3
     found = {one.test: (one.outcome, one.reason) for one in read("L0_some", results)}

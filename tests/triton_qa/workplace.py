@@ -36,6 +36,10 @@ kill() { local word; for word in "$@"; do [ "$word" = 0 ] && return 1; done; bui
 """A server that has not started has the process id 0, and `kill 0` would end the script itself."""
 _LIBRARY = re.compile(r'^default_model_filename: "libtriton_\w+\.so"\n', re.MULTILINE)
 """A C++ backend, which a Python one replaces."""
+_OTHER_SUITES = "(cd ${TEST} && bash -ex test.sh)"
+"""The script of L0_backend_python runs those in its subfolders, which are suites of their own here."""
+_NEEDS_TORCH = "python3 ${GEN_PYTORCH_MODEL_PY}"
+"""A generator that a script runs itself; the environment for the tests has no PyTorch, that of the server has."""
 _STOPS = re.compile(r"^(\s*)(set -e(x|o pipefail)?|exit 1)\s*$", re.MULTILINE)
 
 
@@ -90,6 +94,8 @@ def _rewrite(path: Path, place: Workplace, data: Path) -> None:
     if path.suffix in (".sh", ".pbtxt"):
         changed = _LIBRARY.sub("", "\n".join(map(_on_cpu, changed.split("\n"))))
     if path.suffix == ".sh":
+        changed = changed.replace(_OTHER_SUITES, ":")
+        changed = changed.replace(_NEEDS_TORCH, f"{shlex.quote(sys.executable)} ${{GEN_PYTORCH_MODEL_PY}}")
         first, _, rest = changed.partition("\n")
         changed = first + PREAMBLE + _STOPS.sub(r"\1:", rest)
     if changed != text:

@@ -1,6 +1,7 @@
 """Loaded by every Python that a suite's script starts: appends the outcome of each unit test to a file, as JSON lines.
 
-It runs in the tests' environment, not in that of the server, and imports nothing but the standard library.
+It runs in the tests' environment, and in the server's workers for the unit tests inside of models. It imports nothing
+but the standard library.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ STARTS = os.environ.get("TRITON_QA_STARTS", "")
 MORE = os.environ.get("TRITON_QA_MORE", "")
 """The server's packages. Scripts make models with PyTorch, which the environment of the tests lacks."""
 TEXT = 400
+MODEL_FILE = "model.py"
+"""Where a unit test without a script is: inside of a model."""
 NOBODY = str(2**22)
 """No process has this id. Tests signal SERVER_PID, which is 0 for a server that has not started: their own group."""
 
@@ -85,7 +88,7 @@ class Recording(unittest.TextTestResult):
 
     def _note(self, test: Any, outcome: str, reason: str) -> None:
         name = ".".join(str(test.id()).split(".")[-2:])
-        note(os.path.basename(sys.argv[0]), name, outcome, reason, time.monotonic() - self._started)
+        note(os.path.basename(sys.argv[0]) or MODEL_FILE, name, outcome, reason, time.monotonic() - self._started)
 
 
 if os.environ.get("SERVER_PID") == "0":
