@@ -24,6 +24,9 @@ from shmserve.repo.validate_schedulers import validate_scheduler
 MODEL_NAME = re.compile(r"(?![. ])[ -.0-\[\]-~]{1,128}(?<! )")
 """Printable ASCII that is one safe name of a directory. What else Triton takes could forge lines of a log or a path."""
 NAME_RULE = f"1 to {NAME_LENGTH} printable ASCII characters, none of / and \\, no dot in front, no space at an end"
+PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
+"""What the name of a Python model may be: Triton makes the name of a process of it."""
+BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
 INSTANCES = 1024
 """The most instances of one model: each is a process."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
@@ -63,6 +66,9 @@ def validate(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
     """Reports every rule that a completed configuration breaks."""
     if not MODEL_NAME.fullmatch(config.name):
         problem("name", f'found "{shown(config.name)}", expected {NAME_RULE}')
+    elif config.backend == "python" and not PYTHON_NAME.fullmatch(config.name):
+        text = "a Python model's name has none of ; | & $ ` < > ( ) [ ] { } \" ' * ? ~ # !"
+        problem("name", f'found "{shown(config.name)}"; {BAD_STUB_NAME}: {text}')
     _engine(config, host, problem)
     if config.max_batch_size < 0:
         problem("max_batch_size", f"found {config.max_batch_size}, expected 0 or more")

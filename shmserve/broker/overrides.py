@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.repo.outline import shown
 from shmserve.repo.override import Override, parse_override
-from shmserve.repo.validate import MODEL_NAME, NAME_RULE
+from shmserve.repo.validate import BAD_STUB_NAME, MODEL_NAME, NAME_RULE
 
 HEADER_BYTES = 2 << 20
 """The line before the bytes: a configuration and the names of files."""
@@ -142,8 +142,10 @@ _FROM_THE_MODEL = re.compile(r"/\d+/")
 def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
     """Both the model's name and those of the files become paths."""
     if not MODEL_NAME.fullmatch(model):
-        text = f"model name must not contain path traversal characters; found '{shown(model)}', expected {NAME_RULE}"
-        raise InvalidRequest(text)
+        text = "model name must not contain path traversal characters"
+        if MODEL_NAME.fullmatch(model.replace("\\", "")):
+            text = BAD_STUB_NAME  # of Triton's rule for Python models, the only character that no model may have here
+        raise InvalidRequest(f"{text}; found '{shown(model)}', expected {NAME_RULE}")
     sizes: dict[str, int] = {}
     folders: set[str] = set()
     for given, size in files:

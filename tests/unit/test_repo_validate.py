@@ -336,6 +336,16 @@ def test_good_names(name: str) -> None:
     assert broken(SMALL, name) == []
 
 
+@pytest.mark.parametrize("character", ";|&$`<>()[]{}\"'*?~#!")
+def test_names_of_python_models(character: str) -> None:
+    text = 'backend: "python" ' + INPUT + OUTPUT
+    name = f"a{character}b"
+    (found,) = broken(text, name)
+    assert found.startswith(f'name: found "{name}"; Invalid stub name: contains invalid characters: ')
+    assert not broken(text, "a b,c-d_e.f@g+h=i^j%k:l")
+    assert not broken(HEAD + INPUT + OUTPUT, name)
+
+
 def test_gpus_of_the_server() -> None:
     assert broken(SMALL + "instance_group { kind: KIND_GPU gpus: [ 0, 1 ] }", gpus=(0, 1)) == []
     assert broken(SMALL + "instance_group { kind: KIND_GPU gpus: [ 0, 2 ] }", gpus=(0, 1)) == [
