@@ -70,6 +70,18 @@ def test_scripts_find_the_packages_of_the_server_after_their_own(tmp_path: Path)
     subprocess.run(command, env=os.environ | variables, check=True)
 
 
+def test_a_failed_subtest_fails_its_test_in_pytest_too(tmp_path: Path) -> None:
+    script, results = tmp_path / "some_test.py", tmp_path / "results"
+    script.write_text("\n".join(TESTS.split("\n")[:-2]).replace("os._exit(3)", "self.fail('so')"))
+    recorder = {"PYTHONPATH": str(workplace.HERE / "recorder"), "TRITON_QA_RESULTS": str(results)}
+    words = [sys.executable, "-m", "pytest", "-p", "qa_pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(script)]
+    subprocess.run(words, env=os.environ | recorder, capture_output=True, cwd=tmp_path, check=False)
+    found = {one.test: (one.outcome, one.reason) for one in read("L0_some", results)}
+    assert found["Some.test_parts"] == ("failed", "AssertionError: 2 != 1")
+    assert found["Some.test_good"] == ("passed", "")
+    assert [outcome for outcome, _ in found.values()].count("failed") == 3
+
+
 def test_a_script_goes_on_after_a_failure_and_finds_its_parts_here(tmp_path: Path) -> None:
     suite = tmp_path / "checkout" / "qa" / "L0_some"
     suite.mkdir(parents=True)

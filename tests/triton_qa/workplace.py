@@ -38,8 +38,6 @@ _LIBRARY = re.compile(r'^default_model_filename: "libtriton_\w+\.so"\n', re.MULT
 """A C++ backend, which a Python one replaces."""
 _OTHER_SUITES = "(cd ${TEST} && bash -ex test.sh)"
 """The script of L0_backend_python runs those in its subfolders, which are suites of their own here."""
-_NEEDS_TORCH = "python3 ${GEN_PYTORCH_MODEL_PY}"
-"""A generator that a script runs itself; the environment for the tests has no PyTorch, that of the server has."""
 _STOPS = re.compile(r"^(\s*)(set -e(x|o pipefail)?|exit 1)\s*$", re.MULTILINE)
 
 
@@ -95,7 +93,6 @@ def _rewrite(path: Path, place: Workplace, data: Path) -> None:
         changed = _LIBRARY.sub("", "\n".join(map(_on_cpu, changed.split("\n"))))
     if path.suffix == ".sh":
         changed = changed.replace(_OTHER_SUITES, ":")
-        changed = changed.replace(_NEEDS_TORCH, f"{shlex.quote(sys.executable)} ${{GEN_PYTORCH_MODEL_PY}}")
         first, _, rest = changed.partition("\n")
         changed = first + PREAMBLE + _STOPS.sub(r"\1:", rest)
     if changed != text:
