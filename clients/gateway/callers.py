@@ -16,7 +16,7 @@ from shmserve.clients.gateway.budget import Budget
 from shmserve.clients.gateway.listen import Listener
 from shmserve.clients.gateway.metrics import family
 from shmserve.clients.gateway.shares import Shares
-from shmserve.clients.gateway.turns import Turns
+from shmserve.clients.gateway.turns import ReadTurns, Turns
 
 EVICTED = 32
 """Idle connections that are closed at once, at most."""
@@ -61,12 +61,13 @@ class Callers:
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], bounds: Bounds, turn_s: float, budget: Budget,
-        shares: Shares, turns: Turns | None = None,
+        shares: Shares, turns: Turns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.now = loop.time
         self.shares = shares
         self.turns = turns or Turns(loop)
+        self.reads = reads or ReadTurns(loop)
         self.turn = 0
         self.least_bytes = max(1, int(bounds.data_rate * turn_s))
         """Whoever moves less in a turn is waited for no longer than one who does not move."""

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from shmserve.clients.gateway.kserve.answers import Buffer, Held
+from shmserve.clients.gateway.receive import Room
 from shmserve.clients.gateway.shares import Bounds, Shares
-from shmserve.clients.gateway.turns import Turns
+from shmserve.clients.gateway.turns import ReadTurns, Turns
 from shmserve.clients.loop_link import LoopLink, flusher
 from shmserve.clients.transport import address_of
 from shmserve.errors import HandleLost, Internal, InvalidRequest, Unavailable, Unsupported
@@ -151,14 +152,16 @@ EARLY = 0.5
 the inputs of complete requests, so clients that never finish a body cannot use it up."""
 
 
-def early_space(memory: Memory, size: int) -> Array | None:
-    """As `space`, before all of the bytes are here. None: they are to be received elsewhere, and copied in the end."""
+def early_room(memory: Memory, size: int, shift: int = 0) -> Room | None:
+    """As `space`, before all of the bytes are here: `size` bytes, `shift` bytes after the beginning of a block. None:
+    they are to be received elsewhere, and copied in the end."""
     if memory.used >= EARLY:
         return None
     try:
-        return space(memory, size)
+        found = memory.empty((size + shift,), _BYTE, cold=True)[shift:]
     except Unavailable:
         return None
+    return Room(found.data, partial(memory.warm, found))
 
 
 class GatewayLink(LoopLink):
@@ -178,7 +181,14 @@ class GatewayLink(LoopLink):
         """Of all endpoints together."""
         return Turns(self.bind())
 
+    @cached_property
+    def reads(self) -> ReadTurns:
+        """Of all endpoints together."""
+        return ReadTurns(self.bind())
+
     def make_session(self) -> Session:
-        made = GatewaySession(self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)))
+        made = GatewaySession(
+            self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)), cold=True
+        )
         made.on_limits = self.shares.limits
         return made

@@ -1,5 +1,5 @@
-"""Long work on the event loop, a slice at a time. The rule of the file: one slice per iteration of the loop, whoever it
-is for, so other clients wait for one slice and not for all of the work.
+"""Long work on the event loop, a slice at a time: one slice per iteration of the loop, whoever it is for, so other
+clients wait for one slice and not for all of the work. Reading large bodies is bounded per iteration, too.
 
 Work is a generator that yields between slices. A thread would not help: what takes long here holds the interpreter's
 lock.
@@ -83,6 +83,82 @@ class Turns:
             self._jobs.append(job)
         if self._jobs:
             self._schedule()
+
+
+READ_BYTES = 2 << 20
+"""That all connections together read in one iteration of the loop: 1 to 2 ms of work."""
+LEAST_BYTES = 64 * 1024
+"""That a connection may read, however many others do."""
+CROWDED_BYTES = 16 * 1024
+"""The most that one read may take when all have been read."""
+
+
+class Reader:
+    """A connection, as far as it reads."""
+
+    def __init__(self) -> None:
+        self._transport: Any = None
+        self._reading = True
+        self.read_turn = self.read_bytes = 0
+        """So many in the iteration `read_turn`."""
+
+    @property
+    def _may_read(self) -> bool:
+        """It waits for nothing else."""
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        self._reading = False
+        self._transport.pause_reading()
+
+    def resume(self) -> None:
+        transport = self._transport
+        if transport is not None and not transport.is_closing() and not self._reading and self._may_read:
+            self._reading = True
+            transport.resume_reading()
+
+
+class ReadTurns:
+    """What connections read of large bodies. The event loop lets a connection read as long as there is more, so one
+    that has had its part of READ_BYTES is paused until the next iteration."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._turn = 0
+        self._left = READ_BYTES
+        self._share = READ_BYTES
+        self._paused: deque[Reader] = deque()
+        self._scheduled = False
+
+    def bounded(self, space: memoryview) -> memoryview:
+        """As much of the space for one read as may be used in this iteration."""
+        return space[: self._share if self._left > 0 else CROWDED_BYTES]
+
+    def count(self, reader: Reader, size: int) -> None:
+        """It has read so much, and is paused if that is enough."""
+        if reader.read_turn != self._turn:
+            reader.read_turn = self._turn
+            reader.read_bytes = 0
+        reader.read_bytes += size
+        self._left -= size
+        if reader.read_bytes >= self._share or self._left <= 0:
+            reader.pause()
+            self._paused.append(reader)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        paused = self._paused
+        self._turn += 1
+        self._left = READ_BYTES
+        self._share = max(LEAST_BYTES, READ_BYTES // max(1, len(paused)))
+        self._scheduled = False
+        for _ in range(min(len(paused), READ_BYTES // LEAST_BYTES)):
+            paused.popleft().resume()
+        if paused:
+            self._scheduled = True
+            self._loop.call_soon(self._next)
 
 
 def finished(work: Work[T]) -> T:

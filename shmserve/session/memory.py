@@ -36,9 +36,12 @@ _BYTE = np.dtype("uint8")
 
 
 class Memory:
-    """`kind`: memfd (descriptors), posix (names) or frames (nothing is shared)."""
+    """`kind`: memfd (descriptors), posix (names) or frames (nothing is shared). `cold`: pages of a memfd are touched as
+    they are used, and not a segment at a time, which takes 40 ms for 64 MiB."""
 
-    def __init__(self, kind: str, limit_bytes: int, on_full: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, kind: str, limit_bytes: int, on_full: Callable[[], object] | None = None, cold: bool = False
+    ) -> None:
         if kind not in KINDS:
             raise InvalidRequest(f"memory {kind!r} is none of {', '.join(KINDS)}")
         self.kind = kind
@@ -64,7 +67,7 @@ class Memory:
         self._freed: deque[Block] = deque()
         self._arena = Arena(
             0,
-            memfd.create if kind == "memfd" else posix.create,
+            posix.create if kind != "memfd" else self._make_cold if cold else memfd.create,
             limit_bytes=limit_bytes,
             announce=self.maps.append,
             withdraw=self.unmaps.append,
@@ -74,11 +77,15 @@ class Memory:
 
     # ------------------------------------------------------------------------------------ own memory
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        """An array in shared memory, which is freed when it and all views of it are dropped."""
+    def _make_cold(self, size: int) -> memfd.MemfdExtent:
+        return memfd.create_cold(size, self._arena.cold_bytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], cold: bool = False) -> Array:
+        """An array in shared memory, which is freed when it and all views of it are dropped. `cold`: parts of it have
+        to be warmed before they are used."""
         if not self.shared or dtype.hasobject:
             return np.empty(shape, dtype)
-        block = self._allocate(elements(shape) * dtype.itemsize)
+        block = self._allocate(elements(shape) * dtype.itemsize, cold)
         try:
             return block.array(dtype, shape, on_drop=self._freed.append)
         except BaseException:
@@ -123,12 +130,18 @@ class Memory:
         """The fraction of the limit that is in use."""
         return self._arena.used / self._limit_bytes
 
-    def _allocate(self, size: int) -> Block:
+    def warm(self, array: Array, begin: int, end: int) -> None:
+        """Bytes of an array that was made cold; Unavailable where the machine has no memory for them."""
+        found = self._arena.locate(array.__array_interface__["data"][0] + begin, end - begin)
+        if found is not None:
+            self._arena.warm(found[0], found[1], found[1] + end - begin)
+
+    def _allocate(self, size: int, cold: bool = False) -> Block:
         freed = self._freed
         while freed:
             block = freed.popleft()
             self._arena.free(block.segment, block.offset)
-        return self._arena.allocate(size)
+        return self._arena.allocate(size, cold=cold)
 
     def locate(self, array: Array) -> tuple[Handle, bool] | None:
         """Where the server finds these bytes, and whether they are a received output; None if it cannot."""

@@ -75,9 +75,10 @@ class Session:
     that was dropped should be told."""
 
     def __init__(
-        self, memory: str = "memfd", *, memory_bytes: int = 8 << 30, on_full: Callable[[], object] | None = None
-    ) -> None:
-        self.memory = Memory(memory, memory_bytes, on_full)
+        self, memory: str = "memfd", *, memory_bytes: int = 8 << 30, on_full: Callable[[], object] | None = None,
+        cold: bool = False,
+    ) -> None:  # fmt: skip
+        self.memory = Memory(memory, memory_bytes, on_full, cold)
         self.tickets: dict[int, Ticket] = {}
         self.connected = False
         self.server = ""

@@ -18,7 +18,7 @@ from shmserve.errors import Internal, InvalidRequest, Unavailable
 from shmserve.messages import OWNER_SHIFT, Handle, Map
 from shmserve.shm import views
 from shmserve.shm.blocks import Blocks
-from shmserve.shm.extents import Extent
+from shmserve.shm.extents import Cold, Extent
 
 FIRST_BYTES = 1024 * 1024
 SEGMENT_BYTES = 32 * 1024 * 1024
@@ -28,7 +28,7 @@ ALIGN = 64
 class Segment:
     """One extent of an arena. `id` is never used for another."""
 
-    __slots__ = ("address", "blocks", "extent", "id", "memory", "pages", "size")
+    __slots__ = ("address", "blocks", "cold", "extent", "id", "memory", "pages", "size")
 
     def __init__(self, id: int, extent: Extent) -> None:
         self.id = id
@@ -38,6 +38,8 @@ class Segment:
         self.address = extent.address
         self.memory = extent.memory
         self.blocks = Blocks(extent.size, getattr(extent, "align", ALIGN))
+        self.cold = Cold(extent) if getattr(extent, "cold", False) else None
+        """Pages that cannot be used before they are warmed."""
 
     @property
     def name(self) -> str | None:
@@ -137,14 +139,32 @@ class Arena:
     def segments(self) -> list[Segment]:
         return list(self._segments.values())
 
-    def allocate(self, size: int) -> Block:
-        """A block of `size` bytes, aligned; Unavailable where the limit, or the machine, has no more."""
+    @property
+    def cold_bytes(self) -> int:
+        """Of segments, which are not reserved at the machine yet."""
+        return sum([segment.cold.bytes for segment in self._segments.values() if segment.cold is not None])
+
+    def allocate(self, size: int, *, cold: bool = False) -> Block:
+        """A block of `size` bytes, aligned; Unavailable where the limit, or the machine, has no more. With `cold` its
+        bytes have to be warmed before they are used."""
         warm = self._warm
-        if warm is not None:
-            offset = warm.blocks.allocate(size)
-            if offset is not None:
-                return Block(warm, offset, size)
-        return self._allocate_elsewhere(size)
+        offset = None if warm is None else warm.blocks.allocate(size)
+        block = self._allocate_elsewhere(size) if warm is None or offset is None else Block(warm, offset, size)
+        if not cold and block.home.cold is not None:
+            try:
+                self.warm(block.home.id, block.offset, block.offset + size)
+            except BaseException:
+                self.free(block.home.id, block.offset)
+                raise
+        return block
+
+    def warm(self, segment: int, begin: int, end: int) -> None:
+        """Makes bytes of a block usable; Unavailable where the machine has no memory for them."""
+        home = self._segments[segment]
+        if home.cold is not None:
+            home.cold.warm(begin, end)
+            if not home.cold.bytes:
+                home.cold = None
 
     def _allocate_elsewhere(self, size: int) -> Block:
         if self._closed:

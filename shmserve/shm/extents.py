@@ -45,6 +45,37 @@ class Extent(Protocol):
         """Gives up the descriptor and, by the maker, the name. Pages stay mapped for views. May be called again."""
 
 
+STEP_BYTES = 256 * 1024
+"""Cold pages are reserved and touched so many bytes at a time: 0.2 to 0.4 ms."""
+
+
+class Cold:
+    """Which steps of an extent have neither been reserved nor touched."""
+
+    __slots__ = ("_done", "_extent", "bytes")
+
+    def __init__(self, extent: Extent) -> None:
+        self._extent = extent
+        self._done = bytearray(-(-extent.size // STEP_BYTES))
+        self.bytes = extent.size
+
+    def warm(self, begin: int, end: int) -> None:
+        """Unavailable: the machine has no memory for them."""
+        done, extent = self._done, self._extent
+        last = -(-end // STEP_BYTES)
+        at = done.find(0, begin // STEP_BYTES, last)
+        while at >= 0:
+            until = done.find(1, at, last)
+            if until < 0:
+                until = last
+            first, behind = at * STEP_BYTES, min(until * STEP_BYTES, extent.size)
+            fill(extent.fd, first, behind - first)
+            extent.pages.warm(first, behind)
+            done[at:until] = bytes([1]) * (until - at)
+            self.bytes -= behind - first
+            at = done.find(0, until, last)
+
+
 class MappedExtent:
     """What all kinds have in common."""
 
@@ -92,10 +123,22 @@ _REASONS = {
 
 def reserve(fd: int, size: int) -> None:
     """Gives the object behind `fd` its size and pages, so that no later touch can fail; Unavailable if it cannot."""
-    check_room(size)
+    resize(fd, size)
+    fill(fd, 0, size)
+
+
+def resize(fd: int, size: int, promised: int = 0) -> None:
+    """`promised`: bytes of other extents that are not reserved yet."""
+    check_room(size + promised)
     try:
         os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, size)
+    except (OSError, OverflowError) as error:
+        raise failed("reserve", size, error, fd) from error
+
+
+def fill(fd: int, begin: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, begin, size)
     except (OSError, OverflowError) as error:
         raise failed("reserve", size, error, fd) from error
 

@@ -11,7 +11,7 @@ import os
 import stat
 
 from shmserve.errors import Internal, InvalidRequest, Unavailable
-from shmserve.shm.extents import MappedExtent, failed, reserve
+from shmserve.shm.extents import MappedExtent, failed, reserve, resize
 from shmserve.shm.pages import map_shared
 
 SEAL_FUTURE_WRITE = 0x10
@@ -25,17 +25,35 @@ _fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 class MemfdExtent(MappedExtent):
     kind = "memfd"
+    cold = False
 
 
 def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
     """A sealed extent with warm pages. With `seal_future_write` only this process, by this mapping, can ever write."""
+    return _create(size, seal_future_write, None)
+
+
+def create_cold(size: int, promised: int) -> MemfdExtent:
+    """A sealed extent whose pages its maker has to warm before they are used. `promised`: bytes of other extents that
+    are still cold."""
+    made = _create(size, False, promised)
+    made.cold = True
+    return made
+
+
+def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdExtent:
+    """`promised`: of a cold one."""
     if size <= 0:
         raise Internal(f"an extent of {size} bytes was asked for")
     fd = _open()
     try:
-        reserve(fd, size)
+        if promised is None:
+            reserve(fd, size)
+        else:
+            resize(fd, size, promised)
         pages = map_shared(fd, size, writable=True)
-        pages.warm()
+        if promised is None:
+            pages.warm()
         seals = _FIXED | fcntl.F_SEAL_SEAL | (SEAL_FUTURE_WRITE if seal_future_write else 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except BaseException as error:

@@ -55,15 +55,16 @@ class Pages:
         finally:
             munmap(self.address, self.size)
 
-    def warm(self) -> None:
-        """Touches every page once for writing. Only for the maker, before anyone else has the pages."""
-        if _madvise(self.address, self.size, _MADV_POPULATE_WRITE) == 0:
+    def warm(self, begin: int = 0, end: int | None = None) -> None:
+        """Touches every page once for writing. Only for the maker, before anyone else writes to these pages."""
+        size = (self.size if end is None else end) - begin
+        if _madvise(self.address + begin, size, _MADV_POPULATE_WRITE) == 0:
             return
         number = ctypes.get_errno()
         if number != errno.EINVAL:
-            raise Unavailable(f"no memory for {self.size} bytes: {os.strerror(number)}")
-        # A kernel before 5.14 does not know the advice. Nobody else has the pages yet, so writing races with nobody.
-        for page in range(self.address, self.address + self.size, constants.PAGESIZE):
+            raise Unavailable(f"no memory for {size} bytes: {os.strerror(number)}")
+        # A kernel before 5.14 does not know the advice.
+        for page in range(self.address + begin, self.address + begin + size, constants.PAGESIZE):
             byte = ctypes.c_ubyte.from_address(page)
             byte.value = byte.value
 

@@ -19,6 +19,7 @@ from shmserve.clients.gateway.http2.door import RpcDoor
 from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.seam import Awaits, Call, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.receive import Room
 
 
 class Base:
@@ -30,7 +31,7 @@ class Base:
     def message(self, data: Buffer) -> None:
         self.data = bytes(data)
 
-    def room(self, size: int, first: Buffer) -> memoryview | None:
+    def room(self, size: int, first: Buffer) -> Room | None:
         return None
 
     awaits = Awaits.NOTHING

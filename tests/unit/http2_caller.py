@@ -21,8 +21,9 @@ from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.protocol import Http2
 from shmserve.clients.gateway.http2.seam import Application, Awaits, Call, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.receive import Room
 from shmserve.clients.gateway.shares import Shares
-from shmserve.clients.gateway.turns import Turns
+from shmserve.clients.gateway.turns import ReadTurns, Turns
 
 HEADERS = [
     (":method", "POST"),
@@ -44,12 +45,12 @@ class Echo:
         self.told: list[Any] = []
         self.rooms: list[memoryview] = []
 
-    def room(self, size: int, first: Buffer) -> memoryview | None:
+    def room(self, size: int, first: Buffer) -> Room | None:
         """For messages that begin with an R."""
         if bytes(first[:1]) != b"R":
             return None
         self.rooms.append(memoryview(bytearray(size)))
-        return self.rooms[-1]
+        return Room(self.rooms[-1], lambda begin, end: None)
 
     def message(self, data: Buffer) -> None:
         data = bytes(data)
@@ -77,6 +78,7 @@ class Host:
         self.later: deque[Callable[[], None]] = deque()
         self.loop = cast(Any, SimpleNamespace(call_soon=self.later.append))
         self.turns = Turns(self.loop)
+        self.reads = ReadTurns(self.loop)
         self.backlog = Backlog(self.loop)
         self.calls: list[Any] = []
         self.turn = 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.clients.gateway.budget import Account, Budget
-from shmserve.clients.gateway.receive import FIRST_BYTES, PART, ReceiveBuffer
+from shmserve.clients.gateway.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
 from shmserve.errors import Unavailable
 from tests.unit.http2_caller import Caller, Host, message
 from tests.unit.test_gateway_connection import answered, connected, receive
@@ -100,10 +100,15 @@ def test_whatever_is_taken_the_total_is_the_sum(steps: list[tuple[int, int, bool
 def test_bytes_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool) -> None:
     data = bytes(range(256)) * (size // 256 + 1)
     asked: list[int] = []
+    warm = bytearray(size)
 
-    def place(arrived: Any) -> memoryview | None:
+    def heat(begin: int, end: int) -> None:
+        assert end - begin <= max(WINDOW_BYTES, len(pieces and data[: pieces[0]]))
+        warm[begin:end] = bytes([1]) * (end - begin)
+
+    def place(arrived: Any) -> Room | None:
         asked.append(len(arrived))
-        return memoryview(bytearray(size)) if shared else None
+        return Room(memoryview(bytearray(size)), heat) if shared else None
 
     buffer = ReceiveBuffer(size, place)
     at = buffer.begin(data[: pieces[0] if pieces else 0])
@@ -116,12 +121,30 @@ def test_bytes_arrive_in_any_pieces(size: int, pieces: list[int], shared: bool) 
         assert len(buffer.memory) <= max(FIRST_BYTES, PART * at), "memory is reserved for what has arrived"
     while not buffer.full:
         room = buffer.space()
+        assert 0 < len(room) <= WINDOW_BYTES
+        assert not buffer.placed or all(warm[at : at + len(room)]), "a cold page is received to"
         room[:] = data[at : at + len(room)]
         at += len(room)
         buffer.add(len(room))
     assert bytes(buffer.memory) == data[:size]
+    assert not buffer.placed or all(warm)
     assert asked == [] or asked[0] >= min(size // PART, FIRST_BYTES) or size <= FIRST_BYTES
     assert buffer.placed == (shared and bool(asked))
+
+
+def test_what_arrived_first_is_copied_and_warmed_in_parts() -> None:
+    """A sixteenth of 64 MiB at once would be 4 MiB of both, for each of sixteen connections in the same turn."""
+    size, warmed = 64 * MIB, list[int]()
+    memory = memoryview(bytearray(size))
+    buffer = ReceiveBuffer(size, lambda arrived: Room(memory, lambda begin, end: warmed.append(end - begin)))
+    buffer.begin(b"")
+    while not buffer.full:
+        room = buffer.space()
+        room[:] = b"x" * len(room)
+        warmed.clear()
+        buffer.add(len(room))
+        assert sum(warmed) <= 2 * WINDOW_BYTES
+    assert buffer.memory == b"x" * size
 
 
 # ---------------------------------------------------------------------------------------- connections

@@ -18,10 +18,10 @@ from shmserve.clients.gateway.http.connection import Connection
 from shmserve.clients.gateway.http.heads import Heads
 from shmserve.clients.gateway.http.limits import Limits
 from shmserve.clients.gateway.http.requests import SCRAPES, Requests
-from shmserve.clients.gateway.receive import ReceiveBuffer
+from shmserve.clients.gateway.receive import ReceiveBuffer, Room
 from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.shares import Shares
-from shmserve.clients.gateway.turns import Turns
+from shmserve.clients.gateway.turns import LEAST_BYTES, READ_BYTES, ReadTurns, Turns
 from shmserve.errors import Unavailable
 from tests.examples import examples
 from tests.unit.test_gateway_http import chunked, lines
@@ -62,6 +62,13 @@ class Transport:
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
+    def is_closing(self) -> bool:
+        return self.closed
+
+    @property
+    def reads(self) -> bool:
+        return not self.pauses or not self.pauses[-1]
+
 
 class Echo:
     """Answers with what it was asked, at once or when `answers` are called."""
@@ -96,7 +103,8 @@ def connected(at_once: bool = True, **limits: int) -> tuple[Connection, Transpor
     loop: Any = SimpleNamespace(call_soon=later.append)
     door: Any = SimpleNamespace(
         turn=0, now=lambda: 0.0, stopping=False, heads=Heads(Access(ROLES)), limits=Limits(**limits), requests=echo,
-        loop=loop, turns=Turns(loop), enter=lambda connection: True, leave=lambda connection: None,
+        loop=loop, turns=Turns(loop), reads=ReadTurns(loop), enter=lambda connection: True,
+        leave=lambda connection: None,
         budget=Budget(1 << 30), shares=Shares(), answered=lambda status: None, least_bytes=10, idle_turns=100,
     )  # fmt: skip
     connection, transport = Connection(door), Transport()
@@ -425,3 +433,59 @@ def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
     assert [status for _, transport in waiting for status, _ in answered(transport.sent)] == [503, 503]
     scrape()
     assert len(asked) == 3 + SCRAPES, "an error is not kept"
+
+
+# ---------------------------------------------------------------------------------------- turns
+
+
+def send_all_it_takes(connection: Connection, transport: Transport) -> int:
+    """As a sender that is faster than the gateway: the event loop reads until the connection pauses."""
+    sent = 0
+    while transport.reads and sent < 2 * READ_BYTES:
+        place = connection.get_buffer(-1)
+        connection.buffer_updated(len(place))
+        sent += len(place)
+    return sent
+
+
+@pytest.mark.parametrize("uploads", [1, 4, 100])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
+    """All connections together take about READ_BYTES in a turn, and each takes its part."""
+    one, _, _, later = connected()
+    many = [(one, one._transport)]
+    for _ in range(uploads - 1):
+        transport = Transport()
+        many.append((Connection(one._door), transport))
+        many[-1][0].connection_made(transport)
+    size = 60 << 20
+    head = lines("Transfer-Encoding: chunked") + b"%x\r\n" % size if chunked else lines(f"Content-Length: {size}")
+    for connection, _ in many:
+        receive(connection, head)
+    for turn in range(5):
+        taken = [send_all_it_takes(connection, transport) for connection, transport in many]
+        assert sum(taken) <= READ_BYTES + uploads * 256 * 1024 if turn == 0 else sum(taken) <= 4 * READ_BYTES
+        assert turn == 0 or uploads > 4 or min(taken) >= READ_BYTES // uploads // 4
+        assert not any(transport.reads for _, transport in many if turn == 0 or uploads <= 4)
+        now, later[:] = later[:], []
+        for call in now:
+            call()
+        assert sum(transport.reads for _, transport in many) == min(uploads, READ_BYTES // LEAST_BYTES)
+
+
+def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
+    connection, transport, echo, _ = connected()
+
+    def prepare(connection: Connection, head: Any, first: bytes) -> None:
+        memory = memoryview(bytearray(head.length))
+
+        def warm(begin: int, end: int) -> None:
+            if end > 1 << 20:
+                raise Unavailable("no memory")
+
+        connection.fill([ReceiveBuffer(head.length, lambda _: Room(memory, warm))], first, lambda left: None)
+
+    echo.prepare = prepare  # type: ignore[method-assign]
+    receive(connection, lines(f"Content-Length: {2 << 20}") + bytes(1 << 20))
+    assert b" 503 " in transport.sent.partition(b"\r\n")[0]
+    assert not connection._account.held

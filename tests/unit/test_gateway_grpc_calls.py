@@ -165,12 +165,12 @@ def test_a_large_tensor_is_where_models_read_it(method: str, name: str) -> None:
     assert case.call.room(len(data), data[:40]) is None
     room = case.call.room(len(data), data[:2000])
     assert room is not None
-    room[:] = data
-    case.call.message(room)
+    room.memory[:] = data
+    case.call.message(room.memory)
     ((_, asked),) = case.link.asked
     inputs, kept, _ = asked[1]
     assert [bytes(array) for array in kept.arrays] == tensors
-    assert [np.shares_memory(array, np.frombuffer(room, np.uint8)) for array in kept.arrays] == [True, False]
+    assert [np.shares_memory(array, np.frombuffer(room.memory, np.uint8)) for array in kept.arrays] == [True, False]
     assert [case.link.memory.locate(array)[0] for array in kept.arrays] == [tensor.data[0] for tensor in inputs]
     assert all(tensor.data[0].offset % 64 == 0 for tensor in inputs)
     again = Case(method)

@@ -135,7 +135,7 @@ def test_a_large_message_is_read_where_it_belongs() -> None:
         if space is None:
             caller.core.feed(whole[sent:])
             break
-        assert len(space) == (len(whole) if sent >= 65_536 else 14 + 65_536) - sent, "the rest, once a part has come"
+        assert len(space) <= (len(whole) if sent >= 65_536 else 14 + 65_536) - sent, "the rest, once a part has come"
         count = min(100_000, len(space))
         space[:count] = whole[sent : sent + count]
         caller.core.fill(count)

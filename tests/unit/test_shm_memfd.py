@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidRequest, Unavailable
-from shmserve.shm import memfd, pages
+from shmserve.shm import extents, memfd, pages
 
 SIZE = 1 << 16
 
@@ -48,6 +48,35 @@ def test_it_is_reserved_and_not_inherited() -> None:
     assert os.fstat(extent.fd).st_blocks * 512 >= SIZE
     assert not os.get_inheritable(extent.fd)
     extent.close()
+
+
+def test_cold_pages_are_reserved_in_steps() -> None:
+    step = extents.STEP_BYTES
+    extent = memfd.create_cold(8 * step + 4096, 0)
+    cold = extents.Cold(extent)
+
+    def reserved() -> int:
+        return os.fstat(extent.fd).st_blocks * 512
+
+    assert reserved() == 0
+    cold.warm(step + 1, step + 2)
+    assert reserved() == step
+    cold.warm(0, 3 * step)
+    assert reserved() == 3 * step
+    cold.warm(8 * step, 8 * step + 1)
+    assert reserved() == 3 * step + 4096
+    assert cold.bytes == 5 * step
+    cold.warm(0, extent.size)
+    assert reserved() == extent.size
+    assert cold.bytes == 0
+    extent.close()
+
+
+def test_what_is_cold_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents, "_available", lambda: 3 * SIZE)
+    memfd.create_cold(SIZE, 2 * SIZE).close()
+    with pytest.raises(Unavailable, match="cannot reserve"):
+        memfd.create_cold(SIZE, 2 * SIZE + 1)
 
 
 def test_after_future_write_only_the_maker_writes() -> None:

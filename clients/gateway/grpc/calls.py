@@ -20,6 +20,7 @@ from shmserve.clients.gateway.kserve.asking import Waiting, not_passed_on, withd
 from shmserve.clients.gateway.kserve.documents import Flag, Known, Question, question_of
 from shmserve.clients.gateway.kserve.status import grpc_text_of
 from shmserve.clients.gateway.link import Piece
+from shmserve.clients.gateway.receive import Room
 from shmserve.clients.gateway.regions import Region
 from shmserve.clients.gateway.shares import Payer
 from shmserve.clients.gateway.turns import SLICE_BYTES, Job
@@ -112,7 +113,7 @@ class Unary:
         if not self._begun:
             raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, and was sent none")
 
-    def room(self, size: int, first: Buffer) -> memoryview | None:
+    def room(self, size: int, first: Buffer) -> Room | None:
         return None
 
     def cancelled(self) -> None:
@@ -134,9 +135,10 @@ class InferCall(Unary):
         self._room: memoryview | None = None
         self._job: Job | None = None
 
-    def room(self, size: int, first: Buffer) -> memoryview | None:
-        self._room = self._services.room(size, first)
-        return self._room
+    def room(self, size: int, first: Buffer) -> Room | None:
+        found = self._services.room(size, first)
+        self._room = None if found is None else found.memory
+        return found
 
     def begin(self, data: Buffer) -> None:
         services, stream = self._services, self._stream

@@ -20,7 +20,8 @@ from shmserve.clients.gateway.http2.codes import Code, RpcError
 from shmserve.clients.gateway.http2.seam import Call, Stream
 from shmserve.clients.gateway.kserve.answers import Buffer
 from shmserve.clients.gateway.kserve.asking import Asker
-from shmserve.clients.gateway.link import GatewayLink, Piece, early_space
+from shmserve.clients.gateway.link import GatewayLink, Piece, early_room
+from shmserve.clients.gateway.receive import Room
 from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.shares import Payer
 from shmserve.clients.gateway.turns import Turns
@@ -92,18 +93,13 @@ class Services:
     def forwarded(self, stream: Stream) -> dict[str, str] | None:
         return None if self._forward is None else self._forward.of(stream.metadata.items())
 
-    def room(self, size: int, first: Buffer) -> memoryview | None:
+    def room(self, size: int, first: Buffer) -> Room | None:
         """Shared memory for a request of which only `first` is here, so that its first large tensor is where models
         can read it, and aligned."""
         start = tensor_at(first)
         if start is None:
             return None
-        block = early_space(self.link.session.memory, size + ALIGN - 1)
-        if block is None:
-            return None
-        shift = -start % ALIGN
-        found: memoryview = block.data[shift : shift + size]
-        return found
+        return early_room(self.link.session.memory, size, -start % ALIGN)
 
     def in_room(self, raw: list[Piece]) -> list[Piece]:
         """Tensors that need not be copied any more, as they are aligned."""

@@ -86,4 +86,4 @@ def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Reg
         age_s=args.grpc_max_connection_age / 1000,
         age_grace_s=args.grpc_max_connection_age_grace / 1000,
     )
-    return RpcDoor(link.bind(), services, limits, services.close, budget, link.shares, link.turns)
+    return RpcDoor(link.bind(), services, limits, services.close, budget, link.shares, link.turns, link.reads)

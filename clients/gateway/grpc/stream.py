@@ -20,6 +20,7 @@ from shmserve.clients.gateway.kserve.answers import Buffer, Held
 from shmserve.clients.gateway.kserve.asking import InParts, not_passed_on, withdraw
 from shmserve.clients.gateway.kserve.status import text_of
 from shmserve.clients.gateway.link import Piece
+from shmserve.clients.gateway.receive import Room
 from shmserve.clients.gateway.shares import Payer
 from shmserve.clients.gateway.turns import SLICE_BYTES, Job
 from shmserve.errors import ServeError
@@ -134,9 +135,10 @@ class StreamCall:
             self._in_order.append(ticket)
         ticket.fail(error)
 
-    def room(self, size: int, first: Buffer) -> memoryview | None:
-        self._room = self._services.room(size, first)
-        return self._room
+    def room(self, size: int, first: Buffer) -> Room | None:
+        found = self._services.room(size, first)
+        self._room = None if found is None else found.memory
+        return found
 
     def half_closed(self) -> None:
         self._no_more = True

@@ -24,7 +24,7 @@ from shmserve.clients.gateway.kserve.documents import error_body
 from shmserve.clients.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.clients.gateway.receive import ReceiveBuffer
 from shmserve.clients.gateway.shares import ConnectionShares, Payer
-from shmserve.clients.gateway.turns import Job, Work
+from shmserve.clients.gateway.turns import Job, Reader, Work
 from shmserve.errors import ServeError, Unsupported
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ _scratch = memoryview(bytearray(256 * 1024))
 """What every connection reads into, one after another: bytes are taken out before the next one reads."""
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(Reader, asyncio.BufferedProtocol):
     def __init__(self, door: Door) -> None:
+        super().__init__()
         self._door = door
-        self._transport: Any = None
         self._phase = HEAD
         self._rest = b""
         self._head: Head | None = None
@@ -61,7 +61,6 @@ class Connection(asyncio.BufferedProtocol):
         """Those to be filled after it, the last first."""
         self._then: Callable[[bytes], None] | None = None
         self._chunks: bodies.Chunks | None = None
-        self._reading = True
         self._writable = True
         self.turn = door.turn
         """When something moved here last, on the door's slow clock."""
@@ -107,16 +106,19 @@ class Connection(asyncio.BufferedProtocol):
             self._go_on()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        sink = self._sink
-        return _scratch if sink is None else sink.space()
+        return _scratch if self._sink is None else self._door.reads.bounded(self._sink.space())
 
     def buffer_updated(self, count: int) -> None:
         if self._phase == FILL:
             self._moved += count
             self._fill(count)
+            if self._phase == FILL:
+                self._door.reads.count(self, count)
             return
         if self._phase == DRAIN:
             return
+        if self._phase == CHUNKS:
+            self._door.reads.count(self, count)
         data = bytes(_scratch[:count])
         if self._rest:
             data = self._rest + data
@@ -125,6 +127,10 @@ class Connection(asyncio.BufferedProtocol):
             self.turn = self._door.turn  # of first lines that come in drops, the first drop counts
         self._moved += count
         self._take(data)
+
+    @property
+    def _may_read(self) -> bool:
+        return self._phase != BUSY or len(self._rest) <= AHEAD_BYTES
 
     # ------------------------------------------------------------------------------------ what has come
 
@@ -143,8 +149,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._rest = data
         if len(data) > AHEAD_BYTES and self._reading:
-            self._reading = False
-            self._transport.pause_reading()
+            self.pause()
 
     def _begin(self, data: bytes) -> bytes | None:
         """Takes the first lines, and of the body what is here. None: everything was taken."""
@@ -209,8 +214,7 @@ class Connection(asyncio.BufferedProtocol):
         return left
 
     def _hold(self, size: int) -> None:
-        """Counts bytes that have arrived and are kept. Unavailable: they would be too many."""
-        self._account.take(size)
+        self._account.take(size)  # counts bytes that have arrived and are kept; Unavailable where they are too many
 
     # ------------------------------------------------------------------------------------ bodies that are read in place
 
@@ -234,12 +238,11 @@ class Connection(asyncio.BufferedProtocol):
             return
         try:
             self._hold(count)
+            sink.add(count)
+            if sink.full:
+                self._next_sink(b"")
         except ServeError as error:
             self._refuse_for(error)
-            return
-        sink.add(count)
-        if sink.full:
-            self._next_sink(b"")
 
     def _next_sink(self, first: bytes) -> None:
         self._sink = None
@@ -430,9 +433,7 @@ class Connection(asyncio.BufferedProtocol):
         """With requests that came while one was answered, or while the caller did not read."""
         if self._transport is None or self._phase in (BUSY, FILL, DRAIN):
             return
-        if not self._reading:
-            self._reading = True
-            self._transport.resume_reading()
+        self.resume()
         data, self._rest = self._rest, b""
         self.turn = self._door.turn
         self._take(data)

@@ -35,6 +35,7 @@ class Door(Callers):
             budget or Budget(),
             link.shares,
             link.turns,
+            link.reads,
         )
         self.link = link
         self.limits = limits

@@ -27,8 +27,8 @@ from shmserve.clients.gateway.kserve.documents import (
 from shmserve.clients.gateway.kserve.generate import ONE, check_in_slices, event, generate_plan, generated
 from shmserve.clients.gateway.kserve.plans import Plan, Plans, plan_in_slices, raw_plan
 from shmserve.clients.gateway.kserve.status import http_of, http_text_of
-from shmserve.clients.gateway.link import GatewayLink, Piece, early_space
-from shmserve.clients.gateway.receive import Place, ReceiveBuffer
+from shmserve.clients.gateway.link import GatewayLink, Piece, early_room
+from shmserve.clients.gateway.receive import Place, ReceiveBuffer, Room
 from shmserve.clients.gateway.regions import Region, Regions
 from shmserve.clients.gateway.turns import SLICE_BYTES
 from shmserve.errors import DeadlineExceeded, InvalidRequest, ModelFailed, QueueTimeout, ServeError, Unsupported
@@ -290,9 +290,8 @@ class Requests:
         return ReceiveBuffer(size, self._place(size) if size > INLINE_BYTES else None)
 
     def _place(self, size: int) -> Place:
-        def place(arrived: Buffer) -> memoryview | None:
-            found = early_space(self._link.session.memory, size)
-            return None if found is None else found.data
+        def place(arrived: Buffer) -> Room | None:
+            return early_room(self._link.session.memory, size)
 
         return place
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.gateway.http2.frames import Reason
 from shmserve.clients.gateway.http2.protocol import Http2
+from shmserve.clients.gateway.turns import Reader
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.http2.door import RpcDoor
@@ -21,10 +22,10 @@ _little = _scratch[: 4 * 1024]
 """Where a large message is expected: its beginning, as the rest is read to where it belongs."""
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(Reader, asyncio.BufferedProtocol):
     def __init__(self, door: RpcDoor) -> None:
+        super().__init__()
         self._door = door
-        self._transport: Any = None
         self._core: Http2 | None = None
         self._filling = False
         self._scheduled = False
@@ -55,7 +56,7 @@ class Connection(asyncio.BufferedProtocol):
         space = core.space()
         self._filling = space is not None
         if space is not None:
-            return space
+            return self._door.reads.bounded(space)
         return _little if core.large else _scratch
 
     def buffer_updated(self, count: int) -> None:
@@ -71,6 +72,13 @@ class Connection(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
                 self._door.backlog.put(self)
         self._flush()
+        if not core.more and not core.over:
+            self._door.reads.count(self, count)
+
+    @property
+    def _may_read(self) -> bool:
+        """Where frames wait for their turn, the backlog resumes."""
+        return self._core is not None and not self._core.more
 
     def go_on(self) -> bool:
         """Processes frames that were put off. True: there are still more."""

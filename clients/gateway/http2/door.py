@@ -17,7 +17,7 @@ from shmserve.clients.gateway.http2.limits import Limits
 from shmserve.clients.gateway.http2.seam import Application
 from shmserve.clients.gateway.http2.stream import Stream
 from shmserve.clients.gateway.shares import Shares
-from shmserve.clients.gateway.turns import Turns
+from shmserve.clients.gateway.turns import ReadTurns, Turns
 
 DEADLINE_S = 0.02
 """Deadlines are looked at so often."""
@@ -29,11 +29,12 @@ class RpcDoor(Callers):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, application: Application, limits: Limits,
         stopped: Callable[[], None] = lambda: None, budget: Budget | None = None, shares: Shares | None = None,
-        turns: Turns | None = None,
+        turns: Turns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            loop, lambda: Connection(self), limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns
-        )
+            loop, lambda: Connection(self), limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
+            reads,
+        )  # fmt: skip
         self.stream_turns = math.ceil(limits.stream_idle_s / _turn_s(limits))
         self.application = application
         self.limits = limits

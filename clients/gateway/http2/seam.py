@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.clients.gateway.receive import Room
 from shmserve.clients.gateway.shares import Payer
 
 
@@ -68,9 +69,9 @@ class Call(Protocol):
     def message(self, data: Buffer) -> None:
         """One whole message of the caller; what is no `bytes` is valid until this returns."""
 
-    def room(self, size: int, first: Buffer) -> memoryview | None:
+    def room(self, size: int, first: Buffer) -> Room | None:
         """Where a large message of so many bytes is to be read to, `first` of which are here; None: anywhere. `message`
-        is given the same object then. Raises nothing."""
+        is given the memory of this then. Raises nothing."""
 
     def half_closed(self) -> None:
         """The caller sends no more."""

@@ -16,7 +16,7 @@ from shmserve.clients.gateway.http2.messages import inflating, too_large
 from shmserve.clients.gateway.http2.seam import Call
 from shmserve.clients.gateway.http2.sending import NO_CALL, Sending, tell
 from shmserve.clients.gateway.kserve.answers import Buffer
-from shmserve.clients.gateway.receive import ReceiveBuffer
+from shmserve.clients.gateway.receive import ReceiveBuffer, Room
 from shmserve.clients.gateway.shares import Payer
 from shmserve.clients.gateway.turns import Job, Work
 from shmserve.errors import Unavailable
@@ -173,11 +173,10 @@ class Stream(Sending):
         self._core.large = size >= most.QUANTUM
         self._buffer = ReceiveBuffer(size, self._room if size >= LARGE and not flag else None)
         self._core.watch(self)
-        if self._hold(len(first)):
-            self._buffer.begin(first)
+        if self._hold(len(first)) and self._received(self._buffer.begin, first):
             self.moved += len(first)
 
-    def _room(self, arrived: Buffer) -> memoryview | None:
+    def _room(self, arrived: Buffer) -> Room | None:
         assert self._buffer is not None
         try:
             return self.call.room(self._buffer.size, arrived)
@@ -197,11 +196,18 @@ class Stream(Sending):
         if buffer is None or not self._hold(size):
             return
         self.moved += size
-        buffer.add(size)
-        if buffer.full:
+        if self._received(buffer.add, size) and buffer.full:
             self._buffer = None
             self._let_go(buffer.size)
             self._deliver(self._flag, buffer.memory)
+
+    def _received(self, receive: Callable[[T], object], what: T) -> bool:
+        try:
+            receive(what)
+        except Unavailable as error:
+            self.fail(RpcError(Code.UNAVAILABLE, str(error)))
+            return False
+        return True
 
     def _deliver(self, flag: int, data: Buffer) -> None:
         self.used = self._core.door.turn
