@@ -54,10 +54,7 @@ class DeviceRegion:
         return {"name": self.name, "device_id": self._device, "byte_size": self._size}
 
     def check(self, place: Place) -> None:
-        if place.offset >= self._size:
-            raise InvalidRequest(f"Invalid offset for shared memory region: '{self.name}'")
-        if place.offset + place.size > self._size:
-            raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{self.name}'")
+        place.check(self.name, self._size)
 
     def part(self, place: Place) -> RegionPart:
         return RegionPart(self._region, place.offset, place.size)

@@ -77,10 +77,7 @@ class Region:
         return {"name": self.name, "key": order.key, "offset": order.offset, "byte_size": order.byte_size}
 
     def check(self, place: Place) -> None:
-        if place.offset >= self.order.byte_size:
-            raise InvalidRequest(f"Invalid offset for shared memory region: '{self.name}'")
-        if place.offset + place.size > self.order.byte_size:
-            raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{self.name}'")
+        place.check(self.name, self.order.byte_size)
 
     def read_into(self, place: Place, target: Any) -> None:
         at, left = self.order.offset + place.offset, memoryview(target)

@@ -51,7 +51,6 @@ SUITES = (
     Suite("L0_response_cache"),
     Suite("L0_metrics"),
     Suite("L0_trace", layout={"../L0_decoupled/models": DECOUPLED}),
-    Suite("L0_cmdline_trace"),
     Suite("L0_parameters"),
     Suite("L0_input_validation"),
     Suite("L0_output_validation"),
@@ -121,7 +120,7 @@ _LEFT_OUT = {
     IN_PROCESS: "L0_python_api",
     SCRIPT: """
         L0_additional_dependency_dirs L0_backend_config L0_backend_python/variants L0_backend_release
-        L0_config_json L0_custom_model_config
+        L0_cmdline_trace L0_config_json L0_custom_model_config
         L0_java_simple_example L0_json L0_libtorch_inference_mode L0_libtorch_io_types L0_libtorch_optimized_execution
         L0_nan_inf L0_nullchar_string L0_onnx_optimization L0_priority L0_socket
     """,

@@ -155,7 +155,6 @@ def test_tensors_in_shared_memory() -> None:
         {"parameters": region(binary_data_size=8)},
         {"parameters": region(shared_memory_byte_size=-1)},
         {"parameters": region(shared_memory_offset=2**64)},
-        {"parameters": region(shared_memory_offset=2**63, shared_memory_byte_size=2**63)},
         {"parameters": region(shared_memory_region=1)},
         {"parameters": {"shared_memory_region": "r"}},
     ],

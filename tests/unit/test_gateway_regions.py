@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -103,6 +104,19 @@ def test_no_place_is_outside_its_region(offset: int, size: int) -> None:
         return
     with pytest.raises(InvalidRequest, match="Invalid offset"):
         region.check(Place("r", offset, size))
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "said"),
+    [
+        (2**64 - 32, 64, "Invalid offset for shared memory region: 'r'"),
+        (32, 2**64 - 32, "Integer overflow detected: byte_size (18446744073709551584) + offset (32) > "),
+        (32, 2**64 - 33, "Invalid offset + byte size for shared memory region: 'r'"),
+    ],
+)
+def test_the_offset_is_checked_before_the_size(offset: int, size: int, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        Place("r", offset, size).check("r", 1000)
 
 
 def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:

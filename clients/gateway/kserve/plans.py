@@ -63,6 +63,18 @@ class Place(Struct, frozen=True):
     offset: int
     size: int
 
+    def check(self, region: str, size: int) -> None:
+        """Whether it is inside the region of this size. In the order of Triton, whose texts these are."""
+        if self.offset >= size:
+            raise InvalidRequest(f"Invalid offset for shared memory region: '{region}'")
+        if self.offset + self.size > _MOST:
+            raise InvalidRequest(
+                f"Integer overflow detected: byte_size ({self.size}) + offset ({self.offset}) > {_MOST} for shared "
+                f"memory region: '{region}'"
+            )
+        if self.offset + self.size > size:
+            raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{region}'")
+
 
 class Spec(Struct, frozen=True):
     """An input. `data`: its bytes, where the JSON had them; or its `place`; else `size` bytes follow the JSON."""
@@ -278,8 +290,6 @@ def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
         raise InvalidRequest(f"{what} is in a shared memory region, and needs 'shared_memory_byte_size'")
     offset = _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0), _MOST)
     size = _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"], _MOST)
-    if offset + size > _MOST:
-        raise InvalidRequest(f"Integer overflow detected: byte_size ({size}) + offset ({offset}) of {what} > {_MOST}")
     return Place(check_text("region name", region), offset, size)
 
 
