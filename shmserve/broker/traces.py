@@ -22,6 +22,8 @@ from shmserve.errors import InvalidRequest, Unsupported
 
 NAMES = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency", "trace_mode")
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+_OLD_LEVELS = {"MIN": "TIMESTAMPS", "MAX": "TIMESTAMPS"}
+"""Names that Triton's flags take as well."""
 OFF = ("OFF",)
 MOST = 2**31 - 1
 FLUSH_S = 0.2
@@ -250,7 +252,7 @@ def config(text: str) -> tuple[str, Any]:
             if not value:
                 raise InvalidRequest("the name of the file is missing")
             return keys[key], value
-        return keys[key], _checked(keys[key], [value] if key == "level" else value)
+        return keys[key], _checked(keys[key], [_OLD_LEVELS.get(value, value)] if key == "level" else value)
     except (InvalidRequest, Unsupported) as error:
         raise ValueError(str(error)) from None
 

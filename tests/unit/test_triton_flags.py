@@ -71,7 +71,7 @@ def test_what_has_no_effect_says_so_and_what_cannot_be_is_refused(
 def test_old_flags_of_traces(tmp_path: Path) -> None:
     found = settings.parse(
         ["--model-repository", str(tmp_path), "--trace-config", "count=3", "--trace-rate=5", "--trace-file=/t.json"]
-        + ["--trace-level=TIMESTAMPS", "--trace-count=7", "--trace-log-frequency", "2"]
+        + ["--trace-level=MIN", "--trace-count=7", "--trace-log-frequency", "2"]
     )
     assert dict(found.trace_config) == {
         "trace_file": "/t.json",
