@@ -371,6 +371,18 @@ def why_not(found: Found) -> str:
     return "" if found.config is not None else "it has no configuration"
 
 
+def failed_load(found: Found) -> str:
+    """The error of a load of this; "" if it can be served. Triton's words, which tell a bad configuration from versions
+    that cannot be loaded."""
+    reason = why_not(found)
+    if not reason:
+        return ""
+    if found.missing and len(found.problems) == len(found.missing):
+        whys = (f"version {number} is at UNAVAILABLE state: {why}" for number, why in found.missing.items())
+        return f"load failed for model '{found.name}': {'; '.join(whys)}"
+    return f"failed to load '{found.name}': {reason}"
+
+
 def _mark(reading: Reading, version: int) -> object:
     """Equal for readings of which the same would be made."""
     assert reading.found.config is not None

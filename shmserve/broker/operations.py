@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from shmserve.broker.catalog import Catalog, Reading, why_not
+from shmserve.broker.catalog import Catalog, Reading, failed_load
 from shmserve.broker.companions import Companions, Together, needs
 from shmserve.broker.differences import Differences
 from shmserve.broker.logs import say
@@ -240,11 +240,10 @@ class Operations:
         """What was read is to be served, and somebody waits for it."""
         found = reading.found
         self._warn(reading)
-        reason = why_not(found)
-        if reason:
+        text = failed_load(found)
+        if text:
             for _, event in self._catalog.adopt(reading):
                 self._put(event)
-            text = f"failed to load '{found.name}': {reason}"
             say("error", text, {"model": found.name})
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
             return

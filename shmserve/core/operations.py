@@ -266,7 +266,7 @@ class Operations:
             operation.loading.pop(version, None)
         else:
             return
-        operation.failures.append(f"version {version.number}: {reason}")
+        operation.failures.append(f"version {version.number} is at UNAVAILABLE state: {reason}")
         operation.traceback = operation.traceback or version.take_traceback()
         for number, coming in list(model.coming.items()):  # none of them will take over: why load them?
             del model.coming[number]
@@ -285,7 +285,7 @@ class Operations:
                 self.stop(version, instance)
             why = "; ".join(dict.fromkeys(operation.failures))
             model.failed = FailedChange(why, self._state.now)
-            text = f"failed to load '{model.name}': {why}"
+            text = f"load failed for model '{model.name}': {why}"
             if operation.beside and model.default() is not None:
                 text += "; what was served before goes on"
                 more = {"traceback": operation.traceback} if operation.traceback else {}

@@ -87,7 +87,8 @@ def test_a_failed_load_is_one_record(root: Path, tmp_path: Path) -> None:
         with pytest.raises(shmserve.ServeError, match="JSONDecodeError"):
             client.load("m")
         second = [text for text in records(server.log)[before:] if "JSONDecodeError" in text]
-    for found, text in ((first, "model 'm' version 1 is UNAVAILABLE: "), (second, "failed to load 'm': version 1: ")):
+    again = "load failed for model 'm': version 1 is at UNAVAILABLE state: "
+    for found, text in ((first, "model 'm' version 1 is UNAVAILABLE: "), (second, again)):
         retry, end = found
         assert " WARNING model 'm' version 1 is tried again (--model-load-retry-count): " in retry
         assert f" ERROR {text}failed to load: JSONDecodeError" in end

@@ -167,11 +167,21 @@ def test_files_stand_in_for_those_of_the_repository(running: tuple[Server, Path]
     until(client, lambda: kept(server) == [])
 
 
-@pytest.mark.parametrize("files", [{"1/other.py": b"x"}, {"one/model.py": b"x"}, {"configs/model.py": b""}])
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        (
+            {"1/other.py": b"x"},
+            "load failed for model 'sent': version 1 is at UNAVAILABLE state: has no file 'model.py'",
+        ),
+        ({"one/model.py": b"x"}, "failed to load 'sent'"),
+        ({"configs/model.py": b""}, "failed to load 'sent'"),
+    ],
+)
 def test_files_that_make_no_model(
-    running: tuple[Server, Path], client: shmserve.Client, files: dict[str, bytes]
+    running: tuple[Server, Path], client: shmserve.Client, files: dict[str, bytes], text: str
 ) -> None:
-    with pytest.raises(shmserve.InvalidRequest, match="failed to load 'sent'"):
+    with pytest.raises(shmserve.InvalidRequest, match=text):
         client.load("sent", config=PYTHON, files=files)
     until(client, lambda: kept(running[0]) == [])
     client.unload("sent")

@@ -339,6 +339,8 @@ def test_loads() -> None:
     assert (question.what, question.body.take()) == ("rollback", b"")
     with pytest.raises(BadLoad, match="failed to load 'm', failed to poll from model repository: wrong"):
         question.failed(InvalidRequest("wrong"))
+    with pytest.raises(BadLoad, match="load failed for model 'm': version 1 is at UNAVAILABLE state: no file"):
+        question.failed(InvalidRequest("load failed for model 'm': version 1 is at UNAVAILABLE state: no file"))
     _, question = asked("RepositoryModelUnload", model_name="m", parameters={"unload_dependents": {"bool_param": True}})
     assert isinstance(question, Question)
     assert question.body is not None

@@ -72,6 +72,9 @@ class BadLoad(InvalidRequest):
 
     def __init__(self, model: str, error: InvalidRequest) -> None:
         text, begin = str(error), f"failed to load '{model}'"
+        if text.startswith("load failed for model "):
+            super().__init__(text)
+            return
         reason = text.removeprefix(begin).removeprefix(": ").removeprefix(f", {_NO_MODEL}: ")
         super().__init__(f"{begin}, {_NO_MODEL}: {reason}")
 
