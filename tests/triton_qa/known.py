@@ -27,8 +27,7 @@ def _cannot(suite: str, tests: str, reason: str) -> Known:
 
 GPU = "needs a GPU or TensorRT models"
 SERVICE = "needs another service: nginx in front of the server, or an OpenTelemetry collector"
-HOOK = "needs TRITONSERVER_DELAY_SCHEDULER, a hook for tests inside Triton"
-PRIVATE = "needs internals of Triton: a C++ test backend, or its log lines"
+PRIVATE = "needs internals of Triton: a C++ test backend, a variable that delays its gRPC endpoint, or its log lines"
 
 BLANKS = "a header's value must not begin or end with a blank (RFC 9113)"
 FRAMING = (
@@ -44,8 +43,13 @@ FLOATS = "parameters of responses may also be floats"
 FAMILY = "a metric can be used when its MetricFamily object has been deleted, too"
 FORK = "a process that a model has forked cannot call other models"
 CANCEL = "cancel() of a BLS call ends it at once, whatever the called model still sends"
-IDLE = "a sequence is not idle while one of its requests runs"
+NOT_IDLE = "a sequence is not idle while one of its requests runs"
 INSIDE = "runs the unit tests inside of a model, which are counted one by one"
+TWICE = "a failed request of an ensemble counts once in nv_inference_request_failure, and not again for its step"
+PARTIAL = "versions that can be loaded are served, though another version of the model cannot"
+READY = "a model whose configuration cannot be read keeps the server from being ready"
+KEPT = "mode poll: a model that can no longer be loaded goes on as it was, e.g. after a copy in a second repository"
+NOTHING = "a model of backend 'identity' needs inputs and outputs in its configuration"
 COPY = "args['model_repository'] is the version's private copy in the runtime directory"
 
 KNOWN: tuple[Known, ...] = (
@@ -54,7 +58,6 @@ KNOWN: tuple[Known, ...] = (
         *.test_multiple_model_repository_control_startup_models *.test_model_repository_index *.test_load_gpu_limit
         *.test_parse_error_model_no_version
     """, GPU),
-    _cannot("L0_lifecycle", "*.test_model_reload_fail", PRIVATE),
     _cannot("L0_backend_python/io", """
         *.test_empty_gpu_output *.test_variable_gpu_output *.test_ensemble_io *.test_requested_output_decoupled
     """, GPU),
@@ -70,7 +73,20 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_backend_python/decoupled", "*.test_decoupled_bls_ignore_cancel", CANCEL),
     Known("L0_backend_python/parameters", "*.test_setting_float_response_parameters", FLOATS),
     _cannot("L0_backend_python/restart", "*", PRIVATE),
-    Known("L0_iterative_sequence", "*.test_reschedule_error", IDLE),
+    Known("L0_iterative_sequence", "*.test_reschedule_error", NOT_IDLE),
+    _cannot("L0_lifecycle", "*.test_concurrent_model_instance_load_sanity", GPU),
+    _cannot("L0_lifecycle", """
+        *.test_model_reload_fail *.test_load_new_model_version *.test_shutdown_with_live_connection
+    """, PRIVATE),
+    _cannot("L0_sequence_corrid_batcher", "*.test_skip_batch", GPU),
+    _cannot("L0_implicit_state", """
+        *.test_implicit_state_growable_memory *.test_implicit_state_single_buffer *.test_no_implicit_state
+        *.test_no_update *.test_wrong_implicit_state_name
+    """, PRIVATE),
+    _cannot("L0_request_cancellation", """
+        *_cancellation_at_step_start *_cancellation_before_finish_*
+        *_cancellation_before_response_complete_and_process_after_final_response
+    """, PRIVATE),
     _cannot("L0_backend_python", "*.test_gpu_tensor_error *.test_dlpack_tensor_error", GPU),
     _cannot("L0_backend_python", "*.test_growth_error", PRIVATE),
     _cannot("L0_http", "*BasicAuth*", SERVICE),
@@ -78,19 +94,17 @@ KNOWN: tuple[Known, ...] = (
     _cannot("L0_warmup", "*.test_shm_leak", GPU),
     _cannot("L0_metrics", "*.test_pinned_memory_metrics*", GPU),
     _cannot("L0_trace", "*OpenTelemetry*", SERVICE),
-    Known("L0_sequence_batcher", """
-        *.test_backlog* *.test_half_batch *.test_skip_batch *.test_full_batch *.test_ragged_batch* *.test_queue_delay_*
-    """, HOOK, here=False, sometimes=True),
-    Known("L0_batcher", """
-        *.test_multi_batch_delayed_* *.test_multi_batch_use_b* *.test_preferred_batch_only_*
-        *.test_multi_batch_preserve_ordering
-    """, HOOK, here=False, sometimes=True),
     Known("L0_http", "HttpTest.test_content_encoding_chunked_manually", FRAMING),
     Known("L0_http", "HttpTest.test_load_oversized_file_parameter", FILE_NAME),
     Known("L0_metrics", "TestCpuMetrics.test_cpu_metrics_during_inference", IDLE, here=False, sometimes=True),
     Known("L0_metrics", "*.test_cache_counters_exist *.test_cache_summaries_exist", CACHE_MISS),
     Known("L0_metrics", "*.test_model_namespacing_label_with_namespace_on", NAMESPACES),
     Known("L0_logging", "TestLogFormat.*unescaped*", UNESCAPED),
+    Known("L0_model_queue", "*.test_policy_reject", TWICE),
+    Known("L0_lifecycle", "*.test_parse_error_modelfail*", PARTIAL),
+    Known("L0_lifecycle", "*.test_parse_error_no_model_config", READY),
+    Known("L0_lifecycle", "*.test_multiple_model_repository_polling", KEPT),
+    Known("L0_lifecycle", "*.test_model_config_overwite *.test_shutdown_while_background_unloading", NOTHING),
     Known("L0_parameters", "*.test_headers *.test_grpc_header_forward_pattern_case_sensitive", BLANKS),
     Known("L0_backend_python", "PythonTest.test_init_args", COPY),
     Known("L0_backend_python", "PythonTest.test_bf16", BFLOAT),

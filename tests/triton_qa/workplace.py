@@ -32,8 +32,11 @@ SILENT = ("pip", "pip3", "apt-get", "apt", "wget", "docker", "ldconfig", "nvidia
 """Commands that fetch, build or need what is not here: they do nothing."""
 PREAMBLE = """
 kill() { local word; for word in "$@"; do [ "$word" = 0 ] && return 1; done; builtin kill "$@"; }
+mkdir() { command mkdir -p "$@"; }
 """
-"""A server that has not started has the process id 0, and `kill 0` would end the script itself."""
+"""A server that has not started has the process id 0, and `kill 0` would end the script itself. Version directories are
+there already (`UNVERSIONED`), and scripts stop a chain of commands where they cannot make one.
+"""
 _LIBRARY = re.compile(r'^default_model_filename: "libtriton_\w+\.so"\n', re.MULTILINE)
 """A C++ backend, which a Python one replaces."""
 _OTHER_SUITES = "(cd ${TEST} && bash -ex test.sh)"

@@ -22,7 +22,7 @@ class TritonPythonModel:
             pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("INPUT", "START", "END", "CORRID")
         )
         number = int(sequence.flat[0])
-        total = value if start.any() else self.sums.get(number, 0) + value
+        total = value.sum(axis=1, keepdims=True) + (0 if start.any() else self.sums.get(number, 0))
         self.sums[number] = total
         if end.any():
             total = total + np.int32(number)
