@@ -110,8 +110,14 @@ class Control:
     # ------------------------------------------------------------------------------------ the questions
 
     def server_ready(self) -> bool:
-        """With strict readiness every version must be READY; without it, loading must only have ended."""
-        states = [version.state for version in self._versions() if version.reason != UNLOADED]
+        """With strict readiness every version must be READY; without it, loading must only have ended. A version that
+        is loaded beside others of its model, which are served, is not waited for."""
+        states = [
+            version.state
+            for model in self._core.state.models.values()
+            for version in model.versions.values()
+            if version.reason != UNLOADED and not (version.state is VersionState.LOADING and model.is_served_meanwhile)
+        ]
         if self.failed or self._core.state.draining or VersionState.LOADING in states:
             return False
         # One that goes on as before, because what should replace it cannot be read, is served.

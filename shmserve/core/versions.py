@@ -399,6 +399,11 @@ class Model(Struct, eq=False):
         ready = [version for version in self.versions.values() if version.state is VersionState.READY]
         return max(ready, key=lambda version: version.number, default=None)
 
+    @property
+    def is_served_meanwhile(self) -> bool:
+        """What loads now is loaded beside versions that are served."""
+        return self.operation is not None and self.operation.beside
+
     def generations(self) -> list[Version]:
         return [*self.versions.values(), *self.coming.values(), *self.leaving]
 
