@@ -227,7 +227,7 @@ class Broker:
         self._put(0, events.Behind(peer, behind))
 
     def _ping_silent(self) -> None:
-        ask, lost = self._door.silent()
+        ask, lost = self._door.silent(self.core.state.clients)
         for outbox in ask:
             self._send(Send(outbox.peer, Ping(next(self._pings))))
         for outbox in lost:

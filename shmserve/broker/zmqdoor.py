@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from shmserve import wire, zmqio
 from shmserve.broker.backlog import BEHIND_BYTES, Backlog
 from shmserve.broker.segments import Segments
 from shmserve.broker.turns import BYTES, CHEAP_BYTES, Turns
+from shmserve.core.clients import Client
 from shmserve.core.events import Framed, Garbled
 from shmserve.errors import InvalidRequest, ProtocolError, ServeError, Unavailable
 from shmserve.messages import (
@@ -397,12 +398,16 @@ class ZmqDoor:
                 outbox.pid = pid
                 self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has ended")
 
-    def silent(self) -> tuple[list[Outbox], list[Outbox]]:
+    def silent(self, clients: Mapping[int, Client]) -> tuple[list[Outbox], list[Outbox]]:
         """(to ping, to give up). One whose process is watched may be too busy to answer; but if it has gone without
-        that process ending, the ping cannot be delivered, and that is told at once."""
+        that process ending, the ping cannot be delivered, and that is told at once. A client whose Hello has not been
+        processed is not pinged: the first message that it gets is Welcome."""
         ask: list[Outbox] = []
         lost: list[Outbox] = []
         for outbox in self._outboxes.values():
+            client = clients.get(outbox.peer)
+            if not outbox.closing and (client is None or not client.outputs):
+                continue
             (ask if outbox.heard or outbox.watch is not None else lost).append(outbox)
             outbox.heard = False
         self._retry()
