@@ -24,9 +24,16 @@ class _User(Generic[T]):
         return len(self.cheap) + len(self.heavy)
 
     def pop(self) -> T:
+        found = self._next().popleft()
         self.taken += 1
-        heavy = self.heavy and (not self.cheap or self.taken % EVERY == 0)
-        return (self.heavy if heavy else self.cheap).popleft()
+        return found
+
+    def first(self) -> T:
+        return self._next()[0]
+
+    def _next(self) -> deque[T]:
+        heavy = self.heavy and (not self.cheap or (self.taken + 1) % EVERY == 0)
+        return self.heavy if heavy else self.cheap
 
 
 class FairQueue(Generic[T]):
@@ -57,6 +64,10 @@ class FairQueue(Generic[T]):
         if mine:
             self._users[user] = mine  # behind the others
         return member
+
+    def first(self) -> T:
+        """The next member, which stays."""
+        return next(iter(self._users.values())).first()
 
     def remove(self, user: str, member: T) -> None:
         mine = self._users[user]

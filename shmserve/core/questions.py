@@ -1,7 +1,8 @@
 """Questions (`Ask`) that wait for their turn: at most QUESTIONS of them in a turn, in the order of a FairQueue.
 
 A question may cost milliseconds (metrics, statistics of a thousand models), so it is queued here and not answered where
-it arrives. Operations bypass the queue: they need the role operate, and their bodies follow piece by piece.
+it arrives; of the heavy ones only equal ones, which share the answer, are passed on in one turn. Operations bypass the
+queue: they need the role operate, and their bodies follow piece by piece.
 
 Invariant: a question counts until the shell reports `Answered`; a peer's questions are dropped with the peer. None is
 passed on while the peer has too much output to read.
@@ -92,9 +93,16 @@ class Questions:
 
     def pass_on(self) -> None:
         """Once per turn."""
+        built: tuple[str, str, int] | None = None
         for _ in range(QUESTIONS):
             if not self._next:
                 return
+            ask = self._queued[self._next.first()][0]
+            if ask.what in HEAVY:
+                key = ask.what, ask.model, ask.version
+                if built is not None and key != built:
+                    return
+                built = key
             peer = self._next.pop()
             queue = self._queued[peer]
             self._state.effects.append(Query(peer, queue.popleft()))

@@ -7,7 +7,7 @@ may be fed a sequence with a hole in it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -46,6 +46,8 @@ class Sequence(Struct, eq=False):
     """Of one request, which came without an id."""
     before: Sequence | None = None
     """Another one of its id, which must have ended first: what a worker keeps is kept by the id."""
+    after: Sequence | None = None
+    """The one that must wait for this one."""
     broken: tuple[str, str] | None = None
     """Code and text for what still belongs to it."""
 
@@ -102,6 +104,8 @@ class Places:
         self.policy = policy
         self.bound: dict[Instance, list[Sequence | None]] = {}
         self.backlog: dict[Sequence, None] = {}
+        self._next: dict[str, OrderedDict[Sequence, None]] = {}
+        """Those of the backlog that may have a place, by user. The first user is next; invariant: each has some."""
         self.latest: dict[int | str, Sequence] = {}
         """By the workers' id, the newest one that has not ended."""
         self.stirred: dict[Sequence, None] = {}
@@ -131,17 +135,28 @@ class Places:
     # ------------------------------------------------------------------------------------ coming and going
 
     def enter(self, sequence: Sequence) -> None:
-        sequence.before = self.latest.get(sequence.worker_id)
+        before = sequence.before = self.latest.get(sequence.worker_id)
         self.latest[sequence.worker_id] = sequence
         self.backlog[sequence] = None
+        if before is None:
+            self._queue(sequence)
+        else:
+            before.after = sequence
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._next.setdefault(sequence.user, OrderedDict())[sequence] = None
 
     def bind_waiting(self, instances: list[Instance]) -> None:
-        """Gives slots that are free to those of the backlog, first come first served."""
-        while self.backlog:
+        """Gives slots that are free to those of the backlog: users in turn, and of a user first come first served."""
+        while self._next:
             instance = self._free(instances)
-            first = next((s for s in self.backlog if s.before is None), None) if instance is not None else None
-            if instance is None or first is None:
+            if instance is None:
                 return
+            user = next(iter(self._next))
+            mine = self._next.pop(user)
+            first, _ = mine.popitem(last=False)
+            if mine:
+                self._next[user] = mine  # behind the others
             del self.backlog[first]
             slots = self.bound.setdefault(instance, [None] * self.policy.slots)
             first.slot = slots.index(None)
@@ -167,8 +182,14 @@ class Places:
             sequence.stirred()
 
     def end(self, sequence: Sequence) -> None:
+        before, after = sequence.before, sequence.after
         if sequence.instance is None:
             del self.backlog[sequence]
+            if before is None:
+                mine = self._next[sequence.user]
+                del mine[sequence]
+                if not mine:
+                    del self._next[sequence.user]
         else:
             slots = self.bound[sequence.instance]
             slots[sequence.slot] = None
@@ -176,13 +197,14 @@ class Places:
                 del self.bound[sequence.instance]
             sequence.instance = None
         sequence.move(SequenceState.ENDED)
-        if self.latest[sequence.worker_id] is sequence:
-            if sequence.before is None:
-                del self.latest[sequence.worker_id]
-            else:
-                self.latest[sequence.worker_id] = sequence.before
-            return
-        for later in self.backlog:  # one at most: the next of its id
-            if later.before is sequence:
-                later.before = sequence.before
-                return
+        if before is not None:
+            before.after = after
+        if after is not None:
+            after.before = before
+            if before is None:
+                self._queue(after)
+        elif before is not None:
+            self.latest[sequence.worker_id] = before
+        else:
+            del self.latest[sequence.worker_id]
+        sequence.before = sequence.after = None

@@ -72,6 +72,13 @@ def test_a_small_question_goes_before_large_ones_of_its_user() -> None:
     assert len(found) == QUESTIONS, "large ones are not starved"
 
 
+def test_one_large_answer_is_built_in_a_turn() -> None:
+    core = serving(3)
+    asks = [(1, Ask(1, "statistics")), (2, Ask(1, "models")), (3, Ask(1, "models")), (1, Ask(2, "config", "m"))]
+    found = [passed(core.handle([*asks, (3, Ask(2, "live"))], 0)), *turns(core)]
+    assert found == [[(1, 1)], [(2, 1), (3, 1)], [(1, 2), (3, 2)]]
+
+
 def test_a_client_that_is_behind_gets_nothing_answered() -> None:
     core = serving(2)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)] + [(2, Ask(1, "live"))], 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.core.policy import IdControl, ModelPolicy, SequencePolicy, TensorSpec
-from shmserve.messages import EndSequences, Fail, Infer, Options, Reply, Tensor
+from shmserve.messages import Cancel, EndSequences, Fail, Infer, Options, Reply, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
@@ -91,3 +91,49 @@ def test_the_worker_is_told_of_the_right_one_that_is_over() -> None:
     world.advance(world.now + 3 * S // 4)  # idle for more than a second: the other's
     assert world.ended == [world.told[1][0]]
     assert isinstance(world.step(one, 3, end=True), Reply)
+
+
+def test_users_get_places_in_turn() -> None:
+    """However many sequences another user has begun, and abandoned: the next place is for who has waited for none."""
+    world = World()
+    world.deploy(ModelPolicy("m", 1, 4, *SPECS, sequence=SequencePolicy(True, 2, S, 0, 0.0)))
+    crowd, honest = world.connect("crowd"), world.connect("honest", audience="uid:2000")
+
+    def start(client: FakeClient, number: int) -> tuple[int, Infer]:
+        client.sends(number)
+        options = Options(sequence=number, sequence_start=True)
+        return client.peer, Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, 0, options)
+
+    world.turn([start(crowd, number) for number in range(1, 101)])
+    world.turn([start(honest, 1), start(honest, 2)])
+    worker = world.worker("m_0")
+    rounds = 0
+    while not (1 in honest.answers and 2 in honest.answers):
+        rounds += 1
+        assert rounds < 5
+        while worker.running is not None:
+            worker.finish(world.now)
+            world.settle()
+        world.advance(world.now + S)  # the places of those that were abandoned
+    assert len(crowd.answers) <= 6
+
+
+def test_sequences_of_one_id_wait_for_each_other_and_not_for_those_that_ended_meanwhile() -> None:
+    world = Sequenced(False)
+    one = world.connect("one")
+    for number in range(1, 6):
+        one.sends(number)
+        options = Options(sequence=7, sequence_start=True, sequence_end=True)
+        tensor = Tensor("x", "FP32", (1, 1), bytes(4))
+        world.turn([(one.peer, Infer(number, "m", 0, (tensor,), None, 0, options))])
+    world.turn([(one.peer, Cancel(3)), (one.peer, Cancel(5))])
+    worker = world.worker("m_0")
+    while worker.running is not None:
+        worker.finish(world.now)
+        world.settle()
+    assert [type(one.answers[number]) for number in (1, 2, 4)] == [Reply] * 3
+    places = world.core.state.ready["m"].places
+    assert places is not None
+    assert not places.latest
+    assert not places.count
+    assert isinstance(world.step(one, 6, start=True, end=True), Reply)
