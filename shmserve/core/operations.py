@@ -16,7 +16,7 @@ from shmserve.core.instances import Instance
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.core.versions import FailedChange, Model, Operation, Unloading, Version
+from shmserve.core.versions import Departure, FailedChange, Model, Operation, Unloading, Version
 from shmserve.messages import Stop
 
 _I, _V = InstanceState, VersionState
@@ -295,6 +295,10 @@ class Operations:
             model.failed = None
             self._commit(model, operation)
         self._state.refresh(model.name)
+        stopping = [instance for _, instance in operation.surplus if instance.state is _I.STOPPING]
+        if stopping and not text:
+            model.departures.append(Departure(operation.numbers, stopping))
+            return
         for number in operation.numbers:
             self._tell(number, "UNAVAILABLE" if text else "", text)
 
@@ -451,6 +455,11 @@ class Operations:
             if all(version.gone and version.state is not _V.UNLOADING for version in unloading.versions):
                 model.unloading.remove(unloading)
                 self._tell(unloading.number)
+        for departure in list(model.departures):
+            if not any(instance.state in (_I.STOPPING, _I.KILLED) for instance in departure.instances):
+                model.departures.remove(departure)
+                for number in departure.numbers:
+                    self._tell(number)
 
 
 def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:

@@ -377,6 +377,15 @@ class Unloading(Struct, eq=False):
     versions: list[Version]
 
 
+class Departure(Struct, eq=False):
+    """Instances that a change has taken from versions that go on: it is over when their processes have ended. Those
+    that stay for sequences or streams are not waited for."""
+
+    numbers: list[int]
+    """The operations that are told then."""
+    instances: list[Instance]
+
+
 class Model(Struct, eq=False):
     """All versions of one name that are or were known."""
 
@@ -392,6 +401,7 @@ class Model(Struct, eq=False):
     """The last change, if it has failed."""
     operation: Operation | None = None
     unloading: list[Unloading] = []
+    departures: list[Departure] = []
     loads: Loads = field(default_factory=Loads)
 
     def default(self) -> Version | None:
