@@ -64,7 +64,7 @@ SUITES = (
     Suite("L0_rate_limiter"),
     Suite("L0_pinned_memory"),
     Suite("L0_model_config", limit_s=1200),
-    Suite("L0_model_update"),
+    Suite("L0_model_update", limit_s=2400),
     Suite("L0_model_queue"),
     Suite("L0_model_namespacing"),
     Suite("L0_optional_input"),

@@ -78,6 +78,11 @@ KNOWN: tuple[Known, ...] = (
     _cannot("L0_lifecycle", """
         *.test_model_reload_fail *.test_load_new_model_version *.test_shutdown_with_live_connection
     """, PRIVATE),
+    _cannot("L0_model_update", """
+        *.test_gpu_instance_update *.test_gpu_cpu_instance_update *.test_instance_name_update
+        *.test_instance_signature *.test_*_scheduler_update_with_ongoing_sequences
+    """, GPU),
+    _cannot("L0_buffer_attributes", "*", GPU),
     _cannot("L0_sequence_corrid_batcher", "*.test_skip_batch", GPU),
     _cannot("L0_implicit_state", """
         *.test_implicit_state_growable_memory *.test_implicit_state_single_buffer *.test_no_implicit_state
@@ -101,6 +106,7 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_metrics", "*.test_model_namespacing_label_with_namespace_on", NAMESPACES),
     Known("L0_logging", "TestLogFormat.*unescaped*", UNESCAPED),
     Known("L0_model_queue", "*.test_policy_reject", TWICE),
+    Known("L0_model_namespacing", "*", NAMESPACES),
     Known("L0_lifecycle", "*.test_parse_error_modelfail*", PARTIAL),
     Known("L0_lifecycle", "*.test_parse_error_no_model_config", READY),
     Known("L0_lifecycle", "*.test_multiple_model_repository_polling", KEPT),
