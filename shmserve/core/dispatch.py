@@ -311,7 +311,7 @@ class Dispatcher:
         if early:
             statistics.queued(early, taken)
         answered = statistics.success_count - before + len(early)
-        statistics.batch_done(batch.rows, answered, batch.reason, times, now)
+        statistics.batch_done(max(batch.rows, batch.slots), answered, batch.reason, times, now)
         if message.next:
             self._run_waiting(version, instance, message.next, message.through, now)
         elif instance.waiting is None and instance.usable:

@@ -51,6 +51,8 @@ class Batch(Struct, eq=False):
     number: int = 0
     times: tuple[int, ...] = ()
     """Its Done's, while a request is traced."""
+    slots: int = 0
+    """Of sequences with slots: up to the last one that has a request. So many rows are run."""
 
     @property
     def count(self) -> int:

@@ -244,6 +244,7 @@ class Sequencer:
             requests.append(request)
             places.gone(request)
         batch = Batch([], plan.rows, plan.reason, signature, now)
+        batch.slots = 1 + max(request.slot for request in requests)
         self._dispatcher.start(version, instance, batch, requests, now)
 
     def _plan_direct(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> Plan:

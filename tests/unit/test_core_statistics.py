@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from shmserve.core import events, histogram
 from shmserve.core.limits import NAMED, Limits
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, SequencePolicy, TensorSpec
 from shmserve.core.statistics import Failure, Statistics, limit_in
-from shmserve.messages import Cancel, Fail, Infer, Tensor
+from shmserve.messages import Cancel, Fail, Infer, Options, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
@@ -165,3 +165,24 @@ def test_restarts_are_counted_by_instance() -> None:
         world.crash(world.worker("m_1"))
         world.advance(world.now + 10**10)
     assert counted(world).restarts == {"m_1": 2}
+
+
+def test_a_batch_of_sequences_has_rows_up_to_its_last_slot() -> None:
+    """As Triton counts them: slots before that are rows of the batch, whether they have a request or not."""
+    x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
+    world = World()
+    world.deploy(ModelPolicy("m", 1, 4, (x,), (y,), sequence=SequencePolicy(True, 4, 10**9)))
+    client, worker = world.connect("a"), world.worker("m_0")
+    for turn, sequences in enumerate([(7, 8, 9), (8,), (9,), (7,)]):
+        happened: list[tuple[int, object]] = []
+        for sequence in sequences:
+            client.sends(10 * turn + sequence)
+            options = Options(sequence=sequence, sequence_start=not turn)
+            tensors = (Tensor("x", "FP32", (1, 1), bytes(4)),)
+            happened.append((client.peer, Infer(10 * turn + sequence, "m", 0, tensors, options=options)))
+        world.turn(happened)
+        worker.finish(world.now)
+        world.settle()
+    statistics = world.core.state.models["m"].versions[1].statistics
+    assert {rows: batches.count for rows, batches in statistics.batches.items()} == {3: 2, 2: 1, 1: 1}
+    assert statistics.inference_count == 6
