@@ -54,7 +54,8 @@ def nested(draw: st.DrawFn, values: st.SearchStrategy[Any], depth: int) -> tuple
     return [one for one, _ in inner], sum(count for _, count in inner)
 
 
-WORDS = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(['"', "\\", '\\"', "[,]", "{"])
+_LETTERS = st.characters(codec="utf-8") | st.sampled_from('"\\\n\U0001f600é')
+WORDS = st.text(_LETTERS, max_size=6) | st.text(_LETTERS, max_size=40) | st.sampled_from(['"', "\\", '\\"', "[,]", "{"])
 KINDS = {
     "INT64": st.integers(-(2**63), 2**63 - 1),
     "FP64": st.floats(allow_nan=True, allow_infinity=True),
@@ -76,6 +77,49 @@ def test_slices_are_the_same_as_the_whole(
     assert (cut.inputs[0].name, cut.inputs[0].shape, cut.options, cut.outputs) == (
         whole.inputs[0].name, whole.inputs[0].shape, whole.options, whole.outputs
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "\\n", "\\u00e9", "\\ud83d\\ude00", "\U0001f600"])
+def test_a_long_string_is_decoded_in_slices(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    decoded = slices._string
+
+    def string(data: bytes) -> str:
+        sizes.append(len(data))
+        return decoded(data)
+
+    monkeypatch.setattr(slices, "_string", string)
+    written = letter * (MIB // len(letter.encode()))
+    found = finished(plan_in_slices(body(f'["b", "{written}" , "c"]', 3, "BYTES"), MOST)).inputs[0].data
+    value = json.loads(f'"{written}"').encode()
+    assert found == b"".join(len(one).to_bytes(4, "little") + one for one in (b"b", value, b"c"))
+    assert len(sizes) >= MIB // SLICE_BYTES - 2
+    assert max(sizes) <= 3 * SLICE_BYTES
+    with pytest.raises(InvalidRequest, match="some of its data is a string"):
+        finished(plan_in_slices(body(f'["{written}"]', 1), MOST))
+
+
+@pytest.mark.parametrize("wrong", ["\\x", "\\ud83d", "\\u00g0", "\n", "\x01"])
+@pytest.mark.parametrize("place", [0, 3 * SLICE_BYTES // 2, 2 * MIB])
+def test_a_long_string_with_a_mistake(wrong: str, place: int) -> None:
+    text = "a" * place + wrong + "a" * (2 * MIB - place)
+    with pytest.raises(InvalidRequest, match="failed to parse"):
+        finished(plan_in_slices(body(f'["{text}"]', 1, "BYTES"), MOST))
+    for values in (f'["{text}"1]', f'[1"{text}"]', f'["{text}""a"]'):
+        with pytest.raises(InvalidRequest, match="failed to parse"):
+            finished(plan_in_slices(body(values.replace(wrong, ""), 2, "BYTES"), MOST))
+
+
+def test_what_stands_around_is_bounded_before_it_is_decoded() -> None:
+    """An object of Python is made of each, all at once."""
+    tensors = ",".join('{"name":"x","shape":[1],"datatype":"FP32","data":[1]}' for _ in range(10_000))
+    with pytest.raises(InvalidRequest, match="the request JSON has 40001 fields and 30002 lists and objects"):
+        finished(plan_in_slices(f'{{"inputs":[{tensors}]}}'.encode(), MOST))
+    lists = "[]," * 70_000
+    with pytest.raises(InvalidRequest, match="fields and 70004 lists and objects"):
+        finished(plan_in_slices(f'{{"inputs":[],"id":[{lists}[]]}}'.encode(), MOST))
+    with pytest.raises(InvalidRequest, match="bytes and no value"):
+        finished(plan_in_slices(body("[" + "[]," * MIB + "[]]", 0), MOST))
 
 
 @pytest.mark.parametrize(
@@ -193,6 +237,17 @@ def test_strings_of_answers_in_slices() -> None:
     assert msgspec.json.decode(finished(elements.to_json_in_slices("y", "BYTES", (4000,), data))) == words
     with pytest.raises(InvalidRequest, match="not UTF-8"):
         finished(elements.to_json_in_slices("y", "BYTES", (1,), b"\1\0\0\0\xff"))
+
+
+def test_long_strings_are_written_in_slices() -> None:
+    words = ["a", "é" * MIB, "", '"' * MIB, "\U0001f600" * MIB, "b"]
+    data = b"".join(len(word.encode()).to_bytes(4, "little") + word.encode() for word in words)
+    work = elements.to_json_in_slices("y", "BYTES", (6,), data)
+    assert msgspec.json.decode(finished(work)) == words
+    assert steps(elements.to_json_in_slices("y", "BYTES", (6,), data)) >= len(data) // SLICE_BYTES
+    long = b"a" * MIB + b"\xc3"
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        finished(elements.to_json_in_slices("y", "BYTES", (1,), len(long).to_bytes(4, "little") + long))
 
 
 def test_a_bomb_is_inflated_up_to_the_limit_and_no_further() -> None:

@@ -380,7 +380,7 @@ class Requests:
             self._begin_planned(connection, head, body, length, self._plan(bytes(body[:length])))
             return
         connection.work(
-            plan_in_slices(bytes(body[:length]), self._limits.input_bytes),
+            plan_in_slices(memoryview(body)[:length], self._limits.input_bytes),
             lambda plan: self._begin_planned(connection, head, body, length, plan),
         )
 

@@ -4,6 +4,7 @@ make them fit; what has no exact place in the type, but for the precision of flo
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import msgspec
 import numpy as np
 
 from shmserve.clients.gateway.kserve import slices
-from shmserve.clients.gateway.kserve.slices import JSON_DEPTH, Cut
+from shmserve.clients.gateway.kserve.slices import JSON_DEPTH, Cut, Text
 from shmserve.clients.gateway.turns import SLICE_BYTES, Work
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import InvalidRequest
@@ -34,7 +35,7 @@ def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
     return _converted(name, dtype, values)
 
 
-def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: bytes, cut: Cut, most: int) -> Work[bytearray]:
+def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: Cut, most: int) -> Work[bytearray]:
     """The same of a list that was cut out of `text`; over `most` bytes are refused."""
     _check_dtype(name, dtype)
     count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
@@ -42,11 +43,26 @@ def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: bytes, cut
         why = json_too_large(count * size, most, "--http-max-input-size")
         raise InvalidRequest(f"{why} Input '{name}' has the shape {list(shape)} and the data-type {dtype}.")
     found, data = 0, bytearray()
+    begin = -1
+    """Of a string that came in parts, in `data`."""
     for values in slices.flat(name, text, cut):
-        found += len(values)
+        if values and type(values[0]) is slices.Part:
+            part = values[0]
+            if dtype != "BYTES":
+                raise _other_kind(name, dtype, {str})
+            if begin < 0:
+                begin = len(data)
+                data += bytes(4)
+            data += part.text.encode()
+            if part.last:
+                data[begin : begin + 4] = (len(data) - begin - 4).to_bytes(4, "little")
+                begin = -1
+            found += part.last
+        else:
+            found += len(values)
+            data += _converted(name, dtype, values)
         if found > count:
             raise _other_count(name, shape, f"{found} or more")
-        data += _converted(name, dtype, values)
         yield
     if found != count:
         raise _other_count(name, shape, str(found))
@@ -74,14 +90,18 @@ def _other_count(name: str, shape: tuple[int, ...], found: str) -> InvalidReques
     )
 
 
+def _other_kind(name: str, dtype: str, wrong: set[type]) -> InvalidRequest:
+    kind = _json_kind(dtype)
+    return InvalidRequest(
+        f"attempt to access JSON non-{kind} as {kind}: input '{name}' is of {dtype}, and some of its data is "
+        f"{_json_names(wrong)}"
+    )
+
+
 def _converted(name: str, dtype: str, values: list[Any]) -> bytes:
     wrong = set(map(type, values)) - _KINDS.get(dtype, {int})
     if wrong:
-        kind = _json_kind(dtype)
-        raise InvalidRequest(
-            f"attempt to access JSON non-{kind} as {kind}: input '{name}' is of {dtype}, and some of its data is "
-            f"{_json_names(wrong)}"
-        )
+        raise _other_kind(name, dtype, wrong)
     try:
         if dtype == "BYTES":
             return bytes(strings.encode_bytes(np.array(values, object)))
@@ -169,29 +189,50 @@ def to_json(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> msgsp
 
 def to_json_in_slices(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Work[msgspec.Raw]:
     """The same, in turns with other work."""
-    pieces = []
+    pieces: list[bytes] = []
     if dtype == "BYTES":
-        for texts in _texts_in_slices(name, data):
-            pieces.append(_encode(texts)[1:-1])
+        for piece in _strings_in_slices(name, data):
+            pieces.append(piece)
             yield
     else:
         item = to_numpy(dtype).itemsize if dtype not in _BINARY_ONLY else 1
         step = max(1, SLICE_BYTES // 2 // item) * item
         for at in range(0, len(data), step):
-            pieces.append(bytes(to_json(name, dtype, shape, data[at : at + step]))[1:-1])
+            comma = b"," if at + step < len(data) else b""
+            pieces += [bytes(to_json(name, dtype, shape, data[at : at + step]))[1:-1], comma]
             yield
-    return msgspec.Raw(b"[%b]" % b",".join(pieces))
+    return msgspec.Raw(b"".join([b"[", *pieces, b"]"]))
 
 
-def _texts_in_slices(name: str, data: bytes) -> Iterator[list[str]]:
+def _strings_in_slices(name: str, data: bytes) -> Iterator[bytes]:
+    """JSON of some strings, or of a part of one that is longer than a slice."""
     at = 0
     while at < len(data):
         texts, until = [], at + SLICE_BYTES
+        end = at
         while at < min(until, len(data)):
             end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+            if end - at > SLICE_BYTES:
+                break
             texts.append(_text(name, data[at + 4 : end]))
             at = end
-        yield texts
+        if texts:
+            yield _encode(texts)[1:-1] + (b"," if at < len(data) else b"")
+        if at < end:
+            yield from _string_in_slices(name, data, at + 4, end)
+            at = end
+
+
+def _string_in_slices(name: str, data: bytes, begin: int, end: int) -> Iterator[bytes]:
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    for at in range(begin, end, SLICE_BYTES):
+        last = at + SLICE_BYTES >= end
+        try:
+            text = decode(data[at : min(at + SLICE_BYTES, end)], last)
+        except UnicodeDecodeError:
+            raise _no_text(name) from None
+        mark = (b'"' if at == begin else b""), (b'"' if last else b""), (b"," if last and end < len(data) else b"")
+        yield mark[0] + _encode(text)[1:-1] + mark[1] + mark[2]
 
 
 def _text(name: str, raw: bytes) -> str:

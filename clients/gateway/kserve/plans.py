@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from shmserve.clients.gateway.kserve import elements, slices
-from shmserve.clients.gateway.kserve.slices import Cut
+from shmserve.clients.gateway.kserve.slices import Cut, Text
 from shmserve.clients.gateway.turns import Work
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.dtypes import elements as elements_of
@@ -151,7 +151,7 @@ def plan_of(text: bytes) -> Plan:
     return _plan(request, [_spec(given) for given in request.inputs])
 
 
-def plan_in_slices(text: bytes, most: int) -> Work[Plan]:
+def plan_in_slices(text: Text, most: int) -> Work[Plan]:
     """The same of a large text, in turns with other work. `most`: bytes of an input."""
     outline = yield from slices.outline(text)
     request = _request_of(outline.around)
@@ -242,7 +242,7 @@ def _spec(given: _Input) -> Spec:
     return Spec(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
 
 
-def _cut_spec(given: _Input, text: bytes, cut: Cut, most: int) -> Work[Spec]:
+def _cut_spec(given: _Input, text: Text, cut: Cut, most: int) -> Work[Spec]:
     if "binary_data_size" in given.parameters or "shared_memory_region" in given.parameters:
         return _spec(given)  # which raises
     shape = _shape_of(given)

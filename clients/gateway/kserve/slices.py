@@ -9,6 +9,7 @@ slices that end at a comma.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -26,16 +27,24 @@ AROUND_BYTES = 1 << 20
 """Of the JSON of a request, less the `data` of its inputs."""
 VALUE_BYTES = 1 << 20
 """Of one number, with the space around it."""
-_CUT_BYTES = 4096
+AROUND_FIELDS, AROUND_BRACKETS = 16_384, 65_536
+"""In that JSON: it is decoded at once, and each is an object of Python."""
+_CUT_BYTES = 1024
 """Lists from this size on are cut out."""
 _DATA_DEPTH = 4
 """{"inputs": [{"data": [: the brackets around a value of `data`, with its own."""
 _MARK = f"cut {secrets.token_hex(8)}"
 """Stands for a list that was cut out. Clients cannot know it, so they cannot write it."""
-_QUOTE, _COMMA, _BACKSLASH, _LIST, _LIST_END, _OPEN, _CLOSE = b'",\\[]{}'
+_QUOTE, _COMMA, _BACKSLASH, _LIST, _LIST_END, _OPEN, _CLOSE, _COLON = b'",\\[]{}:'
 _PLAIN = np.ones(256, bool)
 _PLAIN[list(b" \t\r\n[],")] = False
 """Bytes of values."""
+_TAIL_BYTES = 12
+"""An escape sequence that is cut off is shorter: at most the first 11 bytes of a surrogate pair."""
+_ESCAPED = re.compile(
+    rb"(?:[^\\]+|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*"
+)
+Text = bytes | memoryview
 _Bytes = npt.NDArray[np.uint8]
 _Mask = npt.NDArray[np.bool_]
 
@@ -45,6 +54,13 @@ class Cut(Struct):
 
     begin: int
     end: int
+
+
+class Part(Struct):
+    """Of a string that is longer than a slice. `last`: it ends here."""
+
+    text: str
+    last: bool
 
 
 class Outline(Struct):
@@ -84,7 +100,7 @@ class _Slice(Struct):
 class _Scan:
     """Goes through a part of JSON that begins outside of strings, `depth` deep."""
 
-    def __init__(self, text: bytes, begin: int, end: int, depth: int = 0) -> None:
+    def __init__(self, text: Text, begin: int, end: int, depth: int = 0) -> None:
         self.depth = depth
         self._bytes: _Bytes = np.frombuffer(text, np.uint8)
         self._begin = begin
@@ -128,7 +144,7 @@ class _Scan:
         return inside
 
 
-def outline(text: bytes) -> Work[Outline]:
+def outline(text: Text) -> Work[Outline]:
     """Large lists of `data` are cut out."""
     cuts: list[Cut] = []
     begun: list[int] = []
@@ -145,7 +161,7 @@ def outline(text: bytes) -> Work[Outline]:
         yield
     if scan.depth:
         raise unreadable("it ends inside of a list or an object")
-    return Outline(_around(text, cuts), cuts)
+    return Outline((yield from _around(text, cuts)), cuts)
 
 
 def commas_of(text: bytes) -> Work[int]:
@@ -157,18 +173,29 @@ def commas_of(text: bytes) -> Work[int]:
     return found
 
 
-def _around(text: bytes, cuts: list[Cut]) -> bytes:
+def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
     size = len(text) - sum([cut.end - cut.begin for cut in cuts])
     if size > AROUND_BYTES:
         raise InvalidRequest(
             f"the request JSON has {size} bytes beside the 'data' of its inputs; the limit is {AROUND_BYTES}"
         )
-    parts: list[bytes] = []
+    parts: list[Text] = []
     at = 0
     for number, cut in enumerate(cuts):
         parts += [text[at : cut.begin], b'{"%b":%d}' % (_MARK.encode(), number)]
         at = cut.end + 1
-    return b"".join([*parts, text[at:]])
+    around = b"".join([*parts, text[at:]])
+    fields = brackets = 0
+    for part in _Scan(around, 0, len(around)).slices():
+        fields += int(np.count_nonzero((part.data == _COLON) & ~part.inside))
+        brackets += int(np.count_nonzero(part.steps > 0))
+        yield
+    if fields > AROUND_FIELDS or brackets > AROUND_BRACKETS:
+        raise InvalidRequest(
+            f"the request JSON has {fields} fields and {brackets} lists and objects, beside large 'data' of its "
+            f"inputs; the limits are {AROUND_FIELDS} and {AROUND_BRACKETS}"
+        )
+    return around
 
 
 def cut_of(data: Any, found: Outline) -> Cut | None:
@@ -223,17 +250,68 @@ class _Shape:
         return InvalidRequest(f"input '{self._name}': lists and values are mixed in its 'data'")
 
 
-def flat(name: str, text: bytes, cut: Cut) -> Iterator[list[Any]]:
-    """The values of a list that was cut out, a slice of them at a time, however they are nested."""
+class _LongString:
+    """A string that began in an earlier slice. What is left of each slice is its end."""
+
+    def __init__(self, begin: bytes) -> None:
+        self._rest = begin
+
+    def part(self, more: bytes, last: bool) -> Part:
+        data = self._rest + more
+        at = len(data) if last else _whole(data)
+        self._rest = data[at:]
+        return Part(_string(data[:at]), last)
+
+
+def _whole(data: bytes) -> int:
+    """Up to where the beginning of a string can be decoded: no character and no escape sequence is cut."""
+    end = len(data)
+    for back in range(1, min(4, end) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:
+            if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4):
+                end -= back
+            break
+        if byte < 0x80:
+            break
+    if _BACKSLASH in data:
+        found = _ESCAPED.match(data, 0, end)
+        assert found is not None
+        if end - found.end() < _TAIL_BYTES:  # else the sequence is wrong, which the decoder reports
+            return found.end()
+    return end
+
+
+def _string(data: bytes) -> str:
+    try:
+        found: str = msgspec.json.decode(b'"%b"' % data, type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise unreadable(error) from None
+    return found
+
+
+def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
+    """The values of a list that was cut out, a slice of them at a time, however they are nested. Strings that are
+    longer than a slice come in Parts."""
     scan, shape = _Scan(text, cut.begin + 1, cut.end, 1), _Shape(name)
     rest: list[bytes] = []
     """Behind the last comma, with spaces for brackets."""
-    found = missing = False
+    found = missing = skip = False
+    """`skip`: the next value stands for a string that came in parts."""
+    string: _LongString | None = None
     depth = 1
     for part in scan.slices():
         shape.check(part, depth)
         depth = scan.depth
         blanked = part.data.tobytes()
+        begin = 0
+        if string is not None:
+            outside = np.flatnonzero(~part.inside)
+            begin = int(outside[0]) + 1 if len(outside) else len(blanked)
+            yield [string.part(blanked[: begin - 1] if len(outside) else blanked, bool(len(outside)))]
+            if not len(outside):
+                continue
+            string = None
         if len(part.brackets):
             lists = part.brackets[(part.data[part.brackets] | 6) == 0x5F]  # [ and ], not { and }
             copy = part.data.copy()
@@ -243,21 +321,31 @@ def flat(name: str, text: bytes, cut: Cut) -> Iterator[list[Any]]:
         last = part.at + len(blanked) == cut.end
         end = len(blanked) if last else int(commas[-1]) if len(commas) else -1
         values: list[Any] = []
-        if end < 0:
-            rest.append(blanked)
-            if not part.inside.any() and sum(map(len, rest)) > VALUE_BYTES:
-                raise InvalidRequest(f"input '{name}': a value of its 'data' is over {VALUE_BYTES} bytes long")
+        if end < begin and not last:
+            rest.append(blanked[begin:])
         else:
-            piece = b"".join([*rest, blanked[:end]])
+            piece = b"".join([*rest, blanked[begin:end]])
             rest = [blanked[end + 1 :]]
             if piece.strip(b" \t\r\n,"):
                 found = True
                 values = _decoded(piece)
+                if skip:
+                    del values[0]
+                skip = False
             else:
                 missing = True
         yield values
+        size = sum(map(len, rest))
+        if size >= SLICE_BYTES and len(part.inside) and part.inside[-1]:
+            before, _, content = b"".join(rest).partition(b'"')
+            string = _LongString(content)
+            rest, skip = [before, b'""'], True
+        elif size > VALUE_BYTES:
+            raise InvalidRequest(f"input '{name}': a value of its 'data' is over {VALUE_BYTES} bytes long")
     if not found:
-        _checked(text[cut.begin : cut.end + 1])
+        if cut.end - cut.begin > VALUE_BYTES:
+            raise InvalidRequest(f"input '{name}': its 'data' has over {VALUE_BYTES} bytes and no value")
+        _checked(bytes(text[cut.begin : cut.end + 1]))
     elif missing:
         raise unreadable("a value is missing in a list")
 
