@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ class Broker:
         prepared: bool = True,
         log_rate: Rate | None = None,
         shown: MetricSettings = DEFAULTS,
+        variables: Sequence[str] = (),
     ) -> None:
         self.core = core
         self.drained: Callable[[], None] = lambda: None
@@ -108,13 +109,11 @@ class Broker:
         core.copy_with(self._own)
         self.read = self._own.read
         metrics = Metrics(core.state, self._own.frames, arena_bytes, self.process_of, control.server_ready, shown)
-        self._tallies = Tallies(
-            lambda model: any(version.model == model for version, _ in core.state.instances.values())
-        )
+        self._tallies = Tallies(lambda name: any(one.model == name for one, _ in core.state.instances.values()))
         self._probes = Probes(loop, self.tell)
         self._answers = Answers(control, self._probes, self.tell, core.roles_of)
         control.metrics = lambda: metrics.text() + self._tallies.text()
-        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups, prepared, log_rate)
+        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups, prepared, log_rate, variables)
         self._peers = count(1)
         self._links: dict[int, Link | Outbox] = {}
         self._dirty: dict[Link | Outbox, None] = {}

@@ -65,6 +65,9 @@ FLAGS = (
     Flag("model-load-thread-count", "whole", LOADING, "how many models load at the same time", 4, "N", least=1),
     Flag("model-load-retry-count", "whole", LOADING, "how often loading a model is tried again after a failure",
          0, "N"),
+    Flag("model-environment", "text", LOADING, "models get this environment variable of the server too; HF_*: all that "
+         "begin so; *: all but the server's own; may be given several times", [], "NAME", repeatable=True,
+         shown="none", compatible=["*"], triton="all; they may hold secrets"),
     Flag("strict-readiness", "boolean", LOADING, "ready only when every model is READY; false: when loading has ended",
          True),
     Flag("exit-on-error", "boolean", LOADING, "end if a model fails to load at start; false: the others are served",

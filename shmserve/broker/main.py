@@ -122,8 +122,7 @@ class Server:
         self._loop = loop
         self._code = 0
         self._stopping = False
-        tracing = settings.log_verbose > 1
-        self._core = Core(f"shmserve {version()}", setting.limits(settings), tracing=tracing, survive=True)
+        self._core = Core(f"shmserve {version()}", setting.limits(settings), settings.log_verbose > 1, survive=True)
         self._mode: str = settings.model_control_mode
         gpus = _gpus()
         generations = _generations(settings)
@@ -149,6 +148,7 @@ class Server:
             settings.prepared_process,
             setting.log_rate(settings),
             setting.metrics(settings),
+            settings.model_environment,
         )
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
         self._broker.use_gpus(gpus.uuids(), self._gpu_metrics.used_by)

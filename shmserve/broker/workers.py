@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from shmserve.broker.terms import NOTHING, Terms
 from shmserve.broker.throttle import Rate
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
+from shmserve.manager import VARIABLES
 from shmserve.messages import WorkerReport
 from shmserve.paths import python
 from shmserve.repo.gpus import VISIBLE
@@ -41,6 +43,8 @@ GRACE_S = 10.0
 
 _PASSED_ON = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
 """How variables begin that a worker gets, beside those of every child."""
+_NEVER = ("SHMSERVE_", *VARIABLES)
+"""How those begin that are the server's alone: its settings, and what the service manager says to it."""
 
 _codec = wire.Codec(WorkerReport)
 
@@ -79,9 +83,12 @@ class Workers:
         groups: Callable[[], Groups] | None = None,
         prepared: bool = False,
         rate: Rate | None = None,
+        variables: Sequence[str] = (),
     ) -> None:
         """`groups` divides our control group, so that the kernel keeps workers to their limits of memory. `prepared`:
-        they are made of a prepared process. `rate`: how much of each one's output is logged."""
+        they are made of a prepared process. `rate`: how much of each one's output is logged. `variables`: what more of
+        our environment they get."""
+        self._environment = partial(worker_environment, tuple(variables))
         self._loop = loop
         self._deliver = deliver
         self._exited = exited
@@ -98,7 +105,7 @@ class Workers:
         self._gpu_memory = Memory(
             loop, self.kill, lambda pid: self.used_on_gpu(pid), what="memory on its GPU", knobs=GPU_KNOBS
         )
-        self._prepared = Prepared(loop, self._made, say, worker_environment) if prepared else None
+        self._prepared = Prepared(loop, self._made, say, self._environment) if prepared else None
         self._reaping = loop.call_later(REAP_S, self._reap) if prepared else None
 
     def __len__(self) -> int:
@@ -153,7 +160,7 @@ class Workers:
             stdout=written,
             stderr=written,
             pass_fds=[link],
-            env=worker_environment(),
+            env=self._environment(),
             start_new_session=True,  # a terminal's Ctrl-C is for the broker, which stops its workers in order
         )
         self._begun(worker, worker.process.pid, os.pidfd_open(worker.process.pid))
@@ -273,9 +280,15 @@ def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
     return found
 
 
-def worker_environment() -> dict[str, str]:
+def worker_environment(more: Sequence[str] = ()) -> dict[str, str]:
+    """`more`: names of further variables, or patterns such as HF_*."""
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_NEVER) and any(fnmatchcase(name, pattern) for pattern in more)
+    }
     # A server does not tell others what it serves, unless it was set up to.
-    return {"ORT_DISABLE_TELEMETRY": "1"} | children.environment(*_PASSED_ON) | {"PYTHONUNBUFFERED": "1"}
+    return {"ORT_DISABLE_TELEMETRY": "1"} | given | children.environment(*_PASSED_ON) | {"PYTHONUNBUFFERED": "1"}
 
 
 def _reason(code: int, killed: str) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 STARTS = "TRITON_QA_STARTS"
 """Environment variable: the file that gets one line a start, the flags as JSON."""
-OWN = ("PYTHON", "SHMSERVE_", "TRITON_QA_")
 BACKENDS = "TRITON_QA_BACKENDS"
 """Environment variable: the stand-ins for Triton's test backends."""
 FLAGS = "TRITON_QA_FLAGS"
@@ -35,8 +34,6 @@ def main(given: list[str]) -> None:
         with open(path, "a") as starts:
             starts.write(json.dumps(given) + "\n")
     os.environ["PYTHONPATH"] = str(SERVER_PATH)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
-    os.environ["SHMSERVE_MODEL_QA_VARIABLES"] = json.dumps(inherited)
     command = [sys.executable, "-m", "shmserve.clients.cli", "serve", *flags(given)]
     os.execv(sys.executable, command)
 

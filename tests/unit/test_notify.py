@@ -118,7 +118,19 @@ def test_workers_do_not_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> No
     """R10: a worker's environment is an allow-list."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "1")
-    assert not set(worker_environment()) & set(VARIABLES)
+    monkeypatch.setenv("SHMSERVE_SERVER_KEY", "1")
+    assert not set(worker_environment(["*"])) & {*VARIABLES, "SHMSERVE_SERVER_KEY"}
+
+
+def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HOME", "HF_TOKEN", "MODEL_BUCKET", "PASSWORD"):
+        monkeypatch.setenv(name, name.lower())
+    usual = set(worker_environment())
+    assert not usual & {"HF_HOME", "HF_TOKEN", "MODEL_BUCKET", "PASSWORD"}
+    found = worker_environment(["HF_*", "MODEL_BUCKET", "NONE"])
+    assert set(found) - usual == {"HF_HOME", "HF_TOKEN", "MODEL_BUCKET"}
+    assert found["HF_HOME"] == "hf_home"
+    assert {"PASSWORD", "HF_TOKEN"} < set(worker_environment(["*"]))
 
 
 def test_an_address_of_another_kind_is_told(caplog: pytest.LogCaptureFixture) -> None:

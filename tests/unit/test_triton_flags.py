@@ -153,4 +153,6 @@ def test_the_page_lists_them() -> None:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,30 +1,25 @@
-"""Loaded by the server's processes alone. Models get what Triton gives them: the packages of the environment for the
-tests, after the server's own, and the environment variables of the server, which workers do not inherit otherwise.
-What unit tests inside of models come to is recorded as that of the scripts is.
+"""Loaded by the server's processes alone. Models get the packages of the environment for the tests, after the server's
+own. What unit tests inside of models come to is recorded as that of the scripts is.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import site
 import sys
 from pathlib import Path
 
 PACKAGES = "SHMSERVE_MODEL_QA_PACKAGES"
-VARIABLES = "SHMSERVE_MODEL_QA_VARIABLES"
 RESULTS, STARTS = "SHMSERVE_MODEL_QA_RESULTS", "SHMSERVE_MODEL_QA_STARTS"
-"""Environment variables with this prefix are passed on to workers: a directory, an object as JSON, and two files."""
+"""Environment variables with this prefix are passed on to workers: a directory, and two files."""
 DELAY = "TRITONSERVER_DELAY_SCHEDULER"
 RECORDER = Path(__file__).parents[1] / "recorder" / "sitecustomize.py"
 
-if DELAY in os.environ:  # in the broker; workers have it only after the loop below
+if DELAY in os.environ and not any(word.startswith("shmserve.workers") for word in sys.orig_argv):
     importlib.import_module("delayed").install(os.environ)
 if PACKAGES in os.environ:
     site.addsitedir(os.environ[PACKAGES])
-for name, value in json.loads(os.environ.get(VARIABLES, "{}")).items():
-    os.environ.setdefault(name, value)
 if RESULTS in os.environ:
     os.environ["TRITON_QA_RESULTS"] = os.environ[RESULTS]
     os.environ["TRITON_QA_STARTS"] = os.environ[STARTS]
