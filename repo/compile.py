@@ -6,6 +6,7 @@ The rule of the file: no decisions; a field of the policy is a field of the conf
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from msgspec import Struct, structs
 
@@ -54,16 +55,16 @@ ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})
 _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 
 
-def compile_policy(config: ModelConfig, version: int) -> ModelPolicy:
-    """What the core knows of one version of the model."""
+def compile_policy(config: ModelConfig, version: int, folder: Path | None = None) -> ModelPolicy:
+    """What the core knows of one version of the model. `folder`: where the label files of an ensemble are."""
     policy, cache = config.model_transaction_policy, config.response_cache
     is_ensemble = config.ensemble_scheduling is not None
     return ModelPolicy(
         name=config.name,
         version=version,
         max_batch=config.max_batch_size,
-        inputs=tuple(_tensor(tensor, is_ensemble) for tensor in config.input),
-        outputs=tuple(_tensor(tensor, is_ensemble) for tensor in config.output),
+        inputs=tuple(_tensor(tensor, is_ensemble, None) for tensor in config.input),
+        outputs=tuple(_tensor(tensor, is_ensemble, folder) for tensor in config.output),
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
         execution_limit_ns=_limit(config),
         retry=_parameter(config, RETRY).lower() != "false",
@@ -209,12 +210,14 @@ def _limiter(group: ModelInstanceGroup) -> tuple[tuple[Resource, ...], int]:
     return tuple(Resource(need.name, need.count, need.global_) for need in limiter.resources), limiter.priority or 1
 
 
-def _tensor(tensor: ModelInput | ModelOutput, is_ensemble: bool) -> TensorSpec:
+def _tensor(tensor: ModelInput | ModelOutput, is_ensemble: bool, folder: Path | None) -> TensorSpec:
     dtype = FROM_CONFIG[tensor.data_type]
     reshape = tensor.reshape.shape if is_ensemble and tensor.reshape is not None else None
     if isinstance(tensor, ModelInput):
         return TensorSpec(tensor.name, dtype, tensor.dims, tensor.optional, tensor.allow_ragged_batch, reshape)
-    return TensorSpec(tensor.name, dtype, tensor.dims, reshape=reshape)
+    has_labels = is_ensemble and folder is not None and tensor.label_filename
+    labels = (str(folder), tensor.label_filename) if has_labels else None
+    return TensorSpec(tensor.name, dtype, tensor.dims, reshape=reshape, labels=labels)
 
 
 def _batching(dynamic: ModelDynamicBatching) -> BatchPolicy:

@@ -295,6 +295,15 @@ class Load(Struct, array_like=True, tag=64, gc=False):
     settings: dict[str, str] = {}
 
 
+class LabelFile(Struct, array_like=True, frozen=True, gc=False):
+    """The labels of an output that is wanted as classes, where an ensemble has its own: a file in a directory of the
+    server."""
+
+    output: Name
+    folder: str
+    file: str
+
+
 class Work(Struct, array_like=True, gc=False):
     """One request of a batch. `request` is the broker's number. `rows` is its share of axis 0; 0: not batched.
 
@@ -313,6 +322,7 @@ class Work(Struct, array_like=True, gc=False):
     inline: bool = True
     near: tuple[Name, ...] = ()
     aliases: bool = False
+    labels: tuple[LabelFile, ...] = ()
 
 
 class Execute(Struct, array_like=True, tag=65, gc=False):

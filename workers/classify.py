@@ -8,6 +8,8 @@ larger values first, equal ones by index, NaN behind all numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from msgspec import Struct
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
+from shmserve.repo.labels import read_labels
 
 if TYPE_CHECKING:
     from shmserve.errors import ServeError
@@ -29,9 +32,17 @@ _NOT_NUMBERS = ("BYTES", "BOOL")
 
 
 class Top(Struct, frozen=True):
-    """So many of the largest values of each batch item are wanted, not the tensor."""
+    """So many of the largest values of each batch item are wanted, not the tensor. `labels`: those of an ensemble, in
+    place of the model's own."""
 
     count: int
+    labels: tuple[str, ...] | None = None
+
+
+@lru_cache(maxsize=64)
+def labels_in(folder: str, file: str) -> tuple[str, ...]:
+    """Of an ensemble. Files of a served version do not change."""
+    return read_labels(Path(folder), file)
 
 
 def refusal(model: str, spec: Spec, wanted: Wanted) -> ServeError | None:

@@ -18,7 +18,7 @@ from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor, Wanted
 from shmserve.workers.arenas import INTERNAL
-from shmserve.workers.classify import Top, classify, refusal
+from shmserve.workers.classify import Top, classify, labels_in, refusal
 from shmserve.workers.mistakes import OutputChecks, check_shape, strings
 from shmserve.workers.placing import Placing
 
@@ -142,8 +142,17 @@ class Results:
                 elif (error := refusal(self._scatter.model, specs[index], wanted)) is not None:
                     self.fail(position, error)
                 else:
-                    places[index][position] = Top(wanted.classes)
+                    places[index][position] = self._top(position, work, wanted)
         return places
+
+    def _top(self, position: int, work: Work, wanted: Wanted) -> Top:
+        for found in work.labels:
+            if found.output == wanted.name:
+                try:
+                    return Top(wanted.classes, labels_in(found.folder, found.file))
+                except ServeError as error:
+                    self.fail(position, error)
+        return Top(wanted.classes)
 
     def _reach(self, position: int, place: Handle) -> None:
         """A place on a GPU that cannot be written from here fails the request, whatever the model makes."""
@@ -474,7 +483,8 @@ class Results:
             if isinstance(place, Top):
                 if (error := refusal(self._scatter.model, spec, Wanted(spec.name, None, place.count))) is not None:
                     raise error
-                part = classify(spec, part, place.count, self._scatter.labels[index])
+                labels = self._scatter.labels[index] if place.labels is None else place.labels
+                part = classify(spec, part, place.count, labels)
                 shape, dtype = part.shape, "BYTES"
             source = part if ITEM_BYTES[dtype] else strings(self._scatter.model, spec, part)
             size = source.nbytes

@@ -204,7 +204,8 @@ class Catalog:
         source = self._sources[self._source(reading, number)]
         if is_ensemble(config):
             source.completed = config
-            source.target = Target(number, source.number, (), compile_policy(config, number))
+            policy = compile_policy(config, number, _folder_of(source))
+            source.target = Target(number, source.number, (), policy)
         else:
             source.target = Target(number, source.number, instances)
         return source.target

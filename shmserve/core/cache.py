@@ -89,7 +89,7 @@ class Cache:
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
         parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()
         typed = tuple((name, type(value), _exact(value)) for name, value in parameters)
-        return (request.version, request.audience, inputs, wanted, typed, request.outside)
+        return (request.version, request.audience, inputs, wanted, typed, request.outside, request.labels)
 
     def _read(self, parts: object) -> bytes | None:
         if self.copies is None or not isinstance(parts, tuple):

@@ -238,7 +238,7 @@ class Dispatcher:
             works.append(
                 Work(
                     request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
-                    request.slot, not request.outside, request.near, request.aliases,
+                    request.slot, not request.outside, request.near, request.aliases, request.labels,
                 )
             )  # fmt: skip
             if request.state is not _QUEUED:  # else it is the usual, legal move

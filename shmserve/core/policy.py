@@ -13,8 +13,9 @@ class TimeoutAction(Enum):
 
 
 class TensorSpec(Struct, frozen=True):
-    """An input or output as callers see it. `dims` has no batch dimension; -1 is any size. `reshape`: of an ensemble,
-    what its steps see; those of other models are the worker's concern."""
+    """An input or output as callers see it. `dims` has no batch dimension; -1 is any size. `reshape` and
+    `labels` are of ensembles, those of other models are their workers' concern: the shape that steps see, and the
+    directory and file of the labels."""
 
     name: str
     dtype: str
@@ -22,6 +23,7 @@ class TensorSpec(Struct, frozen=True):
     optional: bool = False
     ragged: bool = False
     reshape: tuple[int, ...] | None = None
+    labels: tuple[str, str] | None = None
 
 
 class QueuePolicy(Struct, frozen=True):

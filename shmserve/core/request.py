@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from shmserve.core.states import REQUEST_MOVES, IllegalMove, RequestState
-from shmserve.messages import OWNER_SHIFT, Fail, Handle, Options, Reply, Tensor, WantedOutputs
+from shmserve.messages import OWNER_SHIFT, Fail, Handle, LabelFile, Options, Reply, Tensor, WantedOutputs
 
 if TYPE_CHECKING:
     from shmserve.core.clients import Client
@@ -62,6 +62,8 @@ class Request(Struct, eq=False, gc=False):
     """Outputs that may stay on the GPU of the instance: who reads them is there, too."""
     aliases: bool = False
     """Only other steps read what it is answered with: that may be what it was asked with."""
+    labels: tuple[LabelFile, ...] = ()
+    """Of outputs that are wanted as classes, where ensembles that it is a step of have their own."""
     cache_key: tuple[Any, ...] | None = None
     """The answer is to be kept under this."""
     sequence: Sequence | None = None

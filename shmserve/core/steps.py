@@ -15,7 +15,7 @@ from shmserve.core.runs import Held, Run, Spot
 from shmserve.core.state import State
 from shmserve.core.versions import Version
 from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
-from shmserve.messages import Options, Tensor, Wanted
+from shmserve.messages import LabelFile, Options, Tensor, Wanted
 
 WINDOW = 16
 """So many answers of a step that answers many times may be under way to the caller."""
@@ -82,6 +82,7 @@ class Steps:
             for own, tensor in given
         )
         outputs, final = self._wanted(run, index)
+        labels = _labels(run, index) if any(wanted.classes for wanted in outputs) else ()
         outside = outside or (final and parent.outside)
         try:
             rows, signature, inline, _, length = checker.check(inputs, outputs)
@@ -112,7 +113,7 @@ class Steps:
             signature, segments, (), (), now, level, deadline=parent.deadline,
             audience=parent.audience if final else INTERNAL, run=run, spot=spot, outside=outside,
             special=True, near=self._near(run, index, member) if policy.leaves_there and not final else (),
-            aliases=not (final or step.mapped or member.cached), length=length,
+            aliases=not (final or step.mapped or member.cached), length=length, labels=labels,
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
         if source:
@@ -199,3 +200,17 @@ def _passed_on(options: Options | None, window: int) -> Options | None:
 def _without_sequence(options: Options | None) -> Options | None:
     """For a model that takes none: it may still look at the id, as it may for any request of an ensemble."""
     return options if options is None or not options.sequence else replace(options, sequence=0)
+
+
+def _labels(run: Run, index: int) -> tuple[LabelFile, ...]:
+    """Of the classes that a step makes: those of the outermost ensemble that has some."""
+    policy = run.request.version.policy
+    assert policy is not None
+    files = {spec.name: spec.labels for spec in policy.outputs}
+    files |= {given.output: (given.folder, given.file) for given in run.request.labels}
+    found = []
+    for own, name in run.graph.steps[index].outputs:
+        wanted, file = run.wanted.get(name), files.get(name)
+        if wanted is not None and wanted.classes and file is not None:
+            found.append(LabelFile(own, *file))
+    return tuple(found)

@@ -98,8 +98,34 @@ def test_classes_of_an_ensemble_without_batches(server: Server) -> None:
         assert client.infer("flat", {"x": x})["y"].shape == (4,)
 
 
+def test_labels_of_ensembles(tmp_path: Path) -> None:
+    """Those of the outermost ensemble that has some; else those of the step. A cache keeps them apart."""
+    labels = 'label_filename: "labels.txt" }'
+    for name, step, own in (("inner", "many", True), ("none", "inner", False), ("outer", "none", True)):
+        text = FLAT.replace('"many"', f'"{step}"')
+        head, _, rest = text.partition("output {")
+        (tmp_path / name / "1").mkdir(parents=True)
+        config = f"{head}output {{{rest.replace('}', labels, 1) if own else rest}"
+        (tmp_path / name / "config.pbtxt").write_text(config)
+        if own:
+            (tmp_path / name / "labels.txt").write_text(f"{name} 0\n{name} 1\n")
+    (tmp_path / "many" / "1").mkdir(parents=True)
+    config = IDENTITY.format(name="many", batch=8, type="TYPE_FP32").replace("[ -1 ] } ]\nd", f"[ -1 ] {labels} ]\nd")
+    (tmp_path / "many" / "config.pbtxt").write_text(f"{config} response_cache {{ enable: true }}")
+    (tmp_path / "many" / "labels.txt").write_text("many 0\nmany 1\n")
+    x = np.array([3, 4], np.float32)
+    with Server(tmp_path, "--cache-config", "local,size=1000000") as server, server.client() as client:
+        for name, expected in (("many", "many"), ("inner", "inner"), ("none", "inner"), ("outer", "outer")):
+            given = x[None] if name == "many" else x
+            (found,) = client.infer(name, {"x": given}, outputs={"y": TopK(1)})["y"].ravel()
+            assert found == f"4.000000:1:{expected} 1".encode()
+
+
 def test_strings_have_no_classes(server: Server) -> None:
-    with server.client() as client, pytest.raises(shmserve.InvalidRequest, match=r"'y'.*unsupported type 'BYTES'"):
+    with (
+        server.client() as client,
+        pytest.raises(shmserve.InvalidRequest, match="unsupported type 'BYTES': output 'y'"),
+    ):
         client.infer("words", {"x": np.array([["a"]], object)}, outputs={"y": TopK(2)})
 
 
