@@ -21,7 +21,7 @@ from shmserve.repo.labels import read_labels
 
 if TYPE_CHECKING:
     from shmserve.errors import ServeError
-    from shmserve.messages import Wanted
+    from shmserve.messages import LabelFile, Wanted
     from shmserve.workers.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -39,8 +39,18 @@ class Top(Struct, frozen=True):
     labels: tuple[str, ...] | None = None
 
 
+def top(model: str, spec: Spec, wanted: Wanted, labels: Sequence[LabelFile]) -> Top:
+    """`labels`: the files of an ensemble. Raises why the output cannot be given as classes."""
+    if (error := refusal(model, spec, wanted)) is not None:
+        raise error
+    for file in labels:
+        if file.output == wanted.name:
+            return Top(wanted.classes, _labels_in(file.folder, file.file))
+    return Top(wanted.classes)
+
+
 @lru_cache(maxsize=64)
-def labels_in(folder: str, file: str) -> tuple[str, ...]:
+def _labels_in(folder: str, file: str) -> tuple[str, ...]:
     """Of an ensemble. Files of a served version do not change."""
     return read_labels(Path(folder), file)
 

@@ -18,7 +18,7 @@ from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor, Wanted
 from shmserve.workers.arenas import INTERNAL
-from shmserve.workers.classify import Top, classify, labels_in, refusal
+from shmserve.workers.classify import Top, classify, refusal, top
 from shmserve.workers.mistakes import OutputChecks, check_shape, strings
 from shmserve.workers.placing import Placing
 
@@ -139,20 +139,12 @@ class Results:
                     places[index][position] = wanted.place
                     if wanted.place is not None and self._scatter.placing.is_on_device(wanted.place):
                         self._reach(position, wanted.place)
-                elif (error := refusal(self._scatter.model, specs[index], wanted)) is not None:
-                    self.fail(position, error)
                 else:
-                    places[index][position] = self._top(position, work, wanted)
+                    try:
+                        places[index][position] = top(self._scatter.model, specs[index], wanted, work.labels)
+                    except ServeError as error:
+                        self.fail(position, error)
         return places
-
-    def _top(self, position: int, work: Work, wanted: Wanted) -> Top:
-        for found in work.labels:
-            if found.output == wanted.name:
-                try:
-                    return Top(wanted.classes, labels_in(found.folder, found.file))
-                except ServeError as error:
-                    self.fail(position, error)
-        return Top(wanted.classes)
 
     def _reach(self, position: int, place: Handle) -> None:
         """A place on a GPU that cannot be written from here fails the request, whatever the model makes."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.errors import InvalidRequest, ModelFailed, NotFound, ServeError, Unsupported
+from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.messages import Return, Tensor, Wanted
 from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends import Context
@@ -132,7 +132,7 @@ def test_outputs_that_are_strings() -> None:
 def test_outputs_too_few() -> None:
     for names, wrong in ((("y", "z"), "z"), (("OUTPUT__1",), "OUTPUT__1")):
         text = f"The output {wrong} in the model configuration refers to an output index which doesn't exist. "
-        with pytest.raises(ModelFailed, match=f"^{text}This model has 1 outputs$"):
+        with pytest.raises(Internal, match=f"^{text}This model has 1 outputs$"):
             torch_programs.picker("m", torch_programs.Program(), made(*names))((A,))
 
 
@@ -219,7 +219,7 @@ def test_inputs_are_not_copied_and_outputs_are_views(tmp_path: Path) -> None:
             assert array.dtype == spec.numpy
             assert array.ctypes.data == tensor.data_ptr()
         text = "^configuration expects datatype TYPE_FP32 for output 'a', model provides TYPE_INT64$"
-        with pytest.raises(ModelFailed, match=text):
+        with pytest.raises(Internal, match=text):
             model._array(model._outputs[0], torch.zeros(4, dtype=torch.int64), 0)
     finally:
         model.close()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shmserve.dtypes import FROM_CONFIG
-from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
+from shmserve.errors import Internal, InvalidRequest, ModelFailed, NotFound, Unsupported
 from shmserve.repo.complete import complete_from_model
 from shmserve.workers.backends import Context, StackedBackend, torch_device
 from shmserve.workers.backends.facts import match, unknown
@@ -155,7 +155,7 @@ class Torch(StackedBackend):
         found = DTYPES.get(value.dtype)
         if found != spec.dtype:
             provided = _CONFIG_TYPES.get(found or "", str(value.dtype))
-            raise ModelFailed(
+            raise Internal(
                 f"configuration expects datatype {_CONFIG_TYPES[spec.dtype]} for output '{spec.name}', model provides "
                 f"{provided}"
             )

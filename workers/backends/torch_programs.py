@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.errors import Internal, InvalidRequest
 from shmserve.repo.complete import TensorFacts
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ def picker(model: str, program: Program, specs: Sequence[Spec]) -> Callable[[Any
             values = [values]
         for name, place in zip(names, places, strict=True):
             if place >= len(values):
-                raise ModelFailed(
+                raise Internal(
                     f"The output {name} in the model configuration refers to an output index which doesn't exist. "
                     f"This model has {len(values)} outputs"
                 )
