@@ -94,7 +94,8 @@ WantedOutputs = Annotated[tuple[Wanted, ...], Meta(max_length=TENSORS)]
 class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """What few requests need. A map on the wire, so that only what is set travels.
 
-    `window` above 0: the request is answered with Parts, of which so many may come before the caller says More."""
+    `window` above 0: the request is answered with Parts, of which so many may come before the caller says More.
+    `caller`: whose the sequence is, of those for whom the client asks. Each of them has ids of its own."""
 
     id: Name = ""
     priority: Level = 0
@@ -104,6 +105,7 @@ class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     sequence_end: bool = False
     parameters: Annotated[dict[Name, Value], Meta(max_length=PARAMETERS)] = {}
     window: Id = 0
+    caller: Name = ""
 
 
 # ---------------------------------------------------------------------------------------------- several ways

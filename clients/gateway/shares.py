@@ -61,15 +61,19 @@ class Charged(Protocol):
 class Payer:
     """One connection with one token, and the accounts that its calls are charged to; the first is the total."""
 
-    __slots__ = ("_pool", "accounts", "calls", "input_bytes", "questions")
+    __slots__ = ("_pool", "accounts", "calls", "input_bytes", "questions", "token")
 
-    def __init__(self, pool: Pool, accounts: tuple[Account, ...], questions: Payer | None = None) -> None:
+    def __init__(
+        self, pool: Pool, accounts: tuple[Account, ...], questions: Payer | None = None, token: str = ""
+    ) -> None:
         self._pool = pool
         self.accounts = accounts
         self.calls = 0
         self.input_bytes = 0
         self.questions = questions or self
         """Who pays for questions."""
+        self.token = token
+        """The name of who has it, or a ZeroMQ client's key: ids of sequences belong to it. Empty: there is none."""
 
     def charge(self, ticket: Charged, input_bytes: int) -> None:
         """Unavailable: it would be over a share, and nothing is charged."""
@@ -201,7 +205,7 @@ class ConnectionShares:
         if found is None:
             shares, address, (requests, questions) = self._shares, self._address, self._accounts
             asks = Payer(shares.questions, shares.questions.enter(questions, address, token))
-            found = Payer(shares.requests, shares.requests.enter(requests, address, token), asks)
+            found = Payer(shares.requests, shares.requests.enter(requests, address, token), asks, token)
             self._payers[token] = found
         return found
 

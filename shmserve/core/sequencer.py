@@ -45,7 +45,7 @@ class Sequencer:
     def version_of(self, client: Client, model: str, number: int, options: Options) -> Version | None:
         """The generation where the sequence of this request lives, if it goes on. None: a new one begins, or none is
         known."""
-        sequence = self._find(model, number, options.sequence, client.user)
+        sequence = self._find(model, number, options.sequence, _owner(client, options))
         if sequence is None or options.sequence_start or sequence.broken is not None:
             return None
         return sequence.version
@@ -89,14 +89,15 @@ class Sequencer:
             )
         if isinstance(key, int) and key < 0:
             raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' takes those above 0")
-        sequence = self._find(model, number, key, client.user)
+        owner = _owner(client, options)
+        sequence = self._find(model, number, key, owner)
         if sequence is not None and sequence.broken is None and sequence.own:
             raise InvalidRequest(f"sequence {key} of model '{model}' is that of a request that named none")
         if options.sequence_start:
             if self._state.draining:
                 raise Unavailable(STOPPING)
         elif sequence is None or sequence.over or sequence.broken is not None or sequence.version is not version:
-            self._refuse((model, number, key, client.user), sequence)
+            self._refuse((model, number, key, owner), sequence)
 
     def _refuse(self, key: Key, sequence: Sequence | None) -> None:
         """There is nothing that a request without START could go on with."""
@@ -116,14 +117,14 @@ class Sequencer:
         given = request.options
         own = given is None or not given.sequence
         options = self._with_id(version, request) if given is None or own else given
-        user = request.client.user
+        user = _owner(request.client, options)
         sequence = self._find(version.model, number, options.sequence, user)
         while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
             self._leave_behind(sequence)
             sequence = self._find(version.model, number, options.sequence, user)
         if sequence is None:
             key = (version.model, number, options.sequence, user)
-            worker_id = _worker_id(version, options.sequence, request)
+            worker_id = _worker_id(version, options.sequence, user, request)
             sequence = self._state.sequences[key] = Sequence(key, worker_id, version, now, own=own)
             sequence.places.enter(sequence)
             self._lost.pop(key, None)
@@ -303,11 +304,16 @@ def _arrival(sequence: Sequence) -> int:
     return sequence.requests[0].arrived
 
 
-def _worker_id(version: Version, wanted: int | str, request: Request) -> int | str:
+def _owner(client: Client, options: Options) -> str:
+    """Whose ids these are: a user's or, where the client says for whom it asks, one caller's."""
+    return f"{client.user} {options.caller}" if options.caller else client.user
+
+
+def _worker_id(version: Version, wanted: int | str, user: str, request: Request) -> int | str:
     """Workers and models keep states by this id, so no two users' sequences may have the same."""
     assert version.places is not None
     other = version.places.latest.get(wanted)
-    if other is None or other.user == request.client.user:
+    if other is None or other.user == user:
         return wanted
     return _unused_id(version, isinstance(wanted, str), request)
 

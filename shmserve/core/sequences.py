@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shmserve.core.versions import Version
 
 Key = tuple[str, int, int | str, str]
-"""Model, the version that callers name (0: the default one), the id, and the user: ids of different users differ."""
+"""Model, the version that callers name (0: the default one), the id, and whose it is: a user or a client's caller."""
 
 
 class Sequence(Struct, eq=False):

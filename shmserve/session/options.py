@@ -72,6 +72,7 @@ def options_of(
     parameters: Mapping[str, Any] | None,
     request_id: str | None,
     window: int = 0,
+    caller: str = "",
 ) -> Options | None:
     """None where nothing is set. The queue timeout travels in a field of its own, as Triton's parameter `timeout`."""
     if not (priority or sequence or sequence_start or sequence_end or parameters or request_id or window):
@@ -100,8 +101,9 @@ def options_of(
             raise InvalidRequest(f"parameter 'timeout' is the time in the queue in microseconds, not {value!r}")
         queue_timeout_us = value
     return Options(
-        request_id or "", priority or 0, queue_timeout_us, sequence or 0, sequence_start, sequence_end, given, window
-    )
+        request_id or "", priority or 0, queue_timeout_us, sequence or 0, sequence_start, sequence_end, given, window,
+        caller if sequence else "",
+    )  # fmt: skip
 
 
 def wanted_of(outputs: Any, kept: Kept, encoder: Encoder, placed: bool = True) -> tuple[Wanted, ...]:

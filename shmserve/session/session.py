@@ -123,10 +123,12 @@ class Session:
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         window: int = 0,
+        caller: str = "",
     ) -> None:
         """Puts a request into the outbox. InvalidRequest, and nothing has happened, where it could not travel.
 
         `now` is the monotonic clock; it is read only where `timeout` is given. `window` is that of a StreamTicket.
+        `caller`: the sequence is of this one of several for whom the client asks.
         """
         timeout_us = 0 if timeout is None else timeout_us_of(timeout)
         tensors, kept, size = self._tensors(inputs)
@@ -142,7 +144,9 @@ class Session:
                 kept = Kept()
             try:
                 check_name("model", model)
-                options = options_of(priority, sequence, sequence_start, sequence_end, parameters, request_id, window)
+                options = options_of(
+                    priority, sequence, sequence_start, sequence_end, parameters, request_id, window, caller
+                )
                 wanted = (
                     None if outputs is None or kept is None else wanted_of(outputs, kept, self._encoder, not window)
                 )

@@ -21,6 +21,7 @@ from tests.rpc import Rpcs, infer_request
 
 pytestmark = pytest.mark.process
 
+SEQUENCE = "sequence_batching { max_sequence_idle_microseconds: 60000000 direct { } }\n"
 CONNECTIONS, CALLS = 9, 1000
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING, WINDOW = 0, 1, 4, 6, 8
@@ -32,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     delay = 'parameters { key: "delay_us" value: { string_value: "2000000" } }\n'
     model(repository, "slow", ["FP32"], "[ -1 ]", 1, delay)
     model(repository, "quick", ["FP32"], "[ -1 ]", 8)
+    model(repository, "sequence", ["FP32"], "[ -1 ]", 8, SEQUENCE)
     with Server(repository) as running:
         yield running
 
@@ -105,12 +107,43 @@ def test_over_the_share_a_call_is_unavailable_and_told_the_flag(server: Server) 
     gateway.stop()
 
 
-def test_a_token_has_one_share_over_http_and_grpc(server: Server, tmp_path: Path) -> None:
+def with_tokens(server: Server, folder: Path, *options: str) -> tuple[Gateway, dict[str, str]]:
+    """A gateway for two callers, and what each says of itself."""
     made = {name: tokens.new(name, "infer") for name in ("alice", "bob")}
-    (tmp_path / "tokens").write_text("".join(f"{line}\n" for _, line in made.values()))
-    (tmp_path / "tokens").chmod(0o600)
-    gateway = Gateway(server, "--token-share=0.0002", f"--tokens-file={tmp_path / 'tokens'}")
-    header = {name: f"Bearer {token}" for name, (token, _) in made.items()}
+    (folder / "tokens").write_text("".join(f"{line}\n" for _, line in made.values()))
+    (folder / "tokens").chmod(0o600)
+    gateway = Gateway(server, f"--tokens-file={folder / 'tokens'}", *options)
+    return gateway, {name: f"Bearer {token}" for name, (token, _) in made.items()}
+
+
+def test_callers_with_tokens_have_sequence_ids_of_their_own(server: Server, tmp_path: Path) -> None:
+    gateway, header = with_tokens(server, tmp_path)
+
+    def step(name: str, start: bool = False, end: bool = False) -> int:
+        options = {"sequence_id": 7, "sequence_start": start, "sequence_end": end}
+        tensor = {"name": "i_FP32", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}
+        body = {"inputs": [tensor], "parameters": options}
+        status, _ = gateway.ask("POST", "/v2/models/sequence/infer", body, Authorization=header[name])
+        return status
+
+    with Rpcs(gateway.grpc) as rpcs:
+        asked = request("sequence")
+        asked.parameters["sequence_id"].int64_param = 7
+        bob = [("authorization", header["bob"])]
+        assert step("alice", start=True) == 200
+        assert step("bob") == 400, "it is not bob's"
+        with pytest.raises(grpc.RpcError, match="must specify the START flag"):
+            rpcs.ModelInfer(asked, metadata=bob)
+        assert step("bob", start=True) == 200
+        assert step("alice") == 200
+        assert rpcs.ModelInfer(asked, metadata=bob).model_name == "sequence"
+        assert step("bob", end=True) == 200
+        assert step("alice", end=True) == 200
+    gateway.stop()
+
+
+def test_a_token_has_one_share_over_http_and_grpc(server: Server, tmp_path: Path) -> None:
+    gateway, header = with_tokens(server, tmp_path, "--token-share=0.0002")
     body = {"inputs": [{"name": "i_FP32", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]}
     with Rpcs(gateway.grpc) as rpcs:
         alice = [("authorization", header["alice"])]

@@ -34,9 +34,9 @@ class Sequenced(World):
             self.told.append((options.sequence, options.sequence_start, options.sequence_end))
         super()._send(effect)
 
-    def step(self, client: FakeClient, number: int, start: bool = False, end: bool = False) -> Any:
+    def step(self, client: FakeClient, number: int, start: bool = False, end: bool = False, caller: str = "") -> Any:
         client.sends(number)
-        options = Options(sequence=self.id, sequence_start=start, sequence_end=end)
+        options = Options(sequence=self.id, sequence_start=start, sequence_end=end, caller=caller)
         self.turn([(client.peer, Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, 0, options))])
         worker = self.worker("m_0")
         while worker.running is not None:
@@ -91,6 +91,18 @@ def test_the_worker_is_told_of_the_right_one_that_is_over() -> None:
     world.advance(world.now + 3 * S // 4)  # idle for more than a second: the other's
     assert world.ended == [world.told[1][0]]
     assert isinstance(world.step(one, 3, end=True), Reply)
+
+
+def test_callers_of_one_client_have_ids_of_their_own() -> None:
+    """As those of a gateway that knows them by their tokens."""
+    world = Sequenced(False)
+    gateway = world.connect("gateway")
+    begun = [("alice", True), ("bob", False), ("bob", True), ("alice", False), ("", False), ("bob", False)]
+    answers = [world.step(gateway, n, start, caller=caller) for n, (caller, start) in enumerate(begun, 1)]
+    assert [type(answer) for answer in answers] == [Reply, Fail, Reply, Reply, Fail, Reply]
+    alice, bob, again, later = [found for found, _, _ in world.told]
+    assert (alice, bob) == (again, later)
+    assert alice != bob
 
 
 def test_users_get_places_in_turn() -> None:

@@ -192,7 +192,7 @@ class Asker:
             parameters = asked.parameters if forwarded is None else merged(asked.parameters, forwarded)
             link.session.infer(
                 ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, asked.priority, asked.sequence,
-                asked.sequence_start, asked.sequence_end, parameters, request_id or None, window,
+                asked.sequence_start, asked.sequence_end, parameters, request_id or None, window, payer.token,
             )  # fmt: skip
         except BaseException:
             release(ticket)

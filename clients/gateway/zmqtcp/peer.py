@@ -205,7 +205,7 @@ class Peer:
             link.session.infer(
                 ticket, infer.model, inputs.made(), now, outputs, infer.version or None, timeout, options.priority,
                 options.sequence or None, options.sequence_start, options.sequence_end, parameters or None,
-                options.id or None, window,
+                options.id or None, window, self._payer.token,
             )  # fmt: skip
         link.send_soon(timeout is not None)
         return ticket
