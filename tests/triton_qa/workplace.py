@@ -41,7 +41,7 @@ _LIBRARY = re.compile(r'^default_model_filename: "libtriton_\w+\.so"\n', re.MULT
 """A C++ backend, which a Python one replaces."""
 _OTHER_SUITES = "(cd ${TEST} && bash -ex test.sh)"
 """The script of L0_backend_python runs those in its subfolders, which are suites of their own here."""
-_STOPS = re.compile(r"^(\s*)(set -e(x|o pipefail)?|exit 1)\s*$", re.MULTILINE)
+_STOPS = re.compile(r"^(\s*)(set -e(x|o pipefail)?|exit (1|\$RET))\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
