@@ -52,7 +52,7 @@ class Batch(Struct, eq=False):
     times: tuple[int, ...] = ()
     """Its Done's, while a request is traced."""
     slots: int = 0
-    """Of sequences with slots: up to the last one that has a request. So many rows are run."""
+    """Of sequences with slots: up to the last one that has a sequence. As in Triton, the batch counts as so large."""
 
     @property
     def count(self) -> int:

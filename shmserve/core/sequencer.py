@@ -245,7 +245,8 @@ class Sequencer:
             requests.append(request)
             places.gone(request)
         batch = Batch([], plan.rows, plan.reason, signature, now)
-        batch.slots = 1 + max(request.slot for request in requests)
+        if places.policy.direct and version.batches:
+            batch.slots = 1 + max(sequence.slot for sequence in places.at(instance))
         self._dispatcher.start(version, instance, batch, requests, now)
 
     def _plan_direct(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> Plan:

@@ -168,21 +168,22 @@ def test_restarts_are_counted_by_instance() -> None:
 
 
 def test_a_batch_of_sequences_has_rows_up_to_its_last_slot() -> None:
-    """As Triton counts them: slots before that are rows of the batch, whether they have a request or not."""
+    """As Triton counts them: whether the sequences in these slots have a request or not."""
     x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
     world = World()
     world.deploy(ModelPolicy("m", 1, 4, (x,), (y,), sequence=SequencePolicy(True, 4, 10**9)))
     client, worker = world.connect("a"), world.worker("m_0")
-    for turn, sequences in enumerate([(7, 8, 9), (8,), (9,), (7,)]):
+    for turn, sequences in enumerate([(7, 8, 9), (8,), (-9,), (-8,), (7,)]):
         happened: list[tuple[int, object]] = []
         for sequence in sequences:
-            client.sends(10 * turn + sequence)
-            options = Options(sequence=sequence, sequence_start=not turn)
+            number = 10 * turn + abs(sequence)
+            client.sends(number)
+            options = Options(sequence=abs(sequence), sequence_start=not turn, sequence_end=sequence < 0)
             tensors = (Tensor("x", "FP32", (1, 1), bytes(4)),)
-            happened.append((client.peer, Infer(10 * turn + sequence, "m", 0, tensors, options=options)))
+            happened.append((client.peer, Infer(number, "m", 0, tensors, options=options)))
         world.turn(happened)
         worker.finish(world.now)
         world.settle()
     statistics = world.core.state.models["m"].versions[1].statistics
-    assert {rows: batches.count for rows, batches in statistics.batches.items()} == {3: 2, 2: 1, 1: 1}
-    assert statistics.inference_count == 6
+    assert {rows: batches.count for rows, batches in statistics.batches.items()} == {3: 3, 2: 1, 1: 1}
+    assert statistics.inference_count == 7
