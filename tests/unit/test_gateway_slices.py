@@ -372,3 +372,18 @@ def test_who_leaves_has_nothing_more_inflated() -> None:
         later.pop(0)()
     assert not echo.answers
     assert not transport.sent
+
+
+def test_white_space_around_data_does_not_count(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That in strings does, and what it parts stays parted."""
+    tidy = body("[1, 2, 3]", 3).replace(b'"1"', b'"1  , \\"   2"')
+    loose = tidy.replace(b',"', b" \n\t ," + b" " * 1000 + b'"')
+    assert b'"1  , \\"   2"' in loose
+    monkeypatch.setattr(slices, "AROUND_BYTES", 1000)
+    assert finished(plan_in_slices(loose, MOST)) == plan_of(tidy)
+    parted = loose.replace(b'"outputs"', b'"parameters":{"priority":1' + b" " * 1000 + b'2},"outputs"')
+    with pytest.raises(InvalidRequest, match="failed to parse"):
+        finished(plan_in_slices(parted, MOST))
+    monkeypatch.setattr(slices, "AROUND_BYTES", 60)
+    with pytest.raises(InvalidRequest, match="beside the 'data' of its inputs; the limit is 60"):
+        finished(plan_in_slices(loose, MOST))

@@ -24,7 +24,7 @@ from shmserve.errors import InvalidRequest
 
 JSON_DEPTH = 100
 AROUND_BYTES = 1 << 20
-"""Of the JSON of a request, less the `data` of its inputs."""
+"""Of the JSON of a request, less the `data` of its inputs and runs of white space."""
 VALUE_BYTES = 1 << 20
 """Of one number, with the space around it."""
 AROUND_FIELDS, AROUND_BRACKETS = 16_384, 65_536
@@ -36,6 +36,8 @@ _DATA_DEPTH = 4
 _MARK = f"cut {secrets.token_hex(8)}"
 """Stands for a list that was cut out. Clients cannot know it, so they cannot write it."""
 _QUOTE, _COMMA, _BACKSLASH, _LIST, _LIST_END, _OPEN, _CLOSE, _COLON = b'",\\[]{}:'
+_SPACE = np.zeros(256, bool)
+_SPACE[list(b" \t\r\n")] = True
 _PLAIN = np.ones(256, bool)
 _PLAIN[list(b" \t\r\n[],")] = False
 """Bytes of values."""
@@ -175,16 +177,20 @@ def commas_of(text: bytes) -> Work[int]:
 
 def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
     size = len(text) - sum([cut.end - cut.begin for cut in cuts])
-    if size > AROUND_BYTES:
-        raise InvalidRequest(
-            f"the request JSON has {size} bytes beside the 'data' of its inputs; the limit is {AROUND_BYTES}"
-        )
     parts: list[Text] = []
-    at = 0
-    for number, cut in enumerate(cuts):
-        parts += [text[at : cut.begin], b'{"%b":%d}' % (_MARK.encode(), number)]
-        at = cut.end + 1
-    around = b"".join([*parts, text[at:]])
+    at, left = 0, AROUND_BYTES
+    for number, end in enumerate([*(cut.begin for cut in cuts), len(text)]):
+        piece = text[at:end] if size <= AROUND_BYTES else (yield from _trimmed(text, at, end, left))
+        left -= len(piece)
+        if left < 0:
+            raise InvalidRequest(
+                f"the request JSON has {size} bytes beside the 'data' of its inputs; the limit is {AROUND_BYTES}"
+            )
+        parts.append(piece)
+        if number < len(cuts):
+            parts.append(b'{"%b":%d}' % (_MARK.encode(), number))
+            at = cuts[number].end + 1
+    around = b"".join(parts)
     fields = brackets = 0
     for part in _Scan(around, 0, len(around)).slices():
         fields += int(np.count_nonzero((part.data == _COLON) & ~part.inside))
@@ -196,6 +202,23 @@ def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
             f"inputs; the limits are {AROUND_FIELDS} and {AROUND_BRACKETS}"
         )
     return around
+
+
+def _trimmed(text: Text, begin: int, end: int, limit: int) -> Work[bytes]:
+    """A part between cuts, with one byte of each run of white space outside of strings; at most one slice over the
+    limit."""
+    kept = bytearray()
+    follows = False
+    """The last slice ends with white space."""
+    for part in _Scan(text, begin, end, _DATA_DEPTH - 1 if begin else 0).slices():
+        space = _SPACE[part.data] & ~part.inside
+        dropped = space & np.concatenate(([follows], space[:-1]))
+        follows = bool(space[-1])
+        kept += part.data[~dropped].tobytes()
+        yield
+        if len(kept) > limit:
+            break
+    return bytes(kept)
 
 
 def cut_of(data: Any, found: Outline) -> Cut | None:
