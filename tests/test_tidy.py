@@ -198,3 +198,18 @@ def test_every_data_file_is_packaged() -> None:
 
 def test_the_change_log_has_a_place_for_the_next_change() -> None:
     assert re.search(r"^## \[?Unreleased\]?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_hypothesis_tests_keep_the_profile() -> None:
+    """Else `make test` fails by chance."""
+    found = []
+    for name, text in code():
+        if not re.search(r"^from hypothesis import .*\bsettings\b", text, re.MULTILINE) or name == "tests/examples.py":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "settings":
+                given = {keyword.arg: keyword.value for keyword in node.keywords}
+                fixed = isinstance(given.get("max_examples"), ast.Constant)
+                if fixed or given.keys() - {"max_examples", "stateful_step_count", "suppress_health_check"}:
+                    found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "write max_examples=examples(60), and nothing that tests/examples.py sets"

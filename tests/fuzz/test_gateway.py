@@ -31,7 +31,7 @@ EXAMPLES = max(100, int(os.environ.get("SHMSERVE_FUZZ", "50000")) // 200)
 ALSO = (501, 505)
 """What is meant above 500."""
 patient = settings(
-    max_examples=EXAMPLES, deadline=None,
+    max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 

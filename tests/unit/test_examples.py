@@ -16,7 +16,7 @@ from tests.examples import TIMES, examples
 def drawn() -> list[tuple[int, str]]:
     found = []
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(st.integers(), st.text())
     def test(number: int, text: str) -> None:
         found.append((number, text))
