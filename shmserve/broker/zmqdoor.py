@@ -355,6 +355,8 @@ class ZmqDoor:
         self._stuck.add(outbox)
         limit, waiting = self._outbox_bytes, outbox.unsent_bytes
         self._backlog.add(outbox, size)
+        if self._outboxes.get(outbox.identity) is not outbox:
+            return  # the backlog has disconnected it
         if waiting > limit:
             outbox.cut_off(f"{waiting} bytes wait for it, over the limit of {limit} (client_outbox_bytes)")
         elif waiting > BEHIND_BYTES and not outbox.behind:

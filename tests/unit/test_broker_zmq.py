@@ -1,4 +1,4 @@
-"""The keepalive of ZeroMQ clients: who is pinged, and whose connection is given up."""
+"""ZeroMQ clients: who is pinged, whose connection is given up, and what is kept for one that does not read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from shmserve import wire
-from shmserve.broker.backlog import Backlog
+from shmserve.broker.backlog import BEHIND_BYTES, USERS, Backlog
 from shmserve.broker.turns import Turns
 from shmserve.broker.zmqdoor import Outbox, ZmqDoor
 from shmserve.core.clients import Client
@@ -24,9 +24,11 @@ PATIENCE_MS = 60_000
 
 
 class World:
-    """A door with one connected client, which has sent Hello. `clients` is what the core knows."""
+    """A door with one connected client, which has sent Hello. `clients` is what the core knows, `told` of the ends of
+    clients and of those that fall behind."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, client_outbox_bytes: int = LIMIT, outbox_bytes: int = LIMIT) -> None:
+        self.told: list[Any] = []
         self.clients: dict[int, Client] = {}
         self.delivered: list[Any] = []
         unused: Any = SimpleNamespace()
@@ -37,11 +39,11 @@ class World:
             unused,
             lambda outbox: PEER,
             lambda peer, messages, descriptors: self.delivered.extend(messages),
-            lambda peer, reason: None,
+            lambda peer, reason: self.told.append(reason),
             "uid:1",
-            LIMIT,
+            client_outbox_bytes,
             Turns(lambda: None),
-            Backlog(LIMIT, lambda peer, behind: None),
+            Backlog(outbox_bytes, lambda peer, behind: self.told.append(behind)),
         )
         self.context = zmq.Context()
         self.dealer = self.context.socket(zmq.DEALER)
@@ -81,3 +83,45 @@ def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
     world.clients[PEER].outputs = "posix"  # its Hello has been processed
     assert world.silent() == ([PEER], [])
     assert world.silent() == ([], [PEER])
+
+
+@pytest.mark.parametrize("limit", ["client_outbox_bytes", "outbox_bytes"])
+def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, limit: str) -> None:
+    """Of `outbox_bytes` one user may have a quarter. What libzmq and the socket take does not count."""
+    size = 4 * LIMIT
+    limits = {"client_outbox_bytes": 4 * size, "outbox_bytes": 16 * size, limit: size}
+    world = World(tmp_path, **limits)
+    try:
+        (outbox,) = world.door._outboxes.values()
+        sent = 0
+        while not any(type(one) is str for one in world.told):
+            world.door.send(outbox, [bytes(LIMIT // 4)])
+            sent += 1
+            assert sent < 10_000
+        most = size if limit == "client_outbox_bytes" else size // USERS
+        *behind, reason = world.told
+        assert behind == [True] * (most > BEHIND_BYTES)
+        assert reason.startswith("it does not read: ")
+        assert reason.endswith(f"over the limit of {most} ({limit})")
+        assert not world.door._outboxes
+    finally:
+        world.close()
+
+
+def test_a_client_that_reads_again_has_caught_up(tmp_path: Path) -> None:
+    world = World(tmp_path, 64 * LIMIT, 256 * LIMIT)
+    try:
+        (outbox,) = world.door._outboxes.values()
+        sent = 0
+        while not world.told:
+            world.door.send(outbox, [bytes(LIMIT // 4)])
+            sent += 1
+        assert world.told == [True]
+        for _ in range(sent):
+            assert world.dealer.poll(PATIENCE_MS)
+            world.dealer.recv()
+            world.door.silent(world.clients)
+        assert world.told == [True, False]
+        assert outbox.unsent_bytes == 0
+    finally:
+        world.close()
