@@ -341,6 +341,8 @@ def wrong() -> dict[str, tuple[str, bytes, dict[str, str], int, str]]:
         "region": ("row", json.dumps({"inputs": [{"name": "i_FP32", "shape": [1, 1], "datatype": "FP32",
                    "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 4}}]}).encode(), {}, 404,
                    "Unable to find shared memory region: 'r'"),
+        "large parameter": ("row", b'{"parameters":{"a":"%b"},' % (b"x" * 65_537)
+                            + (text % (b"i_FP32", b"FP32"))[1:], {}, 400, "has 65537 bytes, over the limit of 65536"),
         "with an id": ("row", b'{"id":"me",' + (text % (b"x", b"FP32"))[1:], {}, 400, "[request id: me] "),
     }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,3 +94,12 @@ def test_a_caller_who_does_not_read_is_not_idle() -> None:
     transport.unsent = 1
     assert idle_since(connection) is None
     assert isinstance(transport, Transport)
+
+
+def test_the_page_has_all_metrics() -> None:
+    endpoint = callers(1)
+    text = endpoint.metrics("HTTP", "", "status") + endpoint.metrics("gRPC", "", "code") + endpoint.shares.metrics()
+    names = re.findall("# TYPE (\\S+)", text)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    assert len(names) == 10
+    assert not [name for name in names if f"| `{name}` |" not in page]

@@ -115,6 +115,9 @@ class Transport:
     def is_closing(self) -> bool:
         return self.closed
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.closed = True
 
@@ -342,3 +345,24 @@ def test_what_calls_of_the_services_wait_for() -> None:
     ticket.fail(InvalidRequest("no"))
     found.append(many.call.awaits)
     assert found == [Awaits.REQUEST, Awaits.NEXT_REQUEST, Awaits.NOTHING, Awaits.NOTHING, Awaits.NEXT_REQUEST]
+
+
+def idle_since(connection: Connection) -> float | None:
+    return connection.idle_since
+
+
+def test_a_connection_whose_streams_are_idle_can_be_evicted() -> None:
+    loop = Loop()
+    connection, _ = loop.connect()
+    loop.time = 3.0
+    receive(connection, HELLO + OPEN)
+    assert idle_since(connection) is None, "a call was opened in this turn of the slow clock"
+    loop.turn += 2
+    assert idle_since(connection) == 0.0, "it was opened, and nothing has come"
+    loop.time = 7.0
+    receive(connection, frame(DATA, 0, 1, message(b"one")))
+    assert idle_since(connection) is None
+    loop.turn += 2
+    assert idle_since(connection) == 7.0
+    loop.calls[0].awaits = Awaits.NOTHING
+    assert idle_since(connection) is None, "its answer is due"

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.gateway.http2.frames import Reason
 from shmserve.clients.gateway.http2.protocol import Http2
+from shmserve.clients.gateway.http2.seam import Awaits
 from shmserve.clients.gateway.turns import Reader
 
 if TYPE_CHECKING:
     from shmserve.clients.gateway.http2.door import RpcDoor
+    from shmserve.clients.gateway.http2.stream import Stream
 
 JOINED_BYTES = 128 * 1024
 """What is sent in one turn is one piece up to this size."""
@@ -160,9 +162,13 @@ class Connection(Reader, asyncio.BufferedProtocol):
     @property
     def idle_since(self) -> float | None:
         core, transport = self._core, self._transport
-        if core is None or transport is None or core.streams or transport.get_write_buffer_size():
+        if core is None or transport is None or transport.get_write_buffer_size():
             return None
-        return core.life.idle_since
+        return None if any(self._in_use(stream) for stream in core.streams.values()) else core.life.idle_since
+
+    def _in_use(self, stream: Stream) -> bool:
+        """Its answer is due, or it has moved lately. Others are open and nothing happens."""
+        return stream.call.awaits is Awaits.NOTHING or self._door.turn - max(stream.used, stream.turn) <= 1
 
     def evict(self) -> None:
         if self._core is not None:

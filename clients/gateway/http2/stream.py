@@ -211,6 +211,7 @@ class Stream(Sending):
 
     def _deliver(self, flag: int, data: Buffer) -> None:
         self.used = self._core.door.turn
+        self._core.life.idle_since = self._core.door.now()
         self._core.work -= 1
         if not flag:
             self._pass_on(data)
