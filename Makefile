@@ -191,7 +191,7 @@ $(TRITON_QA)/.made:
 	@echo 'installing what the tests of Triton need in $(TRITON_QA) (a minute) ...'
 	@rm -rf $(TRITON_QA) && $(PYTHON) -m venv $(TRITON_QA)
 	@$(TRITON_QA)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
-	  'tritonclient[all]==2.73.0' onnx requests sseclient-py psutil pytest aiohttp prettytable pillow scipy websockets boofuzz \
+	  'tritonclient[all]==2.73.0' onnx requests sseclient-py psutil pytest aiohttp prettytable pillow scipy websockets \
 	  || { rm -rf $(TRITON_QA); exit 1; }
 	@touch $@
 

@@ -14,7 +14,8 @@ class Suite:
     """What the script reads: which backends and which of its variants."""
     limit_s: int = 600
     layout: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Directory in the suite's folder -> models to put there: of docs/examples, of `parts`, or of its own models/."""
+    """Directory in the suite's folder -> models to put there: of docs/examples, of `parts`, or of its own models/.
+    `simple/1 as simple/2` copies a version."""
     flags: tuple[str, ...] = ()
     """More for the server."""
     script: str = "test.sh"
@@ -69,11 +70,10 @@ SUITES = (
     Suite("L0_optional_input"),
     Suite("L0_batch_input", {"BACKENDS": "onnx libtorch"}, 900),
     Suite("L0_request_cancellation"),
-    Suite("L0_http_fuzz", limit_s=7200),
     Suite("L0_logging"),
     Suite("L0_buffer_attributes"),
     Suite("L0_passive_instance"),
-    Suite("L0_simple_ensemble", layout={"models": ("simple",)}),
+    Suite("L0_simple_ensemble", layout={"models": ("simple/1", "simple/1 as simple/2")}),
     Suite("L0_server_status"),
     Suite("L0_grpc_state_cleanup", layout={"models": ("repeat_int32",)}),
     Suite("L0_backend_onnxruntime"),
@@ -87,6 +87,7 @@ SUITES = (
 NO_GPU = "needs a GPU or TensorRT"
 CPLUSPLUS = "its tests are C++ programs, or test C++ libraries"
 SERVICE = "needs a service of others, or the network"
+FUZZ = "takes hours and writes gigabytes; tests/fuzz has such requests"
 MEMORY = "needs about 20 GB of memory: it sends tensors of 1.9 and 3 GB, also with gRPC"
 CLIENTS = "tests clients, with files of their repository"
 IN_PROCESS = "tests Triton's library for use inside of a Python process"
@@ -110,6 +111,7 @@ _LEFT_OUT = {
         L0_storage_azure L0_storage_swiftstack L0_vertex_ai
     """,
     MEMORY: "L0_large_payload",
+    FUZZ: "L0_http_fuzz",
     CLIENTS: """
         L0_client_java L0_perf_pyclients L0_python_client_unit_tests L0_simple_example L0_simple_go_client
         L0_simple_nodejs_client

@@ -82,6 +82,19 @@ def test_a_failed_subtest_fails_its_test_in_pytest_too(tmp_path: Path) -> None:
     assert [outcome for outcome, _ in found.values()].count("failed") == 3
 
 
+def test_a_version_of_a_model_can_be_laid_out_under_another_number(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "qa" / "L0_some" / "models" / "simple").mkdir(parents=True)
+    (checkout / "qa" / "L0_some" / "models" / "simple" / "config.pbtxt").write_text("own")
+    (checkout / workplace.EXAMPLES / "simple" / "1").mkdir(parents=True)
+    (checkout / workplace.EXAMPLES / "simple" / "config.pbtxt").write_text("example")
+    suite = Suite("L0_some", layout={"models": ("simple/1", "simple/1 as simple/2")})
+    place = workplace.prepare(tmp_path / "work", checkout, suite, tmp_path, Path(sys.executable))
+    found = place.qa / "L0_some" / "models" / "simple"
+    assert sorted(path.name for path in found.iterdir()) == ["1", "2", "config.pbtxt"]
+    assert (found / "config.pbtxt").read_text() == "own"
+
+
 def test_a_script_goes_on_after_a_failure_and_finds_its_parts_here(tmp_path: Path) -> None:
     suite = tmp_path / "checkout" / "qa" / "L0_some"
     suite.mkdir(parents=True)

@@ -74,12 +74,13 @@ def _lay_out(place: Workplace, checkout: Path, suite: Suite) -> None:
     """What the build of Triton's test image adds: example models, and the directories that git does not keep."""
     home = place.qa / suite.name
     for target, names in suite.layout.items():
-        for name in names:
+        for entry in names:
+            name, _, renamed = entry.partition(" as ")
             found = [path / name for path in (HERE / "parts", checkout / EXAMPLES, home / "models")]
             source = next((path for path in found if path.is_dir()), None)
             if source is None:
                 raise SystemExit(f"the checkout has no {EXAMPLES}/{name}")
-            shutil.copytree(source, home / target / name, dirs_exist_ok=True)
+            shutil.copytree(source, home / target / (renamed or name), dirs_exist_ok=True)
     for pattern in UNVERSIONED:
         for config in place.qa.glob(pattern):
             if not any(path.is_dir() for path in config.parent.iterdir()):
