@@ -244,6 +244,8 @@ class Core:
             self._lifecycle.drain_over(now)
         elif kind is Timer.IDLE:
             self._sequencer.idle(cast(Sequence, subject), now)
+        elif kind is Timer.BACKLOG:
+            self._sequencer.backlog_timeout(cast(Sequence, subject))
         elif kind is Timer.LEAVE:
             self._operations.leave(cast("Version | Instance | None", subject))
         elif kind in (Timer.RETRY, Timer.HANG, Timer.LATE, Timer.RECALL, Timer.OVERDUE):

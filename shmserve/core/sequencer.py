@@ -129,6 +129,8 @@ class Sequencer:
             sequence.places.enter(sequence)
             self._lost.pop(key, None)
             self._state.set_timer(now + sequence.places.policy.idle_ns, Timer.IDLE, sequence)
+            if options.queue_timeout_us:
+                self._state.set_timer(now + options.queue_timeout_us * 1000, Timer.BACKLOG, sequence)
         same = sequence.worker_id == options.sequence
         request.options = options if same else replace(options, sequence=sequence.worker_id)
         request.sequence = sequence
@@ -283,6 +285,13 @@ class Sequencer:
             sequence.places.waiting(request)
             sequence.left(request)
         self._state.dirty[version] = None
+
+    def backlog_timeout(self, sequence: Sequence) -> None:
+        """The queue timeout of its first request. It counts for the time in the backlog alone."""
+        if sequence.state is _S.WAITING:
+            sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
+            sequence.stirred()
+            self._state.dirty[sequence.version] = None
 
     def idle(self, sequence: Sequence, now: int) -> None:
         """The timer of a sequence: has nothing come for it for too long?"""

@@ -45,6 +45,7 @@ class Timer(Enum):
     HANG = 5  # an instance may have run its batch for too long
     LATE = 6  # an instance may have loaded for too long
     IDLE = 7  # a sequence may have had no request for too long
+    BACKLOG = 12  # a sequence may have waited for a slot for too long
     LEAVE = 8  # a version whose sequences have had their time to come to an end
     DRAIN = 4  # the end of patience at shutdown
     RECALL = 9  # an instance that was replaced may not have given back what it has not started
