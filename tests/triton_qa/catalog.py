@@ -74,7 +74,7 @@ SUITES = (
     Suite("L0_buffer_attributes"),
     Suite("L0_passive_instance"),
     Suite("L0_simple_ensemble", layout={"models": ("simple/1", "simple/1 as simple/2")}),
-    Suite("L0_server_status"),
+    Suite("L0_server_status", {"SERVER_TIMEOUT": "400"}, 1200, flags=LENIENT),
     Suite("L0_grpc_state_cleanup", layout={"models": ("repeat_int32",)}),
     Suite("L0_backend_onnxruntime"),
     Suite("L0_initializer_as_input"),
