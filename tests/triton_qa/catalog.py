@@ -47,7 +47,7 @@ SUITES = (
     Suite("L0_lifecycle", limit_s=3600),
     *(Suite(f"L0_backend_python/{name}", limit_s=2400) for name in PYTHON.split()),
     Suite("L0_backend_python", flags=LENIENT),
-    Suite("L0_decoupled", limit_s=3600, layout={"models": DECOUPLED, "python_models": (*DECOUPLED, *ENSEMBLES)}),
+    Suite("L0_decoupled", limit_s=4 * 3600, layout={"models": DECOUPLED, "python_models": (*DECOUPLED, *ENSEMBLES)}),
     Suite("L0_iterative_sequence"),
     Suite("L0_response_cache"),
     Suite("L0_metrics"),
