@@ -298,6 +298,12 @@ class Admission:
                 f"model '{version.model}' has a decoupled transaction policy: it may answer a request many times; "
                 f"call it with stream()"
             )
+        if streamed and state.abandoned[client.user] >= self._client_requests:
+            raise Unavailable(
+                f"{state.abandoned[client.user]} streams that this user does not wait for any more have not been ended "
+                f"by their models, the limit (client_requests); try again later, and let the models look for "
+                f"cancellation"
+            )
         segments, pins = self._memory(client, message, blocks) if outside else _NOTHING  # from here nothing is refused
         special = streamed or bool(segments)
         own = state.next_number()

@@ -10,6 +10,7 @@ Times are CLOCK_MONOTONIC ns, the clock of the workers' reports.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from shmserve.core.calls import Calls
 from shmserve.core.crowd import Crowd
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.effects import Effect
-from shmserve.core.ends import Ends
+from shmserve.core.ends import Ends, is_stream
 from shmserve.core.ensembles import Ensembles
 from shmserve.core.events import Event
 from shmserve.core.faults import Faults
@@ -356,6 +357,8 @@ class Core:
                 assert request.run.out.get(request.number) is request, story
             elif request.state is not RequestState.LINGERING:
                 assert request.client.requests.get(request.client_number) is request, story
+        abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
+        assert state.abandoned == Counter(request.client.user for request in abandoned)
         self._check_sequences()
         state.cache.check()
         if state.limiter is not None:

@@ -15,13 +15,14 @@ from shmserve.core.request import Request
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState
 from shmserve.core.statistics import Failure
-from shmserve.core.versions import Version
+from shmserve.core.versions import ORDER, Version
 from shmserve.messages import Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Value, Withdraw
 
 if TYPE_CHECKING:
     from shmserve.core.calls import Calls
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
+_GONE = (_LINGERING, _ENDED)
 
 
 class Ends:
@@ -124,6 +125,11 @@ class Ends:
             if request.state is _DONE:
                 assert request.reply is not None
                 self.deliver(request, request.reply)
+        if order and len(order) > version.order_swept:
+            left = [request for request in order if request.state not in _GONE]
+            order.clear()
+            order.extend(left)
+            version.order_swept = max(ORDER, 2 * len(left))
 
     def drop_done(self, request: Request) -> None:
         """Its turn had not come, and nobody wants the answer any more."""
@@ -150,6 +156,10 @@ class Ends:
             self.leaves(request)
         request.move(_ENDED)
         del self._state.requests[request.number]
+        if state is _LINGERING and is_stream(request):
+            self._state.abandoned[request.client.user] -= 1
+            if not self._state.abandoned[request.client.user]:
+                del self._state.abandoned[request.client.user]
         if request.sequence is not None:
             request.sequence.left(request)
             self._state.dirty[request.version] = None
@@ -218,6 +228,8 @@ class Ends:
     def linger(self, request: Request) -> None:
         """Answered (or nobody left to answer) while a worker has it."""
         request.move(_LINGERING)
+        if is_stream(request):
+            self._state.abandoned[request.client.user] += 1
         if request.sequence is not None:
             text = f"an earlier request of sequence {request.sequence.id!r} was given up, and so is all of it"
             request.sequence.fail("CANCELLED", text)
@@ -252,6 +264,11 @@ class Ends:
                 self._state.ledger.keep(handle)
         elif not client.gone:
             self.give(client, made)
+
+
+def is_stream(request: Request) -> bool:
+    """Only the model says when it ends, which may be long after its caller has lost interest."""
+    return request.version.decoupled and request.version.graph is None
 
 
 def _of_others(client: Client, handles: Iterable[Handle]) -> list[Handle]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -76,6 +76,8 @@ class State:
         """Runs of ensembles for which something has come, or that have failed."""
         self.mapped: FairQueue[Run] = FairQueue()
         """Runs with mapped steps not all of whose rows have been asked for; also such as have ended meanwhile."""
+        self.abandoned: Counter[str] = Counter()
+        """By user, streams that nobody waits for any more, and that the model has not ended."""
         self.sequences: dict[Key, Sequence] = {}
         """Those that a request may go on with."""
         self.ensembles: dict[Version, None] = {}

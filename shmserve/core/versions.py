@@ -19,6 +19,9 @@ from shmserve.core.sequences import Places
 from shmserve.core.states import VERSION_MOVES, InstanceState, VersionState, legal
 from shmserve.core.statistics import Loads, Statistics
 
+ORDER = 256
+"""With preserve_ordering: up to here `Version.order` is not swept."""
+
 
 class Version:
     """One generation of a version: a reload makes a new one, which takes over when it is READY.
@@ -42,6 +45,7 @@ class Version:
         "model",
         "number",
         "order",
+        "order_swept",
         "padding",
         "places",
         "plain",
@@ -116,7 +120,9 @@ class Version:
         self.decoupled = False
         """It answers a request as often as it likes."""
         self.order: deque[Request] | None = None
-        """With preserve_ordering: the requests not answered yet, in the order of their arrival."""
+        """With preserve_ordering: requests in the order of their arrival, until all before them have been answered."""
+        self.order_swept = ORDER
+        """From this length on those that left early are taken out."""
         self.idle: list[Instance] = []
         """Those with nothing to do; the one that became idle last is at the end, and used first: it is warm."""
         self.service_ns = 0

@@ -15,9 +15,11 @@ from shmserve.core import events
 from shmserve.core.crowd import EXPELLED_NS, EXPULSIONS
 from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits, defaults, shown
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.versions import ORDER
 from shmserve.messages import (
     FIELD_BYTES,
     PROTOCOL,
+    Cancel,
     Fail,
     Goodbye,
     Hello,
@@ -285,6 +287,25 @@ def test_segments() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- mistakes
+
+
+def test_requests_that_were_cancelled_are_not_kept_behind_one_that_runs() -> None:
+    """With preserve_ordering, where the first one runs for minutes and the rest is sent and cancelled at once."""
+    world = World(checks=False)
+    world.deploy(ModelPolicy("m", 1, 1, *SPECS, BatchPolicy(preserve_ordering=True)))
+    client = world.connect("a")
+    for number in range(1, 4001):
+        client.sends(number)
+        ask = Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
+        world.turn([(client.peer, ask), *([(client.peer, Cancel(number))] if number > 1 else [])])
+    order = world.core.state.ready["m"].order
+    assert order is not None
+    assert len(order) <= ORDER + 1
+    (worker,) = world.workers.values()
+    worker.finish(world.now)
+    world.settle()
+    assert isinstance(client.answers[1], Reply)
+    world.core.check()
 
 
 def mistake(client: FakeClient) -> tuple[int, Any]:

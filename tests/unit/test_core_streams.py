@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from shmserve import wire
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.messages import Execute, Infer, More, Options, Part, Tensor, WorkerOrder
+from shmserve.messages import Cancel, Execute, Fail, Infer, More, Options, Part, Tensor, WorkerOrder
 from tests.examples import examples
+from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
 MS = 10**6
@@ -57,6 +58,36 @@ def test_who_says_more_of_what_is_over_or_not_its_own_is_not_heard() -> None:
     assert isinstance(client.answers[1], Part)
     world.turn([(client.peer, More(1, 5)), (client.peer, More(7, 5))])
     assert not world.core.state.requests
+
+
+def test_streams_that_models_do_not_end_are_limited_by_user() -> None:
+    """Cancelled, or left by a client that connects again: the model has them still."""
+    world = World(Limits(client_requests=8))
+    world.deploy(STREAM)
+    worker = world.worker("stream_0")
+
+    def begin(name: str, audience: str, *numbers: int) -> FakeClient:
+        client = world.connect(name, audience=audience)
+        for number in numbers:
+            client.sends(number, 1)
+        world.turn([(client.peer, ask(number, 1)) for number in numbers])
+        world.advance(world.now + 5 * MS)
+        while worker.running is not None:
+            worker.finish(world.now)
+            world.settle()
+        return client
+
+    first = begin("a", "uid:1000", 1, 2, 3, 4)
+    world.turn([(first.peer, Cancel(number)) for number in (1, 2, 3, 4)])
+    world.gone(begin("a again", "uid:1000", 1, 2, 3, 4))
+    assert len(worker.streams) == 8
+    refused = begin("a once more", "uid:1000", 1).answers[1]
+    assert isinstance(refused, Fail)
+    assert "8 streams that this user does not wait for any more" in refused.text
+    assert not begin("b", "uid:2000", 1).answers
+    worker.part(next(iter(worker.streams)), last=True)
+    world.turn(world.heard(worker))
+    assert not begin("a at last", "uid:1000", 1).answers
 
 
 def test_time_to_the_first_of_many_responses() -> None:
