@@ -68,7 +68,7 @@ class HeaderBlocks:
 
     def _count_fields(self) -> None:
         core, fields = self._core, self._heads.fields
-        core.work -= fields
+        core.work -= most.FIELD_WORK * fields
         if fields > most.FIELDS:
             core.conduct.idle(fields - most.FIELDS)
 

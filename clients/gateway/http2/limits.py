@@ -26,6 +26,8 @@ WORK = 128
 """Frames, messages, and fields of headers that are decoded, that one connection may cost in one turn of the loop."""
 TURN_WORK = 4 * WORK
 """The same, of all connections together."""
+FIELD_WORK = 2
+"""A field that is decoded counts as so many frames: it takes 5 to 10 us."""
 INFLATED_BYTES = 4 << 10
 """Inflating so much counts as one frame."""
 FIELDS = 64
