@@ -55,6 +55,8 @@ READY = "a model whose configuration cannot be read keeps the server from being 
 KEPT = "mode poll: a model that can no longer be loaded goes on as it was, e.g. after a copy in a second repository"
 OVERTAKEN = "a newer load or unload of a model overtakes one under way, whose caller is told so"
 OVERRIDE = "a load that brings a configuration makes a new generation, and does not only add instances to the old one"
+RETAINED = "a load without a configuration goes back to the files, whatever the load before has brought"
+EXTENSIONS = "the metadata names the extensions of shared memory only where --allow-client-shm allows them"
 NOTHING = "a model of backend 'identity' needs inputs and outputs in its configuration"
 COPY = "args['model_repository'] is the version's private copy in the runtime directory"
 
@@ -89,6 +91,9 @@ KNOWN: tuple[Known, ...] = (
         *.test_instance_signature *.test_*_scheduler_update_with_ongoing_sequences
     """, GPU),
     Known("L0_model_update", "*.test_instance_resource_decrease", PRIVATE, here=False, sometimes=True),
+    _cannot("L0_server_status", """
+        *.test_model_latest_infer *.test_model_specific_infer *.test_infer_stats_no_model *.test_model_versions_added
+    """, GPU),
     _cannot("L0_output_validation", "*", BUILT),
     _cannot("L0_buffer_attributes", "*", GPU),
     _cannot("L0_libtorch_instance_group_kind_model", "*", GPU),
@@ -121,6 +126,8 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_metrics", "*.test_model_namespacing_label_with_namespace_on", NAMESPACES),
     Known("L0_logging", "TestLogFormat.*unescaped*", UNESCAPED),
     Known("L0_model_queue", "*.test_policy_reject", TWICE),
+    Known("L0_lifecycle", "*.test_config_override", RETAINED),
+    Known("L0_server_status", "*.test_basic", EXTENSIONS),
     Known("L0_model_namespacing", "*", NAMESPACES),
     Known("L0_lifecycle", """
         *.test_concurrent_model_load *.test_concurrent_model_load_unload
