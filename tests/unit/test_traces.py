@@ -39,8 +39,9 @@ ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_
 class Changing:
     def __init__(self, **given: Any) -> None:
         known = {"log_info": True, "log_warning": True, "log_error": True, "log_verbose": 0, "log_format": "default"}
+        known |= {"log_file": None, "triton_compatible": False}
         self.tracing: list[bool] = []
-        self.settings = LogSettings(argparse.Namespace(**known | {"log_file": None} | given), self.tracing.append)
+        self.settings = LogSettings(argparse.Namespace(**known | given), self.tracing.append)
 
     def to(self, **changes: Any) -> dict[str, Any]:
         return self.settings.change(json.dumps(changes).encode())
