@@ -19,7 +19,7 @@ from types import TracebackType
 
 SYSTEMD = Path("/lib/systemd/systemd")
 BOOT_S = 60
-COMMAND_S = 90
+COMMAND_S = 240
 TOOLS = ("unshare", "nsenter", "setpriv", "systemctl", "journalctl", "mount", "pivot_root", "make")
 ROOM = "1g"
 
