@@ -225,12 +225,12 @@ class Core:
         the next turn's."""
         state = self.state
         rows = ROWS
-        while state.dirty or state.stirred or (state.mapped and rows > 0):
+        while state.dirty or state.stirred or (state.mapped.users and rows > 0):
             while state.stirred:
                 run = next(iter(state.stirred))
                 del state.stirred[run]
                 self._ensembles.advance(run, now)
-            if state.mapped and rows > 0:
+            if state.mapped.users and rows > 0:
                 rows -= self._ensembles.ask_rows(rows, now)
             while state.dirty:
                 if state.limiter is None:

@@ -38,42 +38,42 @@ class _User(Generic[T]):
 
 class FairQueue(Generic[T]):
     def __init__(self) -> None:
-        self._users: dict[str, _User[T]] = {}
-        """The first one is next. Invariant: each has members."""
+        self.users: dict[str, _User[T]] = {}
+        """The first one is next. Invariant: each has members. Empty: so is the queue, which is cheaper to see here."""
 
     def __len__(self) -> int:
         """Of users."""
-        return len(self._users)
+        return len(self.users)
 
     def counts(self) -> dict[str, int]:
         """Members by user."""
-        return {user: len(mine) for user, mine in self._users.items()}
+        return {user: len(mine) for user, mine in self.users.items()}
 
     def add(self, user: str, member: T, heavy: bool = False) -> None:
         """Behind the user's other members."""
-        mine = self._users.get(user)
+        mine = self.users.get(user)
         if mine is None:
-            mine = self._users[user] = _User()
+            mine = self.users[user] = _User()
         (mine.heavy if heavy else mine.cheap).append(member)
 
     def pop(self) -> T:
         """The next member."""
-        user = next(iter(self._users))
-        mine = self._users.pop(user)
+        user = next(iter(self.users))
+        mine = self.users.pop(user)
         member = mine.pop()
         if mine:
-            self._users[user] = mine  # behind the others
+            self.users[user] = mine  # behind the others
         return member
 
     def first(self) -> T:
         """The next member, which stays."""
-        return next(iter(self._users.values())).first()
+        return next(iter(self.users.values())).first()
 
     def remove(self, user: str, member: T) -> None:
-        mine = self._users[user]
+        mine = self.users[user]
         (mine.cheap if member in mine.cheap else mine.heavy).remove(member)
         if not mine:
-            del self._users[user]
+            del self.users[user]
 
     def members(self) -> set[T]:
-        return {member for mine in self._users.values() for member in (*mine.cheap, *mine.heavy)}
+        return {member for mine in self.users.values() for member in (*mine.cheap, *mine.heavy)}

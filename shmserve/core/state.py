@@ -191,7 +191,7 @@ class State:
 
     def deadline(self) -> int | None:
         """The earliest time at which something is to be done though nothing happens."""
-        if self.mapped:
+        if self.mapped.users:
             return self.now
         timers = self._timers
         while timers and not _live(timers[0][3]):
