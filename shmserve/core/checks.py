@@ -62,6 +62,7 @@ class Checker:
         self._specs = {spec.name: spec for spec in policy.inputs}
         self._outputs = {spec.name: spec.dtype for spec in policy.outputs}
         self._bits = {spec.name: 1 << index for index, spec in enumerate(policy.inputs)}
+        self._least = sum(not spec.optional for spec in policy.inputs)
         self._required = sum(self._bits[spec.name] for spec in policy.inputs if not spec.optional)
         self._good: dict[tuple[str, str, tuple[int, ...]], Good] = {}
         self.varies = any(spec.optional or (-1 in spec.dims and not spec.ragged) for spec in policy.inputs)
@@ -77,6 +78,8 @@ class Checker:
         if outputs is not None:  # before the inputs, as in Triton
             self._check_outputs(outputs)
             outside = any(wanted.place is not None for wanted in outputs)
+        if len(inputs) < self._least:  # before what is wrong with one of them, as in Triton
+            self._missing(inputs)
         known = self._good
         for tensor in inputs:
             name = tensor.name

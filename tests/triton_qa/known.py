@@ -48,6 +48,7 @@ FAMILY = "a metric can be used when its MetricFamily object has been deleted, to
 FORK = "a process that a model has forked cannot call other models"
 CANCEL = "cancel() of a BLS call ends it at once, whatever the called model still sends"
 NOT_IDLE = "a sequence is not idle while one of its requests runs"
+TIMEOUT = "a request that an idle instance takes at once does not expire, however short its timeout is"
 INSIDE = "runs the unit tests inside of a model, which are counted one by one"
 TWICE = "a failed request of an ensemble counts once in nv_inference_request_failure, and not again for its step"
 PARTIAL = "versions that can be loaded are served, though another version of the model cannot"
@@ -75,6 +76,7 @@ KNOWN: tuple[Known, ...] = (
     """, GPU),
     _cannot("L0_backend_python/bls", "*.test_shm_leak?bls?", INSIDE),
     Known("L0_backend_python/bls", "*.test_multiprocess", FORK, sometimes=True),
+    Known("L0_backend_python/bls", "*.test_timeout", TIMEOUT, sometimes=True),
     _cannot("L0_backend_python/custom_metrics", "TestInferShmLeak.*", INSIDE),
     Known("L0_backend_python/custom_metrics", "*.test_metric_lifetime_error", FAMILY),
     _cannot("L0_backend_python/decoupled", "*.test_decoupled_bls", GPU),

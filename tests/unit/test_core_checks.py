@@ -53,6 +53,11 @@ def test_missing_inputs() -> None:
     )
 
 
+def test_missing_inputs_are_told_before_mistakes_in_the_others() -> None:
+    wrong = Tensor("INPUT0", "FP64", (1, 16), bytes(128))
+    assert refused(checker(8, *TWO), wrong).startswith("expected 2 inputs but got 1 inputs for model 'm'")
+
+
 def test_missing_inputs_where_some_are_optional() -> None:
     four = (*THREE, TensorSpec("INPUT3", "FP32", (16,), optional=True))
     text = refused(checker(8, *four))
