@@ -182,7 +182,8 @@ def test_answers_of_ensembles_are_copied(gateway: Gateway) -> None:
 
 
 def test_what_workers_cannot_open_is_copied(server: Server, gateway: Gateway) -> None:
-    """Its name has gone; the gateway has it open."""
+    """Its name has gone; the gateway has it open. Before it is connected it copies everything."""
+    assert gateway.ask("GET", "/v2/health/ready")[0] == 200
     with registered(gateway) as memory:
         memory.place.unlink()
         status, answer = memory.infer("add")
