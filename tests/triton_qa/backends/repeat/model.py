@@ -25,6 +25,11 @@ class TritonPythonModel:
                 error = pb_utils.TritonError("repeat without the decoupled policy gives exactly one response")
                 sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
                 continue
+            if values.shape != delays.shape:
+                shapes = f"got {list(values.shape)} and {list(delays.shape)}"
+                error = pb_utils.TritonError(f"expected IN and DELAY shape to match, {shapes}")
+                sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
+                continue
             self.threads.append(threading.Thread(target=self.answer, args=(sender, values, delays)))
             self.threads[-1].start()
             threading.Event().wait(float(wait.flat[0]) / 1000)
