@@ -80,7 +80,7 @@ class Callers:
         self._read_turns = math.ceil(bounds.read_timeout_s / turn_s)
         self._connections: set[Caller] = set()
         self.evicted = 0
-        self._listener = Listener(loop, made, bounds.read_timeout_s)
+        self._listener = Listener(loop, made, self._room, bounds.read_timeout_s)
         self._empty = asyncio.Event()
         self._clock = loop.call_later(turn_s, self._tick)
 
@@ -90,19 +90,24 @@ class Callers:
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         """Certificates and tokens have been read again."""
         if tls is not None:
-            await self._listener.reopen(tls)
+            self._listener.renew(tls)
 
     @property
     def connections(self) -> int:
         return len(self._connections)
 
+    def _room(self) -> int:
+        """How many connections may be in the handshake of TLS."""
+        return self._bounds.connections - len(self._connections)
+
     def metrics(self, protocol: str, answers: str, label: str) -> str:
         """`answers`: what they are called. `label`: that of their status."""
         name = protocol.lower()
         counts = {f'{label}="{status:d}"': count for status, count in sorted(self.answers.items())}
+        opened = f"Connections of {protocol} that are open, in the TLS handshake too"
         evicted = f"Idle connections of {protocol} that were closed for new ones"
         return (
-            family(f"{name}_connections", "gauge", f"Connections of {protocol} that are open", {"": self.connections})
+            family(f"{name}_connections", "gauge", opened, {"": self.connections + self._listener.handshakes})
             + family(f"{name}_connections_evicted_total", "counter", evicted, {"": self.evicted})
             + family(f"{name}_answers_total", "counter", f"{answers}, by their status", counts)
         )

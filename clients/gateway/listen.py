@@ -1,5 +1,5 @@
-"""The listening sockets of one door. The rule of the file: certificates are changed under them without closing them, so
-that nobody who is connecting notices.
+"""The listening sockets of one endpoint. Certificates change without closing them, so that no client that is connecting
+is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
+
+from shmserve.clients.gateway.handshakes import Handshakes
 
 BACKLOG = 1024
 HANDSHAKE_S = 10.0
@@ -20,56 +21,56 @@ _GOODBYE_S = 5.0
 
 
 class Listener:
-    """`made` makes the protocol of a new connection. `patience_s`: for the handshake of TLS."""
+    """`made` makes the protocol of a new connection. `room`: how many connections may be in the handshake of TLS.
+    `patience_s`: for the handshake."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, made: Callable[[], asyncio.BaseProtocol], patience_s: float = HANDSHAKE_S
+        self,
+        loop: asyncio.AbstractEventLoop,
+        made: Callable[[], asyncio.BaseProtocol],
+        room: Callable[[], int],
+        patience_s: float = HANDSHAKE_S,
     ) -> None:
         self._loop = loop
         self._made = made
+        self._room = room
         self._patience_s = min(patience_s, HANDSHAKE_S)
-        self._servers: list[asyncio.Server] = []
+        self._server: asyncio.Server | None = None
+        self._handshakes: Handshakes | None = None
+
+    @property
+    def handshakes(self) -> int:
+        """Connections whose handshake has not ended."""
+        return self._handshakes.count if self._handshakes is not None else 0
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
         """Listens, and says on which port. `share`: others may listen there as well, and the kernel spreads callers."""
         server = await self._loop.create_server(
-            self._made, address, port, reuse_port=share or None, backlog=BACKLOG, **self._with(tls)
+            self._made, address, port, reuse_port=share or None, backlog=BACKLOG, start_serving=tls is None
         )
-        self._servers = [server]
         found: int = server.sockets[0].getsockname()[1]
+        if tls is None:
+            self._server = server
+            return found
+        handshakes = Handshakes(self._loop, self._made, tls, self._patience_s, _GOODBYE_S, self._room)
+        for bound in server.sockets:
+            listening = socket.socket(fileno=os.dup(bound.fileno()))
+            listening.listen(BACKLOG)
+            handshakes.listen(listening)
+        server.close()
+        self._handshakes = handshakes
         return found
 
-    async def reopen(self, tls: ssl.SSLContext) -> None:
-        """With other certificates for who comes from now on. On OSError the old ones stay."""
-        made: list[asyncio.Server] = []
-        try:
-            for old in self._servers:
-                for listening in old.sockets:
-                    made.append(await self._again(listening.fileno(), tls))
-        except OSError:
-            for server in made:
-                server.close()
-            raise
-        self.close()
-        self._servers = made
-
-    async def _again(self, descriptor: int, tls: ssl.SSLContext) -> asyncio.Server:
-        same = socket.socket(fileno=os.dup(descriptor))
-        try:
-            return await self._loop.create_server(self._made, sock=same, backlog=BACKLOG, **self._with(tls))
-        except OSError:
-            same.close()
-            raise
+    def renew(self, tls: ssl.SSLContext) -> None:
+        """With other certificates for handshakes that start from now on."""
+        assert self._handshakes is not None
+        self._handshakes.tls = tls
 
     def close(self) -> None:
-        for server in self._servers:
-            server.close()
-        self._servers = []
-
-    def _with(self, tls: ssl.SSLContext | None) -> dict[str, Any]:
-        if tls is None:
-            return {}
-        return {"ssl": tls, "ssl_handshake_timeout": self._patience_s, "ssl_shutdown_timeout": _GOODBYE_S}
+        if self._server is not None:
+            self._server.close()
+        if self._handshakes is not None:
+            self._handshakes.close()
 
 
 def is_local(host: str) -> bool:
