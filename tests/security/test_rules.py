@@ -36,6 +36,7 @@ from shmserve.errors import InvalidRequest, ProtocolError
 from shmserve.messages import Ask, Fail, Goodbye, Handle, Map, Ping, Pong, Reply, Tensor
 from tests.process import test_hostile as mistakes
 from tests.process.launch import Launched, identity
+from tests.process.living import until
 from tests.unit.core_world import World
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,7 @@ def error_texts(server: Launched) -> list[str]:
                     call()
                 except shmserve.ServeError as error:
                     texts.append(error.message)
+        until(client, lambda: client.ready("exits"), "the worker that has aborted is restarted")
         texts += [entry["reason"] for entry in client.models() if "reason" in entry]
         for name in ("raises", "exits", "outside"):
             client.unload(name)
