@@ -1,5 +1,4 @@
-"""The rules of docs/security.md that no other file tests, each named in its test; and the page itself, whose table
-says where every rule is tested."""
+"""The rules of docs/security.md that no other file tests, each named in its test; and the page's table of tests."""
 
 from __future__ import annotations
 
@@ -132,12 +131,11 @@ def error_texts(server: Launched) -> list[str]:
         lane.send(Map(1, 4096, "/shmserve-1-2-3"))
         texts.append(lane.receive_kind(Goodbye).text)
     with shmserve.Client(f"unix://{server.lane}") as client:
-        for name in BROKEN:
-            for call in (partial(client.load, name), partial(infer, client, name)):
-                try:
-                    call()
-                except shmserve.ServeError as error:
-                    texts.append(error.message)
+        for call in [partial(do, name) for name in BROKEN for do in (client.load, partial(infer, client))]:
+            try:
+                call()
+            except shmserve.ServeError as error:
+                texts.append(error.message)
         until(client, lambda: client.ready("exits"), "the worker that has aborted is restarted")
         texts += [entry["reason"] for entry in client.models() if "reason" in entry]
         for name in ("raises", "exits", "outside"):
