@@ -90,7 +90,8 @@ class Ends:
             request.run.told(request, message)
             self._state.stirred[request.run] = None
         elif not request.client.gone:
-            if isinstance(message, Reply) and request.options is not None and request.options.window:
+            options = request.options
+            if isinstance(message, Reply) and request.version.decoupled and options is not None and options.window:
                 message = Part(message.request, message.version, message.outputs, message.parameters, True)
             self._state.send(request.client.number, message)
 

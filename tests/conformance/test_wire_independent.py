@@ -329,7 +329,7 @@ def test_streams_are_parts_as_many_as_are_allowed(place: Path) -> None:
         assert speaker.infer(3, "counts", [count(0)], None, 0, {"window": 1})[3:] == [[], None, True]
         assert speaker.infer(4, "counts", [count(1)])[:3] == [FAIL, 4, "UNSUPPORTED"]
         answer = speaker.infer(5, "identity", [count(7)], None, 0, {"window": 1})
-        assert answer == [PART, 5, 1, [["y", "FP32", [1], np.float32(7).tobytes()]], None, True]
+        assert answer == [REPLY, 5, 1, [["y", "FP32", [1], np.float32(7).tobytes()]], None]
 
 
 def ask(speaker: Speaker, what: str, model: str = "", version: int = 0) -> Any:

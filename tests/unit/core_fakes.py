@@ -373,7 +373,8 @@ class FakeClient:
             self._part(message)
             self._take(message)
         elif isinstance(message, Reply):
-            assert message.request not in self.windows, f"{self.name} has asked for parts, and got {message}"
+            assert message.request not in self.parts, f"{self.name} has had parts, and got {message}"
+            self.windows.pop(message.request, None)
             self._answered(message.request, message)
             self._take(message)
         elif isinstance(message, (Fail, FailHeld)):

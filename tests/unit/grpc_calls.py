@@ -14,7 +14,7 @@ from shmserve.clients.gateway.kserve.answers import Held
 from shmserve.clients.gateway.regions import Regions
 from shmserve.clients.gateway.shares import Payer, Shares
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Part, Tensor
+from shmserve.messages import Part, Reply, Tensor
 from shmserve.session import StreamTicket, Ticket
 from tests.rpc import message, parameter
 
@@ -129,3 +129,9 @@ class Case:
 def part(text: str, last: bool = False) -> Held:
     data = text.encode()
     return Held(Part(0, 1, (Tensor("o", "UINT8", (len(data),), data),), None, last), [[data]])
+
+
+def reply(text: str) -> Reply:
+    """Of a model that is not decoupled."""
+    data = text.encode()
+    return Reply(0, 1, (Tensor("o", "UINT8", (len(data),), data),))

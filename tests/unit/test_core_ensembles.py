@@ -319,6 +319,7 @@ class Story:
         kind = self.world.kinds[name]
         found = self.found.get(number, [])
         if isinstance(answer, Reply):
+            assert not is_many(self.world.kinds, name), f"{name} is decoupled, and gave {answer}"
             found = [self._arrays(kind, answer.outputs, self.places.get(number, {}))]
         failed = False
         expected = []

@@ -11,7 +11,7 @@ from shmserve.clients.gateway.grpc import stream as grpc_stream
 from shmserve.clients.gateway.http2.codes import Code
 from shmserve.errors import NotFound, Unavailable
 from shmserve.messages import Reply
-from tests.unit.grpc_calls import Case, part
+from tests.unit.grpc_calls import Case, part, reply
 
 # ---------------------------------------------------------------------------------------- streams
 
@@ -21,10 +21,10 @@ def test_whole_answers_come_in_the_order_of_their_requests() -> None:
     first, second = case.ask(id="1"), case.ask(id="2")
     assert case.ask("refused", id="3") is None
     fourth = case.ask(id="4")
-    second.part(part("b", True), True)
-    fourth.part(part("d", True), True)
+    second.settle(reply("b"))
+    fourth.settle(reply("d"))
     assert case.said() == []
-    first.part(part("a", True), True)
+    first.settle(reply("a"))
     assert case.said() == [
         ("1", "a", True), ("2", "b", True), ("3", "[request id: 3] not this one", None), ("4", "d", True),
     ]  # fmt: skip
@@ -48,9 +48,27 @@ def test_answers_in_parts_come_as_they_are_made() -> None:
     assert case.said() == [("r", "y", True)]
     case.call.half_closed()
     assert case.stream.end is None
-    waits.part(part("z", True), True)
+    waits.settle(reply("z"))
     assert case.said() == [("w", "z", True)]
     assert case.stream.end == (0, "")
+
+
+def test_answers_of_a_decoupled_model_do_not_wait_for_one_another() -> None:
+    """Though each is the only one to its request, and nothing was known of the model before the first of them."""
+    case = Case("ModelStreamInfer")
+    slow, quick, other, failing = case.ask("p", id="1"), case.ask("p", id="2"), case.ask(id="3"), case.ask("p", id="4")
+    failing.fail(Unavailable("no more"))
+    other.settle(reply("o"))
+    assert case.said() == []
+    quick.part(part("q", True), True)
+    assert case.said() == [("2", "q", True), ("4", "no more", None), ("3", "o", True)]
+    slow.part(part("s", True), True)
+    assert case.said() == [("1", "s", True)]
+    first, second = case.ask(id="5"), case.ask(id="6")  # they still do if it is not decoupled
+    second.settle(reply("t"))
+    assert case.said() == []
+    first.settle(reply("f"))
+    assert case.said() == [("5", "f", True), ("6", "t", True)]
 
 
 def test_an_empty_final_answer_is_for_who_asks_for_it() -> None:
@@ -68,11 +86,11 @@ def test_an_empty_final_answer_is_for_who_asks_for_it() -> None:
 
 def test_an_error_ends_its_request_and_not_the_stream() -> None:
     case = Case("ModelStreamInfer")
-    ticket, other = case.ask(id="1"), case.ask(id="2")
+    ticket, other = case.ask("p", id="1"), case.ask(id="2")
     ticket.part(part("a"), False)
     ticket.fail(Unavailable("no more"))
     case.call.message(b"\xff")
-    other.part(part("b", True), True)
+    other.settle(reply("b"))
     said = case.said()
     assert said[:3] == [("1", "a", False), ("1", "no more", None), ("2", "b", True)]
     assert "ModelInferRequest" in said[3][1]
@@ -84,7 +102,7 @@ def test_or_the_stream_for_who_asks_for_that() -> None:
     first, second = case.ask(id="1"), case.ask(id="2")
     second.fail(NotFound("gone"))
     assert case.said() == []
-    first.part(part("a", True), True)
+    first.settle(reply("a"))
     assert case.said() == [("1", "a", True)]
     assert case.stream.end == (Code.NOT_FOUND, "gone")
     case = Case("ModelStreamInfer", triton_grpc_error="true")
@@ -101,7 +119,7 @@ def test_a_caller_who_does_not_read_is_sent_no_more() -> None:
     case.stream.writable = False
     talks.part(part("b"), False)
     talks.part(None, True)
-    whole.part(part("c", True), True)
+    whole.settle(reply("c"))
     assert case.said() == [("p", "a", False)]
     assert talks.handed == 1  # of the two that came, and no more are asked for
     case.call.half_closed()
@@ -116,7 +134,7 @@ def test_too_many_requests_wait_at_the_caller() -> None:
     tickets = [case.ask() for _ in range(grpc_stream.MOST)]
     assert case.stream.paused
     for count, ticket in enumerate(tickets, 1):
-        ticket.part(part("a", True), True)
+        ticket.settle(reply("a"))
         assert case.stream.paused is (grpc_stream.MOST - count > grpc_stream.MOST // 2)
     assert len(case.said()) == grpc_stream.MOST
 
@@ -124,12 +142,12 @@ def test_too_many_requests_wait_at_the_caller() -> None:
 def test_a_stream_is_taken_back() -> None:
     case = Case("ModelStreamInfer")
     done, left, right = case.ask(), case.ask(), case.ask("p")
-    done.part(part("a", True), True)
+    done.settle(reply("a"))
     right.part(part("b"), False)
     case.call.cancelled()
     assert case.link.cancelled == [left, right]
     case.said()
-    left.part(part("c", True), True)
+    left.settle(reply("c"))
     right.fail(Unavailable("late"))
     case.call.resume()
     assert not case.stream.sent
@@ -143,7 +161,7 @@ def test_a_gateway_that_stops_ends_streams_when_they_are_answered() -> None:
     for case in (idle, busy):
         case.services.close()
     ends = [idle.stream.end, busy.stream.end]
-    ticket.part(part("a", True), True)
+    ticket.settle(reply("a"))
     assert len(busy.said()) == 1
     stops = (Code.UNAVAILABLE, "the gateway stops")
     assert [*ends, busy.stream.end] == [stops, None, stops]
@@ -161,7 +179,7 @@ def test_mistakes_of_ours_end_one_request(caplog: pytest.LogCaptureFixture, monk
         ticket.part(part("a"), False)
         assert case.said() == [("1", "the gateway could not pass the answer on; its log says why", None)]
         assert case.link.cancelled == [ticket]
-    case.ask().part(part("b", True), True)
+    case.ask().settle(reply("b"))
     assert case.said() == [("", "b", True)]
     unary = Case("ModelInfer")
     with monkeypatch.context() as patch:

@@ -53,8 +53,8 @@ class Services:
         """Services whose health can be asked for."""
         self.watches: set[WatchCall] = set()
         self.streams: set[StreamCall] = set()
-        self.in_parts: set[str] = set()
-        """Models that have answered in parts."""
+        self.decoupled: set[str] = set()
+        """Models that are known to be decoupled, by their answers."""
         self.stopping = False
         self._access = access
         self._forward = forward

@@ -1,7 +1,8 @@
 """ModelStreamInfer: requests one after another over one call, and their answers. The rule of the file: an error ends
 its request and not the stream, unless the caller has asked for that.
 
-An answer that comes as a whole waits for those of the requests before it; one in parts is sent as it comes.
+As in Triton, answers of models that are not decoupled are sent in the order of their requests, and those of decoupled
+models as they come. The broker tells them apart: a decoupled model answers with Parts, any other with a Reply.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MODELS = 1024
 
 
 class _Request(InParts):
-    __slots__ = ("call", "final", "plan", "request_id", "targets", "version", "whole")
+    __slots__ = ("call", "final", "plan", "replied", "request_id", "targets", "version", "whole")
 
     def __init__(self, call: StreamCall) -> None:
         super().__init__(WINDOW)
@@ -48,8 +49,14 @@ class _Request(InParts):
         self.version = 0
         self.final = False
         """Its last answer is handed on, and had outputs."""
+        self.replied = False
+        """Its answer is a Reply: the model is not decoupled."""
         self.whole = True
-        """As far as is known, its answer is one."""
+        """As far as is known, the model is not decoupled."""
+
+    def settle(self, answer: Any) -> None:
+        self.replied = True
+        super().settle(answer)
 
     def news(self) -> None:
         self.call.news(self)
@@ -62,7 +69,7 @@ class StreamCall:
         self._stream = stream
         self._live: dict[_Request, None] = {}
         self._in_order: deque[_Request] = deque()
-        """Those whose answer is one, as far as is known."""
+        """Those whose model is not decoupled, as far as is known."""
         self._no_more = False
         self._paused = False
         self._ends = stream.metadata.get(STREAM_ERROR) == "true"
@@ -120,7 +127,7 @@ class StreamCall:
     def _ask(self, ticket: _Request, plan: RpcPlan, raw: list[Piece]) -> None:
         services, asker = self._services, self._services.asker
         ticket.plan = plan
-        if plan.model in services.in_parts:
+        if plan.model in services.decoupled:
             ticket.whole = False
         else:
             self._in_order.append(ticket)
@@ -169,8 +176,8 @@ class StreamCall:
     def news(self, ticket: _Request) -> None:
         if self._over:
             return
-        if ticket.whole and not ticket.ended:  # there is more to come, so it answers in parts
-            self._is_in_parts(ticket)
+        if ticket.whole and not ticket.replied and ticket.error is None:
+            self._is_decoupled(ticket)
         if ticket.whole:
             self._send_in_order()
         else:
@@ -186,14 +193,20 @@ class StreamCall:
         self._send_in_order()
         self._send_returns()
 
-    def _is_in_parts(self, ticket: _Request) -> None:
-        ticket.whole = False
-        self._in_order.remove(ticket)
+    def _is_decoupled(self, ticket: _Request) -> None:
+        """No request of its model waits in line, nor do others wait for one."""
         assert ticket.plan is not None
-        known = self._services.in_parts
+        model, known = ticket.plan.model, self._services.decoupled
         if len(known) >= _MODELS:
             known.clear()
-        known.add(ticket.plan.model)
+        known.add(model)
+        waiting, self._in_order = self._in_order, deque()
+        for one in waiting:
+            if one.plan is not None and one.plan.model == model:
+                one.whole = False
+                self._send(one)
+            else:
+                self._in_order.append(one)
         self._send_in_order()
 
     def _send_in_order(self) -> None:

@@ -93,7 +93,8 @@ class Streamed(StreamTicket):
         self.peer.part(self, result, last)
 
     def settle(self, answer: Any) -> None:
-        self.part(answer, True)
+        self.ended = True
+        self.peer.answered(self, answer)
 
     def fail(self, error: ServeError) -> None:
         self.peer.failed(self, error)

@@ -340,7 +340,7 @@ class Peer:
         for packet in packets:
             self._door.send(self, packet, ())
 
-    def answered(self, ticket: Asked, answer: Reply | Held) -> None:
+    def answered(self, ticket: Asked | Streamed, answer: Reply | Held) -> None:
         self._over(ticket)
         if isinstance(answer, Held):
             reply = answer.reply
