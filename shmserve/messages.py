@@ -390,13 +390,15 @@ class Failure(Struct, array_like=True, gc=False):
 
 
 class Row(Struct, array_like=True, gc=False):
-    """What became of one request of a batch. `more`: it will be answered again (Streamed only)."""
+    """What became of one request of a batch. Streamed only: `more`, it will be answered again; `times`, how many ns the
+    model took for this answer, and the worker to place its outputs."""
 
     request: Id
     outputs: Tensors
     error: Failure | None = None
     parameters: dict[str, Value] | None = None
     more: bool = False
+    times: tuple[Id, Id] | None = None
 
 
 class Rows(Struct, array_like=True, tag=98, gc=False):

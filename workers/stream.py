@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop, Future, Task
 from collections import deque
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ class Stream:
     out. `cancelled`: nobody waits for it any more; what is sent is dropped, and the model should end it.
     """
 
-    __slots__ = ("answer", "cancelled", "final", "kept", "loop", "over", "room", "task", "together", "work")
+    __slots__ = ("answer", "cancelled", "final", "kept", "loop", "over", "room", "since", "task", "together", "work")
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.room = (work.options.window if work.options is not None else 0) or _NO_LIMIT
         """So many more answers may be sent."""
+        self.since = monotonic_ns()
+        """When the model began to work on its next answer."""
         self.cancelled = False
         self.final = False
         self.over = False

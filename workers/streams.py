@@ -14,6 +14,7 @@ from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
@@ -248,13 +249,14 @@ class Streams:
         """Sends an answer, or says that there are no more. Waits until its caller wants to have it."""
         if self._nothing_to_send(stream, answer):
             return SENT
+        sent_at = monotonic_ns()
         with self._turn:
             if not self._begin_to_send(stream, answer, final):
                 return SENT
             if answer is not None and answer.error is None:
                 while not (stream.room or stream.cancelled or stream.over):
                     self._wait()
-            self._send(stream, answer, final)
+            self._send(stream, answer, final, sent_at)
             return SENT
 
     def send_soon(
@@ -263,19 +265,20 @@ class Streams:
         """The same for who must not wait: it is kept. A coroutine of `loop` can await what it gets, and should."""
         if self._nothing_to_send(stream, answer):
             return SENT
+        sent_at = monotonic_ns()
         with self._turn:
             if not self._begin_to_send(stream, answer, final):
                 return SENT
             free = answer is None or answer.error is not None
             if stream.cancelled or stream.over or ((stream.room or free) and not stream.kept):
-                self._send(stream, answer, final)
+                self._send(stream, answer, final, sent_at)
                 return SENT
             if len(stream.kept) >= KEPT and answer is not None:
                 text = f"{KEPT} answers wait for a caller that does not read"
                 advice = "; the model should await what send() returns" if loop is not None else ""
                 self.fail(stream, Failure(Unavailable.code, text + advice))
                 return SENT
-            row = self._made(stream, answer, final)
+            row = self._made(stream, answer, final, sent_at)
             stream.final = stream.final or final
             if loop is None:
                 stream.kept.append((row, None))
@@ -331,7 +334,7 @@ class Streams:
             self._changed()
         return False
 
-    def _send(self, stream: Stream, answer: Answer | None, final: bool) -> None:
+    def _send(self, stream: Stream, answer: Answer | None, final: bool, sent_at: int) -> None:
         stream.final = stream.final or final
         if stream.over:
             return
@@ -345,16 +348,23 @@ class Streams:
             elif final:
                 self._end(stream, None)
             return
-        self._out(stream, self._made(stream, answer, final))
+        self._out(stream, self._made(stream, answer, final, sent_at))
 
-    def _made(self, stream: Stream, answer: Answer | None, final: bool) -> Row:
+    def _made(self, stream: Stream, answer: Answer | None, final: bool, sent_at: int) -> Row:
+        """`sent_at`: when the model sent it. What it waits for room after that is not the model's time."""
+        computed_ns = max(0, sent_at - stream.since)
         if answer is None:
-            return Row(stream.work.request, ())
+            return Row(stream.work.request, (), times=(computed_ns, 0))
+        began = monotonic_ns()
         row = self._row(stream.work, answer)
         row.more = not final and row.error is None
+        stream.since = monotonic_ns()
+        row.times = (computed_ns, stream.since - began)
         return row
 
     def _out(self, stream: Stream, row: Row) -> None:
+        if row.more:
+            stream.since = monotonic_ns()
         if _takes_room(row):
             stream.room -= 1
         if not row.more:
@@ -384,7 +394,8 @@ class Streams:
         if not self.decoupled or not self.connected:
             stream.answer = stream.answer or Answer(error=failure)
         else:
-            self._say(Row(stream.work.request, (), failure))
+            times = (max(0, monotonic_ns() - stream.since), 0)
+            self._say(Row(stream.work.request, (), failure, times=times))
         self._changed()
 
     def _pour(self, stream: Stream) -> None:

@@ -348,7 +348,10 @@ class Control:
                 "cache_hit": _duration(counted.cache_hits, counted.cache_hit_ns),
                 "cache_miss": _duration(counted.cache_misses, 0),
             },
-            "response_stats": {},
+            "response_stats": {
+                str(index): {name: _duration(*getattr(count, name)) for name in count.__struct_fields__}
+                for index, count in enumerate(counted.responses)
+            },
             "batch_stats": [
                 {
                     "batch_size": rows,

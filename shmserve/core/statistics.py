@@ -43,11 +43,39 @@ def _none() -> list[int]:
     return [0] * len(Failure)
 
 
+RESPONSES = 64
+"""Responses of a request that are counted by their index; later ones count as the last. Callers say how many there are,
+so without a limit the statistics would grow with the longest request."""
+
+
 class BatchCount(Struct):
     count: int = 0
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
+
+
+class ResponseCount(Struct):
+    """Of the responses with one index, each the same one of its request. Every field is a count and a sum in ns."""
+
+    compute_infer: tuple[int, int] = (0, 0)
+    compute_output: tuple[int, int] = (0, 0)
+    success: tuple[int, int] = (0, 0)
+    fail: tuple[int, int] = (0, 0)
+    empty_response: tuple[int, int] = (0, 0)
+    cancel: tuple[int, int] = (0, 0)
+
+    def add(self, outcome: str, infer_ns: int, output_ns: int) -> None:
+        """`outcome`: success, fail, empty_response or cancel."""
+        self._add(outcome, infer_ns + output_ns)
+        if outcome != "cancel":
+            self._add("compute_infer", infer_ns)
+        if outcome in ("success", "fail"):
+            self._add("compute_output", output_ns)
+
+    def _add(self, name: str, more_ns: int) -> None:
+        count, ns = getattr(self, name)
+        setattr(self, name, (count + 1, ns + more_ns))
 
 
 class Loads(Struct):
@@ -80,6 +108,8 @@ class Statistics(Struct):
     reasons: dict[Reason, int] = {}
     batches: dict[int, BatchCount] = {}
     """By rows."""
+    responses: list[ResponseCount] = []
+    """Of a decoupled model, by their index in the request. At most RESPONSES."""
     elements: int = 0
     """Rows x padded length, of all batches of a model whose inputs are padded."""
     padded_elements: int = 0
@@ -150,6 +180,13 @@ class Statistics(Struct):
             self.queue_times[(taken - arrived).bit_length()] += 1
         if self.summaries is not None:
             self.summaries.queued(arrivals, taken)
+
+    def responded(self, index: int, outcome: str, times: tuple[int, int] | None) -> None:
+        """One of a decoupled model; `outcome` as in ResponseCount.add. `times`: ns to compute, ns to place outputs."""
+        index = min(index, RESPONSES - 1)
+        while len(self.responses) <= index:
+            self.responses.append(ResponseCount())
+        self.responses[index].add(outcome, *(times or (0, 0)))
 
     def failed(self, why: Failure, ns: int) -> None:
         self.fail_count += 1

@@ -49,6 +49,7 @@ class Streams:
         taken = request.state is not _LINGERING and row.error is None and self._dispatcher.take(instance, request, row)
         if not taken:
             self._dispatcher.send_back(instance, row)
+        self._count(version, request, row)
         if row.more:
             if taken:
                 self._ends.part(request, row.outputs, row.parameters, False)
@@ -68,6 +69,17 @@ class Streams:
                 batch.early.append(request.arrived)
             self._ends.part(request, row.outputs, row.parameters, True)
             self._ends.finish(request, "")
+
+    def _count(self, version: Version, request: Request, row: Row) -> None:
+        if request.state is not _LINGERING:
+            outcome = (
+                "fail" if row.error is not None else "success" if row.outputs or row.parameters else "empty_response"
+            )
+        elif row.more:
+            return  # sent before the worker knew
+        else:
+            outcome = "cancel"
+        version.statistics.responded(request.parts, outcome, row.times)
 
     def _leave(self, instance: Instance, batch: Batch | None, request: Request) -> None:
         if instance.streams.pop(request.number, None) is None and batch is not None:

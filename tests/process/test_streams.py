@@ -98,7 +98,13 @@ LARGE = 3000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
-    for name, source in (("repeat", REPEAT), ("tokens", TOKENS), ("fails", FAILS), ("mortal", REPEAT)):
+    for name, source in (
+        ("repeat", REPEAT),
+        ("tokens", TOKENS),
+        ("fails", FAILS),
+        ("mortal", REPEAT),
+        ("counted", REPEAT),
+    ):
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(CONFIG.format(name=name, backend="python", more=DECOUPLED))
         (repository / name / "1" / "model.py").write_text(HEAD + source)
@@ -162,6 +168,25 @@ def test_many_streams_share_batches(server: Server) -> None:
         counts = list(range(24))
         found = pool.map(lambda count: [part["y"].item() for part in ask(client, "tokens", count, window=3)], counts)
         assert [len(values) for values in found] == counts
+
+
+def test_statistics_count_responses_by_their_index(server: Server) -> None:
+    with shmserve.Client(server.url) as client:
+        for count in (2, 1):
+            assert len(list(ask(client, "counted", count))) == count
+        found = client.statistics("counted")["model_stats"][0]["response_stats"]
+        assert client.statistics("once")["model_stats"][0]["response_stats"] == {}
+    assert {
+        index: {name: one["count"] for name, one in each.items() if one["count"]} for index, each in found.items()
+    } == {
+        "0": {"compute_infer": 2, "compute_output": 2, "success": 2},
+        "1": {"compute_infer": 2, "compute_output": 1, "success": 1, "empty_response": 1},
+        "2": {"compute_infer": 1, "empty_response": 1},
+    }
+    for each in found.values():
+        assert each["compute_infer"]["ns"] > 0
+        parts = each["compute_infer"]["ns"] + each["compute_output"]["ns"]
+        assert parts == each["success"]["ns"] + each["empty_response"]["ns"]
 
 
 def test_a_decoupled_model_wants_to_be_streamed(client: Any) -> None:

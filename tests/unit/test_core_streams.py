@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve import wire
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.statistics import RESPONSES, ResponseCount
 from shmserve.messages import Cancel, Execute, Fail, Infer, More, Options, Part, Tensor, WorkerOrder
 from tests.examples import examples
 from tests.unit.core_fakes import FakeClient
@@ -112,3 +115,47 @@ def test_time_to_the_first_of_many_responses() -> None:
     assert counted.first is not None
     assert counted.first.counts == [1, 0, 0, 0, 0]
     assert counted.first.sum_ns == 25 * MS
+
+
+def test_statistics_of_responses_by_their_index() -> None:
+    """Each counts for the index that it has in its own request; what a cancelled request has left is one more."""
+    world = World()
+    world.deploy(STREAM)
+    client, worker = world.connect("a"), world.worker("stream_0")
+    for number in (1, 2, 3):
+        client.sends(number, 99)
+    world.turn([(client.peer, ask(number, 99)) for number in (1, 2, 3)])
+    world.advance(world.now + 5 * MS)
+    first, second, third = worker.streams
+
+    def part(request: int, times: tuple[int, int], **how: Any) -> None:
+        worker.part(request, **how).rows[0].times = times
+        world.turn(world.heard(worker))
+
+    part(first, (3, 1))
+    part(second, (5, 2))
+    part(first, (30, 10), empty=True, last=True)
+    part(second, (50, 0), error=("MODEL_FAILED", "as configured"))
+    world.turn([(client.peer, Cancel(3))])
+    part(third, (700, 0), error=("CANCELLED", "cancelled"))
+    responses = world.core.state.models["stream"].versions[1].statistics.responses
+    assert responses == [
+        ResponseCount(compute_infer=(2, 8), compute_output=(2, 3), success=(2, 11), cancel=(1, 700)),
+        ResponseCount(compute_infer=(2, 80), compute_output=(1, 0), fail=(1, 50), empty_response=(1, 40)),
+    ]
+
+
+def test_statistics_of_responses_are_bounded() -> None:
+    world = World()
+    world.deploy(STREAM)
+    client, worker = world.connect("a"), world.worker("stream_0")
+    client.sends(1, 2**40)
+    world.turn([(client.peer, ask(1, 2**40))])
+    world.advance(world.now + 5 * MS)
+    (request,) = worker.streams
+    for _ in range(RESPONSES + 3):
+        worker.part(request)
+    worker.part(request, last=True)
+    world.turn(world.heard(worker))
+    responses = world.core.state.models["stream"].versions[1].statistics.responses
+    assert [count.success[0] for count in responses] == [1] * (RESPONSES - 1) + [5]
