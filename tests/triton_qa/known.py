@@ -100,6 +100,7 @@ KNOWN: tuple[Known, ...] = (
     _cannot("L0_buffer_attributes", "*", GPU),
     _cannot("L0_libtorch_instance_group_kind_model", "*", GPU),
     _cannot("L0_backend_onnxruntime", "BFloat16Test.*", GPU),
+    Known("L0_client_timeout", "*.test_grpc_load_model", PRIVATE, here=False, sometimes=True),
     _cannot("L0_client_timeout", "ClientNonInferTimeoutTest.*", PRIVATE),
     _cannot("L0_sequence_corrid_batcher", "*.test_skip_batch", GPU),
     _cannot("L0_implicit_state", """

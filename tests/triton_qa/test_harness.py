@@ -100,6 +100,7 @@ def test_a_script_goes_on_after_a_failure_and_finds_its_parts_here(tmp_path: Pat
     suite.mkdir(parents=True)
     lines = ["#!/bin/bash", "set -e", "kill 0", "false", "if true; then", "    exit 1", "fi"]
     lines += ["ls /data/inferenceserver/${REPO_VERSION}/model /opt/tritonserver/bin/tritonserver", "python -V"]
+    lines += ["RET=1", "if [ $RET -eq 1 ]; then", "    # stop", "    echo stopped", "    exit $RET", "fi"]
     lines += ["mkdir version", "mkdir version && echo made"]
     (suite / "test.sh").write_text("\n".join(lines))
     data = tmp_path / "data"
@@ -116,6 +117,7 @@ def test_a_script_goes_on_after_a_failure_and_finds_its_parts_here(tmp_path: Pat
     )
     assert done.stdout.split("\n")[:2] == [f"{place.folder}/opt/tritonserver/bin/tritonserver", ""]
     assert "Python 3" in done.stdout
+    assert "stopped" not in done.stdout
     assert done.stdout.endswith("made\n")
     assert (suite / "test.sh").read_text() == "\n".join(lines)
 

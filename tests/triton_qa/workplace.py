@@ -42,6 +42,8 @@ _LIBRARY = re.compile(r'^default_model_filename: "libtriton_\w+\.so"\n', re.MULT
 _OTHER_SUITES = "(cd ${TEST} && bash -ex test.sh)"
 """The script of L0_backend_python runs those in its subfolders, which are suites of their own here."""
 _STOPS = re.compile(r"^(\s*)(set -e(x|o pipefail)?|exit (1|\$RET))\s*$", re.MULTILINE)
+_RETURNS = re.compile(r"^if \[ \$RET -eq 1 \]; then\n(?:(?!fi$).*\n)*?\s+exit \$RET\nfi$", re.MULTILINE)
+"""A script that ends after a failure stops its server first. L0_client_timeout does so between two groups of tests."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def _rewrite(path: Path, place: Workplace, data: Path) -> None:
     if path.suffix == ".sh":
         changed = changed.replace(_OTHER_SUITES, ":")
         first, _, rest = changed.partition("\n")
-        changed = first + PREAMBLE + _STOPS.sub(r"\1:", rest)
+        changed = first + PREAMBLE + _STOPS.sub(r"\1:", _RETURNS.sub(":", rest))
     if changed != text:
         path.write_text(changed)
 
