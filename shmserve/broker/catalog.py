@@ -75,6 +75,15 @@ class Source(Struct, eq=False):
     """Digest of the configuration files; "": it does not come from there."""
     target: Target | None = None
     """How it was deployed last."""
+    kept: Kept | None = None
+    """What a later load without a configuration takes over."""
+
+
+class Kept(NamedTuple):
+    """The configuration that came with a load call, valid until the model's files change: `looks` is their digest."""
+
+    given: Given
+    looks: str
 
 
 class Catalog:
@@ -125,11 +134,15 @@ class Catalog:
         except (ServeError, OSError):
             return self.names
 
-    def read(self, name: str, given: Given | None = None) -> Reading:
+    def read(self, name: str, given: Given | None = None, kept: Kept | None = None) -> Reading:
         """The model of that name, or what was given in its place. Errors are those of `find_model`."""
         if given is not None and given.folder is not None:
             return self.read_folder(given.folder, given)
-        return self.read_folder(find_model(self._repositories, name), given)
+        folder = find_model(self._repositories, name)
+        if given is None and kept is not None:
+            looks = _look(folder)
+            given = kept.given if looks is not None and looks.digest() == kept.looks else None
+        return self.read_folder(folder, given)
 
     def read_folder(self, folder: Path, given: Given | None = None) -> Reading:
         """What is read twice with nothing changed between is consistent; what changes all the time is seen as it is."""
@@ -277,19 +290,23 @@ class Catalog:
         digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
         configuration = reading.snapshot.of_configuration() if reading.snapshot is not None and given is None else ""
         mark = _mark(reading, version)
+        kind = "override" if given is not None else "file" if found.file else ""
+        kept = None
+        if given is not None and given.folder is None and reading.snapshot is not None:
+            kept = Kept(given, reading.snapshot.digest())
         source = self._known(found.name, version, mark)
         if source is not None:
-            source.configuration = configuration
+            source.configuration, source.kind, source.kept = configuration, kind, kept
             source.config, source.given = found.config, found.given
             source.completed = source.completed and _regrouped(source.completed, found.config)
             return source.number
         number = next(self._numbers)
-        kind = "override" if given is not None else "file" if found.file else ""
         generation = reading.generations.get(version)
         self._sources[number] = Source(
             number, found.name, version, found.path, generation, found.given, found.config, kind, digest, mark
         )
         self._sources[number].configuration = configuration
+        self._sources[number].kept = kept
         return number
 
     def _known(self, model: str, version: int, mark: object) -> Source | None:
@@ -311,6 +328,11 @@ class Catalog:
         """A load call brought it, or its configuration."""
         source = self._sources.get(number)
         return source is not None and source.kind == "override"
+
+    def kept_of(self, sources: Iterable[int]) -> Kept | None:
+        """What a load without a configuration keeps of these sources, all of them versions of one model."""
+        found = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]
+        return found[0] if found and found.count(found[0]) == len(found) else None
 
     def forget(self, model: str) -> None:
         """It is not served any more: when it is loaded again, it is read anew."""
@@ -389,7 +411,7 @@ def _mark(reading: Reading, version: int) -> object:
     assert reading.found.config is not None
     content = replace(reading.found.config, instance_group=(), version_policy=None)
     digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
-    return encode_config(content), digest, str(reading.found.path), reading.override is not None
+    return encode_config(content), digest, str(reading.found.path)
 
 
 def _refused(found: Found, problem: str) -> Found:

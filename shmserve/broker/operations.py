@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from shmserve.broker.catalog import Catalog, Reading, failed_load
+from shmserve.broker.catalog import Catalog, Kept, Reading, failed_load
 from shmserve.broker.companions import Companions, Together, needs
 from shmserve.broker.differences import Differences
 from shmserve.broker.logs import say
@@ -143,7 +143,8 @@ class Operations:
     def _start(self, job: _Job, upload: Upload, body: bytes | None) -> None:
         what, model = job.ask.what, job.ask.model
         if what == "load":
-            self._in_thread(lambda: self._read(model, upload), lambda found: self._deploy(job, *found), job)
+            kept = self._catalog.kept_of(self._served(model))
+            self._in_thread(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
             return
         upload.close()
         if body is None:
@@ -213,10 +214,10 @@ class Operations:
         self._jobs[number] = job
         return number
 
-    def _read(self, model: str, upload: Upload) -> tuple[Reading, list[tuple[str, Reading]]]:
+    def _read(self, model: str, upload: Upload, kept: Kept | None) -> tuple[Reading, list[tuple[str, Reading]]]:
         """The model, and what it needs if it is an ensemble."""
         try:
-            reading = self._catalog.read(model, upload.unpack(self._place, model))
+            reading = self._catalog.read(model, upload.unpack(self._place, model), kept)
         finally:
             upload.close()
         return reading, list(needs(reading, self._catalog.read))

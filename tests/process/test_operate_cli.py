@@ -199,4 +199,7 @@ def test_requests_go_on_while_the_model_is_restarted_and_changed(server: Server)
                 thread.join()
         assert failures == []
         assert min(counts.values()) > 0
-        assert client.config("mlp")["max_batch_size"] == 32, "a load without a configuration goes back to the file"
+        assert client.config("mlp")["max_batch_size"] == 42, "a load without a configuration keeps the last one"
+        client.unload("mlp")
+        client.load("mlp")
+        assert client.config("mlp")["max_batch_size"] == 32

@@ -79,7 +79,8 @@ def batch(client: shmserve.Client, model: str = "m") -> int:
 # ------------------------------------------------------------------------------------------------ a configuration
 
 
-def test_a_configuration_is_for_this_load_only(client: shmserve.Client) -> None:
+def test_a_configuration_is_kept_until_the_files_change(running: tuple[Server, Path], client: shmserve.Client) -> None:
+    _, root = running
     assert batch(client) == 8
     before = pids(client, "m")
     assert client.load("m", config=CONFIG)["changed"] is True
@@ -89,12 +90,31 @@ def test_a_configuration_is_for_this_load_only(client: shmserve.Client) -> None:
     assert overridden != before
     assert client.load("m", config=CONFIG)["changed"] is False
     assert pids(client, "m") == overridden
+    assert client.load("m")["changed"] is False
+    assert pids(client, "m") == overridden
+    assert batch(client) == 3, "a load without a configuration keeps it"
     client.restart("m")
-    assert batch(client) == 3, "a restart is no load"
+    assert batch(client) == 3
+    os.utime(root / "m" / "config.pbtxt")
     assert client.load("m")["changed"] is True
     assert batch(client) == 8
     assert client.origins("m")["origins"]["max_batch_size"] == "file"
     assert client.load("m")["changed"] is False
+
+
+def test_a_configuration_is_not_kept_over_an_unload(client: shmserve.Client) -> None:
+    client.load("m", config=CONFIG)
+    client.unload("m")
+    client.load("m")
+    assert batch(client) == 8
+
+
+def test_a_configuration_is_taken_back_with_a_rollback(client: shmserve.Client) -> None:
+    client.load("m", config=CONFIG)
+    client.load("m", previous=True)
+    assert batch(client) == 8
+    assert client.load("m")["changed"] is False
+    assert batch(client) == 8
 
 
 def test_a_configuration_that_is_wrong(client: shmserve.Client) -> None:

@@ -55,8 +55,6 @@ PARTIAL = "versions that can be loaded are served, though another version of the
 READY = "a model whose configuration cannot be read keeps the server from being ready"
 KEPT = "mode poll: a model that can no longer be loaded goes on as it was, e.g. after a copy in a second repository"
 OVERTAKEN = "a newer load or unload of a model overtakes one under way, whose caller is told so"
-OVERRIDE = "a load that brings a configuration makes a new generation, and does not only add instances to the old one"
-RETAINED = "a load without a configuration goes back to the files, whatever the load before has brought"
 EXTENSIONS = "the metadata names the extensions of shared memory only where --allow-client-shm allows them"
 NOTHING = "a model of backend 'identity' needs inputs and outputs in its configuration"
 COPY = "args['model_repository'] is the version's private copy in the runtime directory"
@@ -130,14 +128,12 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_metrics", "*.test_model_namespacing_label_with_namespace_on", NAMESPACES),
     Known("L0_logging", "TestLogFormat.*unescaped*", UNESCAPED),
     Known("L0_model_queue", "*.test_policy_reject", TWICE),
-    Known("L0_lifecycle", "*.test_config_override", RETAINED),
     Known("L0_server_status", "*.test_basic", EXTENSIONS),
     Known("L0_model_namespacing", "*", NAMESPACES),
     Known("L0_lifecycle", """
         *.test_concurrent_model_load *.test_concurrent_model_load_unload
         *.test_concurrent_same_model_load_unload_stress
     """, OVERTAKEN, sometimes=True),
-    Known("L0_model_update", "*.test_load_api_with_config", OVERRIDE),
     Known("L0_lifecycle", "*.test_parse_error_modelfail*", PARTIAL),
     Known("L0_lifecycle", "*.test_parse_error_no_model_config", READY),
     Known("L0_lifecycle", "*.test_multiple_model_repository_polling", KEPT),

@@ -20,7 +20,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.compile import Cores
 from shmserve.repo.generation import Generations
 from shmserve.repo.override import parse_override
-from shmserve.repo.schema import ModelConfig, decode_config, encode_config
+from shmserve.repo.schema import ModelConfig, as_triton_json, decode_config, encode_config
 from shmserve.repo.snapshot import take
 from shmserve.repo.store import Found, scan_model
 from tests.unit.repo_models import GOOD, model
@@ -173,6 +173,18 @@ def test_instances_change_in_place(catalog: Catalog, root: Path) -> None:
     assert [target.source for target in after.targets] == [target.source for target in before.targets]
     assert [len(target.instances) for target in (*before.targets, *after.targets)] == [1, 1, 3, 3]
     assert decode_config(loaded(catalog, after.targets[0].source)).instance_group[0].count == 3
+
+
+def test_instances_that_come_with_a_call_change_in_place(catalog: Catalog) -> None:
+    before = deploy(catalog)
+    config = decode_config(loaded(catalog, before.targets[0].source))
+    more = replace(config, instance_group=(replace(config.instance_group[0], count=3),))
+    after = deploy(catalog, Given(parse_override(json.dumps(as_triton_json(more)).encode()), None))
+    assert [target.source for target in after.targets] == [target.source for target in before.targets]
+    assert [len(target.instances) for target in after.targets] == [3, 3]
+    assert all(catalog.is_override(target.source) for target in after.targets)
+    assert [len(target.instances) for target in deploy(catalog).targets] == [1, 1]
+    assert not any(catalog.is_override(target.source) for target in after.targets)
 
 
 def test_a_completed_configuration_follows(catalog: Catalog, root: Path) -> None:
