@@ -106,7 +106,7 @@ class Broker:
         self._own = Own(
             self._segments, arena_bytes, limits.cache_bytes, lambda message: self._put(0, events.OwnSegment(message))
         )
-        core.copy_with(self._own)
+        core.copy_with(self._own, time.monotonic_ns)
         self.read = self._own.read
         metrics = Metrics(core.state, self._own.frames, arena_bytes, self.process_of, control.server_ready, shown)
         self._tallies = Tallies(lambda name: any(one.model == name for one, _ in core.state.instances.values()))

@@ -346,7 +346,7 @@ class Control:
                 "compute_infer": _duration(counted.success_count, counted.infer_ns),
                 "compute_output": _duration(counted.success_count, counted.output_ns),
                 "cache_hit": _duration(counted.cache_hits, counted.cache_hit_ns),
-                "cache_miss": _duration(counted.cache_misses, 0),
+                "cache_miss": _duration(counted.cache_misses, counted.cache_miss_ns),
             },
             "response_stats": {
                 str(index): {name: _duration(*getattr(count, name)) for name in count.__struct_fields__}

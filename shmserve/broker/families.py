@@ -64,11 +64,15 @@ FAMILIES = (
          f"microseconds for placing outputs {_SUMMARY}"),
         ("nv_cache_hit_summary_per_model", "summary", VERSION,
          f"microseconds from arrival to answer of hits {_SUMMARY}"),
+        ("nv_cache_miss_summary_per_model", "summary", VERSION,
+         f"microseconds for lookup and storing the answer of misses {_SUMMARY}"),
         ("shmserve_request_duration_seconds", "histogram", VERSION, "from arrival to answer, of those answered well"),
         ("shmserve_queue_duration_seconds", "histogram", VERSION, "from arrival until an instance took the batch up"),
         ("nv_cache_num_hits_per_model", "counter", VERSION, "requests answered from the cache"),
         ("nv_cache_num_misses_per_model", "counter", VERSION, "requests computed whose answer was to be kept"),
         ("nv_cache_hit_duration_per_model", "counter", VERSION, "microseconds from arrival to answer of hits, summed"),
+        ("nv_cache_miss_duration_per_model", "counter", VERSION,
+         "microseconds for lookup and storing the answer of misses, summed"),
         ("shmserve_model_requests_in_flight", "gauge", VERSION,
          "requests that an instance has begun and not finished"),
         ("shmserve_queue_bytes", "gauge", VERSION, "bytes inside messages that wait"),
@@ -142,8 +146,6 @@ FAMILIES = (
 RESERVED = (
     "nv_pinned_memory_pool_total_bytes",
     "nv_pinned_memory_pool_used_bytes",
-    "nv_cache_miss_duration_per_model",
-    "nv_cache_miss_summary_per_model",
 )
 """Triton's names for what is not here. They stand for nothing else."""
 

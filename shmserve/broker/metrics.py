@@ -42,7 +42,8 @@ _TIMES = (
     ("nv_inference_compute_infer_duration_us", "infer_ns"),
     ("nv_inference_compute_output_duration_us", "output_ns"),
 )
-_REQUESTS, _HITS = "nv_inference_request_summary_us", "nv_cache_hit_summary_per_model"
+_REQUESTS = "nv_inference_request_summary_us"
+_HITS, _MISSES = "nv_cache_hit_summary_per_model", "nv_cache_miss_summary_per_model"
 _SUMMARIES = (
     (_REQUESTS, "request", "success_ns"),
     ("nv_inference_queue_summary_us", "queue", "queue_ns"),
@@ -50,8 +51,11 @@ _SUMMARIES = (
     ("nv_inference_compute_infer_summary_us", "infer", "infer_ns"),
     ("nv_inference_compute_output_summary_us", "output", "output_ns"),
     (_HITS, "hit", "cache_hit_ns"),
+    (_MISSES, "miss", "cache_miss_ns"),
 )
 """Metric, the window of Summaries that it shows, and the sum."""
+_COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
+"""Of the other summaries it is that of successful requests."""
 
 
 class _Place(Struct):
@@ -134,6 +138,7 @@ class Metrics:
                 page.add(name, getattr(counted, attribute) // 1000, named)
             if cached:
                 page.add("nv_cache_hit_duration_per_model", counted.cache_hit_ns // 1000, named)
+                page.add("nv_cache_miss_duration_per_model", counted.cache_miss_ns // 1000, named)
         first, summaries = counted.first, counted.summaries
         if first is not None:
             edges = [f"{edge:.12g}" for edge in first.edges_ms]
@@ -144,9 +149,9 @@ class Metrics:
             return
         shares = self._settings.summary_quantiles
         for name, window, attribute in _SUMMARIES:
-            if (not cached and name == _HITS) or (cached and name == _REQUESTS):
+            if (not cached and name in _COUNTS) or (cached and name == _REQUESTS):
                 continue
-            count = counted.cache_hits if name == _HITS else counted.success_count
+            count = getattr(counted, _COUNTS.get(name, "success_count"))
             values = getattr(summaries, window).quantiles(shares, self._state.now)
             quantiles = [(f"{share:.12g}", value) for share, value in zip(shares, values, strict=True)]
             page.summary(name, quantiles, count, getattr(counted, attribute) // 1000, named)

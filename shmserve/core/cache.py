@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -64,6 +64,8 @@ class Cache:
         self.limit = limit
         self.copies: Copies | None = None
         """Without it nothing but what comes inside of messages is compared, and outputs stay where they are."""
+        self.clock: Callable[[], int] = _no_time
+        """In ns. For statistics only: the turn's `now` stands still while answers are looked up and copied."""
         self.bytes = self.hits = self.misses = self.evictions = 0
         self._ledger = ledger
         self._entries: OrderedDict[Key, Entry] = OrderedDict()
@@ -205,3 +207,7 @@ def _exact(value: Value) -> Value | bytes:
 
 def _name(item: tuple[str, Value]) -> str:
     return item[0]
+
+
+def _no_time() -> int:
+    return 0

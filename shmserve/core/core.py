@@ -149,9 +149,12 @@ class Core:
             Pong: admission.pong,
         }
 
-    def copy_with(self, copies: Copies) -> None:
-        """How shared memory is read and kept. Needed for nothing but keeping answers to it."""
+    def copy_with(self, copies: Copies, clock: Callable[[], int] | None = None) -> None:
+        """How shared memory is read and kept. Needed for nothing but keeping answers to it. `clock`: of the machine, in
+        ns, to measure how long that takes; without it, it takes no time."""
         self.state.cache.copies = copies
+        if clock is not None:
+            self.state.cache.clock = clock
 
     # ------------------------------------------------------------------------------------ the three calls
 

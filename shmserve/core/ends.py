@@ -44,10 +44,13 @@ class Ends:
 
     def deliver(self, request: Request, message: Reply | Fail) -> None:
         client = request.client
-        if request.cache_key is not None and isinstance(message, Reply):
-            request.version.statistics.cache_misses += 1
-            if request.version.state is VersionState.READY:
-                self._state.cache.add(request.cache_key, message.outputs, message.parameters, client.number)
+        miss = request.miss
+        if miss is not None and isinstance(message, Reply):
+            cache, version = self._state.cache, request.version
+            began = cache.clock()
+            if version.state is VersionState.READY:
+                cache.add(miss.key, message.outputs, message.parameters, client.number)
+            version.statistics.cache_miss(miss.lookup_ns + cache.clock() - began, self._state.now)
         self.tell(request, message)
         if isinstance(message, Reply):
             self._made(request, message.outputs)

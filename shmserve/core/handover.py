@@ -57,7 +57,7 @@ class Handover:
             old.suspects.clear()
             for request in moved:
                 request.version = new
-                request.cache_key = None  # which names the generation
+                request.miss = None  # which names the generation
             self._split_order(old, new)
             self._state.dirty[new] = None
         for instance in old.instances:

@@ -11,7 +11,7 @@ from shmserve.core.clients import Client
 from shmserve.core.crowd import Crowd
 from shmserve.core.dispatch import Dispatcher
 from shmserve.core.ends import Ends
-from shmserve.core.request import Request
+from shmserve.core.request import Miss, Request
 from shmserve.core.sequencer import Sequencer
 from shmserve.core.state import State, Timer
 from shmserve.core.versions import Version
@@ -76,15 +76,16 @@ class Intake:
     def _cached(self, version: Version, request: Request, now: int) -> bool:
         """True: the answer was known, and has been given. Otherwise it will be kept."""
         cache = self._state.cache
+        began = cache.clock()
         key = cache.key(request)
         if key is None:
             return False
         entry = cache.find(key)
         if entry is None:
             if cache.hold_still(key, request):
-                request.cache_key = key
+                request.miss = Miss(key, cache.clock() - began)
             return False
-        version.statistics.cache_hit(now - request.arrived, now)
+        version.statistics.cache_hit(now - request.arrived + cache.clock() - began, now)
         self._ends.pass_on(request, entry.handles)
         reply = Reply(request.client_number, version.number, entry.outputs, entry.parameters)
         self._ends.deliver(request, reply)

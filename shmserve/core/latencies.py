@@ -73,7 +73,7 @@ class Window(Struct):
 
 
 class Summaries(Struct):
-    """Of one model version. Each request counts once in each of them."""
+    """Of one model version. Each request counts at most once in each of them."""
 
     request: Window = field(default_factory=Window)
     queue: Window = field(default_factory=Window)
@@ -82,6 +82,8 @@ class Summaries(Struct):
     output: Window = field(default_factory=Window)
     hit: Window = field(default_factory=Window)
     """Requests that the response cache answered."""
+    miss: Window = field(default_factory=Window)
+    """Lookup in the response cache and keeping of the answer, of requests that it did not answer."""
 
     def answered(self, arrivals: Sequence[int], taken: int, now: int) -> None:
         for arrived, count in Counter(arrivals).items():

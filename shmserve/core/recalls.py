@@ -44,7 +44,7 @@ class Recalls:
         heir = version.heir
         if heir is not version:
             request.version = heir
-            request.cache_key = None  # which names the generation
+            request.miss = None  # which names the generation
             if version.order is not None and heir.order is not None:
                 version.order.remove(request)
                 heir.order = deque(sorted([*heir.order, request], key=lambda other: other.number))  # by arrival

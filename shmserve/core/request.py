@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from shmserve.core.versions import Version
 
 
+class Miss(Struct, gc=False):
+    """A request that the response cache could not answer."""
+
+    key: tuple[Any, ...]
+    """The answer is to be kept under this."""
+    lookup_ns: int
+
+
 class Request(Struct, eq=False, gc=False):
     """`number` is the broker's, `client_number` the client's. `cost` is max(1, rows): what it takes of a batch."""
 
@@ -64,8 +72,8 @@ class Request(Struct, eq=False, gc=False):
     """Only other steps read what it is answered with: that may be what it was asked with."""
     labels: tuple[LabelFile, ...] = ()
     """Of outputs that are wanted as classes, where ensembles that it is a step of have their own."""
-    cache_key: tuple[Any, ...] | None = None
-    """The answer is to be kept under this."""
+    miss: Miss | None = None
+    """The response cache had no answer to it, and is to keep the one that is computed."""
     sequence: Sequence | None = None
     slot: int = -1
     """Where in the batch it must stand; -1: anywhere."""

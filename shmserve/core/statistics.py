@@ -101,6 +101,8 @@ class Statistics(Struct):
     cache_hits: int = 0
     cache_hit_ns: int = 0
     cache_misses: int = 0
+    cache_miss_ns: int = 0
+    """Of their lookups, and of keeping the answers."""
     restarts: dict[str, int] = {}
     """By the name of the instance: how often its process has ended, and another one was started."""
     failures: list[int] = field(default_factory=_none)
@@ -207,6 +209,12 @@ class Statistics(Struct):
         if self.summaries is not None:
             self.summaries.request.add(ns, 1, now)
             self.summaries.hit.add(ns, 1, now)
+
+    def cache_miss(self, ns: int, now: int) -> None:
+        self.cache_misses += 1
+        self.cache_miss_ns += ns
+        if self.summaries is not None:
+            self.summaries.miss.add(ns, 1, now)
 
     def ensemble_done(self, rows: int, times: Sequence[int], now: int) -> None:
         """A request whose steps took so long together: input, infer, output ns. It counts as a batch of its own."""

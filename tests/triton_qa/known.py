@@ -38,7 +38,6 @@ FRAMING = (
 BOTH = "both inputs of the request are wrong: the first one is reported, and not the first one of a hash table"
 NOT_MADE = "an output that a request names, and that no step makes, is an error, not left out with a line in the log"
 IDLE = "needs a machine that is otherwise idle: with all cores busy the utilization stays 1"
-CACHE_MISS = "times of cache misses are not measured: a lookup is a step of the core's turn (docs/metrics.md)"
 NAMESPACES = "the names of models are unique over all repositories"
 UNESCAPED = "TRITON_SERVER_ESCAPE_LOG_MESSAGES=0 has no effect: clients must not be able to forge log records"
 FILE_NAME = "the name of a file in a load call that no file system takes is the caller's mistake: 400, not 500"
@@ -123,7 +122,6 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_http", "HttpTest.test_content_encoding_chunked_manually", FRAMING),
     Known("L0_http", "HttpTest.test_load_oversized_file_parameter", FILE_NAME),
     Known("L0_metrics", "TestCpuMetrics.test_cpu_metrics_during_inference", IDLE, here=False, sometimes=True),
-    Known("L0_metrics", "*.test_cache_counters_exist *.test_cache_summaries_exist", CACHE_MISS),
     Known("L0_input_validation", "*.test_input_string_shape_validation", BOTH),
     Known("L0_metrics", "*.test_model_namespacing_label_with_namespace_on", NAMESPACES),
     Known("L0_logging", "TestLogFormat.*unescaped*", UNESCAPED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import count
 from typing import Any
 
 import pytest
@@ -64,6 +65,23 @@ def test_the_same_is_run_once() -> None:
     counted = world.core.state.models["m"].versions[1].statistics
     assert (counted.cache_hits, counted.cache_misses) == (3, 1)
     assert (counted.success_count, counted.inference_count, counted.execution_count) == (4, 1, 1)
+
+
+def test_hits_and_misses_take_the_time_of_lookup_and_keeping() -> None:
+    """Within a turn, whose own time stands still. What cannot be kept is neither."""
+    world = Copying(large="y")
+    world.core.copy_with(world.memory, count(0, 10).__next__)
+    client = world.connect("a")
+    counted = world.core.state.models["m"].versions[1].statistics
+    world.ask(client, (x(1),))
+    assert (counted.cache_misses, counted.cache_miss_ns) == (1, 20)
+    assert counted.cache_hit_ns == 0
+    world.ask(client, (x(1),))
+    world.ask(client, (x(1),))
+    assert (counted.cache_hits, counted.cache_hit_ns) == (2, 20)
+    world.ask(client, (x(*range(20_000)),))
+    assert (counted.cache_misses, counted.cache_miss_ns) == (1, 20)
+    assert counted.success_ns == 20
 
 
 INT = struct.pack("<i", 1)

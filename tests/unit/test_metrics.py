@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -226,6 +227,27 @@ def test_summaries() -> None:
     later = metrics_text(world, shown)
     assert f'{name}{{model="m",version="1",quantile="0.5"}} NaN' in later
     assert f'{name}_count{{model="m",version="1"}} 100' in later
+
+
+def test_summaries_of_the_cache() -> None:
+    world = World(Limits(summaries=True, cache_bytes=1 << 20))
+    world.deploy(policy())
+    world.deploy(replace(policy("n"), cached=True))
+    world.core.state.cache.clock = itertools.count(0, 1000 * MS).__next__
+    client = world.connect("c")
+    cached = {"model": "n", "version": "1"}
+    for number, name in enumerate("mnnnnn", 1):
+        world.turn([infer(client, number, name)])
+        if number <= 2:
+            finish(world)
+    seen = metrics(world, shown=MetricSettings(summary_quantiles=(0.5,), cpu=False))
+    for name, kept, took in (("hit", 4, 1_000_000), ("miss", 1, 2_000_000)):
+        summary = f"nv_cache_{name}_summary_per_model"
+        assert seen(f"{summary}_count", **cached) == kept
+        assert seen(f"{summary}_sum", **cached) == seen(f"nv_cache_{name}_duration_per_model", **cached) == kept * took
+        assert seen(summary, **cached, quantile="0.5") == pytest.approx(took, rel=0.017)
+        assert not seen.all(f"{summary}_count", **MODEL)
+    assert not seen.all("nv_inference_request_summary_us_count", **cached)
 
 
 def metrics_text(world: World, shown: MetricSettings) -> str:
