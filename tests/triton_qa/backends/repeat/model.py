@@ -21,10 +21,6 @@ class TritonPythonModel:
                 pb_utils.get_input_tensor_by_name(request, name).as_numpy().copy() for name in ("IN", "DELAY", "WAIT")
             )
             sender = request.get_response_sender()
-            if not self.decoupled and len(values) != 1:
-                error = pb_utils.TritonError("repeat without the decoupled policy gives exactly one response")
-                sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
-                continue
             if values.shape != delays.shape:
                 shapes = f"got {list(values.shape)} and {list(delays.shape)}"
                 error = pb_utils.TritonError(f"expected IN and DELAY shape to match, {shapes}")
@@ -41,8 +37,9 @@ class TritonPythonModel:
                 pb_utils.Tensor("OUT", np.array([value], np.int32)),
                 pb_utils.Tensor("IDX", np.array([index], np.uint32)),
             ]
-            last = index + 1 == len(values) and not self.decoupled
-            sender.send(pb_utils.InferenceResponse(outputs), flags=FINAL if last else 0)
+            sender.send(pb_utils.InferenceResponse(outputs), flags=0 if self.decoupled else FINAL)
+            if not self.decoupled:  # the server would keep the first only
+                break
         if self.decoupled or not len(values):
             sender.send(flags=FINAL)
 
