@@ -161,8 +161,9 @@ def test_a_gateway_that_stops_ends_streams_when_they_are_answered() -> None:
     for case in (idle, busy):
         case.services.close()
     ends = [idle.stream.end, busy.stream.end]
+    assert busy.ask(id="late") is None
     ticket.settle(reply("a"))
-    assert len(busy.said()) == 1
+    assert busy.said() == [("", "a", True), ("late", grpc_stream.STOPPING, None)]
     stops = (Code.UNAVAILABLE, "the gateway stops")
     assert [*ends, busy.stream.end] == [stops, None, stops]
 

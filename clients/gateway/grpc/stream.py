@@ -24,7 +24,7 @@ from shmserve.clients.gateway.link import Piece
 from shmserve.clients.gateway.receive import Room
 from shmserve.clients.gateway.shares import Payer
 from shmserve.clients.gateway.turns import SLICE_BYTES, Job
-from shmserve.errors import ServeError
+from shmserve.errors import ServeError, Unavailable
 from shmserve.messages import Reply
 from shmserve.session import WINDOW
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MOST = 256
 """Requests of one stream that are not answered. The next ones wait at the caller."""
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MODELS = 1024
 """With this in the metadata, an error ends the stream with its code."""
 
@@ -92,6 +93,8 @@ class StreamCall:
         try:
             taken = services.take_apart(data)
             ticket.request_id = taken.id
+            if services.stopping:
+                raise Unavailable(STOPPING)
             raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
             self._room = None
             if len(taken.head) > SLICE_BYTES:
