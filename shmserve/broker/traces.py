@@ -142,7 +142,6 @@ class TraceFile:
         self._read = read
         self._path = path
         self._frequency = frequency
-        self._number = 0
         self._lines: list[bytes] = []
         """Not written yet."""
         self._ends: dict[Path, int] = {}
@@ -158,17 +157,17 @@ class TraceFile:
     def write(self, traced: Traced) -> None:
         if traced.log is not None:
             say(traced.log.level, traced.log.text, traced.log.fields)
-        self._number += 1
         if self._path is None:
             self._log(traced)
             return
-        frequency = self._frequency(traced.fields["model"])
+        frequency = self._frequency(traced.model)
         place = self._path.with_name(f"{self._path.name}.{self._files}") if frequency else self._path
         if place != self._now:
             self._flush()
             self._now, self._in_file = place, 0
-        self._lines += lines(self._number, traced, self._read)
-        self._in_file += 1
+        self._lines += lines(traced, self._read)
+        if not traced.parent:  # a step or call stands with the trace of its request
+            self._in_file += 1
         if frequency and self._in_file >= frequency:
             self._flush()
             del self._ends[place]
@@ -185,7 +184,8 @@ class TraceFile:
         if self._in_second <= PER_SECOND:
             fields = {name: value for name, value in traced.fields.items() if value != ""}
             told = ", ".join(f"{name} {value}" for name, value in fields.items())
-            say("info", f"sample {self._number}: {told}", fields)
+            parent = f" of {traced.parent}" if traced.parent else ""
+            say("info", f"sample {traced.number}{parent}: {told}", fields)
 
     def _flush_soon(self) -> None:
         self._timer = None
@@ -215,13 +215,15 @@ class TraceFile:
         self._flush()
 
 
-def lines(number: int, traced: Traced, read: Read) -> list[bytes]:
+def lines(traced: Traced, read: Read) -> list[bytes]:
     """Of one trace, as Triton writes it: who it was, then its times, in nanoseconds of the monotonic clock, and its
     tensors."""
-    fields = traced.fields
+    fields, number = traced.fields, traced.number
     who: dict[str, Any] = {"id": number, "model_name": fields["model"], "model_version": fields["version"]}
     if "id" in fields:
         who["request_id"] = fields["id"]
+    if traced.parent:
+        who["parent_id"] = traced.parent
     found = [_encode(who)]
     if traced.tensors is not None:
         inputs, outputs = traced.tensors

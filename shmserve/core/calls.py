@@ -154,6 +154,8 @@ class Calls:
         caller.bytes += inline
         if request.deadline:
             state.set_timer(request.deadline, Timer.DEADLINE, request)
+        if state.traces.open and parent is not None:
+            state.traces.child(request, parent)
         if options is not None and TRACE in options.parameters:
             told = state.traces.begin(request, now)
             if told is not None:

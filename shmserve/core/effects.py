@@ -78,7 +78,9 @@ class Log(Struct):
 class Traced(Struct):
     """A request of a sample has been answered. `times`: when its batch was taken, ready, computed and placed, if it had
     one; `log`: its caller has asked for a record too. `tensors`: those it was asked with, and those it was answered
-    with, which can be read in this turn; None: they are not wanted."""
+    with, which can be read in this turn; None: they are not wanted. `number`: of the trace, from 1 in the order of
+    arrival; `parent`: of the trace of the request for which this one was made, 0 for a client's; `model`: whose
+    settings count."""
 
     fields: dict[str, Any]
     arrived: int
@@ -87,6 +89,9 @@ class Traced(Struct):
     log: Log | None
     tensors: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
     timestamps: bool = True
+    number: int = 0
+    parent: int = 0
+    model: str = ""
 
 
 class Settled(Struct):

@@ -116,6 +116,8 @@ class Steps:
             aliases=not (final or step.mapped or member.cached), length=length, labels=labels,
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
+        if state.traces.open:
+            state.traces.child(request, parent)
         if source:
             run.sources[iteration.level] = request
         client.steps += 1

@@ -45,10 +45,14 @@ class Sample(Struct):
 
 
 class _Open(Struct):
-    """A request that is traced. `id`: its trace_id, or "". `sample`: that it is one of."""
+    """A request that is traced. `id`: its trace_id, or "". `sample`: that it is one of. `model`: whose settings count.
+    `number`, `parent`: of the trace, and of the one of the request for which this one was made."""
 
     id: str
     sample: Sample | None
+    model: str = ""
+    number: int = 0
+    parent: int = 0
     outputs: tuple[Tensor, ...] = ()
 
 
@@ -60,12 +64,22 @@ class Traces:
         """Model -> its sample; "" is for all that have none of their own. Empty: nothing is sampled."""
         self._until = 0
         self._left = 0
+        self._numbers = 0
 
     def sample(self, request: Request) -> None:
         """The request has arrived, and there are samples."""
         found = self.samples.get(request.version.model) or self.samples.get("")
         if found is not None and found.takes():
-            self.open[request.number] = _Open("", found)
+            self._numbers += 1
+            self.open[request.number] = _Open("", found, request.version.model, self._numbers)
+
+    def child(self, request: Request, parent: Request) -> None:
+        """The request is a step of `parent`, an ensemble, or a call that a model makes for it. If that one belongs to a
+        sample, so does this one, whatever the settings of its model."""
+        trace = self.open.get(parent.number)
+        if trace is not None and trace.sample is not None:
+            self._numbers += 1
+            self.open[request.number] = _Open("", trace.sample, trace.model, self._numbers, trace.number)
 
     def begin(self, request: Request, now: int) -> Log | None:
         """The request has arrived with the parameter. Gives what to log if it is one too many."""
@@ -76,7 +90,10 @@ class Traces:
         if self._left >= 0:
             trace = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
             sampled = self.open.get(request.number)
-            self.open[request.number] = _Open(trace, sampled.sample if sampled is not None else None)
+            if sampled is not None:
+                sampled.id = trace
+            else:
+                self.open[request.number] = _Open(trace, None)
         elif self._left == -1:
             return Log(
                 "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
@@ -115,7 +132,10 @@ class Traces:
         if sample is None:
             return log
         times = request.batch.times if request.batch is not None else ()
-        found = Traced(fields, request.arrived, times, now, log if trace.id else None, timestamps=sample.timestamps)
+        found = Traced(
+            fields, request.arrived, times, now, log if trace.id else None, timestamps=sample.timestamps,
+            number=trace.number, parent=trace.parent, model=trace.model,
+        )  # fmt: skip
         if sample.tensors:
             # One that waited for its turn has returned the memory that it used.
             inputs = _inline(request.inputs) if request.state is RequestState.DONE else request.inputs

@@ -19,6 +19,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.runs import Run
 from shmserve.core.state import WORKERS_FROM
+from shmserve.core.trace import Sample
 from shmserve.messages import (
     OWNER_SHIFT,
     Cancel,
@@ -209,6 +210,8 @@ class Story:
         for kind in kinds.values():
             self.world.deploy_kind(kind)
         self.clients = [self.world.connect(name, "lane") for name in "ab"]
+        if seed % 4 >= 2:
+            self.world.core.state.traces.samples[""] = Sample(2, tensors=True)
         self.numbers = 0
         self.asked: dict[int, tuple[str, dict[str, Array], tuple[str, ...] | None]] = {}
         self.places: dict[int, dict[str, Handle]] = {}
@@ -360,6 +363,7 @@ class Story:
         state = self.world.core.state
         assert not state.requests
         assert not state.ledger.holds
+        assert not state.traces.open
         assert all(not client.open and not client.held_inputs for client in self.clients)
         for worker in self.world.workers.values():
             assert not worker.out, f"never went back to {worker.name}: {worker.out}"

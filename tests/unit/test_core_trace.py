@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from shmserve.core.effects import Log, Traced
-from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
 from shmserve.core.trace import ID_LENGTH, PER_SECOND, Sample
-from shmserve.messages import Infer, Options, Tensor
+from shmserve.messages import Call, Infer, Options, Tensor
+from tests.unit.core_calling import caller_of
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 
@@ -33,10 +36,12 @@ class Logged(World):
         return [effect.fields for effect in self.logs if effect.fields and "trace_id" in effect.fields]
 
 
-def infer(client: FakeClient, number: int, timeout_us: int = 0, **parameters: Any) -> tuple[int, Infer]:
+def infer(
+    client: FakeClient, number: int, timeout_us: int = 0, model: str = "m", **parameters: Any
+) -> tuple[int, Infer]:
     client.sends(number)
     options = Options(id="mine", parameters=parameters) if parameters else None
-    return client.peer, Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, timeout_us, options)
+    return client.peer, Infer(number, model, 0, (Tensor("x", "FP32", (1, 1), bytes(4)),), None, timeout_us, options)
 
 
 def test_one_of_a_batch() -> None:
@@ -131,3 +136,30 @@ def test_a_model_may_have_a_sample_of_its_own_and_a_caller_his_record_too() -> N
     assert not world.core.state.traces.open
     world.worker("m_0").finish(world.now)
     world.settle()
+
+
+def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None:
+    """Also if their own model has no sample; `count` is of requests of clients."""
+    world = Logged()
+    step = StepPolicy("m", 0, (("x", "x"),), (("y", "y"),))
+    outer = StepPolicy("e", 0, (("x", "x"),), (("y", "y"),))
+    world.deploy(replace(POLICY, name="e", batching=None, steps=(step,)))
+    world.deploy(replace(POLICY, name="f", batching=None, steps=(outer,)))
+    world.deploy(replace(POLICY, name="n"))
+    samples = world.core.state.traces.samples
+    samples["f"] = Sample(1, 1)
+    world.turn([infer(world.client, 2, model="f")])
+    calling = world.worker("m_0")
+    (parent,) = (request.number for request in world.core.state.requests.values() if request.version.model == "m")
+    caller_of(calling).sends(1)
+    calling.outbox.append(Call(1, parent, "n", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))
+    world.turn([*world.heard(calling), infer(world.client, 1)])
+    for name in ("n_0", "m_0", "m_0"):
+        world.worker(name).finish(world.now)
+        world.settle()
+    told = [(sample.number, sample.parent, sample.fields["model"], sample.model) for sample in world.samples]
+    assert told == [(4, 3, "n", "f"), (3, 2, "m", "f"), (2, 1, "e", "f"), (1, 0, "f", "f")]
+    assert all(len(sample.times) == (4 if sample.number > 2 else 0) for sample in world.samples)
+    assert not world.core.state.traces.open
+    world.turn([infer(world.client, 3, model="f")])
+    assert not world.core.state.traces.open, "the count is used up"

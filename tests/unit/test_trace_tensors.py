@@ -83,13 +83,13 @@ def test_what_the_broker_cannot_read() -> None:
 def test_the_lines_are_tritons() -> None:
     x, y = (np.array([values], "<i4").tobytes() for values in ([0, 1], [1, 2]))
     tensors = ((Tensor("INPUT0", "INT32", (1, 2), x),), (Tensor("OUTPUT0", "INT32", (1, 2), y),))
-    traced = Traced({"model": "m", "version": 1}, 1, (), 2, None, tensors, timestamps=False)
-    assert lines(1, traced, lambda parts: None) == [
+    traced = Traced({"model": "m", "version": 1}, 1, (), 2, None, tensors, timestamps=False, number=1)
+    assert lines(traced, lambda parts: None) == [
         b'{"id":1,"model_name":"m","model_version":1}',
         b'{"id":1,"activity":"TENSOR_QUEUE_INPUT","tensor":{"name":"INPUT0","data":"0,1","shape":"1,2","dtype":"INT32"}}',
         b'{"id":1,"activity":"TENSOR_BACKEND_OUTPUT","tensor":{"name":"OUTPUT0","data":"1,2","shape":"1,2","dtype":"INT32"}}',
     ]
-    timed = [json.loads(line) for line in lines(1, replace(traced, timestamps=True), lambda parts: None)]
+    timed = [json.loads(line) for line in lines(replace(traced, timestamps=True), lambda parts: None)]
     assert sum("timestamps" in line for line in timed) == 4
 
 

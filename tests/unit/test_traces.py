@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shmserve.broker.logsettings import LogSettings
 from shmserve.broker.traces import TraceFile, TraceSettings, config, merged
@@ -241,7 +242,7 @@ def test_levels_add_up() -> None:
 
 def traced(number: int, times: tuple[int, ...] = (3, 4, 5, 6), **more: Any) -> Traced:
     fields = {"trace_id": "", "model": "a", "version": 1, "request": number, **more}
-    return Traced(fields, 2, times, 7, None)
+    return Traced(fields, 2, times, 7, None, number=number, model="a")
 
 
 def nothing(parts: tuple[Handle, ...]) -> bytes | None:
@@ -282,20 +283,41 @@ def test_so_many_traces_fill_a_file_of_their_own(tmp_path: Path) -> None:
     frequency = 2
     loop = Loop()
     file = TraceFile(loop, tmp_path / "t", lambda model: frequency, nothing)
-    for number in range(5):
+    for number in range(1, 6):
         file.write(traced(number))
     frequency = 0
-    file.write(traced(5))
+    file.write(traced(6))
     file.close()
     found = {path.name: sorted({line["id"] for line in read(path)}) for path in tmp_path.iterdir()}
     assert found == {"t.0": [1, 2], "t.1": [3, 4], "t.2": [5], "t": [6]}
+
+
+def test_steps_and_calls_stand_in_the_file_of_their_request(tmp_path: Path) -> None:
+    """With its settings, not those of their own models."""
+    asked = []
+
+    def frequency(model: str) -> int:
+        asked.append(model)
+        return 1
+
+    file = TraceFile(Loop(), tmp_path / "t", frequency, nothing)
+    for number in (3, 6):
+        file.write(replace(traced(number, model="b"), number=number, parent=number - 1))
+        file.write(replace(traced(number, model="c"), number=number - 1, parent=number - 2))
+        file.write(replace(traced(number), number=number - 2))
+    file.close()
+    assert set(asked) == {"a"}
+    for name, numbers in (("t.0", (3, 2, 1)), ("t.1", (6, 5, 4))):
+        whose = [line for line in read(tmp_path / name) if "model_name" in line]
+        assert [line["id"] for line in whose] == list(numbers)
+        assert [line.get("parent_id") for line in whose] == [*numbers[1:], None]
 
 
 def test_without_a_file_traces_go_to_the_log_but_not_too_many(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger().addHandler(caplog.handler)
     file = TraceFile(Loop(), None, lambda model: 0, nothing)
     with caplog.at_level("INFO"):
-        file.write(Traced(traced(1).fields, 1, (), 2, Log("info", "trace why: OK", {"trace_id": "why"})))
+        file.write(replace(traced(1), times=(), log=Log("info", "trace why: OK", {"trace_id": "why"})))
         for number in range(2 * PER_SECOND):
             file.write(traced(number))
     file.close()
