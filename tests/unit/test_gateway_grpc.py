@@ -283,7 +283,7 @@ def test_an_error_of_a_stream() -> None:
 
 
 def test_parameters_of_an_answer() -> None:
-    given_parameters: dict[str, Any] = {"a": True, "b": -3, "c": "é", "d": 0.5}
+    given_parameters: dict[str, Any] = {"a": True, "b": -(2**63), "c": "é", "d": 0.5, "e": 2**63 - 1, "f": 2**64 - 1}
     found = message("ModelInferResponse").FromString(grpc_wire.parameters_of(given_parameters))
     shown = {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in found.parameters.items()}
     assert shown == given_parameters

@@ -23,6 +23,7 @@ _OTHERS = frozenset((0x0A, 0x12, 0x22, 0x2A, 0x32))
 _REMEMBERED = 4096
 _REQUEST = "ModelInferRequest"
 _TENSOR = message_class("inference.ModelInferResponse.InferOutputTensor")
+_INT64_MAX = 2**63 - 1
 _RESPONSE = message_class("inference.ModelInferResponse")
 _STREAMED = message_class("inference.ModelStreamInferResponse")
 
@@ -145,7 +146,10 @@ def parameters_of(given: dict[str, Value]) -> bytes:
         if type(value) is bool:
             parameter.bool_param = value
         elif type(value) is int:
-            parameter.int64_param = value
+            if value > _INT64_MAX:
+                parameter.uint64_param = value
+            else:
+                parameter.int64_param = value
         elif type(value) is str:
             parameter.string_param = value
         else:
