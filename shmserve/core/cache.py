@@ -76,6 +76,8 @@ class Cache:
     def key(self, request: Request) -> Key | None:
         """All that the answer depends on; None for a request whose answer cannot be kept."""
         outputs, options = request.outputs, request.options
+        if options is not None and options.sequence and request.version.graph is not None:
+            return None  # its steps may keep states, and the answer names the sequence
         if outputs is not None and any(wanted.place is not None for wanted in outputs):
             return None
         found, size = [], 0

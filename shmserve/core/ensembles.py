@@ -24,7 +24,7 @@ from shmserve.core.statistics import Failure
 from shmserve.core.steps import Steps
 from shmserve.core.streams import Streams
 from shmserve.errors import Internal, InvalidRequest, ServeError
-from shmserve.messages import Fail, Handle, Part, Reply, Tensor, Wanted
+from shmserve.messages import Fail, Handle, Part, Reply, Tensor, Value, Wanted
 
 _NONE: frozenset[int] = frozenset()
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
@@ -364,7 +364,8 @@ class Ensembles:
         self._count(run, now)
         self._ends.pass_on(request, graph.handles_of(outputs))
         run.over = True
-        self._ends.deliver(request, Reply(request.client_number, request.version.number, outputs))
+        reply = Reply(request.client_number, request.version.number, outputs, _sequence_of(request))
+        self._ends.deliver(request, reply)
 
     def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
         """One of many. The last one says so, if that is known already, and if there is something in it."""
@@ -372,7 +373,7 @@ class Ensembles:
         last = bool(outputs) and run.is_last
         run.room -= 1
         self._ends.pass_on(run.request, graph.handles_of(outputs))
-        self._ends.part(run.request, outputs, None, last)
+        self._ends.part(run.request, outputs, _sequence_of(run.request), last)
         if last:
             self._finish(run, now)
 
@@ -457,3 +458,15 @@ def _inner(request: Request, tensor: Tensor) -> Tensor:
             shape = graph.reshape(tensor.shape, spec.dims, spec.reshape, policy.max_batch > 0)
             return Tensor(tensor.name, tensor.dtype, shape, tensor.data)
     return tensor
+
+
+def _sequence_of(request: Request) -> dict[str, Value] | None:
+    """Parameters of an answer in a sequence. Triton gives them with every answer of an ensemble."""
+    options = request.options
+    if options is None or not options.sequence:
+        return None
+    return {
+        "sequence_id": options.sequence,
+        "sequence_start": options.sequence_start,
+        "sequence_end": options.sequence_end,
+    }

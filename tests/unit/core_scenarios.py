@@ -191,7 +191,8 @@ class Scenario(Operating, Streaming, Calling):
             held += " in frames" if held and client.outputs == "frames" else ""
             outputs = " ".join(tensor.name for tensor in message.outputs)
             kind = "reply" if isinstance(message, Reply) else "last" if message.last else "part"
-            self.reply(kind, f"{name}{message.request}", f"({outputs}){held}")
+            told = "".join(f", {key} {value}" for key, value in (message.parameters or {}).items())
+            self.reply(kind, f"{name}{message.request}", f"({outputs}){held}{told}")
         elif isinstance(message, (Fail, FailHeld)):
             kind = "fail" if isinstance(message, Fail) else "fail, inputs held,"
             self.line(f"{kind} {name}{message.request} {message.code}: {message.text}")

@@ -407,6 +407,19 @@ def test_a_cache_that_is_too_small_or_none(limit: int) -> None:
     assert world.runs == 2
 
 
+def test_an_ensemble_keeps_no_answers_of_sequences() -> None:
+    """They name the sequence, and its steps may keep states."""
+    world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
+    steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)
+    world.deploy(ModelPolicy("m", 1, 8, INPUTS[:1], OUTPUTS[:1], steps=steps, cached=True))
+    client = world.connect("a")
+    for sequence in (7, 8):
+        answer = world.ask(client, (x(1),), sequence=sequence, sequence_start=True)
+        assert answer.parameters == {"sequence_id": sequence, "sequence_start": True, "sequence_end": False}
+    assert world.ask(client, (x(1),)).parameters is None
+    assert world.runs == 3
+
+
 def test_ensembles() -> None:
     """The answer of the whole is kept; with another model behind a step it is another one."""
     world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
