@@ -84,7 +84,7 @@ class Core:
         self._sequencer = self._dispatcher.sequencer = Sequencer(self.state, self._ends, self._dispatcher)
         crowd = Crowd(self.state)
         self._questions = Questions(self.state)
-        intake = Intake(self.state, self._ends, self._dispatcher, self._sequencer, crowd)
+        intake = self._intake = Intake(self.state, self._ends, self._dispatcher, self._sequencer, crowd)
         self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, self._streams, Steps(self.state, intake))
         admission = self._admission = Admission(
             self.state, self._ends, self._streams, intake, crowd, self._questions, server
@@ -262,7 +262,8 @@ class Core:
                 text = "Request timeout expired: the request's own timeout passed before it was answered"
                 self._ends.fail_early(request, "DEADLINE_EXCEEDED", text, now)
             elif request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
-                self._queue_timeout(request, now)
+                self._intake.expire(request, now)
+                self.state.dirty[request.version] = None
 
     def _look_at(self, kind: Timer, instance: Instance, now: int) -> None:
         """Its time has come. It may have gone meanwhile."""
@@ -279,13 +280,6 @@ class Core:
                         self._handover.overdue(version, instance, now)
                     else:
                         self._lifecycle.late(instance, version, now)
-
-    def _queue_timeout(self, request: Request, now: int) -> None:
-        version = request.version
-        if version.queue.expire(request):
-            # Triton's clients compare the whole text, so it says no more.
-            self._ends.end_early(request, "QUEUE_TIMEOUT", "Request timeout expired", now)
-        self.state.dirty[version] = None
 
     # ------------------------------------------------------------------------------------ workers' reports
 

@@ -21,6 +21,9 @@ from shmserve.messages import Options, Reply
 if TYPE_CHECKING:
     from shmserve.core.ensembles import Ensembles
 
+SHORTEST_WAIT_NS = 20_000
+"""A turn takes at least as long. A request that may not wait that long expires even if an instance is idle."""
+
 
 class Intake:
     ensembles: Ensembles
@@ -71,7 +74,15 @@ class Intake:
         if not version.plain:
             self._set_queue_timeout(version, request)
         version.queue.add(request)
+        if 0 < request.queue_expires < request.arrived + SHORTEST_WAIT_NS:
+            self.expire(request, now)
         self._state.dirty[version] = None
+
+    def expire(self, request: Request, now: int) -> None:
+        """The queue timeout of a queued request has passed."""
+        if request.version.queue.expire(request):
+            # Triton's clients compare the whole text, so it says no more.
+            self._ends.end_early(request, "QUEUE_TIMEOUT", "Request timeout expired", now)
 
     def _cached(self, version: Version, request: Request, now: int) -> bool:
         """True: the answer was known, and has been given. Otherwise it will be kept."""
