@@ -25,6 +25,8 @@ from msgspec import Struct
 from shmserve.broker.throttle import repeated
 
 FORMATS = ("default", "ISO8601", "json")
+UNESCAPED = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
+"""Environment variable of Triton's: 0 leaves messages as they are."""
 INDENT = "    "
 TRACEBACK = "traceback"
 """The field with the traceback of a model."""
@@ -252,11 +254,12 @@ class Formatter(logging.Formatter):
 
 class TritonFormatter(Formatter):
     """`default` and `ISO8601` as Triton writes them, with the process and the place in the source, and the message as a
-    JSON string: for programs that parse Triton's logs."""
+    JSON string: for programs that parse Triton's logs. As with Triton, an operator may turn the escaping off."""
 
     def __init__(self, form: str) -> None:
         super().__init__(form)
         self._default = form == "default"
+        self._escape = os.environ.get(UNESCAPED) != "0"
 
     def _line(self, record: logging.LogRecord) -> str:
         letter = "E" if record.levelno >= logging.ERROR else "W" if record.levelno == logging.WARNING else "I"
@@ -265,7 +268,9 @@ class TritonFormatter(Formatter):
             begin = f"{letter}{time.strftime('%m%d %H:%M:%S', moment)}.{int(record.created % 1 * 1e6):06}"
         else:
             begin = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', moment)} {letter}"
-        message = json.dumps(record.message, ensure_ascii=not record.message.isprintable())
+        message = record.message
+        if self._escape:
+            message = json.dumps(message, ensure_ascii=not message.isprintable())
         return f"{begin} {record.process} {record.filename}:{record.lineno}] {message}"
 
 

@@ -76,6 +76,13 @@ def test_the_forms_of_triton(form: str, begin: str, capfd: pytest.CaptureFixture
     assert [one[1][0 if form == "default" else -1] for one in found if one] == list("IIWEE")
 
 
+def test_triton_s_variable_turns_escaping_off(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "0")
+    set_up(settings(triton_compatible=True))
+    log.info('input "x\ny"')
+    assert capfd.readouterr().err.endswith('] input "x\ny"\n')
+
+
 def test_json_is_the_same_with_triton_compatible(capfd: pytest.CaptureFixture[str]) -> None:
     set_up(settings(log_format="json", triton_compatible=True))
     log.info("ready")
