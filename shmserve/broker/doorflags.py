@@ -9,7 +9,7 @@ from typing import Any
 
 from shmserve.broker.flag import Flag
 
-DOORS = "Doors to the network"
+DOORS = "Network endpoints"
 
 
 def _told(
@@ -45,68 +45,71 @@ def _each(name: str, metavar: str, help_: str) -> Flag:
 
 
 def _share(kind: str, whose: str) -> Flag:
-    return _told(f"{kind}-share", "FRACTION", f"of a gateway's allowance of calls and memory for inputs, what one "
-                 f"{whose} may have in flight, of what the others leave; 1: all of it", "0.25")  # fmt: skip
+    return _told(f"{kind}-share", "FRACTION", f"how much of a gateway's calls and input memory one {whose} may have in "
+                 "flight, as a fraction of what the others leave; 1: no limit", "0.25")  # fmt: skip
 
 
-_ROLES = "all of them for every caller; loading models and changing settings must be allowed"
-_LOCAL = "0.0.0.0; only this machine, unless it is asked for"
+_ROLES = "all roles for every caller; here loading models and changing settings must be granted"
+_LOCAL = "0.0.0.0; here the server accepts only local connections by default"
 
 DOOR_FLAGS = (
-    Flag("no-gateway", "boolean", DOORS, "no doors to the network: no HTTP, no gRPC, no metrics on a port; a gateway "
-         "that runs by itself may still serve", False),
-    Flag("gateways", "whole", DOORS, "so many processes share the ports; the kernel spreads callers over them", 1, "N",
-         least=1),
-    _switch("allow-http", "a door for HTTP", "true"),
-    _number("http-port", "N", "its port; 0: any", "8000"),
-    _told("http-address", "ADDRESS", "where it is listened for", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
-    _told("http-roles", "ROLE,ROLE", "what callers of HTTP may do, of infer, observe and operate; with --tokens-file "
-          "those without a token may do nothing, unless it is said here", "infer,observe", triton=_ROLES,
+    Flag("no-gateway", "boolean", DOORS, "start no gateway: no HTTP, gRPC or metrics ports; a gateway that is "
+         "started separately can still serve", False),
+    Flag("gateways", "whole", DOORS, "number of gateway processes that share the ports; the kernel distributes "
+         "connections", 1, "N", least=1),
+    _switch("allow-http", "enable the HTTP endpoint", "true"),
+    _number("http-port", "N", "HTTP port; 0: any free port", "8000"),
+    _told("http-address", "ADDRESS", "address of the HTTP listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
+    _told("http-roles", "ROLE,ROLE", "roles of HTTP callers, of infer, observe and operate; with --tokens-file, "
+          "callers without a token have no role unless this flag is set", "infer,observe", triton=_ROLES,
           compatible="infer,observe,operate"),
-    _number("http-max-input-size", "N", "bytes of a body", "67108864"),
-    _number("http-max-json-size", "N", "bytes of the JSON in a request to a model; 0: as --http-max-input-size",
+    _number("http-max-input-size", "N", "maximum bytes of a request body", "67108864"),
+    _number("http-max-json-size", "N", "maximum bytes of JSON in a request to a model; 0: as --http-max-input-size",
             "16777216", compatible=0),
-    _switch("reuse-http-port", "other servers may listen on the same ports", "false", "reuse-port"),
-    _each("http-restricted-api", "API,API:HEADER=VALUE", "these APIs want this header"),
-    _told("http-header-forward-pattern", "REGEX", "headers with such names go on to the model, as parameters"),
-    _switch("allow-grpc", "a door for gRPC", "true"),
-    _number("grpc-port", "N", "its port; 0: any", "8001"),
-    _told("grpc-address", "ADDRESS", "where it is listened for", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
-    _told("grpc-roles", "ROLE,ROLE", "what callers of gRPC may do", "as --http-roles"),
-    _number("grpc-max-input-size", "N", "bytes of a message", "67108864", compatible=2**31 - 1),
-    _switch("reuse-grpc-port", "the same as --reuse-http-port", "false", "reuse-port"),
-    _each("grpc-restricted-protocol", "API,API:KEY=VALUE", "these APIs want the header triton-grpc-protocol-KEY"),
-    _told("grpc-header-forward-pattern", "REGEX", "the same as --http-header-forward-pattern, for gRPC"),
-    _told("grpc-infer-response-compression-level", "LEVEL", "none, low, medium or high", "none"),
-    _number("grpc-keepalive-time", "MS", "after so long without news a caller is asked whether he is there", "7200000"),
-    _number("grpc-keepalive-timeout", "MS", "so long he has to answer", "20000"),
-    _switch("grpc-keepalive-permit-without-calls", "he is asked, and may ask, without calls in flight, too", "false"),
-    _number("grpc-http2-min-recv-ping-interval-without-data", "MS", "callers that ask more often are sent away",
-            "300000"),
-    _number("grpc-http2-max-ping-strikes", "N", "after doing so this often", "2"),
-    _number("grpc-max-connection-age", "MS", "a connection that is so old is ended; 0: none is", "0"),
-    _number("grpc-max-connection-age-grace", "MS", "so long its calls may go on; 0: without a limit", "0"),
-    _switch("allow-metrics", "a door for Prometheus", "true"),
-    _number("metrics-port", "N", "its port; 0: any", "8002"),
-    _told("metrics-address", "ADDRESS", "where it is listened for", "as --http-address"),
+    _switch("reuse-http-port", "allow other servers to listen on the same ports", "false", "reuse-port"),
+    _each("http-restricted-api", "API,API:HEADER=VALUE", "require this header for these APIs"),
+    _told("http-header-forward-pattern", "REGEX", "pass matching headers to the model as request parameters"),
+    _switch("allow-grpc", "enable the gRPC endpoint", "true"),
+    _number("grpc-port", "N", "gRPC port; 0: any free port", "8001"),
+    _told("grpc-address", "ADDRESS", "address of the gRPC listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"),
+    _told("grpc-roles", "ROLE,ROLE", "roles of gRPC callers", "as --http-roles"),
+    _number("grpc-max-input-size", "N", "maximum bytes of a message", "67108864", compatible=2**31 - 1),
+    _switch("reuse-grpc-port", "same as --reuse-http-port", "false", "reuse-port"),
+    _each("grpc-restricted-protocol", "API,API:KEY=VALUE", "require the header triton-grpc-protocol-KEY for these "
+          "APIs"),
+    _told("grpc-header-forward-pattern", "REGEX", "same as --http-header-forward-pattern, for gRPC"),
+    _told("grpc-infer-response-compression-level", "LEVEL", "compression of responses: none, low, medium or high",
+          "none"),
+    _number("grpc-keepalive-time", "MS", "idle time before a keepalive ping is sent", "7200000"),
+    _number("grpc-keepalive-timeout", "MS", "time to wait for the answer to a keepalive ping", "20000"),
+    _switch("grpc-keepalive-permit-without-calls", "send and accept keepalive pings without calls in flight", "false"),
+    _number("grpc-http2-min-recv-ping-interval-without-data", "MS",
+            "minimum interval between pings of a client without data; a shorter one is a strike", "300000"),
+    _number("grpc-http2-max-ping-strikes", "N", "number of strikes tolerated before the connection is closed", "2"),
+    _number("grpc-max-connection-age", "MS", "maximum age of a connection; 0: no limit", "0"),
+    _number("grpc-max-connection-age-grace", "MS", "time for its calls to finish after that; 0: no limit", "0"),
+    _switch("allow-metrics", "enable the Prometheus endpoint", "true"),
+    _number("metrics-port", "N", "Prometheus port; 0: any free port", "8002"),
+    _told("metrics-address", "ADDRESS", "address of the Prometheus listener", "as --http-address"),
     _share("connection", "connection"),
-    _share("address", "address; behind a reverse proxy all callers have one"),
-    _share("token", "token, or key of ZeroMQ"),
-    _switch("allow-client-shm", "callers may register shared memory of this machine", "false"),
-    _switch("copy-client-shm", "the gateway copies what is in it; otherwise workers map it", "false"),
-    _file("tls-cert", "TLS at all doors with this certificate, and those up to the root (PEM)"),
-    _file("tls-key", "its private key, where it is not in the same file"),
-    _file("tls-client-ca", "callers need a certificate that one of these has signed"),
-    _switch("grpc-use-ssl", "TLS of its own for gRPC", "false"),
-    _file("grpc-server-cert", "its certificate"),
-    _file("grpc-server-key", "its private key"),
-    _switch("grpc-use-ssl-mutual", "callers of gRPC need a certificate, too", "false"),
-    _file("grpc-root-cert", "who has to have signed it"),
-    _file("tokens-file", "who has a token, and his roles; read again at SIGHUP, as are certificates"),
-    _told("zmq-address", "URL", "where ZeroMQ over tcp is listened for, as tcp://127.0.0.1:8790; needs the two files "
-          "of keys", "nowhere"),
-    _file("zmq-server-key", "its NAME.key, from `shmserve keygen`"),
-    _file("zmq-keys", "who is let in there: lines of PUBLIC-KEY ROLE,ROLE NAME"),
-    Flag("gateway-args", "text", DOORS, "more options of `shmserve gateway`, in one: "
+    _share("address", "address (behind a reverse proxy, all callers share one)"),
+    _share("token", "token or ZeroMQ key"),
+    _switch("allow-client-shm", "allow callers to register shared memory of this machine", "false"),
+    _switch("copy-client-shm", "copy the content of registered shared memory in the gateway; false: workers map it",
+            "false"),
+    _file("tls-cert", "enable TLS on all endpoints, with this certificate chain (PEM)"),
+    _file("tls-key", "private key of --tls-cert, if not in the same file"),
+    _file("tls-client-ca", "require client certificates signed by one of these CAs"),
+    _switch("grpc-use-ssl", "enable TLS for gRPC with separate certificates", "false"),
+    _file("grpc-server-cert", "certificate for gRPC"),
+    _file("grpc-server-key", "private key for gRPC"),
+    _switch("grpc-use-ssl-mutual", "require client certificates for gRPC", "false"),
+    _file("grpc-root-cert", "CA certificates that must have signed them"),
+    _file("tokens-file", "tokens and their roles; reread on SIGHUP, as are certificates"),
+    _told("zmq-address", "URL", "listener for ZeroMQ over TCP, e.g. tcp://127.0.0.1:8790; needs the two key files",
+          "none"),
+    _file("zmq-server-key", "server key NAME.key, from `shmserve keygen`"),
+    _file("zmq-keys", "client keys and their roles: lines of PUBLIC-KEY ROLE,ROLE NAME"),
+    Flag("gateway-args", "text", DOORS, "further options of `shmserve gateway`, as one string: "
          "--gateway-args='--http-idle-timeout 60'", None, "WORDS"),
 )  # fmt: skip

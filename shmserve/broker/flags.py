@@ -36,132 +36,136 @@ GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, DOORS, STOPPING, LOGGING, 
 
 
 def _old_trace(name: str, setting: str, metavar: str) -> Flag:
-    return Flag(f"trace-{name}", "trace", LOGGING, f"the old name of --trace-config {setting}=", [], metavar,
+    return Flag(f"trace-{name}", "trace", LOGGING, f"use --trace-config {setting}=", [], metavar,
                 repeatable=True, instead="trace-config", setting=setting)  # fmt: skip
 
 
 FLAGS = (
-    Flag("model-repository", "path", MODELS, "directory with one sub-directory a model; may be given several times",
+    Flag("model-repository", "path", MODELS, "directory with one subdirectory per model; may be given several times",
          [], "DIR", repeatable=True, alias="model-store", shown=REQUIRED),
-    Flag("model-control-mode", "choice", MODELS, "none: load all models at start, and leave it at that; poll: follow "
-         "changes in the repositories; explicit: load what --load-model and clients ask for",
+    Flag("model-control-mode", "choice", MODELS, "none: load all models at start; poll: also follow changes in the "
+         "repositories; explicit: load only what --load-model and clients request",
          "none", "MODE", choices=("none", "poll", "explicit")),
     Flag("load-model", "text", MODELS, "in mode explicit, a model to load at start; may be given several times; * alone"
-         " is all of them", [], "MODEL", repeatable=True),
-    Flag("repository-poll-secs", "seconds", MODELS, "in mode poll, how often to look for changes; 0: never", 15.0, "S"),
-    Flag("settle-secs", "seconds", MODELS, "in mode poll, how long a model must not change before it is loaded, so that"
-         " no half-copied one is", 1.0, "S"),
-    Flag("model-config-name", "text", MODELS, "use configs/NAME.pbtxt of each model that has it, instead of its "
-         "config.pbtxt", "", "NAME"),
-    Flag("model-namespacing", "boolean", MODELS, "only false: names of models are unique over all repositories", False),
-    Flag("disable-auto-complete-config", "boolean", LOADING, "take configurations as they are; an incomplete one fails "
-         "to load", False),
-    Flag("strict-model-config", "boolean", LOADING, "the old name of --disable-auto-complete-config",
+         " loads all", [], "MODEL", repeatable=True),
+    Flag("repository-poll-secs", "seconds", MODELS, "in mode poll, interval between checks for changes; 0: never",
+         15.0, "S"),
+    Flag("settle-secs", "seconds", MODELS, "in mode poll, how long a model must be unchanged before it is loaded, so"
+         " that no half-copied model is loaded", 1.0, "S"),
+    Flag("model-config-name", "text", MODELS, "use configs/NAME.pbtxt instead of config.pbtxt for each model that "
+         "has it", "", "NAME"),
+    Flag("model-namespacing", "boolean", MODELS, "only false: model names are unique across all repositories", False),
+    Flag("disable-auto-complete-config", "boolean", LOADING, "use configurations as written; a model with an "
+         "incomplete one fails to load", False),
+    Flag("strict-model-config", "boolean", LOADING, "use --disable-auto-complete-config",
          instead="disable-auto-complete-config"),
-    Flag("backend-config", "setting", LOADING, "a setting for a backend, or for all of them without BACKEND; e.g. "
+    Flag("backend-config", "setting", LOADING, "a setting for one backend, or for all if BACKEND is omitted; e.g. "
          "onnxruntime,default-max-batch-size=8; may be given several times", [], "BACKEND,KEY=VALUE", repeatable=True),
-    Flag("backend-directory", "path", LOADING, "where backends of your own are: NAME/backend.py for each", None, "DIR",
-         shown="there are none"),
-    Flag("model-load-thread-count", "whole", LOADING, "how many models load at the same time", 4, "N", least=1),
-    Flag("model-load-retry-count", "whole", LOADING, "how often loading a model is tried again after a failure",
+    Flag("backend-directory", "path", LOADING, "directory of custom backends, each in NAME/backend.py", None, "DIR",
+         shown="none"),
+    Flag("model-load-thread-count", "whole", LOADING, "number of instances that load in parallel", 4, "N", least=1),
+    Flag("model-load-retry-count", "whole", LOADING, "number of retries after a model fails to load",
          0, "N"),
-    Flag("model-environment", "text", LOADING, "models get this environment variable of the server too; HF_*: all that "
-         "begin so; *: all but the server's own; may be given several times", [], "NAME", repeatable=True,
-         shown="none", compatible=["*"], triton="all; they may hold secrets"),
-    Flag("strict-readiness", "boolean", LOADING, "ready only when every model is READY; false: when loading has ended",
-         True),
-    Flag("exit-on-error", "boolean", LOADING, "end if a model fails to load at start; false: the others are served",
-         False, triton="true; one bad model does not keep the others from being served, and readiness says so",
+    Flag("model-environment", "text", LOADING, "also pass this environment variable of the server to models; HF_*: "
+         "all with that prefix; *: all except the server's own; may be given several times", [], "NAME",
+         repeatable=True, shown="none", compatible=["*"], triton="all variables, which may hold secrets"),
+    Flag("strict-readiness", "boolean", LOADING, "ready only when every model is READY; false: ready when loading has "
+         "finished", True),
+    Flag("exit-on-error", "boolean", LOADING, "exit if a model fails to load at start; false: serve the others",
+         False, triton="true; here the other models are served, and readiness reports the failed one",
          compatible=True),
-    Flag("execution-limit-secs", "seconds", INSTANCES, "a worker that runs one batch for longer hangs, and is killed; "
-         "a model's parameter execution_limit_secs is stronger; 0: no limit", 300.0, "S"),
-    Flag("crash-limit", "whole", INSTANCES, "crashes of an instance in a row, with no batch done in between, after "
-         "which it counts as broken; if other instances answer meanwhile it is quarantined; a model's parameter "
-         "crash_limit is stronger; 0: never", 3, "N"),
-    Flag("load-limit-secs", "seconds", LOADING, "a worker that loads for longer is killed, and has failed to load; 0: "
+    Flag("execution-limit-secs", "seconds", INSTANCES, "kill a worker that runs one batch for longer than this; "
+         "a model's parameter execution_limit_secs takes precedence; 0: no limit", 300.0, "S"),
+    Flag("crash-limit", "whole", INSTANCES, "consecutive crashes, without a completed batch in between, after which an "
+         "instance is given up; it is quarantined if other instances complete batches meanwhile; a model's parameter "
+         "crash_limit takes precedence; 0: never", 3, "N"),
+    Flag("load-limit-secs", "seconds", LOADING, "kill a worker that takes longer than this to load; the load fails; 0: "
          "no limit", 1800.0, "S"),
-    Flag("prepared-process", "boolean", INSTANCES, "workers are made of a process that has imported what all need; "
-         "false: each is a fresh interpreter, which takes longer and more memory", True),
+    Flag("prepared-process", "boolean", INSTANCES, "fork workers from a process that has the common imports loaded; "
+         "false: start a new interpreter for each, which takes longer and more memory", True),
     Flag("host-policy", "policy", INSTANCES, "CPU cores for the instances of a host policy: NAME,cpu-cores=0-3,8, or "
-         "NAME,numa-node=N for all of a node; instances that name no policy have 'cpu' or 'gpu_DEVICE'; may be given "
+         "NAME,numa-node=N for all of a node; instances without a policy use 'cpu' or 'gpu_DEVICE'; may be given "
          "several times", [], "NAME,KEY=VALUE", repeatable=True),
-    Flag("rate-limit", "choice", INSTANCES, "execution_count: an instance runs a batch only while it has the resources "
-         "of its rate_limiter; off: as soon as it is idle", "off", choices=("off", "execution_count")),
-    Flag("rate-limit-resource", "resource", INSTANCES, "how much there is of a resource of each device, of one, or "
-         "(:global) of all together; not given: as much as one instance asks for at most; may be given several times",
+    Flag("rate-limit", "choice", INSTANCES, "execution_count: an instance runs a batch only while it holds the "
+         "resources of its rate_limiter; off: as soon as it is idle", "off", choices=("off", "execution_count")),
+    Flag("rate-limit-resource", "resource", INSTANCES, "units of a resource on each device, on one device, or "
+         "(:global) shared by all; default: the most that any one instance requests; may be given several times",
          [], "NAME:COUNT[:DEVICE]", repeatable=True),
-    Flag("cache-config", "cache", MEMORY, "local,size=BYTES: answers of models with response_cache are kept", 0,
-         "local,size=BYTES", shown="none are kept"),
-    Flag("response-cache-byte-size", "bytes", MEMORY, "the older way to say --cache-config local,size=BYTES", 0, "N"),
-    Flag("broker-arena-bytes", "bytes", MEMORY, "memory for tensors that come in frames", 256 << 20, "N",
+    Flag("cache-config", "cache", MEMORY, "size of the response cache, for models with response_cache", 0,
+         "local,size=BYTES", shown="no cache"),
+    Flag("response-cache-byte-size", "bytes", MEMORY, "older form of --cache-config local,size=BYTES", 0, "N"),
+    Flag("broker-arena-bytes", "bytes", MEMORY, "memory for tensors received inside messages (frames)", 256 << 20, "N",
          least=1 << 20),
     Flag("pinned-memory-pool-byte-size", "bytes", MEMORY,
-         "host memory of callers that one instance on a GPU may pin for it; 0: none", 256 << 20, "N"),
-    Flag("cuda-memory-pool-byte-size", "pool", MEMORY, "memory on its GPU that one instance may have for tensors that "
-         "stay there; of all GPUs, or of one; 0: none do; may be given several times", [], "[GPU:]N", repeatable=True,
-         shown="1 GiB", triton="64 MiB, of the server on each GPU; here each instance has its own"),
-    Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may have for its outputs", 4 << 30, "N",
+         "host memory of clients that one GPU instance may pin; 0: none", 256 << 20, "N"),
+    Flag("cuda-memory-pool-byte-size", "pool", MEMORY, "GPU memory that one instance may use for tensors that "
+         "stay on the GPU; for all GPUs, or for one; 0: none; may be given several times", [], "[GPU:]N",
+         repeatable=True, shown="1 GiB", triton="64 MiB per GPU for the whole server; here each instance has its own"),
+    Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may use for its outputs", 4 << 30, "N",
          least=1 << 20),
-    Flag("instance-memory-limit", "bytes", MEMORY, "an instance whose process has more memory of its own is ended; a "
-         "model's parameter memory_limit_mb is stronger; 0: no limit", 0, "N", shown="no limit"),
-    Flag("instance-gpu-memory-limit", "bytes", MEMORY, "an instance whose process has more memory on its GPU is ended; "
-         "a model's parameter gpu_memory_limit_mb is stronger; 0: no limit", 0, "N", shown="no limit"),
-    Flag("override-bytes", "bytes", MEMORY, "the most bytes of files that one load call may bring", 1 << 30, "N"),
-    Flag("generation-bytes", "bytes", MEMORY, "copy at most so many bytes of a version's small files to the runtime "
-         "directory when it is loaded; a restarted instance loads these; the other files are linked", TOTAL_BYTES, "N"),
-    Flag("generation-file-bytes", "bytes", MEMORY, "the largest file that --generation-bytes copies", FILE_BYTES, "N"),
-    Flag("socket-group", "group", ACCESS, "members of this group may connect to the lane, infer and observe", None,
-         "NAME", shown="nobody but the server's own user"),
-    Flag("access", "access", ACCESS, "gives roles, of infer, observe and operate, to uid:N, gid:N, user:NAME, "
-         "group:NAME, or * for all who can connect; may be given several times", [], "WHO=ROLE,ROLE",
+    Flag("instance-memory-limit", "bytes", MEMORY, "kill an instance whose process uses more private memory; a "
+         "model's parameter memory_limit_mb takes precedence; 0: no limit", 0, "N", shown="no limit"),
+    Flag("instance-gpu-memory-limit", "bytes", MEMORY, "kill an instance whose process uses more memory on its GPU; "
+         "a model's parameter gpu_memory_limit_mb takes precedence; 0: no limit", 0, "N", shown="no limit"),
+    Flag("override-bytes", "bytes", MEMORY, "limit on the total size of the files in one load call", 1 << 30, "N"),
+    Flag("generation-bytes", "bytes", MEMORY, "limit on the bytes of a version's small files that are copied to the "
+         "runtime directory at load, for restarted instances to load from; the other files are linked", TOTAL_BYTES,
+         "N"),
+    Flag("generation-file-bytes", "bytes", MEMORY, "size limit of a file that --generation-bytes copies", FILE_BYTES,
+         "N"),
+    Flag("socket-group", "group", ACCESS, "group whose members may connect to the lane, infer and observe", None,
+         "NAME", shown="only the server's user"),
+    Flag("access", "access", ACCESS, "grant the roles infer, observe or operate to uid:N, gid:N, user:NAME, "
+         "group:NAME, or * for all that can connect; may be given several times", [], "WHO=ROLE,ROLE",
          repeatable=True),
     Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
          "times", [], "NAME=VALUE", repeatable=True),
     *DOOR_FLAGS,
-    Flag("exit-timeout-secs", "seconds", STOPPING, "at a stop, requests in flight have this long; then all is killed",
-         30.0, "S"),
-    Flag("log-verbose", "whole", LOGGING, "1: more in the log; 2: also each batch, and why it was formed", 0, "N"),
-    Flag("allow-gpu-metrics", "boolean", LOGGING, "metrics tell what GPUs do, if there are any", True),
-    Flag("allow-cpu-metrics", "boolean", LOGGING, "metrics of the machine's cores and memory", True),
-    Flag("metrics-interval-ms", "whole", LOGGING, "how often GPUs and cores are looked at; 0: every two seconds, and "
-         "the page of metrics is built for each request, however many there are", 2000, "N"),
-    Flag("metrics-config", "metrics", LOGGING, "which latencies metrics have: counter_latencies=BOOL (true), "
+    Flag("exit-timeout-secs", "seconds", STOPPING, "on shutdown, time for requests in flight; then all processes are "
+         "killed", 30.0, "S"),
+    Flag("log-verbose", "whole", LOGGING, "1: more detail; 2: also each batch and why it was formed", 0, "N"),
+    Flag("allow-gpu-metrics", "boolean", LOGGING, "export metrics of GPUs, if there are any", True),
+    Flag("allow-cpu-metrics", "boolean", LOGGING, "export metrics of the machine's CPU and memory", True),
+    Flag("metrics-interval-ms", "whole", LOGGING, "sampling interval of GPU and CPU metrics; 0: every 2 s, and the "
+         "metrics text is built for every request, without a limit on its CPU time", 2000, "N"),
+    Flag("metrics-config", "metrics", LOGGING, "latency metrics to collect: counter_latencies=BOOL (true), "
          "histogram_latencies=BOOL and summary_latencies=BOOL (false), "
          "summary_quantiles=QUANTILE:ERROR,... (0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001); may be given "
          "several times", [], "NAME=VALUE", repeatable=True),
-    Flag("log-info", "boolean", LOGGING, "log what goes on", True),
-    Flag("log-warning", "boolean", LOGGING, "log what may be wrong", True),
-    Flag("log-error", "boolean", LOGGING, "log what has failed", True),
+    Flag("log-info", "boolean", LOGGING, "log informational messages", True),
+    Flag("log-warning", "boolean", LOGGING, "log warnings", True),
+    Flag("log-error", "boolean", LOGGING, "log errors", True),
     Flag("log-format", "choice", LOGGING, "default: local time, level, text; ISO8601: the same with the time in UTC; "
-         "json: an object a line, for programs",
+         "json: one object per line",
          "default", "FORM", choices=FORMATS),
-    Flag("log-file", "path", LOGGING, "append to this file, not to the console; it may be rotated by renaming it",
+    Flag("log-file", "path", LOGGING, "append to this file instead of the console; to rotate it, rename it",
          None, "FILE", shown="console"),
-    Flag("log-worker-lines", "whole", LOGGING, "log at most so many lines a second of what one worker or gateway "
-         "prints; what is dropped is counted; 0: no limit", Rate().lines, "N"),
-    Flag("log-worker-bytes", "bytes", LOGGING, "log at most so many bytes a second of what one worker or gateway "
-         "prints; 0: no limit", Rate().bytes, "N"),
-    Flag("trace-config", "trace", LOGGING, "which requests are traced, and where to: triton,file=FILE, "
-         "triton,log-frequency=N, level=TIMESTAMPS or TENSORS, rate=N (each N-th), count=N (so many at most); "
+    Flag("log-worker-lines", "whole", LOGGING, "lines per second that are logged of the output of one worker or "
+         "gateway; dropped lines are counted; 0: no limit", Rate().lines, "N"),
+    Flag("log-worker-bytes", "bytes", LOGGING, "bytes per second that are logged of the output of one worker or "
+         "gateway; 0: no limit", Rate().bytes, "N"),
+    Flag("trace-config", "trace", LOGGING, "requests to trace, and the trace file: triton,file=FILE, "
+         "triton,log-frequency=N, level=TIMESTAMPS or TENSORS, rate=N (every N-th), count=N (at most N); "
          "may be given several times", [], "KEY=VALUE", repeatable=True),
     _old_trace("file", "triton,file", "FILE"),
     _old_trace("level", "level", "LEVEL"),
     _old_trace("rate", "rate", "N"),
     _old_trace("count", "count", "N"),
     _old_trace("log-frequency", "triton,log-frequency", "N"),
-    Flag("id", "text", SERVICE, "the server's name, as its metadata says it", "shmserve", "NAME",
-         triton="triton; programs that look at the name see which server they talk to", compatible="triton"),
-    Flag("triton-compatible", "boolean", SERVICE, "take Triton's defaults where they differ; a flag that is given "
-         "counts all the same", False),
-    Flag("runtime-dir", "path", SERVICE, "where the sockets are", None, "DIR",
-         shown="/run/shmserve if writable, $XDG_RUNTIME_DIR/shmserve, or a directory in the temporary one"),
-    Flag("config", "path", SERVICE, "a TOML file with flags as keys; the command line and the environment are stronger",
-         None, "FILE"),
-    Flag("environment-dir", "path", SERVICE, "where archives of EXECUTION_ENV_PATH are unpacked to, each once", None,
-         "DIR", shown="environments in $CACHE_DIRECTORY, else in shmserve in the user's directory for caches"),
+    Flag("id", "text", SERVICE, "the server's name in its metadata", "shmserve", "NAME",
+         triton="triton; the name tells programs which server it is", compatible="triton"),
+    Flag("triton-compatible", "boolean", SERVICE, "use Triton's defaults where they differ; flags that are set take "
+         "precedence", False),
+    Flag("runtime-dir", "path", SERVICE, "directory of the sockets", None, "DIR",
+         shown="/run/shmserve if writable, else $XDG_RUNTIME_DIR/shmserve, else a temporary directory"),
+    Flag("config", "path", SERVICE, "TOML file with flags as keys; the command line and the environment take "
+         "precedence", None, "FILE"),
+    Flag("environment-dir", "path", SERVICE, "directory to which archives of EXECUTION_ENV_PATH are unpacked, once "
+         "each", None, "DIR",
+         shown="environments in $CACHE_DIRECTORY, else in shmserve in the user's cache directory"),
     *TRITON_FLAGS,
-    Flag("hints", "boolean", SERVICE, "when ready, show what to try next", False, private=True),
-    Flag("ready-fd", "whole", SERVICE, "a descriptor that READY is written to", -1, "FD", private=True),
+    Flag("hints", "boolean", SERVICE, "when ready, print commands to try", False, private=True),
+    Flag("ready-fd", "whole", SERVICE, "file descriptor to which READY is written", -1, "FD", private=True),
 )  # fmt: skip
 BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if name}
 
@@ -221,7 +225,7 @@ def from_text(flag: Flag, text: str) -> Any:
         case "decimal":
             return decimal(text)
     if not text and flag.default != "":
-        raise ValueError(f"a {flag.metavar or 'value'} is expected, and nothing was given")
+        raise ValueError(f"expected a {flag.metavar or 'value'}, found nothing")
     return Path(text) if flag.kind == "path" else text
 
 
@@ -276,9 +280,9 @@ def _cache(text: str) -> int:
     name, _, setting = text.partition(",")
     key, _, value = setting.partition("=")
     if name != "local":
-        raise ValueError(f"cache '{name}' is not known; the one that there is: local,size=BYTES")
+        raise ValueError(f"unknown cache '{name}'; expected local,size=BYTES")
     if key != "size":
-        raise ValueError(f"'{setting}' is no setting of the cache; expected size=BYTES")
+        raise ValueError(f"unknown cache setting '{setting}'; expected size=BYTES")
     return _number(value, True, 1)
 
 
@@ -315,11 +319,11 @@ def _number(text: str, is_bytes: bool, least: int | None) -> int:
     match = re.fullmatch(r"(-?[0-9]{1,18})\s*([a-zA-Z]*)", text.strip())
     unit = UNITS.get(match[2].upper()) if match and (is_bytes or not match[2]) else None
     if match is None or unit is None:
-        more = ", with KiB, MiB or GiB behind it if you like" if is_bytes else ""
+        more = ", optionally with the suffix KiB, MiB or GiB" if is_bytes else ""
         raise ValueError(f"'{text}' is not a whole number{more}")
     value = int(match[1]) * unit
     if least is not None and value < least:
-        raise ValueError(f"{text} is too small; the least is {least}")
+        raise ValueError(f"{text} is too small; the minimum is {least}")
     return value
 
 
@@ -332,7 +336,7 @@ def _limit(text: str) -> tuple[str, int]:
         raise ValueError(f"'{text}' is not NAME=VALUE")
     if name not in rows:
         close = get_close_matches(name, rows, 1)
-        raise ValueError(f"'{given}' is no limit" + (f"; did you mean {close[0]}?" if close else ""))
+        raise ValueError(f"unknown limit '{given}'" + (f"; did you mean {close[0]}?" if close else ""))
     return name, _number(value, name.endswith("_bytes"), rows[name].least)
 
 
@@ -354,7 +358,7 @@ def _choice(flag: Flag, text: str) -> str:
     close = get_close_matches(text.lower(), [choice.lower() for choice in flag.choices], 1)
     meant = next((choice for choice in flag.choices if close and choice.lower() == close[0]), "")
     more = f"; did you mean {meant}?" if meant else ""
-    raise ValueError(f"'{text}' is none of {', '.join(flag.choices)}{more}")
+    raise ValueError(f"'{text}' is not one of {', '.join(flag.choices)}{more}")
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -383,7 +387,7 @@ def page() -> str:
 
 def differences() -> str:
     """Where a default is not Triton's."""
-    return "\n".join(f"- `--{flag.name}` is {flag.default_text}, there {flag.triton}." for flag in FLAGS if flag.triton)
+    return "\n".join(f"- `--{flag.name}`: {flag.default_text}; Triton: {flag.triton}." for flag in FLAGS if flag.triton)
 
 
 def _row(flag: Flag) -> str:

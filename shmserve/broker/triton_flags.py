@@ -20,37 +20,38 @@ def _refused(name: str, note: str) -> Flag:
 
 
 _THREADS = "gateways run event loops; --gateways N adds processes"
-_SAGEMAKER = ("there is no SageMaker endpoint; serve HTTP with --http-port 8080 behind a proxy that maps /ping to "
+_SAGEMAKER = ("no SageMaker endpoint; serve HTTP with --http-port 8080 behind a proxy that maps /ping to "
               "/v2/health/ready and /invocations to /v2/models/MODEL/infer")  # fmt: skip
-_VERTEX = ("there is no Vertex AI endpoint; serve HTTP with --http-port 8080 and give the container the routes "
+_VERTEX = ("no Vertex AI endpoint; serve HTTP with --http-port 8080 and give the container the routes "
            "/v2/health/ready (health) and /v2/models/MODEL/infer (predict)")  # fmt: skip
 
 TRITON_FLAGS = (
     _ignored("http-thread-count", "whole", "N", _THREADS),
     _ignored("grpc-infer-thread-count", "whole", "N", _THREADS),
-    _ignored("grpc-infer-allocation-pool-size", "whole", "N", "requests are parsed into memory that is recycled"),
+    _ignored("grpc-infer-allocation-pool-size", "whole", "N", "memory for parsed requests is always recycled"),
     _ignored("grpc-max-response-pool-size", "whole", "N",
-             "responses of a stream wait until the caller reads them; --limit client_outbox_bytes bounds them"),
-    _ignored("grpc-http2-max-pings-without-data", "whole", "N", "keepalive pings do not depend on data"),
+             "responses of a stream are queued until the caller reads them, up to --limit client_outbox_bytes"),
+    _ignored("grpc-http2-max-pings-without-data", "whole", "N",
+             "the number of keepalive pings does not depend on data"),
     _ignored("buffer-manager-thread-count", "whole", "N", "each instance gathers its batches in its own process"),
-    _ignored("enable-peer-access", "boolean", "", "tensors go from one GPU to another through the host"),
+    _ignored("enable-peer-access", "boolean", "", "tensors are copied between GPUs through the host"),
     _ignored("model-load-gpu-limit", "fraction", "DEVICE:FRACTION",
              "loading is not limited by GPU memory; --instance-gpu-memory-limit and a model's parameter "
-             "gpu_memory_limit_mb limit what an instance may have"),
+             "gpu_memory_limit_mb limit the memory of an instance"),
     _ignored("min-supported-compute-capability", "decimal", "X.Y",
-             "the engine says when a GPU is too old for it, and the model fails to load"),
-    _ignored("cuda-virtual-address-size", "pool", "GPU:N", "memory on GPUs is allocated block by block"),
+             "if a GPU is too old for the engine, the engine reports it and the model fails to load"),
+    _ignored("cuda-virtual-address-size", "pool", "GPU:N", "GPU memory is allocated in blocks"),
     _ignored("cache-directory", "text", "DIR", "the response cache is built in (--cache-config local,size=BYTES)"),
     _ignored("repoagent-directory", "text", "DIR",
-             "there are no repository agents; a model that asks for one fails to load"),
+             "repository agents are not supported; a model that requests one fails to load"),
     _refused("allow-sagemaker", _SAGEMAKER),
-    _ignored("sagemaker-port", "whole", "N", "there is no SageMaker endpoint"),
-    _ignored("sagemaker-safe-port-range", "text", "N-N", "there is no SageMaker endpoint"),
-    _ignored("sagemaker-thread-count", "whole", "N", "there is no SageMaker endpoint"),
+    _ignored("sagemaker-port", "whole", "N", "no SageMaker endpoint"),
+    _ignored("sagemaker-safe-port-range", "text", "N-N", "no SageMaker endpoint"),
+    _ignored("sagemaker-thread-count", "whole", "N", "no SageMaker endpoint"),
     _refused("allow-vertex-ai", _VERTEX),
-    _ignored("vertex-ai-port", "whole", "N", "there is no Vertex AI endpoint"),
-    _ignored("vertex-ai-thread-count", "whole", "N", "there is no Vertex AI endpoint"),
-    _ignored("vertex-ai-default-model", "text", "MODEL", "there is no Vertex AI endpoint"),
+    _ignored("vertex-ai-port", "whole", "N", "no Vertex AI endpoint"),
+    _ignored("vertex-ai-thread-count", "whole", "N", "no Vertex AI endpoint"),
+    _ignored("vertex-ai-default-model", "text", "MODEL", "no Vertex AI endpoint"),
 )  # fmt: skip
 
 

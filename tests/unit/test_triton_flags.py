@@ -119,9 +119,9 @@ def _row(name: str) -> str:
     elif flag.instead:
         what = f"deprecated; `--{flag.instead}{' ' + flag.setting + '=' if flag.setting else ''}`"
     elif flag.triton:
-        what = f"default {flag.default_text}, there {flag.triton}"
+        what = f"default {flag.default_text}; Triton: {flag.triton}"
     elif name == "model-namespacing":
-        what = "`false` is accepted; `true` is refused: the names of models are unique over all repositories"
+        what = "`false` is accepted; `true` is refused: model names are unique across all repositories"
     else:
         what = "as in Triton"
     return f"| `--{name}` | {what} |"
