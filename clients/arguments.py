@@ -15,26 +15,26 @@ from typing import Any
 from shmserve.clients import completion
 from shmserve.clients.gateway import flags
 
-ABOUT = "Serves models on this machine, and asks the server that serves them."
+ABOUT = "Serve models on this machine and send requests to the server."
 EPILOG = """
 first steps:
   shmserve serve --model-repository ./models      start a server; Ctrl-C stops it
-  shmserve models                                 what it serves
+  shmserve models                                 list its models
   shmserve infer mlp --random                     try a model
-  shmserve stats                                  what it has done
-  eval "$(shmserve completion bash)"              the Tab key completes commands, options and models
+  shmserve stats                                  show statistics
+  eval "$(shmserve completion bash)"              enable Tab completion of commands, options and models
 
-`shmserve COMMAND --help` explains each command, with examples. Exit codes: 0 done, 1 failed, 2 used wrongly,
+`shmserve COMMAND --help` describes a command, with examples. Exit codes: 0 success, 1 failure, 2 wrong usage,
 130 interrupted.
 """
 WHERE = """
-The server is the one of this machine and user, unless --url, --runtime-dir, SHMSERVE_URL or SHMSERVE_RUNTIME_DIR
-names another.
+Connects to this user's server on this machine, unless --url, --runtime-dir, SHMSERVE_URL or SHMSERVE_RUNTIME_DIR
+selects another.
 """
 CODES = """exit codes:
   0    {}
   1    {}
-  2    used wrongly
+  2    wrong usage
   130  interrupted
 """
 
@@ -97,10 +97,10 @@ def _command(
     where.add_argument(
         "--url", metavar="URL", help="unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
     )
-    where.add_argument("--runtime-dir", metavar="DIR", help="the directory that the server was given by this name")
+    where.add_argument("--runtime-dir", metavar="DIR", help="the server's runtime directory (--runtime-dir of serve)")
     if keys:
         made.add_argument(
-            "--server-key", metavar="KEY", help="with tcp://: the server's public key, or its file NAME.pub"
+            "--server-key", metavar="KEY", help="with tcp://: the server's public key, or the file NAME.pub"
         )
         made.add_argument(
             "--key-file", metavar="FILE", help="with tcp://: your own NAME.key, from `shmserve keygen NAME`"
@@ -114,11 +114,11 @@ def _model(made: argparse.ArgumentParser, nargs: str | None = None) -> None:
 
 
 def _json(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--json", action="store_true", help="print JSON, for programs")
+    made.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _version_of(made: argparse.ArgumentParser) -> None:
-    text = "a version of the model (default: its latest)"
+    text = "model version (default: latest)"
     completion.completes(made.add_argument("--version", metavar="N", type=_at_least_1, help=text), completion.versions)
 
 
@@ -126,13 +126,13 @@ def _add_models(commands: Any) -> None:
     examples = (
         "  shmserve models\n  shmserve models mlp --instances\n  shmserve models --watch\n  shmserve models --json\n"
     )
-    about = "list the models: their versions and processes, what they take, and why one is not READY"
+    about = "list models: versions, states, processes, resources, and the reason if one is not READY"
     made = _command(commands, "models", _later("commands_status", "models"), about, examples)
     _model(made, "*")
-    made.add_argument("--instances", action="store_true", help="a line for each process of a model")
+    made.add_argument("--instances", action="store_true", help="print one line per model process")
     made.add_argument(
         "--watch", metavar="SECONDS", type=_seconds, nargs="?", const=1.0,
-        help="again every so many seconds (default: 1), until Ctrl-C",
+        help="refresh every SECONDS (default: 1) until Ctrl-C",
     )  # fmt: skip
     _json(made)
 
@@ -142,25 +142,25 @@ def _add_gateway(commands: Any) -> None:
   shmserve gateway --http-port 9000 --no-metrics
   shmserve gateway --http-roles infer,observe,operate
 """
-    about = "be a door to the network: requests over HTTP (KServe v2) go to the server, and metrics to Prometheus"
-    codes = ("stopped by SIGTERM or Ctrl-C", "could not listen")
+    about = "run a gateway: serve HTTP and gRPC (KServe v2) and Prometheus metrics for a running server"
+    codes = ("stopped by SIGTERM or Ctrl-C", "could not start or listen")
     flags.add(_command(commands, "gateway", _later("commands_run", "gateway"), about, examples, codes, keys=False))
 
 
 def _add_keygen(commands: Any) -> None:
     examples = """
 examples:
-  shmserve keygen                              of this machine: NAME is its host name
+  shmserve keygen                              NAME defaults to the host name
   shmserve keygen alice --out ~/.config/shmserve
   shmserve keygen robot --roles infer,observe,operate
 """
-    about = "make a pair of keys for ZeroMQ over tcp: of a gateway, or of a client"
+    about = "create a key pair for ZeroMQ over tcp, for a gateway or a client"
     made = _made(commands, "keygen", _later("commands_keygen", "keygen"), about, examples, ("done", "not written"))
-    made.add_argument("name", metavar="NAME", nargs="?", help="whose keys they are (default: this machine's)")
-    made.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where NAME.key and NAME.pub go")
+    made.add_argument("name", metavar="NAME", nargs="?", help="name of the key pair (default: the host name)")
+    made.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="directory for NAME.key and NAME.pub")
     made.add_argument(
         "--roles", metavar="ROLE,ROLE", default="infer,observe",
-        help="what the line of NAME.pub lets a client do, of infer, observe, operate (default: %(default)s)",
+        help="roles to write into NAME.pub: infer, observe, operate (default: %(default)s)",
     )  # fmt: skip
     _json(made)
 
@@ -172,31 +172,35 @@ def _add_load(commands: Any) -> None:
   shmserve load mlp --config-json config.json
   shmserve load new --config-json config.json --file 1/model.onnx=./new.onnx
 """
-    about = "load models, or what has changed of models that are served, and wait until they are READY"
-    codes = ("every model is READY", "one could not be loaded; what was served of it before still is")
+    about = "load models, or reload what has changed, and wait until they are READY"
+    codes = ("every model is READY", "a load failed; what was served before is still served")
     made = _command(commands, "load", _later("commands_operate", "load"), about, examples, codes)
     _model(made, "*")
     add = made.add_argument
-    add("--all", action="store_true", help="every model of the repositories, as far as it is known to the server")
-    add("--config-json", metavar="FILE", help="a configuration, as JSON, instead of config.pbtxt; - is standard input")
+    add("--all", action="store_true", help="every model in the server's repositories")
+    add(
+        "--config-json",
+        metavar="FILE",
+        help="JSON configuration to use instead of config.pbtxt; - reads standard input",
+    )
     add("--file", metavar="NAME=PATH", action="append", default=[],
-        help="with --config-json: a file of the model, e.g. 1/model.onnx=./model.onnx; the repository's files do not "
-        "count then; may be given several times")  # fmt: skip
+        help="with --config-json: send a model file, e.g. 1/model.onnx=./model.onnx; the repository's files are then "
+        "ignored; repeatable")  # fmt: skip
     add("--previous", action="store_true",
-        help="load what was served before the last load, whatever is in the repository; in every mode")  # fmt: skip
+        help="restore what was served before the last load, whatever the repository has; in every mode")  # fmt: skip
     _operation(made)
 
 
 def _add_unload(commands: Any) -> None:
     examples = "  shmserve unload mlp\n  shmserve unload mlp cnn --no-wait\n  shmserve unload mlp --force\n"
-    about = "end models: requests in flight are answered, then their processes and memory go"
-    codes = ("unloaded (or with --no-wait: begun)", "failed")
+    about = "unload models: finish requests in flight, then stop their processes and free their memory"
+    codes = ("unloaded (with --no-wait: started)", "failed")
     made = _command(commands, "unload", _later("commands_operate", "unload"), about, examples, codes)
     _model(made, "+")
-    made.add_argument("--no-wait", action="store_false", dest="wait", help="do not wait until the processes have ended")
-    made.add_argument("--force", action="store_true", help="requests in flight fail and the processes are killed, now")
+    made.add_argument("--no-wait", action="store_false", dest="wait", help="do not wait for the processes to exit")
+    made.add_argument("--force", action="store_true", help="fail requests in flight and kill the processes immediately")
     made.add_argument(
-        "--dependents", action="store_true", help="also what was loaded only because this ensemble needs it"
+        "--dependents", action="store_true", help="also unload models that were loaded only for this ensemble"
     )
     _operation(made)
 
@@ -206,18 +210,20 @@ def _add_restart(commands: Any) -> None:
   shmserve restart mlp --version 2
   shmserve restart mlp --instance mlp_0_1     a name from `shmserve models --instances`
 """
-    about = "give models new processes without losing a request"
+    about = "replace the processes of models without losing requests"
     made = _command(commands, "restart", _later("commands_operate", "restart"), about, examples)
     _model(made, "+")
-    version = made.add_argument("--version", metavar="N", type=_at_least_1, help="only this version (default: all)")
+    version = made.add_argument(
+        "--version", metavar="N", type=_at_least_1, help="restart only this version (default: all)"
+    )
     completion.completes(version, completion.versions)
-    instance = made.add_argument("--instance", metavar="NAME", help="only this process")
+    instance = made.add_argument("--instance", metavar="NAME", help="restart only this instance")
     completion.completes(instance, completion.instances)
     _operation(made)
 
 
 def _operation(made: argparse.ArgumentParser) -> None:
-    text = "wait so long (default: no limit); the server goes on with it"
+    text = "maximum time to wait (default: no limit); the server continues the operation"
     made.add_argument("--timeout", metavar="SECONDS", type=_seconds, help=text)
     _json(made)
 
@@ -231,14 +237,18 @@ def _add_infer(commands: Any) -> None:
   shmserve infer repeat --input IN=1,2,3 --stream
 """
     made = _command(
-        commands, "infer", _later("commands_infer", "infer"), "run a model once and show its outputs", examples
+        commands,
+        "infer",
+        _later("commands_infer", "infer"),
+        "send a request to a model and print its outputs",
+        examples,
     )
     _model(made)
     _feeding(made)
     made.add_argument(
-        "--timeout", metavar="SECONDS", type=_seconds, help="wait so long for an answer (default: no limit)"
+        "--timeout", metavar="SECONDS", type=_seconds, help="maximum time to wait for a response (default: no limit)"
     )
-    made.add_argument("--stream", action="store_true", help="show answers as they come, of a model that gives several")
+    made.add_argument("--stream", action="store_true", help="print each response of a decoupled model as it arrives")
     _version_of(made)
     _json(made)
 
@@ -246,19 +256,19 @@ def _add_infer(commands: Any) -> None:
 def _feeding(made: argparse.ArgumentParser) -> None:
     """What a model gets, how often, and where its answer goes."""
     add = made.add_argument
-    add("file", metavar="FILE", nargs="?", help='JSON: {"inputs": {"NAME": [[1, 2, 3]]}}; - is standard input')
+    add("file", metavar="FILE", nargs="?", help='JSON file: {"inputs": {"NAME": [[1, 2, 3]]}}; - reads standard input')
     add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
-        help="an input: numbers with commas between them, a JSON literal, or @FILE.npy; dtype and shape are the "
-        "model's; may be given several times")  # fmt: skip
-    add("--random", action="store_true", help="random data for the inputs that are not given; free dims are 1")
-    add("--batch", metavar="N", type=_at_least_1, help="with --random: so many rows")
+        help="an input: comma-separated numbers, a JSON literal, or @FILE.npy; dtype and shape come from the "
+        "model; repeatable")  # fmt: skip
+    add("--random", action="store_true", help="random data for inputs that are not given; dims of variable size are 1")
+    add("--batch", metavar="N", type=_at_least_1, help="with --random: batch size")
     add("--shape", metavar="NAME=D1,D2,...", action="append", default=[],
-        help="with --random: the whole shape of an input")  # fmt: skip
-    add("--seed", metavar="N", type=int, help="with --random: the same data again")
-    add("--outputs", metavar="NAME,...", help="only these outputs (default: all)")
+        help="with --random: full shape of an input")  # fmt: skip
+    add("--seed", metavar="N", type=int, help="with --random: seed, for reproducible data")
+    add("--outputs", metavar="NAME,...", help="outputs to compute (default: all)")
     add("--out", metavar="DIR", type=Path, help="write each output to DIR/NAME.npy")
     add("--repeat", metavar="N", type=_at_least_1, default=1,
-        help="send it N times, one after another, and show the median and 99th percentile of the latency")  # fmt: skip
+        help="send it N times, one after another, and print the median and 99th percentile of the latency")  # fmt: skip
 
 
 def _add_run(commands: Any) -> None:
@@ -267,60 +277,63 @@ examples:
   shmserve run models/mlp --random
   shmserve run models/mlp --input x=@x.npy --repeat 100
   shmserve run models/add_sub request.json --json
-  shmserve run models/add_sub --random --pdb      stop in the debugger where the model fails
+  shmserve run models/add_sub --random --pdb      stop in the debugger where the model raises
 """
-    about = "run one model in this terminal, without a server, where breakpoint() works"
-    codes = ("the model has answered", "it could not be loaded, or failed")
+    about = "run one model in this terminal without a server; breakpoint() works"
+    codes = ("success", "the model could not be loaded, or failed")
     made = _made(commands, "run", _later("commands_run", "run"), about, examples, codes)
     add = made.add_argument
-    add("model_dir", metavar="MODEL_DIR", type=Path, help="the directory that has the model's config.pbtxt")
+    add("model_dir", metavar="MODEL_DIR", type=Path, help="directory with the model's config.pbtxt")
     _feeding(made)
     add("--pdb", action="store_true", help="stop in Python's debugger where the model raises")
     add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[],
-        help="a setting for a backend, as for serve; may be given several times")  # fmt: skip
+        help="backend setting, as for serve; repeatable")  # fmt: skip
     _backend_directory(add)
-    add("--model-config-name", metavar="NAME", default="", help="take MODEL_DIR/configs/NAME.pbtxt, if it is there")
-    add("--version", metavar="N", type=_at_least_1, help="a version of the model (default: its highest)")
+    add("--model-config-name", metavar="NAME", default="", help="use MODEL_DIR/configs/NAME.pbtxt if it exists")
+    add("--version", metavar="N", type=_at_least_1, help="model version (default: highest)")
     _json(made)
 
 
 def _add_stats(commands: Any) -> None:
     examples = "  shmserve stats\n  shmserve stats mlp --json\n  shmserve stats --prometheus\n"
-    about = "show how many requests were answered, in which batches, and how long they waited and ran"
+    about = "show statistics: requests, batches, queue times and compute times"
     made = _command(commands, "stats", _later("commands_status", "stats"), about, examples)
     _model(made, "?")
     _version_of(made)
-    text = "all that the server counts, as Prometheus reads it"
+    text = "print all metrics in the Prometheus format"
     made.add_argument("--prometheus", action="store_true", help=text)
     _json(made)
 
 
 def _add_ready(commands: Any) -> None:
     examples = "  shmserve ready                  exit code 0 if every model is READY\n"
-    examples += "  shmserve ready mlp --wait 30    wait for it, for scripts that start a server\n"
-    about = "exit with 0 if the server, or a model, can take requests, and with 1 if not"
+    examples += "  shmserve ready mlp --wait 30    wait for up to 30 s, e.g. after starting a server\n"
+    about = "exit with 0 if the server, or a model, can take requests, else with 1"
     codes = ("ready", "not ready, or no server")
     made = _command(commands, "ready", _later("commands_status", "ready"), about, examples, codes)
     _model(made, "?")
     made.add_argument(
-        "--wait", metavar="SECONDS", type=_seconds, help="wait so long, also for a server that is not there yet"
+        "--wait",
+        metavar="SECONDS",
+        type=_seconds,
+        help="maximum time to wait, also for a server that has not started (default: do not wait)",
     )
 
 
 def _add_config(commands: Any) -> None:
-    about = "show the configuration of a model with all that the server has completed, and where each value is from"
+    about = "show a model's configuration as completed by the server, with the origin of each value"
     examples = "  shmserve config mlp\n  shmserve config mlp --json\n"
     made = _command(commands, "config", _later("commands_status", "config"), about, examples)
     _model(made)
     _version_of(made)
-    made.add_argument("--json", action="store_true", help="print it as JSON, in Triton's form, for programs")
+    made.add_argument("--json", action="store_true", help="print JSON in Triton's form")
     text = 'with --json: {"config": ..., "origins": {path: file, override, model or default}}'
     made.add_argument("--origins", action="store_true", help=text)
 
 
 def _backend_directory(add: Callable[..., Any]) -> None:
     variable = "SHMSERVE_BACKEND_DIRECTORY"
-    text = f"where backends of your own are, as for serve (default: ${variable})"
+    text = f"directory of custom backends, as for serve (default: ${variable})"
     add("--backend-directory", metavar="DIR", type=Path, default=os.environ.get(variable) or None, help=text)
 
 
@@ -331,16 +344,16 @@ examples:
   shmserve check ./models --load --timeout 60
   shmserve check ./models ./more --json
 """
-    about = "find what is wrong in model repositories, before they are served"
-    codes = ("no errors", "errors were found (with --strict: or warnings)")
+    about = "check model repositories for errors before they are served"
+    codes = ("no errors", "errors found (with --strict: errors or warnings)")
     made = _made(commands, "check", _later("commands_check", "check"), about, examples, codes)
     add = made.add_argument
-    add("roots", metavar="ROOT", nargs="+", help="a model repository: a directory with a directory for each model")
-    add("--load", action="store_true", help="also load each model, in a server of its own that ends with the command")
-    add("--strict", action="store_true", help="warnings count as errors")
-    add("--quiet", action="store_true", help="show errors only")
-    add("--model-config-name", metavar="NAME", default="", help="take configs/NAME.pbtxt of each model that has it")
-    add("--timeout", metavar="SECONDS", type=_seconds, help="with --load: give the models so long (default: no limit)")
+    add("roots", metavar="ROOT", nargs="+", help="model repository: a directory with one directory per model")
+    add("--load", action="store_true", help="also load each model, in a temporary server")
+    add("--strict", action="store_true", help="treat warnings as errors")
+    add("--quiet", action="store_true", help="print only errors")
+    add("--model-config-name", metavar="NAME", default="", help="use configs/NAME.pbtxt of each model that has it")
+    add("--timeout", metavar="SECONDS", type=_seconds, help="with --load: maximum loading time (default: no limit)")
     _backend_directory(add)
     _json(made)
 
@@ -348,55 +361,60 @@ examples:
 def _add_build(commands: Any) -> None:
     examples = """
 examples:
-  shmserve build models/resnet -o models/resnet_trt/1/model.plan     batches and dims as its config.pbtxt has them
+  shmserve build models/resnet -o models/resnet_trt/1/model.plan     batch size and dims from its config.pbtxt
   shmserve build model.onnx -o model.plan --max-batch 32
   shmserve build model.onnx -o model.plan --profile x=1x3x224x224:8x3x224x224:32x3x224x224
 
-A plan is for this kind of GPU and this version of TensorRT, unless --hardware and --version-compatible widen that.
+A plan works only with this GPU type and this TensorRT version, unless --hardware or --version-compatible is given.
 """
-    about = "make a TensorRT plan of an ONNX model, for this machine's GPU"
+    about = "compile an ONNX model to a TensorRT plan for this machine's GPU"
     made = _made(commands, "build", _later("commands_build", "build"), about, examples, ("done", "failed"))
     add = made.add_argument
-    add("model", metavar="MODEL", type=Path, help="an ONNX file, or the directory of a model that has one")
-    add("-o", "--out", metavar="FILE", type=Path, required=True, help="where the plan goes; what is there is replaced")
+    add("model", metavar="MODEL", type=Path, help="ONNX file, or model directory with one")
+    add("-o", "--out", metavar="FILE", type=Path, required=True, help="output file; an existing file is replaced")
     add(
         "--profile",
         metavar="NAME=MIN:BEST:MAX",
         nargs="+",
         action="append",
         default=[],
-        help="shapes to build for, as 1x3x224x224, of each input with dynamic dims; given again: one more profile",
+        help="shapes, such as 1x3x224x224, of each input with dynamic dims; repeat to add a profile",
     )
     add("--max-batch", metavar="N", type=_at_least_1, help="build for batches of 1 to N rows")
-    add("--version", metavar="N", type=_at_least_1, help="a version of the model's directory (default: its highest)")
+    add("--version", metavar="N", type=_at_least_1, help="model version, for a model directory (default: highest)")
     add(
         "--precision",
         choices=("fp16", "bf16"),
-        help="let TensorRT 10 compute in this type, too (default, and always with 11: the types of the ONNX file)",
+        help="also let TensorRT 10 compute in this type (default, and always with 11: only the types of the ONNX file)",
     )
-    add("--workspace-mb", metavar="MIB", type=_at_least_1, help="device memory that a layer may use while it runs")
-    add("--level", type=int, choices=range(6), help="0 builds fastest, 5 looks longest for the best (default: 3)")
-    add("--timing-cache", metavar="FILE", help="what was measured in earlier builds (default: in ~/.cache/shmserve)")
-    add("--no-timing-cache", action="store_true", help="measure everything anew")
-    add("--version-compatible", action="store_true", help="a plan that later versions of TensorRT can run, too")
+    add("--workspace-mb", metavar="MIB", type=_at_least_1, help="maximum device memory for the workspace of a layer")
+    add(
+        "--level",
+        type=int,
+        choices=range(6),
+        help="optimization level: 0 builds fastest, 5 searches longest (default: 3)",
+    )
+    add("--timing-cache", metavar="FILE", help="timings from earlier builds (default: in ~/.cache/shmserve)")
+    add("--no-timing-cache", action="store_true", help="measure everything again")
+    add("--version-compatible", action="store_true", help="build a plan that later TensorRT versions can also run")
     add(
         "--hardware",
         choices=("ampere+", "same"),
-        help="a plan for all GPUs since Ampere, or for all of the same compute capability",
+        help="build a plan for all GPUs since Ampere, or for all of the same compute capability",
     )
-    add("--plugins", metavar="LIST", help="libraries of plug-ins, divided by ';'")
+    add("--plugins", metavar="LIST", help="plug-in libraries, separated by ';'")
     _json(made)
 
 
 def _add_version(commands: Any) -> None:
-    examples = "  shmserve version\n  shmserve version --runtime-dir /run/shmserve    and that of the server there\n"
-    about = "show the version of this program, and of a server that is named"
+    examples = "  shmserve version\n  shmserve version --runtime-dir /run/shmserve    also the version of that server\n"
+    about = "print the version of this program, and of the server if one is named"
     made = _command(commands, "version", _later("commands_status", "version"), about, examples)
     _json(made)
 
 
 def _add_demo(commands: Any) -> None:
-    about = "run the sample models on real examples and say what they did"
+    about = "run the sample models on real examples and print the results"
     _json(_command(commands, "demo", _later("demo", "demo"), about, "  shmserve demo\n"))
 
 
@@ -408,14 +426,14 @@ In ~/.config/fish/config.fish:  shmserve completion fish | source
 examples:
   shmserve completion bash
 """
-    about = "print what makes the Tab key of a shell complete commands, options and models"
+    about = "print a shell script for Tab completion of commands, options and models"
     made = _made(commands, "completion", _later("completion", "script"), about, examples, ("done", "failed"))
     made.add_argument("shell", choices=completion.SHELLS)
 
 
 def _at_least_1(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 up")
+        raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least 1")
     return int(text)
 
 

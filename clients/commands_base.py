@@ -59,9 +59,9 @@ def next_step(error: Exception, args: argparse.Namespace) -> str:
     text = str(error).replace(" by url=", " by --url or --runtime-dir").replace(" by runtime_dir=", " by --runtime-dir")
     text = text.replace("server_key=", "--server-key").replace("key_file=", "--key-file")
     if text.startswith("Request for unknown model"):
-        return f"{text}; `shmserve models` lists what is served"
+        return f"{text}; `shmserve models` lists the models"
     if isinstance(error, DeadlineExceeded) and getattr(args, "timeout", None) is not None:
-        return f"{text}; --timeout gives it more"
+        return f"{text}; --timeout allows more"
     return text
 
 

@@ -39,4 +39,4 @@ def build(args: argparse.Namespace) -> NoReturn:
     try:
         os.execv(sys.executable, command)
     except OSError as error:
-        raise Failed(f"cannot start the process that builds: {error.strerror}") from error
+        raise Failed(f"cannot start the build process: {error.strerror}") from error

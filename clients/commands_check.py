@@ -147,7 +147,7 @@ def _await_load(server: Private, client: Client, timeout: float | None, progress
             progress.show(client.models())
         except ConnectionLost as error:  # it has not opened its sockets yet
             if time.monotonic() >= deadline:
-                raise Failed(f"the server that is to load the models did not start within {START_S:g} s") from error
+                raise Failed(f"the temporary server did not start within {START_S:g} s") from error
             continue
         if not up:
             up = True
@@ -197,7 +197,7 @@ def _failed(
     file = f"{model.name}/{entry['version']}".rstrip("/")
     hint = ""
     if entry["state"] == "LOADING" and timeout is not None:
-        text, hint = f"not loaded within {timeout:g} s", "--timeout gives it more"
+        text, hint = f"not loaded within {timeout:g} s", "--timeout allows more"
     else:
         text = f"could not be loaded: {entry['reason'] or entry['state']}"
     lines = [line for instance in entry.get("instances", ()) for line in instance["last_words"]]

@@ -16,7 +16,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 def keygen(args: argparse.Namespace) -> int:
     name = args.name or socket.gethostname().partition(".")[0] or "shmserve"
     if not _NAME.fullmatch(name):
-        raise Misuse(f"'{name}' is no name for keys: up to 64 letters, digits and . _ - @, the first a letter or digit")
+        raise Misuse(
+            f"'{name}' is not a valid key name: up to 64 letters, digits and . _ - @, the first a letter or digit"
+        )
     try:
         roles_of(args.roles)
     except ValueError as error:
@@ -27,15 +29,15 @@ def keygen(args: argparse.Namespace) -> int:
         key, public = keys.write_pair(args.out, name, pair, args.roles)
     except OSError as error:
         where = error.filename or args.out
-        raise Failed(f"cannot write {where}: {error.strerror}; give another NAME or --out") from error
+        raise Failed(f"cannot write {where}: {error.strerror}; use another NAME or --out") from error
     if args.json:
         print_json({"name": name, "public_key": pair.public, "key_file": str(key), "public_file": str(public)})
         return 0
-    print(f"""{key}  secret: it stays where it is used
-{public}  public: to hand over
+    print(f"""{key}  secret key: keep it where it is used
+{public}  public key: give it to the other side
 
-Of a server:  shmserve serve ... --zmq-address tcp://127.0.0.1:8790 --zmq-server-key {key} --zmq-keys FILE
+For a server: shmserve serve ... --zmq-address tcp://127.0.0.1:8790 --zmq-server-key {key} --zmq-keys FILE
               give {public} to its clients, as server_key= or --server-key
-Of a client:  shmserve models --url tcp://HOST:8790 --key-file {key} --server-key SERVER.pub
-              the server's operator adds the line of {public} to the FILE of --zmq-keys""")
+For a client: shmserve models --url tcp://HOST:8790 --key-file {key} --server-key SERVER.pub
+              the server's operator adds the line in {public} to the file of --zmq-keys""")
     return 0

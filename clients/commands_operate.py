@@ -36,13 +36,13 @@ Operation = Callable[["Client", str], "dict[str, Any]"]
 
 def load(args: argparse.Namespace) -> int:
     if bool(args.model) is args.all:
-        raise Misuse("name one or more models, or give --all")
+        raise Misuse("name one or more models, or use --all")
     if (args.config_json is not None or args.file) and (args.all or len(args.model) > 1):
         raise Misuse("--config-json and --file are for one model")
     if args.file and args.config_json is None:
-        raise Misuse("--file needs --config-json: a model that is sent is not looked for in the repository")
+        raise Misuse("--file needs --config-json: a model that is sent is not read from the repository")
     if args.previous and (args.all or args.config_json is not None):
-        raise Misuse("--previous goes back to what was served before; it does not go with --all or --config-json")
+        raise Misuse("--previous cannot be combined with --all or --config-json")
     config = None if args.config_json is None else _config(args.config_json)
     files = dict(map(_file, args.file)) or None
 
@@ -85,16 +85,16 @@ def _config(name: str) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Misuse(f"cannot read a configuration from {name}: {reason}") from error
     if not isinstance(found, dict):
-        raise Misuse(f"cannot read a configuration from {name}: it is no JSON object")
+        raise Misuse(f"cannot read a configuration from {name}: it is not a JSON object")
     return found
 
 
 def _file(text: str) -> tuple[str, Path]:
     name, separator, path = text.partition("=")
     if not name or not separator or not path:
-        raise Misuse(f"--file {text}: it is NAME=PATH, e.g. 1/model.onnx=./model.onnx")
+        raise Misuse(f"--file {text}: expected NAME=PATH, e.g. 1/model.onnx=./model.onnx")
     if not Path(path).is_file():
-        raise Misuse(f"--file {text}: there is no such file")
+        raise Misuse(f"--file {text}: no such file")
     return name, Path(path)
 
 
@@ -160,12 +160,12 @@ def _loaded(found: Mapping[str, Any]) -> str:
 
 def _unloaded(found: Mapping[str, Any]) -> str:
     versions = _versions(found)
-    return f"{versions} unloaded" if versions else "there was nothing to unload"
+    return f"{versions} unloaded" if versions else "nothing to unload"
 
 
 def _begun(found: Mapping[str, Any]) -> str:
     versions = _versions(found)
-    return f"unloading {versions}" if versions else "there was nothing to unload"
+    return f"unloading {versions}" if versions else "nothing to unload"
 
 
 def _versions(found: Mapping[str, Any]) -> str:

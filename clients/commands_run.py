@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> NoReturn:
     except OSError as error:
         size = len(command[-1])
         text = f"cannot start the model's process with {size} bytes of arguments: {error.strerror}"
-        raise Failed(f"{text}; give long inputs in a file") from error
+        raise Failed(f"{text}; put long inputs into a file") from error
 
 
 def gateway(args: argparse.Namespace) -> int:

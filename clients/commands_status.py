@@ -27,7 +27,7 @@ US = 1000
 
 def models(args: argparse.Namespace) -> int:
     if args.watch is not None and args.json:
-        raise Misuse("--watch is for people; programs ask again as often as they like")
+        raise Misuse("--watch cannot be combined with --json; call `shmserve models --json` repeatedly instead")
     with connected(args) as client:
         if args.watch is not None:
             _watch(args, client)
@@ -45,8 +45,8 @@ def _chosen(names: Sequence[str], index: list[dict[str, Any]]) -> list[dict[str,
     for name in names:
         if name not in there:
             near = get_close_matches(name, there, 1)
-            hint = f"; did you mean '{near[0]}'?" if near else "; `shmserve models` lists what there is"
-            raise Failed(f"there is no model '{name}'{hint}")
+            hint = f"; did you mean '{near[0]}'?" if near else "; `shmserve models` lists the models"
+            raise Failed(f"unknown model '{name}'{hint}")
     return [entry for entry in index if entry["name"] in names or not names]
 
 
@@ -69,11 +69,11 @@ CLEAR = "\x1b[H\x1b[2J"
 
 def models_text(found: Sequence[Mapping[str, Any]], instances: bool) -> str:
     if not found:
-        return "no models: put one into the repository, which is read when the server starts"
+        return "no models: add one to the repository, which is read when the server starts"
     if not instances:
         return models_table(found)
     rows = [row for entry in found for row in instance_rows(entry)]
-    made = table(INSTANCES, rows, right=[1, 4, 6, 7, 8]) if rows else "no model has a process now"
+    made = table(INSTANCES, rows, right=[1, 4, 6, 7, 8]) if rows else "no model has a process"
     return "\n".join([made, *last_words(found)])
 
 
@@ -89,7 +89,7 @@ def models_table(index: Sequence[Mapping[str, Any]]) -> str:
     rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
     made = table(MODELS, rows, right=[1, 3, 4, 5, 8, 9])
     marked = any(row[1].endswith("*") for row in rows)
-    return f"{made}\n\n* the version that is used when none is named" if marked else made
+    return f"{made}\n\n* default version" if marked else made
 
 
 def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
@@ -167,7 +167,7 @@ def _attempt(instance: Mapping[str, Any]) -> str:
 def last_words(index: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the processes of instances that do not serve now wrote before they ended."""
     return [
-        "\n".join([f"\n{entry['name']} version {entry['version']}, {instance['name']}, wrote last:", *words])
+        "\n".join([f"\n{entry['name']} version {entry['version']}, {instance['name']}, last output:", *words])
         for entry in index
         for instance in instances_of(entry)
         if (words := [f"  {line}" for line in instance.get("last_words", ())]) and instance["state"] != "ready"
@@ -177,7 +177,7 @@ def last_words(index: Sequence[Mapping[str, Any]]) -> list[str]:
 def config(args: argparse.Namespace) -> int:
     """For people with the origins; as JSON it is Triton's, so that what reads that can read this."""
     if args.origins and not args.json:
-        raise Misuse("--origins is for --json; without it they are shown anyway")
+        raise Misuse("--origins needs --json; without --json the origins are always shown")
     with connected(args) as client:
         if not args.json:
             print(client.origins(args.model, args.version)["text"].rstrip())
@@ -192,7 +192,7 @@ def config(args: argparse.Namespace) -> int:
 def stats(args: argparse.Namespace) -> int:
     if args.prometheus:
         if args.model or args.version or args.json:
-            raise Misuse("--prometheus is about the whole server, and a form of its own: give no model and no --json")
+            raise Misuse("--prometheus covers the whole server and cannot be combined with a model or --json")
         with connected(args) as client:
             print(client.metrics(), end="")
         return 0

@@ -30,8 +30,8 @@ MANY = 2000
 IN_FLIGHT = 64
 PICTURES = 16
 FIRST_STEP = "`python -m shmserve.repo.samples DIR` writes them, `shmserve serve --model-repository DIR` serves them"
-NEXT = """Next: `shmserve stats` shows what the server did for this; `shmserve infer mlp --random` asks it yourself.
-Over HTTP, on the port that the server has told: `curl localhost:8000/v2/models/add_sub`."""
+NEXT = """Next: `shmserve stats` shows the statistics of these requests; `shmserve infer mlp --random` sends one.
+Over HTTP, on the port that the server has logged: `curl localhost:8000/v2/models/add_sub`."""
 
 
 class Wrong(Exception):
@@ -62,7 +62,7 @@ def demo(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         raise Failed("; ".join(failed))
     if not found:
-        raise Failed(f"none of the sample models is served here: {FIRST_STEP}")
+        raise Failed(f"the server has none of the sample models: {FIRST_STEP}")
     if not args.json:
         print(NEXT)
     return 0
@@ -78,11 +78,11 @@ def _hush(text: str) -> None:
 
 def _absent(name: str, entry: Mapping[str, Any] | None) -> str:
     if entry is None and name == samples.OCR_MODEL and samples.ocr_model_file() is None:
-        return "not served here: `pip install --no-deps rapidocr-onnxruntime` brings its network to the samples"
+        return "not served: `pip install --no-deps rapidocr-onnxruntime` adds its network to the samples"
     if entry is None:
-        return "not served here"
+        return "not served"
     if entry["state"] != "READY":
-        return f"not served now: it is {entry['state']}" + (f" ({entry['reason']})" if entry["reason"] else "")
+        return f"not served: its state is {entry['state']}" + (f" ({entry['reason']})" if entry["reason"] else "")
     return ""
 
 
@@ -118,7 +118,7 @@ def mlp(client: Client, say: Say) -> Found:
     result, took = _timed(client, "mlp", {"x": rows[0]})
     alone = result["y"]
     best = int(alone.argmax())
-    say(f"64 numbers are most likely of class {best}, with {alone[0, best]:.0%} ({took})")
+    say(f"64 numbers: most likely class {best}, {alone[0, best]:.0%} ({took})")
     before = _batches(client, "mlp")
     started = time.perf_counter()
     futures = [client.submit("mlp", {"x": row}) for row in rows]
@@ -129,9 +129,9 @@ def mlp(client: Client, say: Say) -> Found:
     seconds = time.perf_counter() - started
     batches = _batches(client, "mlp") - before
     if not np.allclose(answers[0], alone, rtol=1e-4, atol=1e-5):
-        raise Wrong("the answer to the same numbers differs when other requests run with them")
-    say(f"{MANY:,} requests, {IN_FLIGHT} in flight: {duration_text(seconds)}, which is {MANY / seconds:,.0f} a second")
-    say(f"they ran together in {batches} batches, {MANY / max(1, batches):.0f} at a time on average")
+        raise Wrong("the result for the same numbers differs when they are batched with other requests")
+    say(f"{MANY:,} requests, {IN_FLIGHT} in flight: {duration_text(seconds)}, {MANY / seconds:,.0f} per second")
+    say(f"{batches} batches, {MANY / max(1, batches):.0f} requests per batch on average")
     return {"class": best, "requests": MANY, "batches": batches, "per_second": round(MANY / seconds)}
 
 
@@ -148,14 +148,14 @@ def cnn(client: Client, say: Say) -> Found:
         picture[:] = np.exp(-8 * (across[:, None] ** 2 + (across[None, :] - middle) ** 2))
     result, took = _timed(client, "cnn", {"image": pictures[:1]})
     alone = result["scores"]
-    say(f"a picture of 64 x 64 pixels gets its highest score for class {int(alone.argmax())} ({took})")
+    say(f"image of 64 x 64 pixels: highest score for class {int(alone.argmax())} ({took})")
     started = time.perf_counter()
     futures = [client.submit("cnn", {"image": pictures[index : index + 1]}) for index in range(PICTURES)]
     scores = np.concatenate([future.result()["scores"] for future in futures])
     took = duration_text(time.perf_counter() - started)
     if not np.allclose(scores[:1], alone, rtol=1e-3, atol=1e-4):
-        raise Wrong("the scores of the same picture differ when other pictures run with it")
-    say(f"{PICTURES} pictures at once, {pictures.nbytes // 1024} KiB that stay where they are in shared memory: {took}")
+        raise Wrong("the scores of the same image differ when it is batched with other images")
+    say(f"{PICTURES} images in one request, {pictures.nbytes // 1024} KiB in shared memory, not copied: {took}")
     return {"classes": scores.argmax(axis=1).tolist()}
 
 
@@ -165,15 +165,15 @@ def ocr_rec(client: Client, say: Say) -> Found:
     result, took = _timed(client, samples.OCR_MODEL, {samples.OCR_INPUT: samples.ocr_input(picture)})
     text = samples.ocr_text(result[samples.OCR_OUTPUT], characters)
     height, width = picture.shape[:2]
-    say(f"it looks at {samples.EXAMPLES.name}/picture.png, {width} x {height} pixels, and reads ({took}):")
+    say(f"text found in {samples.EXAMPLES.name}/picture.png, {width} x {height} pixels ({took}):")
     say(f'  "{text}"')
     return {"text": text}
 
 
 TITLES = {
     "add_sub": "a Python model, 1/model.py, with two inputs",
-    "mlp": "a small network; requests that wait together run together",
-    "cnn": "a network for pictures, in two processes",
-    "ocr_rec": "a network that reads a line of text",
+    "mlp": "a small network; waiting requests are batched",
+    "cnn": "an image classifier with two instances",
+    "ocr_rec": "a network that recognizes a line of text",
 }
 SHOWS: dict[str, Callable[[Client, Say], Found]] = {"add_sub": add_sub, "mlp": mlp, "cnn": cnn, "ocr_rec": ocr_rec}

@@ -47,17 +47,17 @@ def read(path: str | os.PathLike[str], secret: bool = False) -> str:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise InvalidRequest(f"{shown} is no regular file")
+                raise InvalidRequest(f"{shown} is not a regular file")
             text = file.read(FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidRequest(f"cannot read keys from {shown}: {reason}") from error
     if secret and found.st_mode & 0o077:
-        raise InvalidRequest(f"{shown} has a secret key, and others than its owner may read it: chmod 600 {shown}")
+        raise InvalidRequest(f"{shown} contains a secret key and is readable by other users: chmod 600 {shown}")
     if found.st_mode & 0o022:
-        raise InvalidRequest(f"others than its owner may write to {shown}: chmod go-w {shown}")
+        raise InvalidRequest(f"{shown} is writable by other users: chmod go-w {shown}")
     if len(text) > FILE_BYTES:
-        raise InvalidRequest(f"{shown} is over {FILE_BYTES} bytes, and so no file of keys")
+        raise InvalidRequest(f"{shown} exceeds {FILE_BYTES} bytes, the limit for key files")
     return text.decode("utf-8", "replace")
 
 
@@ -70,13 +70,13 @@ def read_pair(path: str | os.PathLike[str]) -> Pair:
             found[match[1]] = match[2]
     if len(found) < 2:
         raise InvalidRequest(
-            f"{os.fspath(path)} is no pair of keys: give the file NAME.key that `shmserve keygen NAME` has written"
+            f"{os.fspath(path)} is not a key pair: use the file NAME.key written by `shmserve keygen NAME`"
         )
     import zmq
 
     if zmq.curve_public(found["secret"].encode()).decode() != found["public"]:
         raise InvalidRequest(
-            f"the two keys in {os.fspath(path)} are not of one pair; make another with shmserve keygen"
+            f"the two keys in {os.fspath(path)} do not belong together; create a new pair with shmserve keygen"
         )
     return Pair(found["public"], found["secret"])
 
@@ -87,12 +87,12 @@ def read_public(given: str | os.PathLike[str]) -> str:
     if KEY.fullmatch(text):
         return text
     if not os.path.exists(text):
-        raise InvalidRequest(f"{text!r} is neither a public key, which has 40 characters, nor a file with one")
+        raise InvalidRequest(f"{text!r} is neither a public key (40 characters) nor a file with one")
     for line in read(given).splitlines():
         word = line.split(None, 1)[0] if line.strip() else ""
         if KEY.fullmatch(word):
             return word
-    raise InvalidRequest(f"{text} has no public key: give the file NAME.pub that `shmserve keygen NAME` has written")
+    raise InvalidRequest(f"{text} has no public key: use the file NAME.pub written by `shmserve keygen NAME`")
 
 
 def check_curve() -> None:
@@ -100,7 +100,7 @@ def check_curve() -> None:
     import zmq
 
     if not zmq.has("curve"):
-        raise Unsupported("this libzmq was built without CURVE; that of pyzmq's wheels has it: pip install -U pyzmq")
+        raise Unsupported("this libzmq was built without CURVE; pyzmq's wheels include it: pip install -U pyzmq")
 
 
 def make_pair() -> Pair:
@@ -118,9 +118,9 @@ def write_pair(folder: Path, name: str, pair: Pair, roles: str) -> tuple[Path, P
     """NAME.key and NAME.pub; neither may be there already (FileExistsError)."""
     key, public = folder / f"{name}.key", folder / f"{name}.pub"
     if public.exists():
-        raise FileExistsError(17, "there is one already", str(public))
+        raise FileExistsError(17, "File exists", str(public))
     text = (
-        f"# The CURVE keys of {name}. This file is secret: whoever can read it can pass for {name}.\n"
+        f"# The CURVE keys of {name}. This file is secret: anyone who can read it can impersonate {name}.\n"
         f"public-key = {pair.public}\nsecret-key = {pair.secret}\n"
     )
     _write(key, text, 0o600)

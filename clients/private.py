@@ -71,7 +71,7 @@ class Private:
         if not self._ready and select.select([self._reader], [], [], seconds)[0]:
             if os.read(self._reader, 16) != b"READY\n":
                 code = self._process.wait(STOP_S)
-                raise Failed(f"the server that was to load the models ended with code {code}: {self.last_words}")
+                raise Failed(f"the temporary server exited with code {code}: {self.last_words}")
             self._ready = True
         return self._ready
 
@@ -82,7 +82,7 @@ class Private:
     @property
     def last_words(self) -> str:
         lines = [line.strip() for line in self.log.split("\n") if line.strip()]
-        return "; ".join(lines[-3:]) or "it has said nothing"
+        return "; ".join(lines[-3:]) or "it printed nothing"
 
     # ------------------------------------------------------------------------------------------------- inside
 

@@ -237,7 +237,7 @@ def waits(root: Path, fifo: Path) -> Iterator[int]:
 def test_not_in_time(tmp_path: Path, temporary: Path) -> None:
     with waits(tmp_path / "models", tmp_path / "fifo"):
         out = run(tmp_path / "models", "--load", "--timeout", "0.5", code=1)[0]
-    assert f"  {tmp_path}/models/slow/1: not loaded within 0.5 s\n      -> --timeout gives it more\n" in out
+    assert f"  {tmp_path}/models/slow/1: not loaded within 0.5 s\n      -> --timeout allows more\n" in out
 
 
 def apart(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
@@ -283,7 +283,7 @@ def test_a_server_that_does_not_start(tmp_path: Path, temporary: Path) -> None:
     identity(tmp_path / "models", "good")
     with mock.patch.dict(os.environ, {"SHMSERVE_HOST_POLICY": "nonsense"}):
         err = run(tmp_path / "models", "--load", code=1)[1]
-    assert "the server that was to load the models ended with code 2" in err
+    assert "the temporary server exited with code 2" in err
     assert "nonsense" in err
 
 

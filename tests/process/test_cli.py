@@ -121,7 +121,7 @@ def test_ready(server: Server) -> None:
     assert run(server, "ready") == "the server is ready\n"
     assert run(server, "ready", "mlp", "--wait", "10") == "model 'mlp' is ready\n"
     said = run(server, "ready", "nobody", code=1)
-    assert "Request for unknown model: 'nobody' is not found; `shmserve models` lists what is served" in said
+    assert "Request for unknown model: 'nobody' is not found; `shmserve models` lists the models" in said
 
 
 def test_config(server: Server) -> None:
@@ -258,7 +258,7 @@ def test_repeat(server: Server) -> None:
         (["mlp", "--random", "--out", "/proc/no"], 1, "cannot write to /proc/no: "),
         (["mlp", "/no/such.json"], 2, "cannot read inputs from /no/such.json: No such file"),
         (["nobody", "--random"], 1, "Request for unknown model: 'nobody' is not found"),
-        (["slow", "--random", "--timeout", "0.05"], 1, "--timeout gives it more"),
+        (["slow", "--random", "--timeout", "0.05"], 1, "--timeout allows more"),
         (["failing", "--random"], 1, "no luck today"),
     ],
 )
@@ -303,7 +303,7 @@ def test_demo(server: Server) -> None:
     said = run(server, "demo")
     assert "their sum is 11 22 33 44, their difference 9 18 27 36" in said
     assert "2,000 requests, 64 in flight" in said
-    assert "16 pictures at once" in said
+    assert "16 images in one request" in said
     found = run_json(server, "demo")
     assert found["add_sub"] == {"sum": [11, 22, 33, 44], "difference": [9, 18, 27, 36]}
     assert 2000 / 32 <= found["mlp"]["batches"] <= 2000
@@ -331,9 +331,9 @@ def test_demo_and_ready_where_something_is_amiss(tmp_path: Path) -> None:
         assert "cnn 1 is UNAVAILABLE" in run(server, "ready", "--wait", "0.2", code=1)
         ran = run_apart(server, "demo")
         assert ran.returncode == 1
-        assert "not served now: it is UNAVAILABLE" in ran.stdout
+        assert "not served: its state is UNAVAILABLE" in ran.stdout
         assert "2,000 requests" in ran.stdout
-        assert "ocr_rec: a network that reads a line of text\n  not served here" in ran.stdout
+        assert "ocr_rec: a network that recognizes a line of text\n  not served" in ran.stdout
         assert ran.stderr.startswith("shmserve demo: add_sub: ")
         assert ran.stderr.count("\n") == 1
 
@@ -343,8 +343,8 @@ def test_demo_without_samples(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         ran = run_apart(server, "demo")
         assert ran.returncode == 1
-        assert ran.stdout.count("not served here") == 4
-        assert "none of the sample models is served here: `python -m shmserve.repo.samples DIR`" in ran.stderr
+        assert ran.stdout.count("not served") == 4
+        assert "the server has none of the sample models: `python -m shmserve.repo.samples DIR`" in ran.stderr
 
 
 def test_a_server_without_models(tmp_path: Path) -> None:

@@ -150,4 +150,4 @@ def test_the_command(server: Server, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["stats", "--prometheus", *where]) == 0
     assert Seen(capsys.readouterr().out)("shmserve_ready") == 1
     assert cli.main(["stats", "m", "--prometheus", *where]) == 2
-    assert "--prometheus is about the whole server" in capsys.readouterr().err
+    assert "--prometheus covers the whole server" in capsys.readouterr().err

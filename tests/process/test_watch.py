@@ -47,9 +47,9 @@ def test_models_that_are_named(server: Server, capsys: pytest.CaptureFixture[str
     assert main(words(server, "second")) == 0
     assert "first" not in capsys.readouterr().out
     assert main(words(server, "secnd")) == 1
-    assert "there is no model 'secnd'; did you mean 'second'?" in capsys.readouterr().err
+    assert "unknown model 'secnd'; did you mean 'second'?" in capsys.readouterr().err
     assert main(words(server, "--watch", "1", "--json")) == 2
-    assert "--watch is for people" in capsys.readouterr().err
+    assert "--watch cannot be combined with --json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -79,7 +79,7 @@ def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert f"examples:\n  shmserve {command}" in said
     assert ("--url" in said) is ("--runtime-dir" in said) is (command in ASKING)
-    assert re.search(r"exit codes:\n  0    \w.*\n  1    \w.*\n  2    used wrongly\n  130  interrupted\n", said)
+    assert re.search(r"exit codes:\n  0    \w.*\n  1    \w.*\n  2    wrong usage\n  130  interrupted\n", said)
     sentence = said.split("\n\n")[1]
     assert sentence[0].isupper()
     assert sentence.rstrip().endswith(".")

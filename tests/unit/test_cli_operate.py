@@ -179,7 +179,7 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
         "a: instance a_0_1 restarted",
         "a: version 2 restarted",
         "a: versions 1, 2 restarted",
-        "nobody: there was nothing to unload",
+        "nobody: nothing to unload",
     ]
     (found,), _ = json.loads("[" + "\n".join(lines[6:]).replace("]\n[", "],[") + "]")
     assert [entry["version"] for entry in found["versions"]] == ["1", "2"]
@@ -188,17 +188,17 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("load", "name one or more models, or give --all"),
-        ("load a --all", "name one or more models, or give --all"),
+        ("load", "name one or more models, or use --all"),
+        ("load a --all", "name one or more models, or use --all"),
         ("load a b --config-json x", "--config-json and --file are for one model"),
         ("load a --file 1/m=x", "--file needs --config-json"),
         ("load a --config-json /no/such", "cannot read a configuration from /no/such: No such file or directory"),
         ("load a --config-json BAD", "cannot read a configuration from"),
-        ("load a --config-json LIST", "it is no JSON object"),
-        ("load a --config-json OK --file x", "it is NAME=PATH"),
-        ("load a --config-json OK --file 1/x=/no/such", "there is no such file"),
+        ("load a --config-json LIST", "it is not a JSON object"),
+        ("load a --config-json OK --file x", "expected NAME=PATH"),
+        ("load a --config-json OK --file 1/x=/no/such", "no such file"),
         ("restart a b --instance a_0_0", "--instance is for one model"),
-        ("config a --origins", "--origins is for --json"),
+        ("config a --origins", "--origins needs --json"),
     ],
 )
 def test_wrong_use(words: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +259,7 @@ def test_progress() -> None:
 def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "models") == 0
     head, *rows, blank, legend = capsys.readouterr().out.splitlines()
-    assert (blank, legend) == ("", "* the version that is used when none is named")
+    assert (blank, legend) == ("", "* default version")
     assert re.split(r"  +", head) == [
         "model", "version", "state", "instances", "queued", "in flight", "pid", "device", "memory", "loaded in",
         "reason",

@@ -266,7 +266,7 @@ def test_without_keys_there_is_no_client(door: DoorThread, monkeypatch: pytest.M
     open_to_all = tmp_path / "open.key"
     open_to_all.write_text(right["key_file"].read_text())
     open_to_all.chmod(0o644)
-    with pytest.raises(shmserve.InvalidRequest, match="others than its owner may read it: chmod 600"):
+    with pytest.raises(shmserve.InvalidRequest, match="is readable by other users: chmod 600"):
         shmserve.Client(door.url, server_key=right["server_key"], key_file=open_to_all)
     monkeypatch.setenv("SHMSERVE_SERVER_KEY", str(right["server_key"]))
     monkeypatch.setenv("SHMSERVE_KEY_FILE", str(right["key_file"]))
