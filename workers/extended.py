@@ -88,6 +88,9 @@ class ExtendedResults(Results):
     def near(self, index: int, shape: tuple[int, ...]) -> int | None:
         return None if self._special(index) else super().near(index, shape)
 
+    def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
+        return not self._special(index) and super().alias(index, source, shape)
+
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
         if not self._special(index):
             return super().place(index, shape)

@@ -24,6 +24,35 @@ instance_group { count: 1 }
 """
 
 
+IDENTITY = """backend: "identity"
+max_batch_size: 3
+input { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] allow_ragged_batch: true }
+input { name: "plain" data_type: TYPE_INT32 dims: 1 }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1, -1 ] }
+output { name: "z" data_type: TYPE_INT32 dims: 1 }
+dynamic_batching { max_queue_delay_microseconds: 60000000 }
+instance_group { count: 1 }
+"""
+
+
+def test_identity_repeats_ragged_inputs(tmp_path: Path) -> None:
+    """Without batch_output, as with Triton's backend of that name."""
+    (tmp_path / "same" / "1").mkdir(parents=True)
+    (tmp_path / "same" / "config.pbtxt").write_text(IDENTITY.replace('"y"', '"x"'))
+    xs = [np.random.default_rng(1).random(shape, np.float32) for shape in ((1, 2, 3), (1, 70, 90), (1, 1, 1))]
+    with Server(tmp_path) as server, server.client() as client:
+        futures = [
+            client.submit("same", {"x": x, "plain": np.array([[number]], np.int32)}) for number, x in enumerate(xs)
+        ]
+        for number, (future, x) in enumerate(zip(futures, xs, strict=True)):
+            found = future.result()
+            assert (found["x"] == x).all()
+            assert found["x"].shape == x.shape
+            assert found["z"].tolist() == [[number]]
+            del found
+        assert client.statistics("same")["model_stats"][0]["execution_count"] == 1
+
+
 def test_requests_of_different_shapes_share_a_batch(tmp_path: Path) -> None:
     """A batch starts when it is full: three requests, none of which has the shape of another."""
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1]).weight("two", np.float32(2))

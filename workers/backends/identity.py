@@ -15,7 +15,10 @@ import select
 import signal
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.repo.schema import BatchOutput
 from shmserve.workers.backends import StackedBackend
 from shmserve.workers.specs import outputs_of
 
@@ -26,6 +29,16 @@ if TYPE_CHECKING:
 
 
 class Identity(StackedBackend):
+    def fitted(self, config: ModelConfig) -> ModelConfig:
+        """An output that repeats a ragged input has the shapes of that input, also without `batch_output`."""
+        cut = {name for entry in config.batch_output for name in entry.target_name}
+        ragged = []
+        for index, output in enumerate(config.output):
+            source = config.input[_source(config, index)]
+            if source.allow_ragged_batch and output.name not in cut:
+                ragged.append(BatchOutput(target_name=(output.name,), source_input=(source.name,)))
+        return structs.replace(config, batch_output=(*config.batch_output, *ragged)) if ragged else config
+
     def load(self, config: ModelConfig) -> None:
         parameters = {key: value.string_value for key, value in config.parameters.items()}
         self._delay_s = _number(parameters, "delay_us") / 1e6 + _number(parameters, "execute_delay_ms") / 1e3
