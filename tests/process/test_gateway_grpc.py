@@ -216,7 +216,11 @@ def test_models_come_and_go(rpcs: Rpcs) -> None:
             "INTERNAL",
             "failed to load 'spare', failed to poll from model repository",
         )
-    rpcs.RepositoryModelLoad(message("RepositoryModelLoadRequest", model_name="spare"))
+    load = message("RepositoryModelLoadRequest", model_name="spare")
+    rpcs.RepositoryModelLoad(load)
+    assert rpcs.ModelConfig(message("ModelConfigRequest", name="spare")).config.max_batch_size == 3
+    rpcs.RepositoryModelUnload(message("RepositoryModelUnloadRequest", model_name="spare"))
+    rpcs.RepositoryModelLoad(load)
     assert rpcs.ModelConfig(message("ModelConfigRequest", name="spare")).config.max_batch_size == 8
     code, _ = refused(rpcs.RepositoryIndex, message("RepositoryIndexRequest", repository_name="r"))
     assert code == "UNIMPLEMENTED"
