@@ -249,7 +249,7 @@ class AsyncClient:
                 settled = answer.get("settled", False)
                 last = None
             except ServeError as error:
-                last = pause_after(error, model)
+                last = pause_after(error, model, last)
                 settled = False
             if settled:
                 raise will_not_be(self.url, model, await self._index())

@@ -262,7 +262,7 @@ class Client:
                 settled = answer.get("settled", False)
                 last = None
             except ServeError as error:
-                last = pause_after(error, model)
+                last = pause_after(error, model, last)
                 settled = False
             if settled:
                 raise will_not_be(self.url, model, self._index())

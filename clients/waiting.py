@@ -11,9 +11,12 @@ POLL_S = 0.05
 """Between two questions; half as long again each time, up to ten times this."""
 
 
-def pause_after(error: ServeError, model: str | None) -> ServeError:
-    """The error, if waiting may help; raises it otherwise."""
-    if isinstance(error, (ConnectionLost, Unavailable, DeadlineExceeded)) or (model and isinstance(error, NotFound)):
+def pause_after(error: ServeError, model: str | None, last: ServeError | None) -> ServeError:
+    """The error to report if it was the last attempt. Raises it if waiting does not help. An attempt for which no time
+    was left says nothing new."""
+    if isinstance(error, DeadlineExceeded):
+        return last or error
+    if isinstance(error, (ConnectionLost, Unavailable)) or (model and isinstance(error, NotFound)):
         return error
     raise error
 
