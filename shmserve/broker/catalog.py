@@ -197,19 +197,34 @@ class Catalog:
     def adopt(self, reading: Reading, operation: int = 0) -> list[Event]:
         """What the core is to be told. Of a model that cannot be served: why, for who asks for it."""
         found = reading.found
-        reason = why_not(found)
+        reason = self._why_not(found)
         if found.config is None or reason:
             return [(0, Refuse(found.name, version, reason)) for version in found.versions or (0,)]
         instances = compile_instances(found.config, self._cores)
-        lack = lacking(instances, self._resources) if self._resources is not None else ""
-        if lack:
-            return [(0, Refuse(found.name, version, lack)) for version in found.versions or (0,)]
         targets = tuple(self._target(reading, found.config, number, instances) for number in found.versions)
         self._rejected.pop(found.name, None)
         self._wanted(found.name, targets)
         events: list[Event] = [(0, Deploy(found.name, targets, operation))]
         events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
         return events
+
+    def _why_not(self, found: Found) -> str:
+        """Why the model cannot be served; "" if it can."""
+        reason = why_not(found)
+        if reason or found.config is None or self._resources is None:
+            return reason
+        return lacking(compile_instances(found.config, self._cores), self._resources)
+
+    def failed_load(self, found: Found) -> str:
+        """The error of a load of this; "" if it can be served. Triton's words, which tell a bad configuration from
+        versions that cannot be loaded."""
+        reason = self._why_not(found)
+        if not reason:
+            return ""
+        if found.missing and len(found.problems) == len(found.missing):
+            whys = (f"version {number} is at UNAVAILABLE state: {why}" for number, why in found.missing.items())
+            return f"load failed for model '{found.name}': {'; '.join(whys)}"
+        return f"failed to load '{found.name}': {reason}"
 
     def _target(
         self, reading: Reading, config: ModelConfig, number: int, instances: tuple[InstanceSpec, ...]
@@ -392,18 +407,6 @@ def why_not(found: Found) -> str:
     if found.problems:
         return "; ".join(found.problems)
     return "" if found.config is not None else "it has no configuration"
-
-
-def failed_load(found: Found) -> str:
-    """The error of a load of this; "" if it can be served. Triton's words, which tell a bad configuration from versions
-    that cannot be loaded."""
-    reason = why_not(found)
-    if not reason:
-        return ""
-    if found.missing and len(found.problems) == len(found.missing):
-        whys = (f"version {number} is at UNAVAILABLE state: {why}" for number, why in found.missing.items())
-        return f"load failed for model '{found.name}': {'; '.join(whys)}"
-    return f"failed to load '{found.name}': {reason}"
 
 
 def _mark(reading: Reading, version: int) -> object:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from shmserve.broker.catalog import Catalog, Kept, Reading, failed_load
+from shmserve.broker.catalog import Catalog, Kept, Reading
 from shmserve.broker.companions import Companions, Together, needs
 from shmserve.broker.differences import Differences
 from shmserve.broker.logs import say
@@ -241,7 +241,7 @@ class Operations:
         """What was read is to be served, and somebody waits for it."""
         found = reading.found
         self._warn(reading)
-        text = failed_load(found)
+        text = self._catalog.failed_load(found)
         if text:
             for _, event in self._catalog.adopt(reading):
                 self._put(event)
@@ -429,20 +429,27 @@ class Operations:
     def _back(self, future: Future[T], then: Callable[[T], None], job: _Job | None) -> None:
         if self._closed:
             return
-        error = future.exception()
-        if error is None:
+        try:
             then(future.result())
-        elif job is None:
-            self._looking = False
-            log.error("a look at the repositories failed; the next one is taken as usual", exc_info=error)
-        elif isinstance(error, (ServeError, OSError)):
-            code = error.code if isinstance(error, ServeError) else "UNAVAILABLE"
-            text = error.message if isinstance(error, ServeError) else f"the disk says: {error.strerror}"
-            if not text.startswith("failed to"):
-                text = f"failed to {job.ask.what} '{job.ask.model}': {text}"
-            self._send(job.peer, Fail(job.ask.request, code, text))
+        except Exception as error:
+            if job is None:
+                self._looking = False
+                log.error("a look at the repositories failed; the next one is taken as usual", exc_info=error)
+            else:
+                self._failed(job, error)
+
+    def _failed(self, job: _Job, error: Exception) -> None:
+        if isinstance(error, ServeError):
+            code, text = error.code, error.message
+        elif isinstance(error, OSError):
+            code, text = "UNAVAILABLE", f"the disk says: {error.strerror}"
         else:
-            raise error
+            log.error("%s of model '%s' failed", job.ask.what, job.ask.model, exc_info=error)
+            self._jobs = {number: known for number, known in self._jobs.items() if known is not job}
+            code, text = "INTERNAL", "internal error; the server's log has the details"
+        if not text.startswith("failed to"):
+            text = f"failed to {job.ask.what} '{job.ask.model}': {text}"
+        self._send(job.peer, Fail(job.ask.request, code, text))
 
     @property
     def explicit(self) -> bool:

@@ -14,7 +14,8 @@ from shmserve.broker.catalog import Catalog
 from shmserve.broker.operations import Operations
 from shmserve.core import effects, events
 from shmserve.core.core import Core
-from shmserve.messages import Ask
+from shmserve.core.limiter import ANY
+from shmserve.messages import Ask, Fail
 from shmserve.repo.compile import Cores
 from tests.unit.repo_models import GOOD, model
 
@@ -33,11 +34,11 @@ class Loop:
 
 
 class Shell:
-    def __init__(self, root: Path) -> None:
-        model(root / "models", "m", GOOD, {"1/weights": "a"})
+    def __init__(self, root: Path, config: str = GOOD) -> None:
+        model(root / "models", "m", config, {"1/weights": "a"})
         self.loop = Loop()
         self.core = Core()
-        self.catalog = Catalog([root / "models"], {}, Cores((0,)))
+        self.catalog = Catalog([root / "models"], {}, Cores((0,)), resources=(("r", ANY, 3),))
         self.inbox: list[tuple[int, Any]] = []
         self.said: list[Any] = []
         self.operations = Operations(
@@ -65,6 +66,30 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     found = Shell(tmp_path)
     yield found
     found.operations.close()
+
+
+def test_a_load_that_needs_too_much_of_a_resource_fails(tmp_path: Path) -> None:
+    group = "instance_group [ { kind: KIND_CPU rate_limiter { resources [ { name: 'r' count: 4 } ] } } ]"
+    shell = Shell(tmp_path, f"{GOOD}\n{group}")
+    try:
+        shell.ask("load")
+        why = "instance 'm_0_0' needs 4 of resource 'r', and there are 3 (--rate-limit-resource)"
+        assert shell.said == [Fail(1, "INVALID_ARG", f"failed to load 'm': {why}")]
+        assert [type(event) for _, event in shell.inbox] == [events.Refuse]
+    finally:
+        shell.operations.close()
+
+
+def test_an_internal_error_is_reported_to_the_caller(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def adopt(*given: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(shell.catalog, "adopt", adopt)
+    shell.ask("load")
+    assert shell.said == [Fail(1, "INTERNAL", "failed to load 'm': internal error; the server's log has the details")]
+    assert "load of model 'm' failed" in caplog.text
 
 
 def test_what_a_spawn_needs_is_kept_until_the_core_has_seen_it(shell: Shell) -> None:
