@@ -50,7 +50,7 @@ class Manager:
         try:
             self._send(self._socket, message, PATIENCE_MS if once else 0)
         except OSError as error:
-            log.warning("the service manager could not be told %s: %s", fields[0], error.strerror)
+            log.warning("cannot notify the service manager of %s: %s", fields[0], error.strerror)
 
     def _send(self, sock: socket.socket, message: bytes, patience_ms: int) -> None:
         try:

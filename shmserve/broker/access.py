@@ -84,7 +84,7 @@ def rule(text: str) -> Rule:
         case "group":
             return Rule("gid", group_id(name), bits)
         case "key":
-            raise ValueError(f"'{text}': keys are let in, and have their roles, by --zmq-keys of the gateway")
+            raise ValueError(f"'{text}': ZeroMQ keys and their roles are set by --zmq-keys of the gateway")
     raise ValueError(f"'{text}' is not {FORM}")
 
 
@@ -104,5 +104,5 @@ def group_id(name: str) -> int:
 
 def _id(text: str, shown: str) -> int:
     if not re.fullmatch("[0-9]{1,10}", text) or int(text) > _MOST_ID:
-        raise ValueError(f"'{shown}' has no number of a user or group")
+        raise ValueError(f"'{shown}' has no valid user or group ID")
     return int(text)

@@ -40,10 +40,12 @@ class Backlog:
         limit = self._limit // USERS
         while (mine := self._of_users.get(reader.user, 0)) > limit:
             slowest = next(other for other in self._bytes if other.user == reader.user)
-            slowest.cut_off(f"{mine} bytes wait for clients of its user, over the limit of {limit} (outbox_bytes)")
+            slowest.cut_off(f"{mine} unsent bytes for clients of this user, over the limit of {limit} (outbox_bytes)")
         while self._total > self._limit:
             slowest = next(iter(self._bytes))
-            slowest.cut_off(f"{self._total} bytes wait for clients, over the limit of {self._limit} (outbox_bytes)")
+            slowest.cut_off(
+                f"{self._total} unsent bytes for all clients, over the limit of {self._limit} (outbox_bytes)"
+            )
 
     def read(self, reader: Reader, size: int) -> None:
         left = self._bytes.pop(reader, 0)

@@ -230,7 +230,7 @@ class Broker:
         for outbox in ask:
             self._send(Send(outbox.peer, Ping(next(self._pings))))
         for outbox in lost:
-            outbox.close("it has not answered for two pings")
+            outbox.close("no answer to two pings")
         for segment in self._own.trim():
             self._put(0, events.OwnSegmentGone(segment))
         self._flush()
@@ -289,7 +289,7 @@ class Broker:
                 self._segments.named(message, self.process_of(peer))
             return message
         if not descriptors:
-            return events.Garbled(0, f"{type(message).__name__} came without its descriptor")
+            return events.Garbled(0, f"{type(message).__name__} without a file descriptor")
         descriptor = descriptors.pop(0)
         try:
             if isinstance(message, Map):
@@ -306,12 +306,12 @@ class Broker:
         try:
             self._tallies.add(peer, worker.about["model"], descriptors.pop(0), message.size)
         except ServeError as error:
-            log.warning("%s: its metrics cannot be read: %s", worker.name, error)
+            log.warning("%s: cannot read its metrics: %s", worker.name, error)
 
     def _compiled(self, peer: int, config: bytes) -> Any:
         worker = self.core.state.instances.get(peer)
         if worker is None:
-            return events.Garbled(0, "Loaded from nobody")
+            return events.Garbled(0, "Loaded from a client that is not a worker")
         version, _ = worker
         try:
             policy, surprises = self._catalog.complete(version.source, config)
@@ -319,8 +319,8 @@ class Broker:
                 log.warning("%s: %s", version.label, text)
             return events.Compiled(policy)
         except (ServeError, msgspec.MsgspecError) as error:
-            self._workers.kill(peer, "its completed configuration is wrong")
-            return LoadFailed("INVALID_ARG", f"the completed configuration is wrong: {error}")
+            self._workers.kill(peer, "its completed configuration is invalid")
+            return LoadFailed("INVALID_ARG", f"invalid completed configuration: {error}")
 
     # ------------------------------------------------------------------------------------ the turn
 
@@ -395,7 +395,7 @@ class Broker:
                 link.flush(descriptor_of)
             except Exception:
                 log.critical("%s, please report it: sending to peer %d", SIGN, link.peer, exc_info=True)
-                link.close(f"{SIGN} in sending to it")
+                link.close(f"{SIGN} while sending to it")
         if self._door_used:
             self._door.look()
 
@@ -418,7 +418,7 @@ class Broker:
 
     def _spawn(self, effect: effects.Spawn) -> None:
         """Whatever fails here, Exited follows: the core waits for the end of every process that it has asked for."""
-        reason = f"{SIGN} in starting its process"
+        reason = f"{SIGN} while starting its process"
         try:
             self._start_worker(effect)
             reason = ""

@@ -163,9 +163,9 @@ class Catalog:
                     kept = self._keep(found, before, strict=left > 0)
             except FilesChanged:
                 if not left:
-                    found = _refused(found, "its files change while they are read")
+                    found = _refused(found, "its files changed while they were read")
             except OSError as error:
-                found = _refused(found, f"its files cannot be kept in the runtime directory: {error.strerror}")
+                found = _refused(found, f"cannot copy its files to the runtime directory: {error.strerror}")
             after = _look(folder)
             if after == before:
                 break
@@ -294,7 +294,7 @@ class Catalog:
         found = [(finding.relative, finding.hint) for finding in reading.findings]
         config = reading.found.config
         policies = unknown_policies(config, self._cores) if config is not None else ()
-        text = "host policy '{}' is not known (--host-policy): its instances use all cores"
+        text = "unknown host policy '{}' (--host-policy): its instances use all cores"
         return found + [(text.format(name), "") for name in policies]
 
     def _source(self, reading: Reading, version: int) -> int:
@@ -380,7 +380,7 @@ class Catalog:
         source = self._sources[number]
         config = verify(decode_config(data), backends=self._backends, gpus=self._gpus)
         if config.name != source.model:
-            raise InvalidRequest(f"the model has changed its own name to '{config.name}', which it may not")
+            raise InvalidRequest(f"the model changed its own name to '{config.name}', which is not allowed")
         policy = compile_policy(config, source.version)
         said = source.completed is not None
         source.completed = config
@@ -391,7 +391,7 @@ class Catalog:
     def config(self, number: int) -> ModelConfig:
         source = self._sources.get(number)
         if source is None or source.completed is None:
-            raise NotFound("the configuration of a model is known when it has loaded")
+            raise NotFound("the configuration of a model is available only after it has loaded")
         return source.completed
 
     def origins(self, number: int) -> tuple[dict[str, str], str]:

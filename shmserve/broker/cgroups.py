@@ -65,7 +65,7 @@ class Group:
             if error.errno == errno.EBUSY:
                 return False
             if error.errno != errno.ENOENT:
-                log.warning("control group %s cannot be removed: %s", self._path.name, error.strerror)
+                log.warning("cannot remove control group %s: %s", self._path.name, error.strerror)
         return True
 
 
@@ -84,14 +84,16 @@ class Groups:
                     (top / SERVER / PROCESSES).write_text(pid)
             (top / "cgroup.subtree_control").write_text("+memory")
         except OSError as error:
-            raise CannotHave(f"the control group of this service cannot be divided: {error.strerror}") from None
+            raise CannotHave(f"cannot create control groups below that of this service: {error.strerror}") from None
 
     def make(self, peer: int, limit: int) -> Group | None:
         """None if it cannot be made, with the reason in the log."""
         try:
             return Group(self._top / f"{PREFIX}{peer}", limit)
         except OSError as error:
-            log.warning("no control group for worker %d (%s): its memory is watched instead", peer, error.strerror)
+            log.warning(
+                "cannot create a control group for worker %d (%s): polling its memory instead", peer, error.strerror
+            )
             return None
 
 
@@ -106,9 +108,9 @@ def own(proc: Path, mounts: Path) -> Path:
         name = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
         found = [line.split()[1] for line in mounts.read_text().splitlines() if line.split()[2] == "cgroup2"]
     except (OSError, StopIteration):
-        raise CannotHave("there are no control groups of version 2") from None
+        raise CannotHave("no cgroup v2") from None
     if not found:
-        raise CannotHave("control groups of version 2 are not mounted")
+        raise CannotHave("cgroup v2 is not mounted")
     return Path(found[0]) / name.lstrip("/")
 
 
@@ -116,9 +118,9 @@ def _check(top: Path) -> None:
     try:
         controllers = (top / "cgroup.controllers").read_text().split()
     except OSError as error:
-        raise CannotHave(f"the control group of this process cannot be read: {error.strerror}") from None
+        raise CannotHave(f"cannot read the control group of this process: {error.strerror}") from None
     if not _is_delegated(top):
-        raise CannotHave("the control group of this process was not left to it (Delegate=memory of its service)")
+        raise CannotHave("the control group of this process is not delegated to it (Delegate=memory of its service)")
     if "memory" not in controllers:
         raise CannotHave("the control group of this process does not have the memory controller")
 

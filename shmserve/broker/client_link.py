@@ -133,8 +133,8 @@ class ClientLink(Link):
 
     def _lost_descriptors(self) -> None:
         """The client connects again and announces its segments again."""
-        log.error("client %d is disconnected: %s", self.peer, LOST)
-        text = "the server has too many open files to take this client's shared memory; try again later"
+        log.error("client %d disconnected: %s", self.peer, LOST)
+        text = "the server has too many open files to map this client's shared memory; try again later"
         self.outbox.append(Goodbye(Unavailable.code, text))
         self.closing = True
         self.flush(lambda segment: None)

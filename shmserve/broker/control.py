@@ -100,7 +100,7 @@ class Control:
         answer = self._answers.get(ask.what)
         if answer is None:
             known = ", ".join(self._answers)
-            raise InvalidRequest(f"unknown question '{ask.what}'; known are: {known}")
+            raise InvalidRequest(f"unknown question '{ask.what}'; expected one of: {known}")
         found = answer(ask)
         if ask.what == "models" and not operator:
             _leave_out_words(found)

@@ -101,9 +101,9 @@ def cpu_list(text: str) -> tuple[int, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) > 1 << 20:
-            raise ValueError(f"'{part}' is neither a core nor a range of cores")
+            raise ValueError(f"'{part}' is not a core or a range of cores")
         if int(last or first) < int(first):
-            raise ValueError(f"the range '{part}' ends before it begins")
+            raise ValueError(f"range '{part}' ends before it begins")
         found.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(found))
 
@@ -116,14 +116,14 @@ def host_policy(text: str) -> tuple[str, HostPolicy]:
     name, _, value = text.partition(",")
     key, given, value = value.partition("=")
     if not name or not given or key not in _KEYS:
-        raise ValueError(f"'{text}' is not NAME,cpu-cores=LIST with a LIST like 0-3,8, or NAME,numa-node=N")
+        raise ValueError(f"'{text}' is not NAME,cpu-cores=LIST with a LIST such as 0-3,8, or NAME,numa-node=N")
     if key == "numa-node":
         if not value.isdecimal():
-            raise ValueError(f"'{value}' is not the number of a NUMA node")
+            raise ValueError(f"'{value}' is not a NUMA node number")
         return name, HostPolicy(node=int(value))
     cores = cpu_list(value)
     if not cores:
-        raise ValueError(f"'{text}' names no core")
+        raise ValueError(f"'{text}' contains no core")
     return name, HostPolicy(cores=cores)
 
 
@@ -147,13 +147,13 @@ def _cores_of(
     if not policy.cores:
         assert policy.node is not None
         if policy.node not in nodes:
-            text = f"host policy '{name}': NUMA node {policy.node} has no core that can be used here; there are nodes"
+            text = f"host policy '{name}': NUMA node {policy.node} has no usable cores; usable nodes:"
             raise ValueError(f"{text} {', '.join(map(str, sorted(nodes)))}")
         return nodes[policy.node]
     wrong = [core for core in policy.cores if core not in ours]
     if wrong:
-        text = f"host policy '{name}': cores that cannot be used here: {as_list(wrong)}"
-        raise ValueError(f"{text}; there are {as_list(ours)}")
+        text = f"host policy '{name}': unusable cores: {as_list(wrong)}"
+        raise ValueError(f"{text}; usable cores: {as_list(ours)}")
     return policy.cores
 
 

@@ -59,8 +59,8 @@ class Deadline:
         shown = ", ".join(f"{names.get(pid) or _command(pid)} (pid {pid})" for pid in left[:NAMES])
         more = f" and {len(left) - NAMES} more" if len(left) > NAMES else ""
         return (
-            f"the server did not stop within {limit_s:g} s (--exit-timeout-secs) and {KILL_S:g} s more; what is left "
-            f"is killed: {self._requests()} request(s), {len(left)} process(es){': ' if left else ''}{shown}{more}"
+            f"the server did not stop within {limit_s:g} s (--exit-timeout-secs) plus {KILL_S:g} s; killing what "
+            f"is left: {self._requests()} request(s), {len(left)} process(es){': ' if left else ''}{shown}{more}"
         )
 
 
@@ -100,4 +100,4 @@ def _command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        return "an ended process"
+        return "a process that has exited"

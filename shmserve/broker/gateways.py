@@ -170,7 +170,7 @@ class Gateways:
 
     def _late(self, gateway: _Gateway) -> None:
         gateway.timer = None
-        log.error("gateway %d has not opened its doors within %g s", gateway.number, OPEN_S)
+        log.error("gateway %d did not start listening within %g s", gateway.number, OPEN_S)
         self._kill(gateway)
 
     def _log(self, number: int, level: str, text: str) -> None:
@@ -205,14 +205,14 @@ class Gateways:
         elif not self._begun:
             self._ended = _nothing  # what follows is no failure of its own
             why = last_words.removeprefix("shmserve gateway: ") or children.ended_with(code)
-            self._failed(2 if code == 2 else 1, f"the doors to the network cannot be opened: {why}")
+            self._failed(2 if code == 2 else 1, f"cannot start the gateway: {why}")
         else:
             lived = self._loop.time() - gateway.began if gateway.is_open else 0.0
             self._restarts += 1
             gateway.deaths = 1 if lived > STEADY_S else gateway.deaths + 1
             pause = pause_ns(gateway.deaths, *PAUSES_NS) / 1e9
-            again = f"in {pause:g} s" if pause else "at once"
-            text = f"gateway {gateway.number} has ended ({children.ended_with(code)}); it is started again {again}"
+            again = f"in {pause:g} s" if pause else "immediately"
+            text = f"gateway {gateway.number} exited ({children.ended_with(code)}); restarting it {again}"
             self._say("error", text, {"gateway": gateway.number})
             gateway.timer = self._loop.call_later(pause, self._start, gateway)
 

@@ -121,7 +121,7 @@ def peer(sock: socket.socket) -> Principal:
     try:
         groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES))
     except OSError as error:
-        log.warning("a user with too many groups counts as a member of the first alone: %s", error.strerror)
+        log.warning("a user is in too many groups; only the first one counts: %s", error.strerror)
     return Principal(uid & 0xFFFFFFFF, frozenset(groups))
 
 
@@ -133,7 +133,7 @@ def give(path: Path, group: int | None, mode: int) -> None:
             os.chown(path, -1, group)
         except PermissionError:
             raise Denied(
-                f"the sockets cannot be given to group {group} (--socket-group): the server's user is not a member"
+                f"cannot give the sockets to group {group} (--socket-group): the server's user is not a member"
             ) from None
         os.chmod(path, mode | (mode & 0o600) >> 3)
 

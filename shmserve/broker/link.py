@@ -101,7 +101,7 @@ class Link:
             self.drain()
             return None
         except OSError as error:
-            self.close(error.strerror or "the link broke")
+            self.close(error.strerror or "connection lost")
             return None
         descriptors = received(ancillary) if ancillary else []
         if size == 0:
@@ -114,7 +114,7 @@ class Link:
             if flags & _CTRUNC:
                 self._lost_descriptors()
                 return None
-            return [wire.Refused(0, f"packet is over the limit of {PACKET_BYTES} bytes")], []
+            return [wire.Refused(0, f"packet exceeds the limit of {PACKET_BYTES} bytes")], []
         try:
             return self._decode(_shared_view[:size]), descriptors
         except ProtocolError as error:
@@ -198,7 +198,7 @@ class Link:
             self._loop.add_writer(self._fd, self._writable)
         if self._unsent_bytes > self._outbox_bytes and self._parting is None:
             self.cut_off(
-                f"{self._unsent_bytes} bytes wait for it, over the limit of {self._outbox_bytes} (client_outbox_bytes)"
+                f"{self._unsent_bytes} unsent bytes, over the limit of {self._outbox_bytes} (client_outbox_bytes)"
             )
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
@@ -216,7 +216,7 @@ class Link:
         except (BrokenPipeError, ConnectionResetError):
             self._loop.call_soon(self.drain)
         except OSError as error:
-            self.close(error.strerror or "the link broke")
+            self.close(error.strerror or "connection lost")
         return True
 
     def _writable(self) -> None:
@@ -236,10 +236,10 @@ class Link:
     def cut_off(self, behind: str) -> None:
         """Drops all that waits for it, and sends the reason instead."""
         self._drop_unsent()
-        text = f"this client does not read: {behind}; connect again, and read what you ask for"
+        text = f"this client does not read its responses: {behind}; read them, and connect again"
         self._unsent.append((wire.encode([Goodbye(Unavailable.code, text)]), []))
         self.closing = True
-        self._part(f"it does not read: {behind}")
+        self._part(f"it does not read its responses: {behind}")
 
     def _part(self, reason: str) -> None:
         """It has ended for everybody but itself: what still waits for it can be read for a while."""

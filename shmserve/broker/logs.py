@@ -171,7 +171,7 @@ class Handler(logging.Handler):
             elif self._is_writable(self._poll):
                 written = os.write(self._descriptor, data[: select.PIPE_BUF])  # what poll says will not block
             else:
-                raise BlockingIOError(errno.EAGAIN, "its reader does not read")
+                raise BlockingIOError(errno.EAGAIN, "the reader does not read")
             data = data[written:]
             self._torn = bool(data)
 
@@ -190,7 +190,7 @@ class Handler(logging.Handler):
         if self._outage is None:
             self._outage = _Outage(time.monotonic(), error.strerror or type(error).__name__)
             if self._path is not None:
-                text = f"shmserve: the log cannot be written: {self._outage.reason}; records are lost until it can be\n"
+                text = f"shmserve: cannot write the log: {self._outage.reason}; records are lost until it works again\n"
                 with contextlib.suppress(OSError):
                     if select.select([], [2], [], 0)[1]:
                         os.write(2, text.encode())
@@ -198,9 +198,7 @@ class Handler(logging.Handler):
 
     def _over(self, outage: _Outage) -> logging.LogRecord:
         seconds = time.monotonic() - outage.began
-        text = (
-            f"the log could not be written for {seconds:.1f} s ({outage.reason}); {outage.lost:,} record(s) were lost"
-        )
+        text = f"could not write the log for {seconds:.1f} s ({outage.reason}); {outage.lost:,} record(s) were lost"
         return _record(logging.WARNING, text)
 
 

@@ -51,11 +51,11 @@ class LogSettings:
             try:
                 set_up(wanted)
             except OSError as error:
-                raise InvalidRequest(f"the log file cannot be opened again: {error.strerror}") from None
+                raise InvalidRequest(f"cannot reopen the log file: {error.strerror}") from None
             self._settings = wanted
             self._tracing(wanted.log_verbose > 1)
             told = ", ".join(f"{name} {value}" for name, value in changes.items())
-            say("info", f"settings of the log have been changed: {told}", changes)
+            say("info", f"log settings changed: {told}", changes)
         return self.document()
 
 
@@ -64,10 +64,10 @@ def setting_names(body: bytes, what: str, known: tuple[str, ...]) -> Mapping[str
     try:
         found = msgspec.json.decode(body or b"{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"settings of the {what} are a JSON object: {error}") from None
+        raise InvalidRequest(f"settings of the {what} must be a JSON object: {error}") from None
     for name in found:
         if name not in known:
-            raise InvalidRequest(f"'{name[:80]}' is no setting of the {what}; known are: {', '.join(known)}")
+            raise InvalidRequest(f"unknown setting '{name[:80]}' of the {what}; expected one of: {', '.join(known)}")
     return found
 
 

@@ -98,7 +98,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            text = f"another server runs in {self._path}; stop it, or name another directory by --runtime-dir"
+            text = f"another server runs in {self._path}; stop it, or use another directory (--runtime-dir)"
             raise CannotStart(text) from None
         self._remove()
         (self._path / GENERATIONS).mkdir(mode=0o700)
@@ -243,7 +243,7 @@ class Server:
         settings = self._settings
         if settings.failed:
             for text in settings.failed:
-                log.error("%s: no model is served, and the server is neither live nor ready", text)
+                log.error("%s: serving no models; the server is neither live nor ready", text)
             self._operations.begin([])
             return
         for finding in [finding for root in settings.model_repository for finding in root_notes(root)]:
@@ -275,7 +275,7 @@ class Server:
 
     def _reread(self) -> None:
         if not self._core.state.draining:
-            log.info("SIGHUP: looking at the repositories")
+            log.info("SIGHUP: rereading the repositories")
             self._rereads += 1
             self._announcer.reloading()
             self._gateways.reread()
@@ -293,7 +293,7 @@ class Server:
         if census.loading:
             self._loop.call_later(LOOK_S, self._await_loading)
         elif self._announcer.reloaded():
-            log.info("the repositories have been looked at: %s", census.text())
+            log.info("repositories reread: %s", census.text())
 
     def _loaded(self, failed: int) -> None:
         """The first round of loading has ended."""
@@ -309,9 +309,9 @@ class Server:
         self._has_come("doors")
 
     def _not_opened(self, code: int, why: str) -> None:
-        log.error("%s; --http-port and the like name other ports, --no-gateway does without", why)
+        log.error("%s; use other ports (--http-port, --grpc-port, --metrics-port), or --no-gateway", why)
         self._code = code
-        self._stop("no door to the network")
+        self._stop("the gateway did not start")
 
     def _has_come(self, what: str) -> None:
         self._waits_for.discard(what)
@@ -354,10 +354,10 @@ def _doors(settings: argparse.Namespace) -> Doors:
     missing = [name for name in NEEDED if doors.count and find_spec(name) is None]
     if not missing:
         return doors
-    text = f"there is no {missing[0]}, which doors to the network need: pip install 'shmserve[gateway]'"
+    text = f"the gateway needs the package {missing[0]}: pip install 'shmserve[gateway]'"
     if doors.words or doors.count > 1:
-        raise CannotStart(f"{text}, or leave their flags out")
-    log.warning("%s; only clients of this machine are served", text)
+        raise CannotStart(f"{text}, or omit its flags")
+    log.warning("%s; serving only clients on this machine", text)
     return Doors(0, ())
 
 
@@ -372,7 +372,7 @@ def _gpus() -> Gpus:
     for gpu in found.found:
         log.info("GPU %d: %s, %s", gpu.number, gpu.name, gpu.uuid)
     if found.why:
-        log.warning("this machine has NVIDIA's driver, but no GPU is used: %s", found.why)
+        log.warning("the NVIDIA driver is installed, but no GPU is used: %s", found.why)
     return found
 
 
@@ -380,7 +380,7 @@ def _serve(settings: argparse.Namespace, manager: Manager) -> int:
     keep_freed_memory()
     removed = posix.sweep()
     if removed:
-        log.info("removed %d shared memory segment(s) of processes that have ended", removed)
+        log.info("removed %d shared memory segment(s) of processes that have exited", removed)
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     try:

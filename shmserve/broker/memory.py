@@ -42,7 +42,7 @@ class Memory:
         kill: Callable[[int, str], None],
         used: Callable[[int], int] = procfs.own_bytes,
         make: Callable[[], Groups] | None = None,
-        what: str = "memory of its own",
+        what: str = "private memory",
         knobs: str = KNOBS,
     ) -> None:
         """`make` divides our control group, where that can be done. `what`, `knobs`: how people call it."""
@@ -59,7 +59,7 @@ class Memory:
         try:
             self._groups = make() if make is not None else None
         except CannotHave as reason:
-            log.debug("limits of memory are watched: %s", reason)
+            log.debug("memory limits are enforced by polling: %s", reason)
 
     def group(self, peer: int, limit: int) -> Group | None:
         """For a worker that is about to be started. None: it has no limit, or its memory is watched."""
@@ -82,7 +82,7 @@ class Memory:
         used_up = group.used_up()
         self._leaving.append(group)
         self._tidy()
-        return f"it needed more memory than {_mib(group.limit)} ({self._knobs})" if used_up else ""
+        return f"it exceeded its memory limit of {_mib(group.limit)} ({self._knobs})" if used_up else ""
 
     def look(self) -> None:
         """At all that are watched, now."""
@@ -91,7 +91,7 @@ class Memory:
             used = self._used(worker.pid)
             if used > worker.limit:
                 del self._watched[worker.peer]
-                text = f"it has {_mib(used)} of {self._what}, and may have {_mib(worker.limit)} ({self._knobs})"
+                text = f"it uses {_mib(used)} of {self._what}, limit {_mib(worker.limit)} ({self._knobs})"
                 self._kill(worker.peer, text)
             near |= used > worker.limit * NEAR
         self._tidy()

@@ -34,7 +34,7 @@ def config(text: str) -> tuple[str, Any]:
     if not equals or name not in _NAMES:
         close = get_close_matches(name, _NAMES, 1)
         more = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"'{text}' is no setting of metrics; known are {', '.join(_NAMES)}{more}")
+        raise ValueError(f"unknown metrics setting '{text}'; expected one of {', '.join(_NAMES)}{more}")
     if name == "summary_quantiles":
         return name, _quantiles(value)
     if value.lower() not in ("true", "false"):

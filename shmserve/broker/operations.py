@@ -125,7 +125,7 @@ class Operations:
             raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
         if len(self._uploads) >= UPLOADS:
             raise Unavailable(
-                f"{UPLOADS} load calls are being received already; try again when one of them is complete"
+                f"{UPLOADS} load calls are already being received; try again when one of them is complete"
             )
         return Upload(self._place, self._override_bytes)
 
@@ -181,7 +181,7 @@ class Operations:
         model = self._core.state.models.get(name)
         waits = activity.waits_for(model.generations(), time.monotonic_ns()) if model is not None else "nothing"
         text = (
-            f"unload of '{name}' has not ended within {seconds:g} s, and goes on: it waits for {waits}; "
+            f"unload of '{name}' did not finish within {seconds:g} s and continues: waiting for {waits}; "
             f"to end them now, unload with force (shmserve unload --force {name})"
         )
         self._send(job.peer, Fail(job.ask.request, "DEADLINE_EXCEEDED", text))
@@ -232,7 +232,7 @@ class Operations:
                 self._companions.needed(model.name, ensemble)
                 found.update(model.operation.numbers[-1:] if model.operation is not None else ())
             else:
-                log.info("model '%s' is loaded too, as '%s' needs it", reading.found.name, ensemble)
+                log.info("also loading model '%s', which '%s' needs", reading.found.name, ensemble)
                 self._companions.brought(reading, ensemble)
                 found |= self._adopt(reading)
         return found
@@ -295,7 +295,7 @@ class Operations:
             {"version": str(version.number), "state": version.state.value, "seconds": round(version.took_ns / 1e9, 3)}
             for version in sorted(model.versions.values() if model else (), key=lambda version: version.number)
         ]
-        text = f"{job.ask.what} of model '{job.ask.model}' done in {seconds:.2f} s"
+        text = f"{job.ask.what} of model '{job.ask.model}' finished in {seconds:.2f} s"
         say("info", text, {"model": job.ask.model, "operation": job.ask.what})
         answer = {"model": job.ask.model, "versions": versions, "changed": job.changed, "warnings": job.warnings}
         body = msgspec.json.encode(answer)
@@ -360,7 +360,7 @@ class Operations:
             say("info", f"model '{reading.found.name}' has changed in the repository", {"model": reading.found.name})
             self._adopt(reading)
         for name in changes.gone:
-            say("info", f"model '{name}' has gone from the repository", {"model": name})
+            say("info", f"model '{name}' was removed from the repository", {"model": name})
             self._catalog.forget(name)
             self._put(events.Unload(name))
         self._catalog.names = changes.names
@@ -394,14 +394,14 @@ class Operations:
             try:
                 readings.append(self._catalog.read(name))
             except (ServeError, OSError) as error:
-                say("warning", f"model '{name}' cannot be read again, and goes on as it is: {error}", {"model": name})
+                say("warning", f"cannot reread model '{name}', which is served unchanged: {error}", {"model": name})
         return readings
 
     def _read_everything(self) -> tuple[list[Reading], Collection[str] | None]:
         try:
             return self._catalog.read_all(), self._catalog.names_on_disk()
         except (ServeError, OSError) as error:
-            log.error("the repositories cannot be read again, and all goes on as it is: %s", error)
+            log.error("cannot reread the repositories; all models are served unchanged: %s", error)
             return [], None
 
     def _renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
@@ -412,7 +412,7 @@ class Operations:
         if names is not None:
             for model in self._core.state.models.values():
                 if model.name not in names and self._is_of_disk(model):
-                    say("info", f"model '{model.name}' has gone from the repository", {"model": model.name})
+                    say("info", f"model '{model.name}' was removed from the repository", {"model": model.name})
                     self._catalog.forget(model.name)
                     self._put(events.Unload(model.name))
             self._catalog.names = names
@@ -434,7 +434,7 @@ class Operations:
         except Exception as error:
             if job is None:
                 self._looking = False
-                log.error("a look at the repositories failed; the next one is taken as usual", exc_info=error)
+                log.error("polling the repositories failed; the next poll runs as usual", exc_info=error)
             else:
                 self._failed(job, error)
 
@@ -442,7 +442,7 @@ class Operations:
         if isinstance(error, ServeError):
             code, text = error.code, error.message
         elif isinstance(error, OSError):
-            code, text = "UNAVAILABLE", f"the disk says: {error.strerror}"
+            code, text = "UNAVAILABLE", f"disk error: {error.strerror}"
         else:
             log.error("%s of model '%s' failed", job.ask.what, job.ask.model, exc_info=error)
             self._jobs = {number: known for number, known in self._jobs.items() if known is not job}
@@ -487,7 +487,7 @@ class Operations:
         try:
             return self._catalog.names_now()
         except Exception:
-            log.exception("cannot list the repositories; the names known before still count")
+            log.exception("cannot list the repositories; using the names from the last listing")
             return self._catalog.names
 
     def close(self) -> None:

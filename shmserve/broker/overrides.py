@@ -81,7 +81,7 @@ class Upload:
     def add(self, piece: bytes) -> None:
         self._size += len(piece)
         if self._size > self._limit + HEADER_BYTES:
-            raise InvalidRequest(f"the files of a load call may have {self._limit} bytes (--override-bytes)")
+            raise InvalidRequest(f"the files of a load call exceed the limit of {self._limit} bytes (--override-bytes)")
         try:
             self._file.write(piece)
         except OSError as error:
@@ -111,11 +111,11 @@ class Upload:
             header = msgspec.json.decode(line, type=Header)
         except _WRONG as error:
             text = "cannot be read" if len(line) <= HEADER_BYTES else f"is longer than {HEADER_BYTES} bytes"
-            raise InvalidRequest(f"the first line of what came with the load call {text}: {error}") from None
+            raise InvalidRequest(f"the first line of the load call's body {text}: {error}") from None
         config = bytes(header.config)
         if not config:
             if header.files:
-                raise InvalidRequest("files came with the load call without a config; give both")
+                raise InvalidRequest("the load call has files but no config; give both")
             return None
         override = parse_override(config)
         if not header.files:
@@ -123,8 +123,8 @@ class Upload:
         sizes = _checked(model, header.files)
         expected = len(line) + sum(sizes.values())
         if expected != self._size:
-            raise InvalidRequest(f"the files of the load call should have {expected - len(line)} bytes in all; "
-                                 f"{self._size - len(line)} came")  # fmt: skip
+            raise InvalidRequest(f"expected {expected - len(line)} bytes of files in the load call; "
+                                 f"received {self._size - len(line)}")  # fmt: skip
         made = Path(tempfile.mkdtemp(prefix="model-", dir=place))
         try:
             for name, size in sizes.items():
@@ -158,7 +158,7 @@ def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
             )
         above = {name[:at] for at, char in enumerate(name) if char == "/"}
         if name in sizes or name in folders or not above.isdisjoint(sizes):
-            raise InvalidRequest(f"file '{shown(name, 100)}' of the load call stands in the place of another one")
+            raise InvalidRequest(f"file '{shown(name, 100)}' of the load call conflicts with another one")
         sizes[name] = size
         folders |= above
     return sizes
@@ -179,7 +179,7 @@ def _write(source: IO[bytes], path: Path, size: int) -> None:
 
 
 def _disk(error: OSError) -> Unavailable:
-    return Unavailable(f"what came with the load call cannot be kept: the disk says: {error.strerror}")
+    return Unavailable(f"cannot store the files of the load call: disk error: {error.strerror}")
 
 
 def decode_body(body: bytes, kind: Any) -> Any:
@@ -187,4 +187,4 @@ def decode_body(body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except _WRONG as error:
-        raise InvalidRequest(f"the body of the operation is wrong: {error}") from None
+        raise InvalidRequest(f"invalid body of the operation: {error}") from None

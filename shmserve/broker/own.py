@@ -84,7 +84,7 @@ class Own:
     def _make(self, size: int) -> memfd.MemfdExtent:
         """What is kept counts once; that of many audiences lies in more segments than it would fill."""
         if size + sum(arena.committed for arena in self._kept.values()) > 2 * self._kept_bytes:
-            raise Unavailable(f"what is kept lies in twice the {self._kept_bytes} bytes of --cache-config")
+            raise Unavailable(f"cached responses occupy twice the {self._kept_bytes} bytes of --cache-config")
         return memfd.create(size, seal_future_write=True)
 
     # ------------------------------------------------------------------------------------ what is over

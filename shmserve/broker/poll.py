@@ -81,7 +81,7 @@ class Poll:
             self._unsettled[name] = _Unsettled("", self._clock())
             return None
         except (OSError, ServeError) as error:  # who reads it will say what is wrong
-            digest, newest = f"cannot be looked at: {error}", -1
+            digest, newest = f"cannot be read: {error}", -1
         if self._known.get(name) == digest:
             self._unsettled.pop(name, None)
             return None

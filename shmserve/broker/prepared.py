@@ -108,19 +108,19 @@ class Prepared:
             elif what == "cannot":
                 self._give_up(reason)
             elif not said:
-                self.replace("has ended")
+                self.replace("has exited")
 
     def replace(self, why: str) -> None:
         """Another one may do better."""
         self._left = max(0, self._left - 1)
-        self._say("warning", f"the process that workers are made of {why}", {})
+        self._say("warning", f"the process that workers are forked from {why}", {})
         self._close()
         self._open()
 
     def _give_up(self, reason: str) -> None:
         """It cannot be done here. What has no parent stays ours: there may be workers among it."""
         self._left = 0
-        self._say("info", f"workers are started as fresh interpreters: {reason}", {})
+        self._say("info", f"starting workers as new interpreters: {reason}", {})
         self._close()
 
     def close(self) -> None:

@@ -62,22 +62,21 @@ _SURELY = 0.9
 """How alike a variable for models must be to one of the server's to be taken for it."""
 
 _EPILOG = """
-Each flag is also a variable, SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2, and a key of the file that --config names,
-model-repository = ["DIR1", "DIR2"]. The command line is stronger than the variables, and they are than the file.
-A flag that is given twice has the last value, unless it may be given several times. BOOL is true or false, and the
-flag alone is true.
+Each flag is also an environment variable, SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2, and a key of the --config file,
+model-repository = ["DIR1", "DIR2"]. Precedence: flags, environment, configuration file. If a flag is repeated, the
+last value counts, unless it may be given several times. BOOL is true or false; the flag without a value is true.
 
 examples:
   shmserve serve --model-repository ./models
-      serves all models of ./models until Ctrl-C; then `shmserve models` and `shmserve infer MODEL --random`
+      serve all models of ./models until Ctrl-C; try `shmserve models` and `shmserve infer MODEL --random`
   shmserve serve --model-repository ./models --model-control-mode poll
-      and follows what changes there
+      also follow changes in the repository
   shmserve serve --model-repository ./models --model-control-mode explicit --load-model mlp
-      begins with one model; others come and go with `shmserve load` and `shmserve unload`
+      start with one model; `shmserve load` and `shmserve unload` change the set
   shmserve serve --model-repository ./models --host-policy cpu,cpu-cores=2-7 --exit-on-error true
-      keeps models away from the cores 0 and 1, and ends if one of them cannot be loaded
+      keep models off cores 0 and 1, and exit if a model fails to load
   shmserve serve --config ./shmserve.toml --log-verbose 1
-      has its settings from a file, and says more than the file asks for
+      read the settings from a file, and raise the log level
 """
 
 
@@ -92,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     found = _Parser(
         prog="shmserve serve",
         usage="shmserve serve --model-repository DIR [FLAG ...]",
-        description="Serves the models of one or more repositories to clients on this machine.",
+        description="Serve the models of one or more repositories to clients on this machine.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -140,7 +139,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if settings.runtime_dir is None:
         settings.runtime_dir = server_runtime_dir()
     if access(settings).for_others and settings.socket_group is None:
-        text = "--access has rules for other users, but without --socket-group none of them can connect"
+        text = "--access has rules for other users, but without --socket-group they cannot connect"
         settings.warnings.append(text)
     return settings
 
@@ -281,7 +280,7 @@ def _is_bare(word: str) -> bool:
 
 def _stray(word: str) -> str:
     if not word.startswith("-"):
-        return f"'{word}' is not a flag; a directory of models is named by --model-repository {word}"
+        return f"'{word}' is not a flag; for a model repository use --model-repository {word}"
     shown = word.partition("=")[0]
     return unknown(shown.lstrip("-"), shown)
 
@@ -362,7 +361,7 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     wrong = problems.append
     problems += refusals(vars(settings))
     if not settings.model_repository and not problems:
-        wrong("no --model-repository given: name the directory that holds the models")
+        wrong("missing --model-repository: the directory that holds the models")
     if settings.backend_directory is not None:
         if fault := not_usable(settings.backend_directory):
             wrong(f"--backend-directory {fault}")
@@ -377,11 +376,11 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
             f"{len(settings.load_model)} times"
         )
     if settings.model_namespacing:
-        wrong("--model-namespacing true is not supported: a model's name must be unique in all repositories together")
+        wrong("--model-namespacing true is not supported: model names must be unique across all repositories")
     if not re.fullmatch(r"[^/\x00]*", settings.model_config_name) or settings.model_config_name in (".", ".."):
-        wrong(f"--model-config-name {settings.model_config_name}: the name of a file without its .pbtxt is expected")
+        wrong(f"--model-config-name {settings.model_config_name}: expected a file name without .pbtxt")
     if not settings.id.isprintable() or len(settings.id) > 128:
-        wrong("--id is expected to be at most 128 printable characters")
+        wrong("--id must have at most 128 printable characters")
     try:
         _more(settings)
     except ValueError as error:

@@ -80,7 +80,7 @@ class Tallies:
         for _, sample in sorted(found.items()):
             family = families.setdefault(sample.subject.name, [])
             if family and family[0].subject.kind != sample.subject.kind:
-                self._refuse(sample.subject, f"another model counts a {family[0].subject.kind} under this name")
+                self._refuse(sample.subject, f"another model has a {family[0].subject.kind} of this name")
             else:
                 family.append(sample)
         return "".join(line for family in families.values() for line in _lines(family))
@@ -94,12 +94,12 @@ class Tallies:
                     else:
                         yield _Sample(subject, numbers)
             except ValueError as error:
-                log.error("model '%s' has spoilt the memory in which it counts: %s", worker.model, error)
+                log.error("model '%s' corrupted the shared memory of its metrics: %s", worker.model, error)
 
     def _refuse(self, subject: Subject, why: str) -> None:
         if subject.name not in self._refused:
             self._refused.add(subject.name)
-            log.warning("metric '%s' of a model is left out: %s", printable(subject.name), why)
+            log.warning("omitting metric '%s' of a model: %s", printable(subject.name), why)
 
 
 def _merge(into: dict[_Key, _Sample], samples: Iterable[_Sample]) -> None:

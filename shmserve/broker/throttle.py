@@ -25,7 +25,7 @@ class Rate(Struct, frozen=True):
     def __str__(self) -> str:
         limits = [f"{self.lines:,} lines (--log-worker-lines)"] if self.lines else []
         limits += [f"{bytes_text(self.bytes)} (--log-worker-bytes)"] if self.bytes else []
-        return f"{' and '.join(limits)} a second"
+        return f"{' and '.join(limits)} per second"
 
 
 class Throttle:
@@ -87,8 +87,8 @@ class Throttle:
         """Notices about what has not been logged since the last call."""
         yield from self._repeated()
         if self._dropped:
-            dropped = f"{self._dropped:,} lines ({bytes_text(self._dropped_bytes)}) of its output were dropped"
-            yield f"{dropped}; the log takes {self._rate}"
+            dropped = f"{self._dropped:,} lines ({bytes_text(self._dropped_bytes)}) of output were dropped"
+            yield f"{dropped}; the limit is {self._rate}"
             self._dropped = self._dropped_bytes = 0
 
     def _repeated(self) -> Iterator[str]:

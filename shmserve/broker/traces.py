@@ -107,7 +107,7 @@ class TraceSettings:
         self._arrange()
         if found:
             whose = f"of model '{model}'" if model else "of the server"
-            say("info", f"settings of traces {whose} have been changed", {"model": model} if model else None)
+            say("info", f"trace settings {whose} changed", {"model": model} if model else None)
         return self.document(model)
 
     def _find(self, model: str) -> None:
@@ -204,7 +204,7 @@ class TraceFile:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            say("error", f"{len(found)} lines of traces cannot be written: {error.strerror}")
+            say("error", f"cannot write {len(found)} lines of traces: {error.strerror}")
         else:
             self._ends[self._now] = end + len(data)
 
@@ -248,11 +248,11 @@ def config(text: str) -> tuple[str, Any]:
     keys = _FILE_KEYS if comma else _KEYS
     if (comma and name != "triton") or not equals or key not in keys:
         known = ", ".join([*(f"triton,{key}=" for key in _FILE_KEYS), *(f"{key}=" for key in _KEYS)])
-        raise ValueError(f"'{text}' is no setting of traces; known are {known}")
+        raise ValueError(f"unknown trace setting '{text}'; expected one of {known}")
     try:
         if key == "file":
             if not value:
-                raise InvalidRequest("the name of the file is missing")
+                raise InvalidRequest("missing file name")
             return keys[key], value
         return keys[key], _checked(keys[key], [_OLD_LEVELS.get(value, value)] if key == "level" else value)
     except (InvalidRequest, Unsupported) as error:
@@ -275,7 +275,7 @@ def _checked(name: str, value: Any) -> Any:
             return _level([value] if isinstance(value, str) else value)
         case "trace_mode":
             if value != "triton":
-                raise Unsupported(f"trace mode '{str(value)[:80]}' is not supported; there is 'triton'")
+                raise Unsupported(f"trace mode '{str(value)[:80]}' is not supported; expected 'triton'")
             return value
     return _number(name, value)
 
@@ -294,7 +294,7 @@ def _level(values: Any) -> tuple[str, ...]:
         raise InvalidRequest("Unable to parse 'trace_level': expected a list of OFF, or of TIMESTAMPS and TENSORS")
     for value in values:
         if value not in LEVELS:
-            raise InvalidRequest(f"Unable to parse 'trace_level', got: {value[:80]}; known are {', '.join(LEVELS)}")
+            raise InvalidRequest(f"Unable to parse 'trace_level', got: {value[:80]}; expected {', '.join(LEVELS)}")
     if "OFF" in values and len(values) > 1:
         raise InvalidRequest("Expect only one trace level 'OFF' is specified")
     return tuple(dict.fromkeys(values))

@@ -103,7 +103,7 @@ class Workers:
         """How much memory a process has on GPUs, as far as is known."""
         self._memory = Memory(loop, self.kill, make=groups)
         self._gpu_memory = Memory(
-            loop, self.kill, lambda pid: self.used_on_gpu(pid), what="memory on its GPU", knobs=GPU_KNOBS
+            loop, self.kill, lambda pid: self.used_on_gpu(pid), what="GPU memory", knobs=GPU_KNOBS
         )
         self._prepared = Prepared(loop, self._made, say, self._environment) if prepared else None
         self._reaping = loop.call_later(REAP_S, self._reap) if prepared else None
@@ -202,11 +202,11 @@ class Workers:
 
     def _not_made(self, worker: Worker) -> None:
         if worker.peer in self._workers and not worker.pid and self._prepared is not None:
-            self._prepared.replace("does not answer")
+            self._prepared.replace("does not respond")
 
     def _link_ended(self, peer: int, reason: str) -> None:
         """Usually the process is ending too, and tells more; one that does not end is no worker any more."""
-        self._loop.call_later(GRACE_S, self.kill, peer, "it closed its link and did not end")
+        self._loop.call_later(GRACE_S, self.kill, peer, "it closed its connection and did not exit")
 
     def _log(self, name: str, about: dict[str, Any], level: str, text: str) -> None:
         self._say(level, f"[{name}] {text}", about)

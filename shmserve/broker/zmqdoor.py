@@ -115,7 +115,7 @@ class Outbox:
         self._door.hear(self)
 
     def cut_off(self, behind: str) -> None:
-        self.close(f"it does not read: {behind}")
+        self.close(f"it does not read its responses: {behind}")
 
     def close(self, reason: str) -> None:
         self._door.drop(self, reason)
@@ -281,8 +281,8 @@ class ZmqDoor:
 
     def _send_away(self, outbox: Outbox) -> None:
         text = (
-            f"this client has sent more than {UNHEARD} packets or {UNHEARD_BYTES} bytes while it had to wait, for its "
-            f"mistakes (client_errors) or for its turn; wait for answers first"
+            f"this client has sent more than {UNHEARD} packets or {UNHEARD_BYTES} bytes while it was throttled, for "
+            f"protocol errors (client_errors) or to wait for its turn; wait for responses before sending more"
         )
         self._try(outbox, [wire.encode([Goodbye(Unavailable.code, text)])])
         outbox.closing = True
@@ -292,7 +292,7 @@ class ZmqDoor:
         """The Infer with handles, or bytes, in the place of frame numbers."""
         total = sum(map(len, frames))
         if total > FRAME_BYTES:
-            text = f"{total} bytes of frames came with one message, over the limit of {FRAME_BYTES}; use shared memory"
+            text = f"{total} bytes of frames in one message exceed the limit of {FRAME_BYTES}; use shared memory"
             return Garbled(infer.request, text, InvalidRequest.code)
         placed: dict[int, Handle] = {}
         try:
@@ -328,8 +328,8 @@ class ZmqDoor:
                 total += sum(handle.size for handle in tensor.data)
                 if total > FRAME_BYTES:
                     text = (
-                        f"the answer has more than {FRAME_BYTES} bytes, which is all that frames may carry; ask for "
-                        f"fewer outputs, or connect with outputs in shared memory"
+                        f"the response has more than {FRAME_BYTES} bytes, the limit for frames; request fewer "
+                        f"outputs, or connect with outputs in shared memory"
                     )
                     outbox.outbox.append(Fail(reply.request, InvalidRequest.code, text))
                     return
@@ -358,7 +358,7 @@ class ZmqDoor:
         if self._outboxes.get(outbox.identity) is not outbox:
             return  # the backlog has disconnected it
         if waiting > limit:
-            outbox.cut_off(f"{waiting} bytes wait for it, over the limit of {limit} (client_outbox_bytes)")
+            outbox.cut_off(f"{waiting} unsent bytes, over the limit of {limit} (client_outbox_bytes)")
         elif waiting > BEHIND_BYTES and not outbox.behind:
             outbox.behind = True
             if outbox.queued:
@@ -374,7 +374,7 @@ class ZmqDoor:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._loop.call_soon(outbox.close, "it has gone")
+            self._loop.call_soon(outbox.close, "disconnected")
         return True
 
     def _retry(self) -> None:
@@ -398,7 +398,7 @@ class ZmqDoor:
             if outbox.watch is None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 outbox.watch = os.pidfd_open(pid)
                 outbox.pid = pid
-                self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has ended")
+                self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has exited")
 
     def silent(self, clients: Mapping[int, Client]) -> tuple[list[Outbox], list[Outbox]]:
         """(to ping, to give up). One whose process is watched may be too busy to answer; but if it has gone without

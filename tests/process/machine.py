@@ -71,7 +71,7 @@ def why_not() -> str:
     if missing or not SYSTEMD.exists():
         return f"not there: {', '.join(missing) or SYSTEMD}"
     if _cgroups() is None:
-        return "control groups of version 2 are not mounted"
+        return "cgroup v2 is not mounted"
     return "" if python() else f"no Python {sys.version_info[0]}.{sys.version_info[1]} that a service could run"
 
 

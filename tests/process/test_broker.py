@@ -283,7 +283,7 @@ def test_what_is_kept_of_a_flood_over_zeromq_has_a_limit_of_bytes_too(repository
             flood.send_bytes(wire.encode([infer(1)]), (bytes(3 << 20),))
         goodbye = flood.receive_kind(Goodbye)
         assert goodbye.code == "UNAVAILABLE"
-        assert "or 33554432 bytes while it had to wait" in goodbye.text
+        assert "or 33554432 bytes while it was throttled" in goodbye.text
 
 
 def test_cancel_and_deadline_reach_waiting_requests(tmp_path: Path) -> None:

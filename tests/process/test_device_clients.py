@@ -472,5 +472,5 @@ def test_an_instance_over_its_limit_on_the_gpu_ends_alone(server: Server, client
     given = numbers(1)
     client.wait_ready("limited", timeout=30)
     np.testing.assert_array_equal(client.infer("limited", {"x": given})["y"], given + 1)
-    assert "killed: it has 200 MiB of memory on its GPU, and may have 100 MiB" in server.log
+    assert "killed: it uses 200 MiB of GPU memory, limit 100 MiB" in server.log
     assert workers(server).items() - before.items() == {("limited", workers(server)["limited"])}

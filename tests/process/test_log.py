@@ -114,7 +114,7 @@ def notices(log: str) -> list[int]:
     """Where the lines of one instance say what was dropped."""
     lines = [line for line in log.splitlines() if "[m_0_0]" in line]
     pattern = re.compile(
-        r" WARNING \[m_0_0\] [\d,]+ lines .* were dropped; the log takes 5 lines \(--log-worker-lines\)"
+        r" WARNING \[m_0_0\] [\d,]+ lines .* were dropped; the limit is 5 lines \(--log-worker-lines\)"
     )
     return [number for number, line in enumerate(lines) if pattern.search(line)]
 
@@ -141,5 +141,5 @@ def test_a_log_that_cannot_be_written(root: Path, tmp_path: Path) -> None:
     ):
         for _ in range(100):
             client.infer("m", X)
-    text = "shmserve: the log cannot be written: No space left on device; records are lost until it can be\n"
+    text = "shmserve: cannot write the log: No space left on device; records are lost until it works again\n"
     assert server.log == text

@@ -28,4 +28,4 @@ def test_it_runs_and_says_so(mode: str, tmp_path: Path) -> None:
         found = [status(server.doors["http"], path) for path in ("/v2/health/live", "/v2/health/ready", "/v2")]
         assert found == [400, 400, 200]
         assert client.models() == []
-    assert "none is not a directory: no model is served, and the server is neither live nor ready" in server.log
+    assert "none is not a directory: serving no models; the server is neither live nor ready" in server.log

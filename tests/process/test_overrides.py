@@ -225,7 +225,7 @@ def test_names_that_lead_elsewhere(running: tuple[Server, Path], client: shmserv
     for model in ("../evil", f"{tmp_path}/evil", f"{deep}{tmp_path}/evil", "", ".", "..", "a/b"):
         with pytest.raises(shmserve.InvalidRequest, match="model name must not contain path traversal characters"):
             client.load(model, config=CONFIG, files={"1/x": b"x"})
-    with pytest.raises(shmserve.InvalidRequest, match="in the place of another one"):
+    with pytest.raises(shmserve.InvalidRequest, match="conflicts with another one"):
         client.load("m", config=CONFIG, files={"1/x": b"x", "1/x/y": b"x"})
     assert list(tmp_path.iterdir()) == []
     assert (sorted(server.runtime_dir.parent.rglob("*")), sorted(root.parent.rglob("*"))) == around
@@ -238,7 +238,7 @@ def test_names_that_lead_elsewhere(running: tuple[Server, Path], client: shmserv
 def test_too_large(running: tuple[Server, Path], client: shmserve.Client) -> None:
     server, _ = running
     before = descriptors(server)
-    with pytest.raises(shmserve.InvalidRequest, match=f"may have {LIMIT} bytes \\(--override-bytes\\)"):
+    with pytest.raises(shmserve.InvalidRequest, match=f"exceed the limit of {LIMIT} bytes \\(--override-bytes\\)"):
         client.load("sent", config=CONFIG, files={"1/x": bytes(LIMIT + 2 * HEADER_BYTES)})
     assert answer(client, "m") == 1, "the same connection goes on"
     assert client.load("sent", config=CONFIG, files={"1/x": bytes(LIMIT)})["changed"] is True
@@ -312,7 +312,7 @@ def test_many_bodies_at_a_time(running: tuple[Server, Path], client: shmserve.Cl
         refused = raw.hear()
         assert isinstance(refused, Fail)
         assert (refused.request, refused.code) == (16, "UNAVAILABLE")
-        assert "16 load calls are being received already" in refused.text
+        assert "16 load calls are already being received" in refused.text
         with pytest.raises(shmserve.Unavailable, match="try again"):
             client.load("m", config=CONFIG)
     until(client, lambda: descriptors(server) == before)

@@ -154,7 +154,7 @@ def test_what_it_did_not_come_to_do_is_done_another_way(place: Place) -> None:
         )
         os.kill(stopped, signal.SIGKILL)
         load.result(60)
-    assert "the process that workers are made of has ended" in place.server.log
+    assert "the process that workers are forked from has exited" in place.server.log
     place.client.unload("other")
 
 
@@ -170,7 +170,7 @@ def test_one_that_hangs_keeps_nobody_from_the_end(tmp_path: Path) -> None:
                 client.load("m")
             await_end(stopped)
             client.load("m")
-        assert "the process that workers are made of does not answer" in server.log
+        assert "the process that workers are forked from does not respond" in server.log
 
 
 def test_it_imports_what_every_worker_needs_and_little_else() -> None:

@@ -113,13 +113,13 @@ def test_who_eats_too_much_ends_alone_and_says_why(place: Place) -> None:
     place.client.load("hungry")
     place.client.load("modest")
     assert place.ask("hungry", "hold 1") == "held"
-    with pytest.raises(ModelFailed, match=r"killed: it has ... MiB .*, and may have 250 MiB") as found:
+    with pytest.raises(ModelFailed, match=r"killed: it uses ... MiB .*, limit 250 MiB") as found:
         place.ask("hungry", "hold 600")
     assert "(--instance-memory-limit, memory_limit_mb)" in str(found.value)
     assert place.ask("modest", "hold 1") == "held"
     assert place.ask("hungry", "hold 1") == "held", "the other instance, or the same started anew"
     assert "hold 600" not in place.server.log
-    assert "and may have 250 MiB" in place.server.log
+    assert "private memory, limit 250 MiB" in place.server.log
     place.client.unload("hungry")
     place.client.unload("modest")
 
@@ -128,11 +128,11 @@ def test_who_needs_too_much_to_load_is_not_served(place: Place) -> None:
     folder = place.write("fat", memory_limit_mb="200")
     text = MODEL.replace("self.held = []", 'self.held = []\n        self.one(b"hold 600")')
     (folder / "1" / "model.py").write_text(text)
-    wanted = r"its worker process ended while loading: killed: it has ... MiB .*, and may have 200 MiB"
+    wanted = r"its worker process ended while loading: killed: it uses ... MiB .*, limit 200 MiB"
     with pytest.raises(ServeError, match=wanted):
         place.client.load("fat")
     (entry,) = [entry for entry in place.client.models() if entry["name"] == "fat"]
-    assert "and may have 200 MiB" in entry["reason"]
+    assert "private memory, limit 200 MiB" in entry["reason"]
 
 
 # -------------------------------------------------------------------------------------------- interpreters

@@ -98,7 +98,7 @@ def test_a_repository_is_served_as_it_is_now(root: Path, started: Start, manager
 
         aside = root.rename(root.with_name("aside"))
         manager.reload(server)
-        assert "the repositories cannot be read again, and all goes on as it is" in server.log
+        assert "cannot reread the repositories; all models are served unchanged" in server.log
         assert (answer(client, "changes"), answer(client, "comes")) == (2, 7)
         aside.rename(root)
 
@@ -127,7 +127,7 @@ def test_what_load_calls_decided_stays_decided(root: Path, started: Start, manag
         manager.reload(server)
         assert answer(client, "loaded") == 2
         assert answer(client, "gone") == 1
-        assert "model 'gone' cannot be read again, and goes on as it is" in server.log
+        assert "cannot reread model 'gone', which is served unchanged" in server.log
         assert not ready(client, "other")
         assert pids(client, "given") == brought
 
@@ -147,7 +147,7 @@ def test_without_a_manager_the_log_says_it(root: Path, tmp_path: Path) -> None:
         for _ in range(3):
             server.signal(signal.SIGHUP)
         assert answer(client, "stays") == 1
-    assert "SIGHUP: looking at the repositories" in server.log
+    assert "SIGHUP: rereading the repositories" in server.log
 
 
 def test_a_terminal_that_goes_takes_its_server_along(root: Path, tmp_path: Path) -> None:

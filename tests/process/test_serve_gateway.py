@@ -113,7 +113,7 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
         with shmserve.Client(runtime_dir=server.runtime_dir) as client:
             (first,) = server.gateways()
             os.kill(first, signal.SIGKILL)
-            server.until(r"ERROR gateway 0 has ended \(signal SIGKILL\); it is started again at once")
+            server.until(r"ERROR gateway 0 exited \(signal SIGKILL\); restarting it immediately")
             assert client.ready("same")  # nobody else has noticed
             assert int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1]) == port
             assert int(server.until(r"Prometheus on 127.0.0.1, port (\d+)")[1]) == metrics
@@ -171,7 +171,7 @@ def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = Serving(repository, tmp_path, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
-        said = server.until("ERROR the doors to the network cannot be opened").string
+        said = server.until("ERROR cannot start the gateway").string
         assert server.stop() == 1
     assert f"cannot listen on 127.0.0.1, port {port}" in said
     assert "--no-gateway" in said
@@ -180,7 +180,7 @@ def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path
 
 def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Path) -> None:
     server = Serving(repository, tmp_path, *ANY, "--gateway-args=--http-idle-timeout=never")
-    said = server.until("ERROR the doors to the network cannot be opened").string
+    said = server.until("ERROR cannot start the gateway").string
     assert server.stop() == 2
     assert "'never' is not a number of seconds" in said
 
@@ -193,7 +193,7 @@ def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) 
         server.until("ready: serving 1 of 1")
         asked, told = ask(port, "/v2/logging", {"log_format": "json", "log_verbose_level": 2})
         assert (asked, json.loads(told)["log_verbose_level"]) == (200, 2)
-        assert json.loads(server.until("have been changed").string)["log_format"] == "json"
+        assert json.loads(server.until("log settings changed").string)["log_format"] == "json"
         assert ask(port, "/v2/logging") == (200, told)
         status, body = ask(port, "/v2/logging", {"log_file": "mine"})
         assert b"log file location can not be updated through network protocol" in body

@@ -103,7 +103,7 @@ def test_a_core_that_never_drains(tmp_path: Path) -> None:
     with Patched(tmp_path / "models", tmp_path / "run", NEVER_DRAINED, *options) as server:
         assert ends_without_its_children(server) == 0
         found = re.search(
-            r"ERROR the server did not stop within 0.1 s \(--exit-timeout-secs\) and 2 s more; what is left is killed: "
+            r"ERROR the server did not stop within 0.1 s \(--exit-timeout-secs\) plus 2 s; killing what is left: "
             r"0 request\(s\), (\d) process\(es\): (.*)",
             server.log,
         )

@@ -275,7 +275,7 @@ def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
         machine.run("systemctl", "start", "shmserve-gateway")
         speaks_with_the_network(machine)
 
-        with journal(machine, "the repositories have been looked at"):
+        with journal(machine, "repositories reread"):
             renew(machine.path(MODELS) / "number", 2)
             machine.run("systemctl", "reload", "shmserve")
         ask("number")
@@ -351,7 +351,7 @@ def holds_them_to_their_memory(machine: Machine, main: str, pids: list[str]) -> 
     user = ("setpriv", "--reuid=shmserve", "--regid=shmserve", "--clear-groups")
     said = machine.run(*user, "/opt/shmserve/bin/python", "-c", look, code=None)
     assert ("does not have the memory controller" in said) is ("memory" not in controllers)
-    assert "was not left to it" not in said
+    assert "is not delegated to it" not in said
     if "memory" not in controllers:
         assert len(set(groups.values())) == 1
         return

@@ -136,7 +136,7 @@ def test_limits(child: Make, rate: dict[str, int], limit: str) -> None:
     one.loop.fire()
     ((level, notice),) = one.take()
     assert level == "warning"
-    assert notice == f"997 lines (3.9 KiB) of its output were dropped; the log takes {limit} a second"
+    assert notice == f"997 lines (3.9 KiB) of output were dropped; the limit is {limit} per second"
     assert one.output.tail[-1] == "999"
     assert one.write(b"new\n") == [("info", "new")]
     assert one.loop.timers == []
@@ -168,7 +168,7 @@ def test_notices_count_as_lines() -> None:
     throttle = Throttle(Rate(10, 0))
     found = [*throttle.admit([b"a", b"a", b"b", b"b"] * 100, 0.0)]
     assert len(found) == 10
-    assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the log takes 10 lines (--log-worker-lines) a second")
+    assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the limit is 10 lines (--log-worker-lines) per second")
 
 
 def test_ends() -> None:

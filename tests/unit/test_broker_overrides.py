@@ -190,7 +190,7 @@ def test_a_model_with_a_backslash(place: Path) -> None:
 )
 def test_files_in_the_place_of_each_other(place: Path, names: tuple[str, ...]) -> None:
     files = [[name, 1] for name in names]
-    refused(place, body_of(files, b"x" * len(files)), f"file '{names[-1]}'", "stands in the place of another one")
+    refused(place, body_of(files, b"x" * len(files)), f"file '{names[-1]}'", "conflicts with another one")
 
 
 def test_a_name_may_begin_at_the_directory_of_the_model(place: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_name_may_begin_at_the_directory_of_the_model(place: Path) -> None:
     assert found is not None
     assert found.folder is not None
     assert (found.folder / "1" / "model.py").read_bytes() == b"x"
-    refused(place, body_of([["1/a", 1], ["/1/a", 1]], b"xy"), "stands in the place of another one")
+    refused(place, body_of([["1/a", 1], ["/1/a", 1]], b"xy"), "conflicts with another one")
 
 
 def test_names_that_only_look_alike(place: Path) -> None:
@@ -211,11 +211,11 @@ def test_names_that_only_look_alike(place: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"12345", b"1234567", bytes(10_000)])
 def test_other_sizes_than_announced(place: Path, data: bytes) -> None:
-    refused(place, body_of([["1/a", 2], ["1/b", 4]], data), "should have 6 bytes in all", f"{len(data)} came")
+    refused(place, body_of([["1/a", 2], ["1/b", 4]], data), "expected 6 bytes", f"received {len(data)}")
 
 
 def test_files_without_a_configuration(place: Path) -> None:
-    refused(place, body_of([["1/a", 1]], b"x", None), "without a config; give both")
+    refused(place, body_of([["1/a", 1]], b"x", None), "has files but no config; give both")
     refused(place, body_of([["1/a", 1]], b"x", {"backnd": "python"}), "backnd", "backend")
     refused(place, body_of(None, b"", {"backnd": "python"}), "backnd")
     refused(place, body_of(None, b"", []), "config override")
@@ -240,7 +240,7 @@ def test_files_without_a_configuration(place: Path) -> None:
     ],
 )
 def test_a_first_line_that_cannot_be_read(place: Path, line: bytes) -> None:
-    refused(place, line, "the first line of what came with the load call cannot be read", limit=1 << 22)
+    refused(place, line, "the first line of the load call's body cannot be read", limit=1 << 22)
 
 
 def test_a_first_line_that_is_too_long(place: Path) -> None:
@@ -252,7 +252,7 @@ def test_too_many_bytes(place: Path) -> None:
     upload = Upload(place, LIMIT)
     for _ in range((LIMIT + HEADER_BYTES) // 65536):
         upload.add(bytes(65536))
-    with pytest.raises(InvalidRequest, match=f"may have {LIMIT} bytes \\(--override-bytes\\)"):
+    with pytest.raises(InvalidRequest, match=f"exceed the limit of {LIMIT} bytes \\(--override-bytes\\)"):
         upload.add(b"x")
     upload.close()
     assert tree(place) == {}

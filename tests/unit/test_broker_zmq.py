@@ -101,7 +101,7 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, limit: str)
         most = size if limit == "client_outbox_bytes" else size // USERS
         *behind, reason = world.told
         assert behind == [True] * (most > BEHIND_BYTES)
-        assert reason.startswith("it does not read: ")
+        assert reason.startswith("it does not read its responses: ")
         assert reason.endswith(f"over the limit of {most} ({limit})")
         assert not world.door._outboxes
     finally:

@@ -106,8 +106,8 @@ def test_policies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        (HostPolicy(cores=(1, 6, 8, 9)), "host policy 'x': cores that cannot be used here: 6,8-9; there are 0-5"),
-        (HostPolicy(node=2), "host policy 'x': NUMA node 2 has no core that can be used here; there are nodes 0, 1"),
+        (HostPolicy(cores=(1, 6, 8, 9)), "host policy 'x': unusable cores: 6,8-9; usable cores: 0-5"),
+        (HostPolicy(node=2), "host policy 'x': NUMA node 2 has no usable cores; usable nodes: 0, 1"),
     ],
 )
 def test_policies_that_cannot_be(policy: HostPolicy, text: str, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
     assert "pip install 'shmserve[gateway]'" in caplog.text
     assert main._doors(settings.parse([*words, "--no-gateway", "--http-port=1"])) == Doors(0, ())
     for asked in ("--http-port=1", "--gateways=2"):
-        with pytest.raises(main.CannotStart, match=r"no_such_package.*or leave their flags out"):
+        with pytest.raises(main.CannotStart, match=r"no_such_package.*or omit its flags"):
             main._doors(settings.parse([*words, asked]))
 
 

@@ -43,7 +43,7 @@ def test_who_has_too_much_is_ended_and_nobody_else() -> None:
     assert place.loop.fire() == LOOK_S
     place.used[101] = 101 * MIB
     assert place.loop.fire() == LOOK_S
-    text = "it has 101 MiB of memory of its own, and may have 100 MiB (--instance-memory-limit, memory_limit_mb)"
+    text = "it uses 101 MiB of private memory, limit 100 MiB (--instance-memory-limit, memory_limit_mb)"
     assert place.killed == [(1, text)]
     del place.used[101]
     place.loop.fire()
@@ -52,13 +52,11 @@ def test_who_has_too_much_is_ended_and_nobody_else() -> None:
 
 def test_memory_on_a_gpu_is_called_that() -> None:
     loop, killed = Loop(), list[tuple[int, str]]()
-    memory = Memory(
-        loop, lambda *what: killed.append(what), lambda pid: 3 * MIB, what="memory on its GPU", knobs=GPU_KNOBS
-    )
+    memory = Memory(loop, lambda *what: killed.append(what), lambda pid: 3 * MIB, what="GPU memory", knobs=GPU_KNOBS)
     memory.started(1, 101, 2 * MIB)
     memory.started(2, 102, 0)
     loop.fire()
-    text = "it has 3 MiB of memory on its GPU, and may have 2 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)"
+    text = "it uses 3 MiB of GPU memory, limit 2 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)"
     assert killed == [(1, text)]
 
 
@@ -128,7 +126,7 @@ def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> N
     assert group.processes == folder / "cgroup.procs"
     assert (folder / "memory.max").read_text() == str(64 * MIB)
     events(folder, low=0, high=0, max=12, oom=1, oom_kill=1)
-    text = "it needed more memory than 64 MiB (--instance-memory-limit, memory_limit_mb)"
+    text = "it exceeded its memory limit of 64 MiB (--instance-memory-limit, memory_limit_mb)"
     assert place.memory.ended(7) == text
     assert not folder.exists()
 
@@ -169,7 +167,7 @@ def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.
     place = Place(lambda: Groups(top))
     (top / "instance-7").mkdir()
     assert place.memory.group(7, MIB) is None
-    assert "its memory is watched instead" in caplog.text
+    assert "polling its memory instead" in caplog.text
     place.memory.started(7, 107, MIB)
     assert place.loop.timers
 
@@ -178,8 +176,11 @@ def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.
     ("spoil", "why"),
     [
         (lambda top: (top / "cgroup.controllers").write_text("cpu pids\n"), "does not have the memory controller"),
-        (lambda top: (top / "cgroup.controllers").unlink(), "cannot be read: No such file"),
-        (lambda top: (top / "server").write_text(""), "cannot be divided: File exists"),
+        (
+            lambda top: (top / "cgroup.controllers").unlink(),
+            "cannot read the control group of this process: No such file",
+        ),
+        (lambda top: (top / "server").write_text(""), "below that of this service: File exists"),
     ],
 )
 def test_where_there_can_be_none(top: Path, spoil: Callable[[Path], Any], why: str) -> None:
@@ -194,7 +195,7 @@ def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "getxattr", unmarked)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(CannotHave, match="was not left to it"):
+    with pytest.raises(CannotHave, match="is not delegated to it"):
         Groups(top)
     assert not (top / "server").exists()
     monkeypatch.setattr(os, "geteuid", lambda: top.stat().st_uid or 1)
@@ -211,7 +212,7 @@ def test_which_group_is_ours(tmp_path: Path) -> None:
     with pytest.raises(CannotHave, match="not mounted"):
         cgroups.own(proc, mounts)
     proc.write_text("4:memory:/x\n")
-    with pytest.raises(CannotHave, match="version 2"):
+    with pytest.raises(CannotHave, match="no cgroup v2"):
         cgroups.own(proc, mounts)
 
 

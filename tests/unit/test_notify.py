@@ -143,7 +143,7 @@ def test_a_manager_that_is_gone_is_no_harm(tmp_path: Path, caplog: pytest.LogCap
     manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}, 1)
     manager.tell("READY=1", once=True)
     manager.close()
-    assert "the service manager could not be told READY=1" in caplog.text
+    assert "cannot notify the service manager of READY=1" in caplog.text
 
 
 def test_a_manager_that_does_not_listen_is_waited_for_only_once(
@@ -154,7 +154,7 @@ def test_a_manager_that_does_not_listen_is_waited_for_only_once(
     while not caplog.text:
         manager.tell("WATCHDOG=1")
     manager.tell("READY=1", once=True)
-    assert "could not be told READY=1: Resource temporarily unavailable" in caplog.text
+    assert "cannot notify the service manager of READY=1: Resource temporarily unavailable" in caplog.text
     while not ear.is_silent():
         ear.hear()
     manager.tell("READY=1", once=True)

@@ -56,7 +56,7 @@ def test_the_log_changes_while_it_runs(capfd: pytest.CaptureFixture[str]) -> Non
     logging.getLogger("shmserve.test").debug("fine")
     said = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["level"], line["message"]) for line in said][1:] == [("debug", "fine")]
-    assert said[0]["message"] == "settings of the log have been changed: log_format json, log_verbose 2"
+    assert said[0]["message"] == "log settings changed: log_format json, log_verbose 2"
     assert changing.to(log_info=False, log_warning=None, log_verbose_level=0)["log_info"] is False
     assert changing.tracing == [True, False]
     logging.getLogger("shmserve.test").info("not wanted")
@@ -66,7 +66,7 @@ def test_the_log_changes_while_it_runs(capfd: pytest.CaptureFixture[str]) -> Non
 def test_of_the_file_only_its_name_is_told_and_it_stays(tmp_path: Path) -> None:
     changing = Changing(log_file=tmp_path / "server.log")
     assert changing.to(log_verbose_level=1)["log_file"] == "server.log"
-    assert "have been changed" in (tmp_path / "server.log").read_text()
+    assert "log settings changed" in (tmp_path / "server.log").read_text()
     with pytest.raises(Unsupported, match=r"^log file location can not be updated through network protocol"):
         changing.to(log_file="server.log", log_info=False)
     assert changing.settings.document()["log_info"] is True
@@ -82,7 +82,7 @@ def test_of_the_file_only_its_name_is_told_and_it_stays(tmp_path: Path) -> None:
         ({"log_verbose_level": 2**31}, "expect int32 for 'log_verbose_level'"),
         ({"log_format": 1}, "expect string for 'log_format'"),
         ({"log_format": "xml"}, "invalid argument for log_format, got: xml; expected one of default, ISO8601, json"),
-        ({"log_level": 1}, "'log_level' is no setting of the log; known are: log_file, log_info,"),
+        ({"log_level": 1}, "unknown setting 'log_level' of the log; expected one of: log_file, log_info,"),
     ],
 )
 def test_what_is_wrong_changes_nothing(changes: dict[str, Any], text: str) -> None:
@@ -96,9 +96,9 @@ def test_what_is_wrong_changes_nothing(changes: dict[str, Any], text: str) -> No
 
 @pytest.mark.parametrize("body", [b"[]", b"1", b'{"log_info"', b"\xff", b"[" * 5000])
 def test_a_body_that_is_no_object(body: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="settings of the log are a JSON object"):
+    with pytest.raises(InvalidRequest, match="settings of the log must be a JSON object"):
         Changing().settings.change(body)
-    with pytest.raises(InvalidRequest, match="settings of the traces are a JSON object"):
+    with pytest.raises(InvalidRequest, match="settings of the traces must be a JSON object"):
         tracing().change("", body)
 
 
@@ -167,7 +167,11 @@ def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_star
         ({"log_frequency": True}, InvalidRequest, "Unable to parse 'log_frequency', got: True"),
         ({"trace_count": ["1", "2"]}, InvalidRequest, "expect only 1 value for 'trace_count'"),
         ({"trace_mode": "opentelemetry"}, Unsupported, "trace mode 'opentelemetry' is not supported"),
-        ({"rate": 1}, InvalidRequest, "'rate' is no setting of the traces; known are: trace_file, trace_level,"),
+        (
+            {"rate": 1},
+            InvalidRequest,
+            "unknown setting 'rate' of the traces; expected one of: trace_file, trace_level,",
+        ),
     ],
 )
 def test_what_is_wrong_with_traces(changes: dict[str, Any], kind: type[ServeError], text: str) -> None:
@@ -332,4 +336,4 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level("ERROR"):
         file.write(traced(1))
         file.close()
-    assert "9 lines of traces cannot be written: No such file or directory" in caplog.text
+    assert "cannot write 9 lines of traces: No such file or directory" in caplog.text
