@@ -179,7 +179,7 @@ def test_an_interpreter_that_the_service_could_not_run_is_refused(tmp_path: Path
     command = ["make", "-C", str(ROOT), "install-systemd", f"PYTHON={interpreter}", f"DESTDIR={tmp_path / 'dest'}"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode != 0
-    assert "the service could not run" in found.stderr
+    assert "the service cannot run" in found.stderr
     assert not (tmp_path / "dest").exists()
 
 
