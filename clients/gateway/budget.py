@@ -136,7 +136,7 @@ class Account:
 
 def _over(kind: str, wanted: int, budget: Budget) -> Unavailable:
     return Unavailable(
-        f"the bodies and unsent answers of this {kind} would have {wanted} bytes, over its share (--{kind}-share) of "
-        f"{budget.limit} bytes, of which {budget.held} are in use; send again later, or raise --http-max-held-size of "
+        f"the bodies and unsent responses of this {kind} would take {wanted} bytes, over its share (--{kind}-share) of "
+        f"{budget.limit} bytes, of which {budget.held} are in use; retry later, or raise --http-max-held-size of "
         "the gateway"
     )

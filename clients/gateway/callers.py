@@ -104,12 +104,12 @@ class Callers:
         """`answers`: what they are called. `label`: that of their status."""
         name = protocol.lower()
         counts = {f'{label}="{status:d}"': count for status, count in sorted(self.answers.items())}
-        opened = f"Connections of {protocol} that are open, in the TLS handshake too"
-        evicted = f"Idle connections of {protocol} that were closed for new ones"
+        opened = f"Open {protocol} connections, including those in the TLS handshake"
+        evicted = f"Idle {protocol} connections closed to make room for new ones"
         return (
             family(f"{name}_connections", "gauge", opened, {"": self.connections + self._listener.handshakes})
             + family(f"{name}_connections_evicted_total", "counter", evicted, {"": self.evicted})
-            + family(f"{name}_answers_total", "counter", f"{answers}, by their status", counts)
+            + family(f"{name}_answers_total", "counter", f"{answers}, by status", counts)
         )
 
     # ------------------------------------------------------------------------------------ what connections call

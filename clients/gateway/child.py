@@ -16,9 +16,9 @@ from shmserve.prctl import PDEATHSIG, prctl
 def end_with(parent: int) -> None:
     """The kernel ends this process when its parent, of that pid, has ended."""
     if error := prctl(PDEATHSIG, signal.SIGKILL):
-        raise Failed(f"the kernel does not tell when the server ends: {os.strerror(error)}")
+        raise Failed(f"cannot set the parent-death signal: {os.strerror(error)}")
     if os.getppid() != parent:
-        raise Failed(f"the server, process {parent}, has ended before its gateway could begin")
+        raise Failed(f"the server (process {parent}) exited before its gateway started")
 
 
 class ServerLog(logging.Formatter):

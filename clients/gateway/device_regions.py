@@ -62,7 +62,7 @@ class DeviceRegion:
     def write(self, place: Place, parts: Sequence[Buffer]) -> None:
         """The model's worker has written there already."""
         if parts:
-            raise Unsupported(f"an output for CUDA shared memory region '{self.name}' came in host memory")
+            raise Unsupported(f"an output for CUDA shared memory region '{self.name}' was returned in host memory")
 
     def close(self) -> None:
         self._foreign().withdraw(self._region)

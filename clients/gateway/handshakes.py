@@ -115,8 +115,8 @@ class Handshakes:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     raise
                 log.error(
-                    "cannot accept connections: %s; trying again in %g s (ulimit -n, or LimitNOFILE= of the unit, "
-                    "limits open files)", error.strerror, _RETRY_S,
+                    "cannot accept connections: %s; retrying in %g s (open files are limited by ulimit -n, or "
+                    "LimitNOFILE= of the unit)", error.strerror, _RETRY_S,
                 )  # fmt: skip
                 self._loop.remove_reader(listening)
                 self._loop.call_later(_RETRY_S, self._accept_again, listening)
@@ -210,7 +210,7 @@ class Handshakes:
                 ssl_handshake_timeout=self._patience_s, ssl_shutdown_timeout=self._goodbye_s,
             )  # fmt: skip
         except OSError as error:  # the client's: no TLS, no certificate that is accepted, too slow, or disconnected
-            log.debug("the TLS handshake of %s failed: %s", arrival.address, error)
+            log.debug("TLS handshake with %s failed: %s", arrival.address, error)
 
     def _ended(self, arrival: Arrival) -> None:
         """A callback, as a task that is cancelled before its first step does not run."""

@@ -49,12 +49,14 @@ class GatewaySession(Session):
         if message.code == HandleLost.code:
             regions = self._regions_of(self.tickets.get(message.request))
             if any(region.on_gpu for region in regions):
-                text = f"{message.text}; CUDA shared memory is for models that are on its GPU"
+                text = f"{message.text}; CUDA shared memory works only with models on the same GPU"
                 message = Fail(message.request, Unsupported.code, text)
             elif regions:
                 for region in regions:
                     region.lost = True
-                text = "the model's worker could not open the shared memory by its key; send again: it is copied now"
+                text = (
+                    "the model's worker could not open the shared memory by its key; retry, the gateway now copies it"
+                )
                 message = Fail(message.request, Unavailable.code, text)
         return super()._on_fail(message)
 
@@ -84,7 +86,7 @@ def _held(reply: Reply | Part, frames: Any, places: Any, memory: Memory) -> Any:
 def _buffers(tensor: Tensor, memory: Memory) -> list[Buffer]:
     data = tensor.data
     if isinstance(data, int):
-        raise Internal("an output came in a frame, which the lane does not have")
+        raise Internal("an output arrived in a frame, which the Unix socket does not support")
     if not isinstance(data, tuple):
         return [data]
     if len(data) == 1 and memory.is_own(data[0]):
@@ -131,7 +133,7 @@ class Inputs:
             piece = place
         found = self._memory.locate(piece)
         if found is None:
-            raise Internal("the place of an input is not in this process's arena")
+            raise Internal("the location of an input is not in this process's arena")
         if self._kept is None:
             self._kept = Kept()
         self._kept.arrays.append(piece)
@@ -172,7 +174,9 @@ class GatewayLink(LoopLink):
     ) -> None:
         address = address_of(url, runtime_dir)
         if address.kind != "unix":
-            raise InvalidRequest(f"a gateway is on the server's machine and uses its unix lane, not {address.url}")
+            raise InvalidRequest(
+                f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
+            )
         self.shares = Shares(bounds or Bounds(input_bytes=memory_bytes))
         super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
 

@@ -65,7 +65,7 @@ def _new_token(name: str, roles: str) -> int:
         token, line = tokens.new(name, roles)
     except tokens.BadTokens as error:
         raise Misuse(f"--new-token: {error}") from error
-    print(f"the token of {name}, which is said this once: {token}", file=sys.stderr)
+    print(f"token of {name}, not shown again: {token}", file=sys.stderr)
     print(line)
     return 0
 
@@ -104,12 +104,12 @@ def _openings(
     http = Door(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
     if args.allow_http:
         made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
-    more: list[Callable[[], str]] = [link.shares.metrics, partial(http.metrics, "HTTP", "Answers over HTTP", "status")]
+    more: list[Callable[[], str]] = [link.shares.metrics, partial(http.metrics, "HTTP", "HTTP responses", "status")]
     if zmq_door is not None:
         more.append(zmq_door.metrics)
     if args.allow_grpc:
         rpc = grpc_start.door(args, link, guards.rpc, regions, budget)
-        more.append(partial(rpc.metrics, "gRPC", "Calls over gRPC that have ended", "code"))
+        more.append(partial(rpc.metrics, "gRPC", "Completed gRPC calls", "code"))
         made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
@@ -138,7 +138,7 @@ async def _serve(
         if zmq_door is not None:
             ports["zmq"] = zmqtcp_start.listen(zmq_door, args)
         for lack in {opening.guard.lack(opening.address) for opening in openings} - {None}:
-            log.warning("%s; or listen on 127.0.0.1, behind a proxy that does this", lack)
+            log.warning("%s; or listen on 127.0.0.1 behind a proxy that provides this", lack)
         if args.ready_fd is not None:
             with open(args.ready_fd, "w") as ready:
                 ready.write(f"READY {' '.join(f'{door}={port}' for door, port in ports.items())}\n")
@@ -149,7 +149,9 @@ async def _serve(
             await _renew(openings, guards)
             service.ready(ports)
         service.stopping()
-        log.info("no new requests are taken; those in flight have %g s", limits.exit_timeout_s)
+        log.info(
+            "shutting down: new requests are refused, requests in flight have %g s to finish", limits.exit_timeout_s
+        )
     finally:
         closing = [opening.door.close() for opening in openings]
         await asyncio.gather(*closing, *([zmq_door.close()] if zmq_door is not None else []))
@@ -179,6 +181,6 @@ async def _renew(openings: list[Opening], guards: Guards) -> None:
         for opening in openings:
             await opening.door.renew(opening.guard.tls)
     except (Failed, OSError) as error:
-        log.error("%s; what was read before goes on", error)
+        log.error("%s; the previous certificates and tokens stay in use", error)
     else:
-        log.info("certificates and tokens have been read again")
+        log.info("certificates and tokens reloaded")

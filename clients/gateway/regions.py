@@ -99,7 +99,7 @@ class Region:
                 at, left = at + count, left[count:]
 
     def _shorter(self) -> InvalidRequest:
-        return InvalidRequest(f"the memory of region '{self.name}' is shorter than when it was registered")
+        return InvalidRequest(f"region '{self.name}' is smaller than when it was registered")
 
 
 class Use:
@@ -142,10 +142,10 @@ class Regions:
         if name in self._regions:
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
         if len(self._regions) >= _MOST:
-            raise Unavailable(f"{_MOST} shared memory regions are registered, which is the limit")
+            raise Unavailable(f"{_MOST} shared memory regions are registered, the limit; unregister some")
         if isinstance(order, DeviceOrder):
             if self._foreign is None:
-                raise Unsupported("CUDA shared memory cannot be registered here")
+                raise Unsupported("CUDA shared memory is not supported")
             self._regions[name] = DeviceRegion(name, order, self._foreign)
             return
         by_name = not self._copied and len(self._regions) < _MOST_PASSED and _NAME.fullmatch(order.key)
@@ -153,7 +153,7 @@ class Regions:
 
     def _check_allowed(self) -> None:
         if not self.allowed:
-            raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway allows it")
+            raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway enables it")
 
     def unregister(self, kind: str, name: str) -> None:
         """Without a name all. One that is not there is no mistake. One that requests use goes when they are over."""
@@ -215,7 +215,7 @@ def _opened(name: str, order: Order) -> int:
     if not _KEY.fullmatch(key) or given in (".", ".."):
         raise InvalidRequest(
             f"cannot register shared memory region '{name}' - invalid shm key '{key[:80]}': a key is up to 250 of A-Z, "
-            "a-z, 0-9, '_', '.' and '-', with or without a '/' before them"
+            "a-z, 0-9, '_', '.' and '-', optionally after a '/'"
         )
     try:
         descriptor: int = posix_ipc.SharedMemory(f"/{given}").fd

@@ -23,14 +23,14 @@ class Service:
     def ready(self, ports: Mapping[str, int]) -> None:
         """All doors are open."""
         text = ", ".join(f"{door} on port {port}" for door, port in ports.items())
-        self._manager.tell("READY=1", f"STATUS=listening: {text or 'nowhere'}", once=True)
+        self._manager.tell("READY=1", f"STATUS=listening: {text or 'no endpoints'}", once=True)
 
     def reloading(self) -> None:
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
 
     def stopping(self) -> None:
-        self._manager.tell("STOPPING=1", "STATUS=finishing the requests in flight", once=True)
+        self._manager.tell("STOPPING=1", "STATUS=finishing requests in flight", once=True)
 
     def close(self) -> None:
         if self._timer is not None:

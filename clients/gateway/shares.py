@@ -171,19 +171,19 @@ class Pool:
         if self.total.calls >= self.calls:
             return Unavailable(
                 f"{self.total.calls} {self._what} are in flight through this gateway, the broker's limit ({self.limit})"
-                "; try again when answers have come"
+                "; retry later"
             )
         return Unavailable(
             f"{account.calls} {self._what} of this {account.kind} are in flight, its share (--{account.kind}-share) of "
-            f"the {self.calls} that this gateway may have; wait for answers first"
+            f"the {self.calls} that this gateway may have; retry later"
         )
 
     def _too_large(self, account: Account, more: int) -> Unavailable:
         self.refused[account.kind] += 1
         return Unavailable(
-            f"the inputs of this {account.kind}'s {self._what} in flight have {account.input_bytes} bytes, and with "
-            f"{more} more they would be over its share (--{account.kind}-share) of {self._input_bytes} bytes "
-            "(--memory-bytes); wait for answers first"
+            f"the inputs of this {account.kind}'s {self._what} in flight take {account.input_bytes} bytes; "
+            f"{more} more would exceed its share (--{account.kind}-share) of {self._input_bytes} bytes "
+            "(--memory-bytes); retry later"
         )
 
 
@@ -240,9 +240,14 @@ class Shares:
         }
         return (
             family("requests", "gauge", "Requests in flight at the broker", {"": requests.total.calls})
-            + family("questions", "gauge", "Questions in flight at the broker", {"": questions.total.calls})
-            + family("input_bytes", "gauge", "Bytes of the inputs in flight", {"": requests.total.input_bytes})
-            + family("share_refusals_total", "counter", "Calls refused over a share, by whose it was", refused)
+            + family("questions", "gauge", "Queries in flight at the broker", {"": questions.total.calls})
+            + family("input_bytes", "gauge", "Bytes of inputs in flight", {"": requests.total.input_bytes})
+            + family(
+                "share_refusals_total",
+                "counter",
+                "Calls refused because a share was exceeded, by kind of share",
+                refused,
+            )
         )
 
 

@@ -437,7 +437,7 @@ def test_memory_that_a_caller_of_the_gateway_has_registered(gateway: Gateway, ru
     for model in ("host", "other"):
         status, answer = asked(gateway, model)
         assert (status, model) == (501, model)
-        assert answer["error"].endswith("; CUDA shared memory is for models that are on its GPU"), answer
+        assert answer["error"].endswith("; CUDA shared memory works only with models on the same GPU"), answer
     status, answer = asked(gateway, "plan", SIZE - 4)
     assert (status, "the memory given for it has 319996" in answer["error"]) == (400, True)
     assert gateway.ask("POST", f"{REGION}/unregister") == (200, b"")

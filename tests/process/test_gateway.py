@@ -327,7 +327,7 @@ def wrong() -> dict[str, tuple[str, bytes, dict[str, str], int, str]]:
         "unknown model": ("nothing", small, headers, 404, "Request for unknown model: 'nothing' is not found"),
         "unknown input": ("row", text % (b"x", b"FP32"), {}, 400, "unexpected inference input 'x'"),
         "other type": ("row", text % (b"i_FP32", b"INT8"), {}, 400, "data-type is 'INT8'"),
-        "bytes missing": ("row", small[:-1], headers, 400, "16 bytes should follow the JSON, and 15 do"),
+        "bytes missing": ("row", small[:-1], headers, 400, "16 bytes should follow the JSON, but 15 do"),
         "bytes too many": ("row", small + b"x", headers, 400, "unexpected additional input data for model 'row'"),
         "longer than all": ("row", small, {"Inference-Header-Content-Length": "9999"}, 400, "the body has"),
         "no JSON": ("row", b"{", {}, 400, "failed to parse the request JSON buffer"),

@@ -187,7 +187,7 @@ def test_what_workers_cannot_open_is_copied(server: Server, gateway: Gateway) ->
     with registered(gateway) as memory:
         memory.place.unlink()
         status, answer = memory.infer("add")
-        assert (status, "send again" in answer["error"]) == (503, True)
+        assert (status, "retry" in answer["error"]) == (503, True)
         assert memory.infer("add")[0] == 200
         assert np.array_equal(memory.output(WIDTH - 1), memory.x[:-1] + 1)
 

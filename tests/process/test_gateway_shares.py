@@ -101,7 +101,7 @@ def test_over_the_share_a_call_is_unavailable_and_told_the_flag(server: Server) 
     assert {error.code() for error in found} == {grpc.StatusCode.UNAVAILABLE}
     assert {error.details() for error in found} == {
         "1 requests of this connection are in flight, its share (--connection-share) of the 8192 that this gateway may "
-        "have; wait for answers first"
+        "have; retry later"
     }
     assert len(found) == 2
     gateway.stop()

@@ -209,7 +209,7 @@ def test_tokens_say_who_may_do_what(gateway: SecureGateway) -> None:
         assert "needs a token" in json.loads(answer.read())["error"]
         made.request("POST", "/v2/models/row/infer", body, headers | bearer("nobody"))
         answer = made.getresponse()
-        assert (answer.status, "not known here" in json.loads(answer.read())["error"]) == (401, True)
+        assert (answer.status, "unknown token" in json.loads(answer.read())["error"]) == (401, True)
         made.request("POST", "/v2/models/row/infer", body, headers | bearer("user"))
         assert made.getresponse().read()
     large, headers = binary(rows(500_000))
@@ -297,19 +297,19 @@ def test_files_are_read_again_and_connections_stay(gateway: SecureGateway, place
         log = gateway.process.stderr
         assert log is not None
         gateway.process.send_signal(signal.SIGHUP)
-        while b"what was read before goes on" not in (line := log.readline()):
+        while b"the previous certificates and tokens stay in use" not in (line := log.readline()):
             assert line
         assert str(place.certificate).encode() in line
         assert (serial(gateway), status("user")) == (before, 200)
         place.issue()
         gateway.process.send_signal(signal.SIGHUP)
-        while b"have been read again" not in (line := log.readline()):
+        while b"certificates and tokens reloaded" not in (line := log.readline()):
             assert line
         assert serial(gateway) != before
         assert (status("user"), status("another")) == (401, 200)
     place.write_tokens("user", "admin")
     gateway.process.send_signal(signal.SIGHUP)
-    while b"have been read again" not in (line := log.readline()):
+    while b"certificates and tokens reloaded" not in (line := log.readline()):
         assert line
 
 

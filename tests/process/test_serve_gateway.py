@@ -122,7 +122,7 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
         assert b"\nshmserve_gateway_restarts_total 1\n" in ask(metrics, "/metrics")[1]
         (second,) = server.gateways()
         server.process.send_signal(signal.SIGHUP)
-        server.until(r"\[gateway\] certificates and tokens have been read again")
+        server.until(r"\[gateway\] certificates and tokens reloaded")
         server.process.kill()
         await_end(second)  # so its ports are free for the next server
         server.process.wait()
@@ -160,7 +160,7 @@ def test_at_a_stop_the_gateway_answers_what_it_has_before_the_server_goes(tmp_pa
         caller.start()
         with gate.open("w"):  # it is opened when the model is at it
             server.process.send_signal(signal.SIGTERM)
-            server.until(r"\[gateway\] no new requests are taken")
+            server.until(r"\[gateway\] shutting down: new requests are refused")
             assert server.process.poll() is None  # it waits for its gateway
         caller.join(END_S)
     assert answers[0][0] == 200

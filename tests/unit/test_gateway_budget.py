@@ -55,7 +55,7 @@ def test_the_connections_of_one_address_have_a_share_together() -> None:
     for account in crowd:
         fill(account)
     assert budget.held <= 2 * 1024
-    with pytest.raises(Unavailable, match=r"of this address would have .*--http-max-held-size"):
+    with pytest.raises(Unavailable, match=r"of this address would take .*--http-max-held-size"):
         crowd[-1].take(1)
     budget.account("192.0.2.2").take(500)
 
@@ -226,7 +226,7 @@ def test_answers_that_http_callers_do_not_read_are_counted() -> None:
     answers = [answered(transport.sent)[0][0] for _, transport in slow]
     assert answers[:2] == [200, 200]
     assert 503 in answers, "the share of their address is used up"
-    assert b"unsent answers of this address" in slow[answers.index(503)][1].sent
+    assert b"unsent responses of this address" in slow[answers.index(503)][1].sent
     slow[0][0].resume_writing()
     for connection, _ in slow[1:]:
         connection.connection_lost(None)

@@ -173,7 +173,7 @@ def with_output(name: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (one_input(shape=[-1]), "a dim is a number from 0"),
+        (one_input(shape=[-1]), "dims must be from 0"),
         (one_input(shape=[1] * 33), "33 dims"),
         (one_input(datatype="FLOAT"), "unknown data-type 'FLOAT'"),
         (one_input(name="n" * 200), "200 characters"),
@@ -192,10 +192,10 @@ def with_output(name: str, value: Any) -> Any:
         (with_parameter("triton_enable_empty_final_response", 1), "must be true or false"),
         (with_output("classification", 0), "'classification' of output 'o'"),
         (with_output("shared_memory_region", "r"), "shared_memory_byte_size"),
-        (message("ModelInferRequest", inputs=[{}] * (TENSORS + 1)), "may have 256 inputs"),
-        (message("ModelInferRequest", outputs=[{}] * (TENSORS + 1)), "may ask for 256 outputs"),
+        (message("ModelInferRequest", inputs=[{}] * (TENSORS + 1)), "257 inputs; the limit is 256"),
+        (message("ModelInferRequest", outputs=[{}] * (TENSORS + 1)), "257 outputs; the limit is 256"),
         (message("ModelInferRequest", outputs=[{"name": "o"}] * 2), "output 'o' already exists in request"),
-        (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(65)}), "64 parameters"),
+        (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(65)}), "limit is 64"),
         (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(999)}), "999 parameters"),
     ],
 )  # fmt: skip
@@ -233,7 +233,7 @@ def test_plans_are_remembered_where_they_can_be() -> None:
     typed = one_input(contents={"fp32_contents": [1]}).SerializeToString()
     assert plans.plan(typed) is not plans.plan(typed)
     large = one_input(datatype="INT64", contents={"int64_contents": [1] * 2000}).SerializeToString()
-    with pytest.raises(InvalidRequest, match="is over 5000 bytes of INT64; raise --grpc-max-input-size"):
+    with pytest.raises(InvalidRequest, match="exceeds 5000 bytes of INT64; raise --grpc-max-input-size"):
         finished(plans.in_slices(large))
     strings_ = one_input(datatype="BYTES", contents={"bytes_contents": [b"a"] * 2000}).SerializeToString()
     assert finished(plans.in_slices(strings_)).plan.inputs[0].data == b"\1\0\0\0a" * 2000

@@ -91,7 +91,7 @@ def test_a_slice_is_of_few_elements() -> None:
 
 def test_what_protobuf_reads_is_bounded() -> None:
     parameters = {f"p{number}": {"string_param": "x" * 1000} for number in range(2000)}
-    with pytest.raises(InvalidRequest, match="beside its tensors"):
+    with pytest.raises(InvalidRequest, match="in addition to its tensors"):
         finished(plan_in_slices(request(("FP32", "fp32_contents", [1.0]), parameters=parameters)))
     with pytest.raises(InvalidRequest, match="more than 4096 fields"):
         finished(plan_in_slices(b"\x28\x01" * 5000))

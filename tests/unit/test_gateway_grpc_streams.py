@@ -164,7 +164,7 @@ def test_a_gateway_that_stops_ends_streams_when_they_are_answered() -> None:
     assert busy.ask(id="late") is None
     ticket.settle(reply("a"))
     assert busy.said() == [("", "a", True), ("late", grpc_stream.STOPPING, None)]
-    stops = (Code.UNAVAILABLE, "the gateway stops")
+    stops = (Code.UNAVAILABLE, "the gateway is stopping")
     assert [*ends, busy.stream.end] == [stops, None, stops]
 
 
@@ -178,7 +178,7 @@ def test_mistakes_of_ours_end_one_request(caplog: pytest.LogCaptureFixture, monk
         patch.setattr(grpc_stream, "answer_of", broken)
         ticket = case.ask(id="1")
         ticket.part(part("a"), False)
-        assert case.said() == [("1", "the gateway could not pass the answer on; its log says why", None)]
+        assert case.said() == [("1", "the gateway could not forward the response; see its log", None)]
         assert case.link.cancelled == [ticket]
     case.ask().settle(reply("b"))
     assert case.said() == [("", "b", True)]
@@ -188,4 +188,4 @@ def test_mistakes_of_ours_end_one_request(caplog: pytest.LogCaptureFixture, monk
         unary.ask().settle(Reply(0, 1, ()))
     assert unary.stream.end is not None
     assert unary.stream.end[0] == Code.INTERNAL
-    assert "could not be passed on" in caplog.text
+    assert "cannot forward a response" in caplog.text

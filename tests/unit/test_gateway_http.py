@@ -140,17 +140,17 @@ def test_chunks_however_they_come(pieces: list[bytes], cuts: list[int], end: byt
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"\r\n", "its size"),
-        (b"-1\r\n", "its size"),
-        (b"0x1\r\n", "its size"),
-        (b"1" * 17 + b"\r\n", "its size"),
-        (b"1" * 2000, "over 1024 bytes"),
-        (b"2\r\nabc\r\n", "does not end"),
-        (b"1\r\nab", "does not end"),
+        (b"\r\n", "a valid size"),
+        (b"-1\r\n", "a valid size"),
+        (b"0x1\r\n", "a valid size"),
+        (b"1" * 17 + b"\r\n", "a valid size"),
+        (b"1" * 2000, "exceeds 1024 bytes"),
+        (b"2\r\nabc\r\n", "does not match its size"),
+        (b"1\r\nab", "does not match its size"),
         (b"3e9\r\n", "exceeds the maximum allowed value of 1000 bytes"),
         (b"ffffffffffffffff\r\n", "exceeds the maximum allowed value of 1000 bytes"),
         (b"0\r\n" + b"a: " + b"b" * 1000 + b"\r\n", None),
-        (b"0\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 40, "over 32768 bytes"),
+        (b"0\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 40, "exceed 32768 bytes"),
     ],
 )
 def test_chunks_that_are_refused(data: bytes, said: str | None) -> None:

@@ -79,12 +79,12 @@ BAD = {
     "not an object": (b"[]", "failed to parse the request JSON buffer"),
     "half a character": (request().replace(b'"x"', b'"\\ud800"'), "failed to parse"),
     "half a character beside NaN": (
-        b'{"inputs":[{"name":"\\ud800","shape":[1],"datatype":"FP32","data":[NaN]}]}', "half a character"),
+        b'{"inputs":[{"name":"\\ud800","shape":[1],"datatype":"FP32","data":[NaN]}]}', "lone surrogate"),
     "no inputs": (b"{}", "missing required field `inputs`"),
     "nested": (b'{"inputs":' + b"[" * 5000 + b"]" * 5000 + b"}", "JSON nesting depth exceeds"),
     "nested where nobody looks": (request()[:-1] + b',"z":' + b"[" * 5000 + b"]" * 5000 + b"}", "nesting depth"),
     "nested data": (one_input(data="@").replace(b'"@"', b"[" * 150 + b"1" + b"]" * 150), "JSON nesting depth exceeds"),
-    "mixed data": (one_input(data=[1, [2]]), "mixed"),
+    "mixed data": (one_input(data=[1, [2]]), "mixes"),
     "too few": (one_input(data=[1]), "has 2 elements, and 1 are given"),
     "of another type": (one_input(data=[1, "a"]), "is of FP32, and some of its data is a string"),
     "true is no number": (one_input(data=[1, True]), "true or false"),
@@ -104,7 +104,7 @@ BAD = {
         one_input(shape=[2**4, 2**60 + 2]), "causes total element count to exceed maximum size of 9223372036854775807",
     ),
     "too many bytes": (one_input(shape=[2**2, 2**60 + 2]), "byte size overflow for input"),
-    "large dim": (one_input(shape=[2**64], parameters={"binary_data_size": 8}), "a dim is a number from 0"),
+    "large dim": (one_input(shape=[2**64], parameters={"binary_data_size": 8}), "dims must be from 0"),
     "many dims": (one_input(shape=[1] * 33, parameters={"binary_data_size": 8}), "33 dims"),
     "a long name": (one_input(name="x" * 129, data=[1, 2]), "the limit is 128"),
     "many inputs": (request(inputs=[{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}] * 257), "257"),
@@ -223,7 +223,7 @@ def test_what_is_no_number() -> None:
 
 def test_outputs_that_json_cannot_carry() -> None:
     for name in ("FP16", "BF16"):
-        with pytest.raises(InvalidRequest, match="ask for it as binary data"):
+        with pytest.raises(InvalidRequest, match="request it as binary data"):
             elements.to_json("y", name, (1,), b"\0\0")
     with pytest.raises(InvalidRequest, match="not UTF-8"):
         elements.to_json("y", "BYTES", (1,), b"\x01\0\0\0\xff")
@@ -324,8 +324,8 @@ def test_a_raw_request(
         (config("STRING", [2]), 8, "For BYTE datatype raw input 'x', the model must have input shape"),
         (config("STRING", [-1]), 8, "For BYTE datatype raw input 'x', the model must have input shape"),
         (config("FP32", [-1, -1]), 8, "more than one variable-sized"),
-        (config("FP32", [-1, 3]), 8, "8 bytes of raw input 'x' are no whole number of its rows of 12 bytes"),
-        (config("FP32", [-1, 0]), 8, "no whole number"),
+        (config("FP32", [-1, 3]), 8, "8 bytes of raw input 'x' are not a multiple of its row size of 12 bytes"),
+        (config("FP32", [-1, 0]), 8, "not a multiple"),
     ],
 )
 def test_a_raw_request_that_cannot_be(given_config: dict[str, Any], size: int, said: str) -> None:

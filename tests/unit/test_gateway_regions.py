@@ -125,9 +125,9 @@ def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:
     regions.register("r", Order(key, 4096))
     region: Any = regions.find(Place("r", 0, 4096))
     os.ftruncate(descriptor, 100)
-    with pytest.raises(InvalidRequest, match="is shorter than when it was registered"):
+    with pytest.raises(InvalidRequest, match="is smaller than when it was registered"):
         region.read_into(Place("r", 0, 4096), bytearray(4096))
-    with pytest.raises(InvalidRequest, match="is shorter than when it was registered"):
+    with pytest.raises(InvalidRequest, match="is smaller than when it was registered"):
         region.write(Place("r", 96, 5), [b"abcde"])
     assert os.fstat(descriptor).st_size == 100
 

@@ -79,7 +79,7 @@ def test_a_connection_alone_has_a_quarter_of_the_calls() -> None:
     text = (
         r"100 requests of this connection are in flight, its share \(--connection-share\) of the 400 that this gateway"
     )
-    with pytest.raises(Unavailable, match=f"{text} may have; wait for answers first"):
+    with pytest.raises(Unavailable, match=f"{text} may have; retry later"):
         payer.take(0)
     assert shares.requests.refused == {"connection": 2, "address": 0, "token": 0}
     assert 'share_refusals_total{share="connection"} 2' in shares.metrics()
@@ -115,7 +115,7 @@ def test_input_bytes_have_shares_too_and_one_request_always_fits() -> None:
     shares = Shares(Bounds(input_bytes=4000))
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
     assert len(fill(first, 10, 400)) == 2
-    with pytest.raises(Unavailable, match=r"requests in flight have 800 bytes, and with 400 more they would be over "
+    with pytest.raises(Unavailable, match=r"requests in flight take 800 bytes; 400 more would exceed "
                        r"its share \(--connection-share\) of 4000 bytes \(--memory-bytes\)"):  # fmt: skip
         first.take(400)
     first.take(100)

@@ -118,7 +118,7 @@ def test_what_stands_around_is_bounded_before_it_is_decoded() -> None:
     lists = "[]," * 70_000
     with pytest.raises(InvalidRequest, match="fields and 70004 lists and objects"):
         finished(plan_in_slices(f'{{"inputs":[],"id":[{lists}[]]}}'.encode(), MOST))
-    with pytest.raises(InvalidRequest, match="bytes and no value"):
+    with pytest.raises(InvalidRequest, match="bytes without a value"):
         finished(plan_in_slices(body("[" + "[]," * MIB + "[]]", 0), MOST))
 
 
@@ -202,10 +202,10 @@ def test_depth(depth: int) -> None:
 
 def test_what_is_decoded_at_once_is_bounded() -> None:
     for text, said in (
-        (b'{"inputs":[],"parameters":{%b}}' % b",".join(b'"%x":1' % n for n in range(150_000)), "beside the 'data'"),
-        (b'{"inputs":[%b]}' % b",".join([b'{"a":[]}'] * 150_000), "beside the 'data'"),
-        (body("[" + "1" * 2 * MIB + "]", 1), "over 1048576 bytes long"),
-        (body("[" + " " * 2 * MIB + "1]", 1), "over 1048576 bytes long"),
+        (b'{"inputs":[],"parameters":{%b}}' % b",".join(b'"%x":1' % n for n in range(150_000)), "besides the 'data'"),
+        (b'{"inputs":[%b]}' % b",".join([b'{"a":[]}'] * 150_000), "besides the 'data'"),
+        (body("[" + "1" * 2 * MIB + "]", 1), "exceeds 1048576 bytes"),
+        (body("[" + " " * 2 * MIB + "1]", 1), "exceeds 1048576 bytes"),
         (body("[" + ",".join(["1"] * 100_000) + "]", 10), "has 10 elements, and .* or more are given"),
     ):
         with pytest.raises(InvalidRequest, match=said):
@@ -385,5 +385,5 @@ def test_white_space_around_data_does_not_count(small: int, monkeypatch: pytest.
     with pytest.raises(InvalidRequest, match="failed to parse"):
         finished(plan_in_slices(parted, MOST))
     monkeypatch.setattr(slices, "AROUND_BYTES", 60)
-    with pytest.raises(InvalidRequest, match="beside the 'data' of its inputs; the limit is 60"):
+    with pytest.raises(InvalidRequest, match="besides the 'data' of its inputs; the limit is 60"):
         finished(plan_in_slices(loose, MOST))

@@ -148,7 +148,7 @@ def test_bodies_of_operations(client: Any, broker: FakeBroker) -> None:
     content = np.random.default_rng(2).bytes(3_000_000)
     client.load("new", config={"backend": "x"}, files={"1/model.bin": content})
     assert got[0].endswith(b"\n" + content)
-    with pytest.raises(shmserve.InvalidRequest, match=f"over {LIMITS.input_bytes} bytes.*--zmq-max-input-size"):
+    with pytest.raises(shmserve.InvalidRequest, match=f"exceeds {LIMITS.input_bytes} bytes.*--zmq-max-input-size"):
         client.load("new", config={"backend": "x"}, files={"1/model.bin": bytes(LIMITS.input_bytes)})
     assert client.live()
 
@@ -161,7 +161,7 @@ def test_too_much(client: Any, broker: FakeBroker, door: DoorThread, monkeypatch
     monkeypatch.setattr(door.door.link.shares.requests, "calm_bytes", 0)
     monkeypatch.setattr(door.door.link.shares.requests, "_input_bytes", 24 << 20)
     held = [client.submit("hold", {"x": large}) for _ in range(2)]
-    with pytest.raises(shmserve.Unavailable, match=r"over its share \(--connection-share\) of 25165824 bytes"):
+    with pytest.raises(shmserve.Unavailable, match=r"exceed its share \(--connection-share\) of 25165824 bytes"):
         client.infer("echo", {"x": large})
     for future in held:
         broker.answer()
@@ -182,7 +182,7 @@ def test_cancelled_and_answered_once(broker: FakeBroker, bare: Any) -> None:
     one.say([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
     peer, infer, frames = broker.parked.get(timeout=20)
     one.say([8, 5])
-    assert one.hear() == [34, 5, "CANCELLED", "the request was cancelled by its caller"]
+    assert one.hear() == [34, 5, "CANCELLED", "the request was cancelled by the client"]
     assert broker.wait_for(Cancel).request == infer.request
     broker.do(lambda: echo(broker, peer, infer, frames))  # the two have crossed
     assert one.quiet()
@@ -203,7 +203,7 @@ def test_the_server_goes_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monk
         np.testing.assert_array_equal(future.result()["x"], x)
         del future
         broker.stop()
-        with pytest.raises(shmserve.ConnectionLost, match="server behind this gateway cannot be reached") as caught:
+        with pytest.raises(shmserve.ConnectionLost, match="server behind this gateway is unreachable") as caught:
             client.infer("echo", {"x": x})
         assert "/" not in str(caught.value)
         assert client.live() is False
@@ -279,7 +279,7 @@ def test_keys_come_and_go_while_it_runs(door: DoorThread) -> None:
         assert bob.live()
         door.let_in("alice", "eve")
         door.do(door.door.read_keys)
-        with pytest.raises(shmserve.Denied, match=r"does not know the key|has no role here"):
+        with pytest.raises(shmserve.Denied, match=r"does not know the key|has no roles"):
             bob.infer("echo", {"x": 1})
     with shmserve.Client(door.url, **door.keys("eve"), timeout=20) as eve:
         assert eve.live()
@@ -311,8 +311,8 @@ def test_who_takes_an_identity_gets_nothing_of_who_had_it(door: DoorThread, brok
     ("said", "code", "text"),
     [
         ([7, 1, "echo", 0, []], "CONNECTION_LOST", "the first message of a connection must be Hello"),
-        ([6, 9, 0, "x", "frames"], "PROTOCOL", "protocol 9 is not spoken here"),
-        ([6, 1, 0, "x", "posix"], "PROTOCOL", "only come as 'frames'"),
+        ([6, 9, 0, "x", "frames"], "PROTOCOL", "protocol version 9 is not supported, only"),
+        ([6, 1, 0, "x", "posix"], "PROTOCOL", "only be sent as 'frames'"),
     ],
 )
 def test_a_bad_beginning(bare: Any, said: Any, code: str, text: str) -> None:
@@ -329,24 +329,30 @@ def test_a_bad_beginning(bare: Any, said: Any, code: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        ([1, 1 << 32, 4096, "/name"], [39, "INVALID_ARG", "over tcp no memory is shared: tensors travel in frames"]),
-        ([2, 1], [39, "INVALID_ARG", "over tcp no memory is shared: tensors travel in frames"]),
-        (HELLO, [39, "PROTOCOL", "Hello was said twice on one connection"]),
-        ([3, [[1, 0, 8]]], [34, 0, "INVALID_ARG", "this client was given no handles, and so can return none"]),
+        (
+            [1, 1 << 32, 4096, "/name"],
+            [39, "INVALID_ARG", "shared memory is not supported over tcp: send tensors in frames"],
+        ),
+        ([2, 1], [39, "INVALID_ARG", "shared memory is not supported over tcp: send tensors in frames"]),
+        (HELLO, [39, "PROTOCOL", "second Hello on one connection"]),
+        ([3, [[1, 0, 8]]], [34, 0, "INVALID_ARG", "this client holds no handles to return"]),
         ([9, 4, "nonsense"], [34, 4, "INVALID_ARG", "unknown question 'nonsense'; known are: live"]),
-        ([9, 4, "live", "", 0, b"body"], [34, 4, "INVALID_ARG", "the question 'live' has no body"]),
-        ([7, 0, "echo", 0, []], [34, 0, "INVALID_ARG", "request number 0 is 0, or that of a request in flight"]),
+        ([9, 4, "live", "", 0, b"body"], [34, 4, "INVALID_ARG", "the query 'live' takes no body"]),
+        ([7, 0, "echo", 0, []], [34, 0, "INVALID_ARG", "request number 0 is 0 or already in flight"]),
         (
             [7, 4, "echo", 0, [["x", "UINT8", [1], [[1, 0, 1]]]]],
             [34, 4, "INVALID_ARG", "input 'x' is in shared memory"],
         ),
         (
             [7, 4, "echo", 0, [["x", "UINT8", [1], 1]]],
-            [34, 4, "INVALID_ARG", "input 'x' is frame 1, and 1 frames came"],
+            [34, 4, "INVALID_ARG", "input 'x' refers to frame 1, but the message has 1 frames"],
         ),
-        ([7, 4, "echo", 0, [["x", "UINT8", [1], -1]]], [34, 4, "INVALID_ARG", "input 'x' is frame -1, and 1 frames"]),
-        ([7, 4, "echo", 0, [], [["x", [1, 0, 1]]]], [34, 4, "INVALID_ARG", "output 'x' is wanted in shared memory"]),
-        ([7, 4, "echo", 0, [], [["x"], ["x"]]], [34, 4, "INVALID_ARG", "output 'x' is asked for twice"]),
+        (
+            [7, 4, "echo", 0, [["x", "UINT8", [1], -1]]],
+            [34, 4, "INVALID_ARG", "input 'x' refers to frame -1, but the message has 1 frames"],
+        ),
+        ([7, 4, "echo", 0, [], [["x", [1, 0, 1]]]], [34, 4, "INVALID_ARG", "output 'x' is requested in shared memory"]),
+        ([7, 4, "echo", 0, [], [["x"], ["x"]]], [34, 4, "INVALID_ARG", "output 'x' is requested twice"]),
         ([99, 4], [34, 4, "PROTOCOL", "unknown message type 99"]),
         (5, [34, 0, "PROTOCOL", "a message is an array that begins with its tag"]),
     ],
@@ -459,7 +465,7 @@ def test_no_more_is_taken_at_the_end_but_what_is_here_is_answered(broker: FakeBr
             while not door.do(lambda: door.door.stopping):
                 pass
             one.say([7, 6, "echo", 0, [["x", "UINT8", [1], b"a"]]])
-            assert one.hear() == [34, 6, Unavailable.code, "the gateway is being stopped"]
+            assert one.hear() == [34, 6, Unavailable.code, "the gateway is stopping"]
             broker.do(lambda: echo(broker, peer, infer, frames))
             assert one.hear()[:2] == [33, 5]
         door.join()

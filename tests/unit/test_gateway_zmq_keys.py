@@ -38,7 +38,7 @@ GOOD = ["--zmq-server-key", "server.key", "--zmq-keys", "keys"]
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--zmq-address", "tcp://127.0.0.1:8790"], "needs --zmq-server-key and --zmq-keys: nobody is let in"),
+        (["--zmq-address", "tcp://127.0.0.1:8790"], "needs --zmq-server-key and --zmq-keys: every client needs a key"),
         (["--zmq-address", "tcp://127.0.0.1:8790", "--zmq-keys", "keys"], "needs --zmq-server-key and --zmq-keys"),
         (["--zmq-keys", "keys"], "--zmq-keys without --zmq-address"),
         (["--zmq-address", "tcp://*", *GOOD], "is not tcp://HOST:PORT"),
@@ -84,9 +84,9 @@ def test_it_is_off_by_default_and_only_of_this_machine_where_it_says_so() -> Non
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("short infer", "line 1: a line begins with a public key of 40 characters"),
+        ("short infer", "line 1: expected a public key of 40 characters"),
         ("#" * 40, "line 1: the key has no roles"),
-        (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: this key is there twice"),
+        (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: duplicate key"),
     ],
 )
 def test_files_of_keys_that_are_none(line: str, text: str) -> None:

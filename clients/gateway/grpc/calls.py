@@ -102,7 +102,7 @@ class Unary:
     def message(self, data: Buffer) -> None:
         if self._begun:
             self.cancelled()
-            raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, and was sent another")
+            raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, but received another")
         self._begun = True
         self.begin(data)
 
@@ -111,7 +111,7 @@ class Unary:
 
     def half_closed(self) -> None:
         if not self._begun:
-            raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, and was sent none")
+            raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, but received none")
 
     def room(self, size: int, first: Buffer) -> Room | None:
         return None
@@ -210,9 +210,7 @@ class AskCall(Unary):
         services, rpc = self._services, self._rpc
         try:
             if len(data) > ASKED_BYTES and rpc.action != "load":
-                raise InvalidRequest(
-                    f"{rpc.request.DESCRIPTOR.name} may have {ASKED_BYTES} bytes, this has {len(data)}"
-                )
+                raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {ASKED_BYTES}")
             route, given = rpc.asked(read(rpc.request, bytes(data)))
             if route.action != rpc.action:
                 services.check(route.action, self._stream)
@@ -316,7 +314,7 @@ class WatchCall(Unary):
         """The gateway stops."""
         self.cancelled()
         self._say(NOT_SERVING)
-        self._stream.finish(Code.UNAVAILABLE, "the gateway stops")
+        self._stream.finish(Code.UNAVAILABLE, "the gateway is stopping")
 
 
 def ask_health(services: Services, payer: Payer, tell: Callable[[bytes], None]) -> Waiting:

@@ -52,7 +52,7 @@ def cut(head: bytes) -> Cut:
         raise unreadable(_REQUEST) from None
     found.around = b"".join(parts)
     if len(found.around) > AROUND_BYTES:
-        raise InvalidRequest(f"a request may have {AROUND_BYTES} bytes beside its tensors")
+        raise InvalidRequest(f"a request may have at most {AROUND_BYTES} bytes in addition to its tensors")
     return found
 
 
@@ -147,7 +147,7 @@ def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> Work[byt
                 for _ in _packed(name, dtype, field, contents[value:at], found):
                     if len(found) > most:
                         raise InvalidRequest(
-                            f"input '{name}' is over {most} bytes of {dtype}; raise --grpc-max-input-size"
+                            f"input '{name}' exceeds {most} bytes of {dtype}; raise --grpc-max-input-size"
                         )
                     yield
     except IndexError:

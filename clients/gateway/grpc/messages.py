@@ -36,7 +36,7 @@ def read(kind: Any, data: bytes) -> Any:
 
 
 def unreadable(name: str) -> InvalidRequest:
-    return InvalidRequest(f"failed to parse the request: its bytes are no {name}")
+    return InvalidRequest(f"failed to parse the request: its bytes are not a valid {name}")
 
 
 def filled(kind: Any, document: Any) -> bytes:
@@ -45,5 +45,5 @@ def filled(kind: Any, document: Any) -> bytes:
     try:
         json_format.ParseDict(document, made, ignore_unknown_fields=True, descriptor_pool=POOL)
     except json_format.ParseError as error:
-        raise Internal(f"the server's answer does not fit into {kind.DESCRIPTOR.name}: {error}") from error
+        raise Internal(f"the server's response does not fit into {kind.DESCRIPTOR.name}: {error}") from error
     return made.SerializeToString()

@@ -95,7 +95,7 @@ def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> Work[RpcPlan]:
 def _request_of(head: bytes) -> Any:
     request = read(_REQUEST, head)
     if len(request.inputs) > TENSORS:
-        raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(request.inputs)}")
+        raise InvalidRequest(f"the request has {len(request.inputs)} inputs; the limit is {TENSORS}")
     return request
 
 
@@ -118,7 +118,7 @@ def _output(one: Any) -> tuple[str, dict[str, Value]]:
 
 def _described(one: Any) -> tuple[str, str, tuple[int, ...]]:
     if len(one.shape) > DIMS:
-        raise InvalidRequest(f"input '{one.name[:80]}' has {len(one.shape)} dims; a tensor may have {DIMS}")
+        raise InvalidRequest(f"input '{one.name[:80]}' has {len(one.shape)} dims; the limit is {DIMS}")
     return one.name, one.datatype, check_tensor(one.name, one.datatype, one.shape)
 
 
@@ -129,7 +129,7 @@ def _place(one: Any) -> Place | None:
         what = f"input '{one.name}'"
         place = place_of(what, parameters_of(what, one.parameters))
     if place is not None and one.HasField("contents"):
-        raise InvalidRequest(f"input '{one.name}' is in a shared memory region, and has data beside that")
+        raise InvalidRequest(f"input '{one.name}' is in a shared memory region, but also has data")
     return place
 
 

@@ -69,7 +69,7 @@ def _unload(message: Any) -> Asked:
     found = Arguments()
     for name, parameter in message.parameters.items():
         if name not in ("unload_dependents", "force"):
-            known = "known are 'unload_dependents' and 'force'"
+            known = "supported are 'unload_dependents' and 'force'"
             raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; {known}")
         setattr(found, name, _value(name, parameter, "bool_param"))
     return Route("unload", message.model_name), found
@@ -78,7 +78,7 @@ def _unload(message: Any) -> Asked:
 def _value(name: str, parameter: Any, kind: str) -> Any:
     found = parameter.WhichOneof("parameter_choice")
     if found != kind:
-        raise InvalidRequest(f"parameter '{name[:80]}' is given as {found or 'nothing'}; it is a {kind}")
+        raise InvalidRequest(f"parameter '{name[:80]}' is given as {found or 'nothing'}; expected a {kind}")
     return getattr(parameter, kind)
 
 

@@ -77,7 +77,7 @@ class Services:
     def __call__(self, stream: Stream) -> Call:
         found = self._paths.get(stream.path)
         if found is None:
-            raise RpcError(Code.UNIMPLEMENTED, f"there is no method {stream.path[:200]} here")
+            raise RpcError(Code.UNIMPLEMENTED, f"unknown method {stream.path[:200]}")
         try:
             token = self._access.check(found[0], stream.metadata.get)
         except ServeError as error:

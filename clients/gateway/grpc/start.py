@@ -22,44 +22,44 @@ Reads = Callable[[str], Any]
 
 def add(option: Callable[..., Any], bool_: Reads, port: Reads, size: Reads, seconds: Reads) -> None:
     option("--allow-grpc", metavar="BOOL", type=bool_, nargs="?", const=True, default=True,
-           help="a door for gRPC (default: true)")  # fmt: skip
+           help="enable the gRPC endpoint (default: true)")  # fmt: skip
     option("--grpc-address", metavar="ADDRESS", default="127.0.0.1",
-           help="where gRPC is listened for (default: %(default)s, this machine alone)")  # fmt: skip
-    option("--grpc-port", metavar="N", type=port, default=8001, help="its port (default: %(default)s; 0: any)")
+           help="address of the gRPC listener (default: %(default)s, this machine only)")  # fmt: skip
+    option("--grpc-port", metavar="N", type=port, default=8001, help="gRPC port; 0: any (default: %(default)s)")
     option("--reuse-grpc-port", dest="reuse_port", metavar="BOOL", type=bool_, nargs="?", const=True,
            help="as --reuse-port", default=argparse.SUPPRESS)  # fmt: skip
     option("--grpc-max-input-size", metavar="BYTES", type=size, default=64 << 20,
-           help="of a message, also when it is decompressed (default: %(default)s)")  # fmt: skip
+           help="maximum message size, also after decompression (default: %(default)s)")  # fmt: skip
     option("--grpc-infer-response-compression-level", metavar="LEVEL", choices=_LEVELS, default="none",
-           help="of messages to callers who take compressed ones: none, low, medium, high (default: none)")  # fmt: skip
+           help="compression of responses, where supported: none, low, medium, high (default: none)")  # fmt: skip
     option("--grpc-keepalive-time", metavar="MS", type=_whole, default=7_200_000,
-           help="a caller who is silent for so long is asked whether he is there (default: %(default)s)")  # fmt: skip
+           help="idle time before a keepalive ping is sent (default: %(default)s)")  # fmt: skip
     option("--grpc-keepalive-timeout", metavar="MS", type=_whole, default=20_000,
-           help="and has so long to answer (default: %(default)s)")  # fmt: skip
+           help="time to wait for the answer to a keepalive ping (default: %(default)s)")  # fmt: skip
     option("--grpc-keepalive-permit-without-calls", metavar="BOOL", type=bool_, nargs="?", const=True, default=False,
-           help="both sides may ask while there are no calls (default: false)")  # fmt: skip
+           help="send and accept keepalive pings without calls in flight (default: false)")  # fmt: skip
     option("--grpc-http2-min-recv-ping-interval-without-data", metavar="MS", type=_from_0, default=300_000,
-           help="a caller who asks again sooner, and got nothing since, is counted (default: %(default)s)")  # fmt: skip
+           help="minimum interval of pings without data; a shorter one is a strike (default: %(default)s)")  # fmt: skip
     option("--grpc-http2-max-ping-strikes", metavar="N", type=_from_0, default=2,
-           help="so often, until he is sent away; 0: never (default: %(default)s)")  # fmt: skip
+           help="strikes tolerated before the connection is closed; 0: no limit (default: %(default)s)")  # fmt: skip
     option("--grpc-stream-idle-timeout", metavar="SECONDS", type=seconds, default=3600.0,
-           help="a stream of requests without one in flight is ended after so long (default: %(default)g)")  # fmt: skip
+           help="maximum idle time of a stream without requests in flight (default: %(default)g)")  # fmt: skip
     option("--grpc-max-connection-age", metavar="MS", type=_from_0, default=0,
-           help="a connection takes no new calls after so long; 0: it always does (default: %(default)s)")  # fmt: skip
+           help="age at which a connection takes no more calls; 0: no limit (default: %(default)s)")  # fmt: skip
     option("--grpc-max-connection-age-grace", metavar="MS", type=_from_0, default=0,
-           help="and is closed after so long again; 0: with the last call (default: %(default)s)")  # fmt: skip
+           help="time for its calls to finish after that; 0: no limit (default: %(default)s)")  # fmt: skip
 
 
 def _from_0(text: str) -> int:
     if not text.isdecimal() or not int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {2**31 - 1}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to {2**31 - 1}")
     return int(text)
 
 
 def _whole(text: str) -> int:
     found = _from_0(text)
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
     return found
 
 

@@ -172,7 +172,7 @@ class StreamCall:
     def stop(self) -> None:
         """The gateway stops: what is here is answered, and then the stream ends."""
         if not self._live:
-            self._finish(Code.UNAVAILABLE, "the gateway stops")
+            self._finish(Code.UNAVAILABLE, "the gateway is stopping")
 
     # ------------------------------------------------------------------------------------ what is answered
 

@@ -193,7 +193,7 @@ class Answers:
         for tensor in outputs:
             data: Any = tensor.data
             if type(data) is not bytes:
-                raise Internal("an output came neither inside its message nor in shared memory")
+                raise Internal("an output is neither in its message nor in shared memory")
             size = len(data)
             pieces.append(b"2%c" % size if size < 128 else b"2" + varint(size))
             pieces.append(data)

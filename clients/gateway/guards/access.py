@@ -66,10 +66,10 @@ class Access:
         self._knob = knob
 
     def __str__(self) -> str:
-        whom = "for " + " and ".join(sorted(self._roles)) if self._roles else ""
+        whom = "roles " + " and ".join(sorted(self._roles)) if self._roles else ""
         if self.tokens is None:
-            return whom or "for nobody"
-        return f"{whom + ', and ' if whom else ''}for {len(self.tokens)} with a token"
+            return whom or "no roles"
+        return f"{whom + ', ' if whom else ''}tokens: {len(self.tokens)}"
 
     def check(self, action: str, header: Callable[[str], str | None]) -> str:
         """`header` gives the value of a header, whose name is in lower case. Raises what the caller is told; returns
@@ -80,19 +80,19 @@ class Access:
             if given is not None:
                 found = tokens.holder(given)
                 if found is None:
-                    raise Unauthenticated("the token is not known here; it is Authorization: Bearer TOKEN")
+                    raise Unauthenticated("unknown token; send Authorization: Bearer TOKEN")
                 roles = roles | found.roles
                 name = found.name
             elif not roles.intersection(needs):
-                raise Unauthenticated("this needs a token: Authorization: Bearer TOKEN")
+                raise Unauthenticated("this request needs a token: Authorization: Bearer TOKEN")
         if not roles.intersection(needs) and not (tokens is not None and action in OPEN):
-            whose = f"this door does not give; {self._knob} of the gateway says what it gives"
+            whose = f"this endpoint does not grant; {self._knob} of the gateway sets its roles"
             if roles is not self._roles:
-                whose = "neither this token nor this door gives"
-            raise Denied(f"this needs the role {' or '.join(needs)}, which {whose}")
+                whose = "neither this token nor this endpoint grants"
+            raise Denied(f"this request needs the role {' or '.join(needs)}, which {whose}")
         if OPERATE in needs and OBSERVE not in needs and header("origin") is not None:
             if tokens is None or header("authorization") is None:
-                raise Denied("a page in a browser (the request has the header Origin) may not do this without a token")
+                raise Denied("requests from web pages (with the header Origin) may not do this without a token")
         refusal = self._restrictions.refusal(action, header)
         if refusal is not None:
             raise Denied(refusal)

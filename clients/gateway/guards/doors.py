@@ -47,10 +47,10 @@ class Guard:
             return None
         told = []
         if not known:
-            told.append("whoever reaches the port may use it (--tokens-file, --tls-client-ca)")
+            told.append("any client can use it without authentication (--tokens-file, --tls-client-ca)")
         if self.tls is None:
-            told.append("what is sent, tokens too, can be read on the way (--tls-cert)")
-        return f"{address} is not this machine alone: {', and '.join(told)}"
+            told.append("traffic, including tokens, is not encrypted (--tls-cert)")
+        return f"{address} is reachable from other machines: {', and '.join(told)}"
 
 
 class Guards:
@@ -117,7 +117,7 @@ def _common(args: argparse.Namespace) -> Files | None:
     if args.tls_cert is None:
         for flag, given in (("--tls-key", args.tls_key), ("--tls-client-ca", args.tls_client_ca)):
             if given is not None:
-                raise Misuse(f"{flag} is of no use without --tls-cert")
+                raise Misuse(f"{flag} requires --tls-cert")
         return None
     return Files(
         Given(args.tls_cert, "--tls-cert"),
@@ -131,14 +131,12 @@ def _rpc(args: argparse.Namespace) -> Files | None:
     certificate, key, root = args.grpc_server_cert, args.grpc_server_key, args.grpc_root_cert
     if not (args.grpc_use_ssl or args.grpc_use_ssl_mutual):
         if certificate or key or root:
-            raise Misuse(
-                "--grpc-server-cert, --grpc-server-key and --grpc-root-cert are of no use without --grpc-use-ssl"
-            )
+            raise Misuse("--grpc-server-cert, --grpc-server-key and --grpc-root-cert require --grpc-use-ssl")
         return None
     if certificate is None:
-        raise Misuse("--grpc-use-ssl needs --grpc-server-cert")
+        raise Misuse("--grpc-use-ssl requires --grpc-server-cert")
     if args.grpc_use_ssl_mutual and root is None:
-        raise Misuse("--grpc-use-ssl-mutual needs --grpc-root-cert")
+        raise Misuse("--grpc-use-ssl-mutual requires --grpc-root-cert")
     mutual = root if args.grpc_use_ssl_mutual else None
     return Files(
         Given(certificate, "--grpc-server-cert"), _given(key, "--grpc-server-key"), _given(mutual, "--grpc-root-cert")
@@ -157,4 +155,4 @@ def _forward(flag: str, pattern: str | None, withheld: set[str]) -> Forward | No
     except ValueError as error:
         raise Misuse(f"{flag}: {error}") from error
     except ImportError as error:
-        raise Failed(f"{flag} needs the package google-re2: pip install 'shmserve[gateway]'") from error
+        raise Failed(f"{flag} requires the package google-re2: pip install 'shmserve[gateway]'") from error

@@ -59,7 +59,9 @@ class Forward:
             first = written.setdefault(name.lower(), name)
             found[first] = f"{found[first]}, {value}" if first in found else value
         if len(found) > PARAMETERS:
-            raise InvalidRequest(f"{len(found)} headers go on to the model; a request may have {PARAMETERS} parameters")
+            raise InvalidRequest(
+                f"{len(found)} headers would be forwarded to the model as parameters; the limit is {PARAMETERS}"
+            )
         return found or None
 
     def _wants(self, name: str) -> bool:
@@ -91,6 +93,6 @@ def merged(parameters: Mapping[str, Value] | None, forwarded: dict[str, str] | N
         found.update((name, value) for name, value in parameters.items() if name.lower() not in taken)
         if len(found) > PARAMETERS:
             raise InvalidRequest(
-                f"a request may have {PARAMETERS} parameters, this one has {len(found)} with its headers"
+                f"the request has {len(found)} parameters, including forwarded headers; the limit is {PARAMETERS}"
             )
     return found

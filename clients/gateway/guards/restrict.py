@@ -36,15 +36,15 @@ def read(text: str, prefix: str = "") -> Restriction:
     names, colon, rest = text.partition(":")
     header, equals, value = rest.partition("=")
     if not colon or not equals or not header or not value:
-        raise ValueError("a restriction is GROUP,GROUP:HEADER=VALUE")
+        raise ValueError("expected GROUP,GROUP:HEADER=VALUE")
     groups = tuple(names.split(","))
     for name in groups:
         if name not in GROUPS:
-            raise ValueError(f"{name!r} is no group of APIs; groups are {', '.join(GROUPS)}")
+            raise ValueError(f"{name!r} is not a group of APIs; groups are {', '.join(GROUPS)}")
     if not all(letter.isalnum() or letter in "-_." for letter in header) or not header.isascii():
-        raise ValueError(f"{header!r} is no name of a header")
+        raise ValueError(f"{header!r} is not a valid header name")
     if not value.isascii() or not value.isprintable() or value != value.strip():
-        raise ValueError(f"the value of {header} has to be of printable ASCII")
+        raise ValueError(f"the value of {header} must be printable ASCII")
     return Restriction(groups, prefix + header, value.encode())
 
 

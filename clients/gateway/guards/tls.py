@@ -47,9 +47,11 @@ def context(files: Files, alpn: str) -> ssl.SSLContext:
     try:
         made.load_cert_chain(files.certificate.path, key.path, password=_no_password)
     except _Encrypted:
-        raise BadCertificate(f"{key}: the key is encrypted, and nobody is here to be asked for the password") from None
+        raise BadCertificate(
+            f"{key}: the private key is encrypted; decrypt it, as no password can be entered"
+        ) from None
     except (ssl.SSLError, ValueError) as error:
-        raise BadCertificate(f"{key}: {_reason(error, 'there is no private key in it that can be read')}") from None
+        raise BadCertificate(f"{key}: {_reason(error, 'no readable private key in it')}") from None
     if files.client_ca is not None:
         _load_authorities(made, files.client_ca)
         made.verify_mode = ssl.CERT_REQUIRED
@@ -61,7 +63,7 @@ def exposed(files: Files) -> str | None:
     key = files.key or files.certificate
     mode = os.stat(key.path).st_mode
     if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
-        return f"{key}: the private key can be read or changed by others than its owner: chmod 600"
+        return f"{key}: the private key is accessible to other users: chmod 600"
     return None
 
 
@@ -69,7 +71,7 @@ def _load_authorities(context: ssl.SSLContext, given: Given) -> None:
     try:
         context.load_verify_locations(given.path)
     except (ssl.SSLError, ValueError) as error:
-        raise BadCertificate(f"{given}: {_reason(error, 'there is no certificate in it')}") from None
+        raise BadCertificate(f"{given}: {_reason(error, 'no certificate in it')}") from None
 
 
 class _Encrypted(Exception):
@@ -89,8 +91,8 @@ def _readable(given: Given) -> None:
 
 
 _REASONS = {
-    "KEY_VALUES_MISMATCH": "the key does not belong to the certificate",
-    "NO_CERTIFICATE_OR_CRL_FOUND": "there is no certificate in it",
+    "KEY_VALUES_MISMATCH": "the private key does not match the certificate",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "no certificate in it",
 }
 
 

@@ -51,18 +51,16 @@ class Tokens:
 
     def _add(self, words: list[str]) -> None:
         if len(words) != 3:
-            raise ValueError("it is NAME ROLE,ROLE SHA256, with a space between them")
+            raise ValueError("expected NAME ROLE,ROLE SHA256, separated by spaces")
         name, roles, digest = words
         if not _NAME.fullmatch(name):
-            raise ValueError("a name has up to 64 letters, digits, and of _ . @ -")
+            raise ValueError("a name may have up to 64 letters, digits and _ . @ -")
         roles_of(roles)
         if not _DIGEST.fullmatch(digest):
-            raise ValueError(
-                "the SHA-256 of a token has 64 digits of 0-9 and a-f; the token itself does not belong here"
-            )
+            raise ValueError("expected the SHA-256 of the token, 64 digits of 0-9 and a-f, not the token itself")
         key = bytes.fromhex(digest)
         if key in self._holders:
-            raise ValueError("the same token is in another line")
+            raise ValueError("the same token is on another line")
         self._holders[key] = (key, Holder(name, frozenset(roles.split(","))))
 
     def __len__(self) -> int:
@@ -104,11 +102,11 @@ def load(path: str) -> Tokens:
         raise BadTokens(error.strerror or str(error)) from error
     if stat.S_ISREG(found.st_mode):
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise BadTokens("others than its owner may write it: chmod go-w")
+            raise BadTokens("it is writable by other users: chmod go-w")
         if found.st_uid not in (0, os.geteuid()):
-            raise BadTokens(f"it belongs to the user {found.st_uid}, who is neither root nor the gateway's")
+            raise BadTokens(f"it is owned by user {found.st_uid}, which is neither root nor the gateway's user")
     if len(content) > FILE_BYTES:
-        raise BadTokens(f"it is over {FILE_BYTES} bytes")
+        raise BadTokens(f"it exceeds {FILE_BYTES} bytes")
     try:
         return Tokens(content.decode())
     except UnicodeDecodeError:

@@ -51,7 +51,7 @@ class Chunks:
             end = data.find(b"\n", at)
             if end < 0:
                 if len(data) - at > _LINE:
-                    raise InvalidRequest(f"a line of the chunked body is over {_LINE} bytes")
+                    raise InvalidRequest(f"a line of the chunked body exceeds {_LINE} bytes")
                 break
             if end == at or data[end - 1] != 0x0D:
                 raise InvalidRequest("a line of the chunked body ends with a bare LF; CRLF is required")
@@ -64,7 +64,7 @@ class Chunks:
         self.body += piece[:body]
         tail = piece[body:]
         if tail and tail != b"\r\n"[2 - self._left + body :][: len(tail)]:
-            raise InvalidRequest("a chunk of the body does not end where it says")
+            raise InvalidRequest("a chunk of the body does not match its size")
         self._left -= len(piece)
 
     def _line(self, line: bytes) -> None:
@@ -73,7 +73,7 @@ class Chunks:
             return
         found = _CHUNK.fullmatch(line)
         if found is None:
-            raise InvalidRequest("a chunk of the body does not begin with its size")
+            raise InvalidRequest("a chunk of the body does not begin with a valid size")
         size = int(found[1], 16)
         self._count += size > 0
         if self._count > CHUNKS:
@@ -90,7 +90,7 @@ class Chunks:
     def _skip_trailer(self, line: bytes) -> None:
         self._trailer += len(line) + 2
         if self._trailer > HEAD_BYTES:
-            raise InvalidRequest(f"the trailers of the chunked body are over {HEAD_BYTES} bytes")
+            raise InvalidRequest(f"the trailers of the chunked body exceed {HEAD_BYTES} bytes")
         if line and _TRAILER.fullmatch(line) is None:
             raise InvalidRequest("a trailer of the chunked body is not NAME: VALUE in printable ASCII")
         self.done = not line
@@ -120,12 +120,12 @@ def inflating(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable
     try:
         return (yield from zip.inflating(_EITHER, body, limit, hold))
     except zlib.error:
-        raise InvalidRequest(f"the body is not {encoding}") from None
+        raise InvalidRequest(f"the body is not valid {encoding}") from None
     except zip.Overflow:
         text = f"the decompressed request body exceeds the maximum allowed value of {limit} bytes"
         raise InvalidRequest(f"{text}; raise {flag} of the gateway") from None
     except zip.Incomplete:
-        raise InvalidRequest(f"the body is not one whole {encoding} stream") from None
+        raise InvalidRequest(f"the body is not one complete {encoding} stream") from None
 
 
 def deflating(encoding: str, parts: Sequence[Buffer]) -> Work[bytes]:

@@ -159,7 +159,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         try:
             if end < 4 or end > HEAD_BYTES:
                 if len(data) > HEAD_BYTES:
-                    raise BadHead(431, f"the headers of the request are over {HEAD_BYTES} bytes")
+                    raise BadHead(431, f"the request headers exceed {HEAD_BYTES} bytes")
                 self._rest = data
                 return None
             head = self._door.heads.head(data[:end])
@@ -474,7 +474,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
                 transport.abort()
         elif self._phase == FILL or self._phase == CHUNKS or (self._phase == HEAD and self._rest):
             if quiet > waited:
-                self._refuse(408, "the request did not come to its end in time; --http-read-timeout is the limit")
+                self._refuse(408, "the request was not complete in time; --http-read-timeout is the limit")
         elif self._phase == HEAD and quiet > door.idle_turns:
             transport.close()
 

@@ -119,7 +119,7 @@ def parse(
     block: bytes, metrics: bool = False, access: Access | None = None, forward: Forward | None = None
 ) -> Head:  # fmt: skip
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
-        raise BadHead(400, "the lines of the request do not end as HTTP says")
+        raise BadHead(400, "the lines of the request do not end as HTTP requires")
     if block[: block.find(b"\r\n")].count(b" ") > 2:  # the parser takes several spaces for one
         raise BadHead(400, "the first line of the request is not METHOD PATH HTTP/1.1")
     lines = _Lines()
@@ -132,12 +132,12 @@ def parse(
         cause = error.__context__
         if isinstance(cause, BadHead):
             raise cause from None
-        raise BadHead(400, f"the request is not HTTP: {error}") from None
+        raise BadHead(400, f"the request is not valid HTTP: {error}") from None
     method, http = parser.get_method().decode("ascii"), parser.get_http_version()
     if not lines.complete or method == "CONNECT":
-        raise BadHead(400, "the request is not HTTP")
+        raise BadHead(400, "the request is not valid HTTP")
     if http not in ("1.1", "1.0"):
-        raise BadHead(505, "HTTP/1.1 is spoken here")
+        raise BadHead(505, "only HTTP/1.1 is supported")
     found = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
     if found.route.status == 200 and (access is not None or forward is not None):
         _guard(found, lines.headers, access, forward)
@@ -172,7 +172,7 @@ def _path(target: bytes) -> str:
         if not text.startswith("/"):
             text = (httptools.parse_url(target).path or b"/").decode("ascii")
     except (UnicodeDecodeError, httptools.HttpParserError):
-        raise BadHead(400, "the request names no path") from None
+        raise BadHead(400, "the request has no path") from None
     return text
 
 
@@ -185,19 +185,19 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
         name = written.lower()
         if name in _FRAMING:
             if name in seen:
-                raise BadHead(400, f"the request has more than one {name.decode()}")
+                raise BadHead(400, f"the request has more than one header {name.decode()}")
             seen.add(name)
         elif name.replace(b"_", b"-") in _FRAMING:  # some proxies take the two for the same
-            raise BadHead(400, f"the request has a header {name.decode('latin-1')}")
+            raise BadHead(400, f"the request has the header {name.decode('latin-1')}")
         match name:
             case b"host":
                 if _HOST.fullmatch(value.strip(b" \t")) is None:
-                    raise BadHead(400, "the value of host is not a host and a port")
+                    raise BadHead(400, "the header host is not HOST or HOST:PORT")
             case b"content-length":
                 found.length = _number(name, value)
             case b"transfer-encoding":
                 if value.strip().lower() != b"chunked":
-                    raise BadHead(501, "the only transfer encoding that is understood is chunked")
+                    raise BadHead(501, "the only supported transfer encoding is chunked")
                 found.chunked = True
             case b"inference-header-content-length":
                 found.json_length = _number(name, value)
@@ -207,12 +207,12 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
                 found.accepts = found.accepts or _accepted(value)
             case b"expect":
                 if value.strip().lower() != b"100-continue":
-                    raise BadHead(417, "the only expectation that is understood is 100-continue")
+                    raise BadHead(417, "the only supported expectation is 100-continue")
                 found.expects = http == "1.1"
     if b"host" not in seen and http == "1.1":
         raise BadHead(400, "the request has no host header, which HTTP/1.1 requires")
     if found.chunked and (b"content-length" in seen or http == "1.0"):
-        raise BadHead(400, "the request says in two ways how long its body is")
+        raise BadHead(400, "the request has conflicting body lengths")
     return found
 
 

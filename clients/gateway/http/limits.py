@@ -42,4 +42,4 @@ class Limits(Struct, frozen=True):
         if self.json_bytes < limit:
             limit, flag = self.json_bytes, "--http-max-json-size"
         text = json_too_large(size, limit, flag)
-        return InvalidRequest(f"{text} Tensors that are sent as binary data do not count.")
+        return InvalidRequest(f"{text} Tensors sent as binary data do not count.")

@@ -34,28 +34,33 @@ class Operation(Struct, frozen=True):
 
 
 OPERATIONS = {
-    "live": Operation("Whether the server lives: 200, or 400"),
-    "ready": Operation("Whether the server is ready: 200, or 400"),
-    "metadata": Operation("Name, version and extensions of the server", gives="Server"),
+    "live": Operation("Liveness: 200, or 400"),
+    "ready": Operation("Readiness: 200, or 400"),
+    "metadata": Operation("Server metadata: name, version and extensions", gives="Server"),
     "openapi": Operation("This document", gives="Any"),
-    "model_ready": Operation("Whether the model is ready: 200, or 400"),
-    "model_metadata": Operation("What the model takes and gives", gives="Model"),
-    "config": Operation("The model's configuration", gives="Any"),
+    "model_ready": Operation("Readiness of the model: 200, or 400"),
+    "model_metadata": Operation("Model metadata: inputs and outputs", gives="Model"),
+    "config": Operation("Model configuration", gives="Any"),
     "statistics": Operation("Statistics", gives="Statistics"),
-    "infer": Operation("Runs the model", takes="InferRequest", gives="InferResponse", binary=True),
-    "generate": Operation("Runs the model once, with plain JSON", takes="Generate", gives="Generated"),
-    "generate_stream": Operation("The same, each answer an event", takes="Generate", gives="Generated", events=True),
+    "infer": Operation("Run the model", takes="InferRequest", gives="InferResponse", binary=True),
+    "generate": Operation("Run the model once, with plain JSON", takes="Generate", gives="Generated"),
+    "generate_stream": Operation(
+        "Run the model with plain JSON; each response is a server-sent event",
+        takes="Generate",
+        gives="Generated",
+        events=True,
+    ),
     "index": Operation("All models", takes="Filter", gives="Index"),
-    "load": Operation("Loads the model, or loads it again", takes="Load"),
-    "unload": Operation("Unloads the model", takes="Unload"),
-    "named_repository": Operation("Is not done: 501"),
-    "trace": Operation("Settings of traces", gives="Settings"),
-    "set_trace": Operation("Changes settings of traces", takes="Settings", gives="Settings"),
-    "log": Operation("Settings of the log", gives="Settings"),
-    "set_log": Operation("Changes settings of the log", takes="Settings", gives="Settings"),
-    "memory_status": Operation("Regions of shared memory that are registered", gives="Regions"),
-    "memory_register": Operation("Registers shared memory of the caller", takes="Region"),
-    "memory_unregister": Operation("Forgets a region, or all of them"),
+    "load": Operation("Load or reload the model", takes="Load"),
+    "unload": Operation("Unload the model", takes="Unload"),
+    "named_repository": Operation("Not supported: 501"),
+    "trace": Operation("Trace settings", gives="Settings"),
+    "set_trace": Operation("Change trace settings", takes="Settings", gives="Settings"),
+    "log": Operation("Log settings", gives="Settings"),
+    "set_log": Operation("Change log settings", takes="Settings", gives="Settings"),
+    "memory_status": Operation("Registered shared memory regions", gives="Regions"),
+    "memory_register": Operation("Register a shared memory region of the client", takes="Region"),
+    "memory_unregister": Operation("Unregister a region, or all regions"),
 }
 
 
@@ -80,7 +85,7 @@ def document() -> _Schema:
         "paths": paths,
         "components": {
             "schemas": SCHEMAS,
-            "responses": {"Error": {"description": "What was wrong", "content": {JSON: {"schema": _ref("Error")}}}},
+            "responses": {"Error": {"description": "Error", "content": {JSON: {"schema": _ref("Error")}}}},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"token": []}],
@@ -107,7 +112,7 @@ def _operation(path: Path, method: str, action: str) -> _Schema:
             content[BYTES] = {}
             made["parameters"].append(
                 {"name": _HEADER_LENGTH, "in": "header", "schema": {"type": "integer", "minimum": 0},
-                 "description": "So much of the body is JSON, and tensors follow"}
+                 "description": "Length of the JSON part of the body, which tensors follow"}
             )  # fmt: skip
         made["requestBody"] = {"content": content, "required": action in ("infer", "generate", "generate_stream")}
     return made

@@ -401,16 +401,16 @@ class Requests:
     def _json_length(self, head: Head, size: int) -> int:
         length = head.json_length or 0
         if length > size:
-            raise InvalidRequest(f"Inference-Header-Content-Length is {length}, and the body has {size} bytes")
+            raise InvalidRequest(f"Inference-Header-Content-Length is {length}, but the body has {size} bytes")
         return length
 
     def _check_size(self, plan: Plan, size: int, model: str) -> None:
         if plan.binary_bytes > size:
             text = f"unexpected size for input data of model '{model}'"
-            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, and {size} do")
+            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
         if plan.binary_bytes < size:
             text = f"unexpected additional input data for model '{model}'"
-            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, and {size} do")
+            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
 
     def _infer(self, connection: Connection, head: Head, plan: Plan, pieces: list[Piece]) -> None:
         asker, route, request_id = self._asker, head.route, plan.options.id
@@ -429,9 +429,9 @@ class Requests:
         route, link = head.route, self._link
         as_events = route.action == "generate_stream"
         if head.encoding:
-            raise Unsupported(f"Unsupported compression type '{head.encoding[:40]}': generate takes none")
+            raise Unsupported(f"Unsupported compression type '{head.encoding[:40]}': generate supports none")
         if as_events and head.old:
-            raise Unsupported("generate_stream needs HTTP/1.1")
+            raise Unsupported("generate_stream requires HTTP/1.1")
         if len(body) > self._limits.json_bytes:
             raise self._limits.json_too_large(len(body))
 

@@ -109,7 +109,7 @@ def _route(method: str, path: Path, words: dict[str, str]) -> Route:
         return Route(action)
     version = words.get("{version}")
     if version is not None and not (version.isascii() and version.isdecimal() and 0 < int(version[:20]) < 2**63):
-        return Route("", status=400, text=f"version '{version[:40]}' of the path is not a number from 1 on")
+        return Route("", status=400, text=f"version '{version[:40]}' in the path is not an integer of at least 1")
     if words.get("{model}") == "":
         return Route("", status=400, text="the name of the model is missing in the path")
     return Route(action, words.get("{model}") or words.get("{region}") or "", version or "", kind=path.kind)

@@ -27,9 +27,9 @@ class HeaderBlocks:
         if flags & (frames.PADDED | frames.WITH_PRIORITY):
             payload = heads.unpadded(flags, payload)
         if not number & 1:
-            raise Broken(Reason.PROTOCOL_ERROR, "headers of a stream that callers do not have")
+            raise Broken(Reason.PROTOCOL_ERROR, "HEADERS on a stream id that clients may not use")
         if len(payload) > heads.HEAD_BYTES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, f"the headers of a call are over {heads.HEAD_BYTES} bytes")
+            raise Broken(Reason.ENHANCE_YOUR_CALM, f"the headers of the call exceed {heads.HEAD_BYTES} bytes")
         if flags & frames.END_HEADERS:
             self._done(number, flags, payload)
         else:
@@ -38,7 +38,7 @@ class HeaderBlocks:
     def continuation(self, flags: int, payload: bytes) -> None:
         block = self.pending
         if block is None:
-            raise Broken(Reason.PROTOCOL_ERROR, "CONTINUATION of nothing")
+            raise Broken(Reason.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         block.add(payload)
         if flags & frames.END_HEADERS:
             self.pending = None
@@ -77,9 +77,9 @@ class HeaderBlocks:
         if core.closed.ignores(number, ended):
             core.conduct.idle()
         elif number in core.closed:
-            raise Broken(Reason.STREAM_CLOSED, "HEADERS of a stream that is closed")
+            raise Broken(Reason.STREAM_CLOSED, "HEADERS on a closed stream")
         else:
-            raise Broken(Reason.PROTOCOL_ERROR, "HEADERS of a new stream with a number below that of the last one")
+            raise Broken(Reason.PROTOCOL_ERROR, "HEADERS of a new stream with an id below the last one")
 
     def _open(self, number: int, head: heads.Head, ended: bool) -> None:
         core = self._core

@@ -33,25 +33,25 @@ class Conduct:
         """A call that the caller took back, or made us reset: either way it was opened for nothing."""
         self.resets += 1
         if self.resets > most.RESETS:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many calls that are reset")
+            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many reset calls")
 
     def mistake(self) -> None:
         """A call that was refused from its headers alone: no such method, not gRPC, no role."""
         self.mistakes += 1
         if self.mistakes > most.MISTAKES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many calls that are refused")
+            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many refused calls")
 
     def idle(self, weight: int = 1) -> None:
         """A frame that moves nothing."""
         self.idle_frames += weight
         if self.idle_frames > most.IDLE_FRAMES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many frames that move nothing")
+            raise Broken(Reason.ENHANCE_YOUR_CALM, "too many frames without effect")
 
     def unsent_reply(self) -> None:
         """An acknowledgement for a caller who does not read."""
         self.unsent_replies += 1
         if self.unsent_replies > most.UNSENT_REPLIES:
-            raise Broken(Reason.ENHANCE_YOUR_CALM, "the caller asks and does not read")
+            raise Broken(Reason.ENHANCE_YOUR_CALM, "the client sends requests but does not read responses")
 
 
 class ClosedStreams:

@@ -172,7 +172,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
 
     def evict(self) -> None:
         if self._core is not None:
-            self._core.end(Reason.NO_ERROR, "idle, and other clients need its place (--http-max-connections)")
+            self._core.end(Reason.NO_ERROR, "idle, closed for other clients (--http-max-connections)")
 
     def abort(self) -> None:
         if self._transport is not None:

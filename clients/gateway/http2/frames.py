@@ -86,9 +86,9 @@ def settings_of(payload: bytes) -> dict[int, int]:
     found = dict(_SETTING.iter_unpack(payload))
     for name, value in found.items():
         if name == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
-            raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+            raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
         if name == MAX_FRAME_SIZE and not DEFAULT_FRAME <= value <= LARGEST_FRAME:
-            raise Broken(Reason.PROTOCOL_ERROR, "a size of frames that HTTP/2 does not have")
+            raise Broken(Reason.PROTOCOL_ERROR, "invalid SETTINGS_MAX_FRAME_SIZE")
         if name == ENABLE_PUSH and value > 1:
-            raise Broken(Reason.PROTOCOL_ERROR, "a setting that is neither 0 nor 1")
+            raise Broken(Reason.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is neither 0 nor 1")
     return found

@@ -109,7 +109,7 @@ class Heads:
         if self._table.changes != before or (block and block[0] & 0xE0 == 0x20):
             self._known.clear()
         for name, value in found:
-            wrong = "a pseudo header among the trailers" if name.startswith(b":") else _wrong_field(name, value)
+            wrong = "pseudo-header in trailers" if name.startswith(b":") else _wrong_field(name, value)
             if wrong:
                 return wrong
         return ""
@@ -121,7 +121,7 @@ class Heads:
         try:
             found = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
         except (HPACKError, IndexError, ValueError) as error:
-            raise Broken(Reason.COMPRESSION_ERROR, f"the headers of a call cannot be read: {error}") from None
+            raise Broken(Reason.COMPRESSION_ERROR, f"the headers of the call cannot be decoded: {error}") from None
         self.fields = len(found)
         return found
 
@@ -144,7 +144,7 @@ def _check_count(block: bytes) -> None:
                     at += size
             count += 1
             if count > HEADERS:
-                raise Broken(Reason.ENHANCE_YOUR_CALM, f"a call has more than {HEADERS} headers")
+                raise Broken(Reason.ENHANCE_YOUR_CALM, f"the call has more than {HEADERS} headers")
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
@@ -168,7 +168,7 @@ def _check_sizes(block: bytes) -> None:
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
         if count > 2:
-            raise Broken(Reason.COMPRESSION_ERROR, "the headers of a call begin with more than two sizes of the table")
+            raise Broken(Reason.COMPRESSION_ERROR, "the header block begins with more than two table size updates")
         if block[at] & 0x1F == 0x1F:
             at += 1
             while at < len(block) and block[at] & 0x80:
@@ -182,9 +182,9 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
     for name, value in pairs:
         if name.startswith(b":"):
             if name in pseudo or found or name not in _PSEUDO:
-                return Head(malformed="a pseudo header in the wrong place")
+                return Head(malformed="misplaced pseudo-header")
             if not _VALUE.fullmatch(value):
-                return Head(malformed="a pseudo header with a value that HTTP does not have")
+                return Head(malformed="invalid value of a pseudo-header")
             pseudo[name] = value
         elif wrong := _wrong_field(name, value):
             return Head(malformed=wrong)
@@ -196,11 +196,11 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
         or not pseudo.get(b":scheme")
         or not pseudo.get(b":path", b"").startswith((b"/", b"*"))
     ):
-        return Head(malformed="no method, no scheme, or no path")
+        return Head(malformed="missing method, scheme or path")
     length, digits = None, found.pop("content-length", None)
     if digits is not None:
         if not digits.isascii() or not digits.isdecimal() or len(digits) > 18:
-            return Head(malformed="a content-length that is not a number")
+            return Head(malformed="content-length is not a number")
         length = int(digits)
     if pseudo[b":method"] != b"POST":
         return Head(status=405)
@@ -213,11 +213,11 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
 def _wrong_field(name: bytes, value: bytes) -> str:
     """Why it makes its message malformed (RFC 9113, 8.2); empty: it does not."""
     if not _NAME.fullmatch(name):
-        return "a header with a name that HTTP/2 does not have"
+        return "invalid header name"
     if not _VALUE.fullmatch(value):
-        return "a header with a value that HTTP does not have"
+        return "invalid header value"
     if name in _CONNECTION or (name == b"te" and value != b"trailers"):
-        return "a header of the connection, which HTTP/2 does not have"
+        return "connection-specific header, which HTTP/2 does not allow"
     return ""
 
 
@@ -229,7 +229,7 @@ def _call(path: str, found: dict[str, str], length: int | None) -> Head:
         if unit in _UNITS and digits.isascii() and digits.isdecimal() and len(digits) <= 8:
             timeout = int(digits) * _UNITS[unit]
         else:
-            wrong = f"the timeout {written[:20]!r} of the call is none of gRPC"
+            wrong = f"invalid grpc-timeout {written[:20]!r}"
     encoding = found.get("grpc-encoding", "identity")
     accepted = [name.strip() for name in found.get("grpc-accept-encoding", "").split(",")]
     accepts = next((name for name in ENCODINGS if name in accepted), "")
@@ -255,7 +255,7 @@ class Block:
         self.parts.append(payload)
         self._size += len(payload)
         if len(self.parts) > CONTINUATIONS or self._size > HEAD_BYTES:
-            text = f"the headers of a call are over {HEAD_BYTES} bytes, or {CONTINUATIONS} frames"
+            text = f"the headers of the call exceed {HEAD_BYTES} bytes or {CONTINUATIONS} frames"
             raise Broken(Reason.ENHANCE_YOUR_CALM, text)
 
 
@@ -267,7 +267,7 @@ def unpadded(flags: int, payload: bytes) -> bytes:
     if flags & WITH_PRIORITY:
         start += 5
     if start + padding > len(payload):
-        raise Broken(Reason.PROTOCOL_ERROR, "more padding than frame")
+        raise Broken(Reason.PROTOCOL_ERROR, "padding exceeds the frame")
     return payload[start : len(payload) - padding]
 
 

@@ -123,15 +123,15 @@ class Life:
         elif stream.moved >= least:
             stream.turn, stream.moved = turn, 0
         elif turn - stream.turn > waited:
-            text = "the caller did not go on in time; --http-read-timeout is the limit"
+            text = "the client stalled; --http-read-timeout is the limit"
             stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 
     def _look_at_idle(self, stream: Stream, quiet: int, waited: int) -> None:
         awaits, most = stream.call.awaits, self._core.door.stream_turns
         if awaits is Awaits.REQUEST and quiet > waited:
-            text = "the request of the call did not come in time; --http-read-timeout is the limit"
+            text = "the request was not received in time; --http-read-timeout is the limit"
         elif awaits is Awaits.NEXT_REQUEST and quiet > most:
-            text = "no request came on this stream in time; --grpc-stream-idle-timeout is the limit"
+            text = "no request was received on this stream in time; --grpc-stream-idle-timeout is the limit"
         else:
             return
         stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))

@@ -27,11 +27,11 @@ def inflating(encoding: str, data: Buffer, limit: int, hold: Callable[[int], Non
     try:
         found = yield from zip.inflating(_WINDOW[encoding], data, limit, hold)
     except zlib.error:
-        raise RpcError(Code.INTERNAL, f"a message is not {encoding}") from None
+        raise RpcError(Code.INTERNAL, f"the message is not valid {encoding}") from None
     except zip.Overflow as error:
         raise too_large(error.args[0], limit) from None
     except zip.Incomplete:
-        raise RpcError(Code.INTERNAL, f"a message is not one whole {encoding} stream") from None
+        raise RpcError(Code.INTERNAL, f"the message is not one complete {encoding} stream") from None
     return bytes(found) if len(found) < SLICE_BYTES else memoryview(found)
 
 

@@ -123,7 +123,7 @@ class Http2:
         at, size = 0, len(data)
         if not self.greeted:
             if data[:_PREFACE_SIZE] != frames.PREFACE[:size]:
-                raise Broken(Reason.PROTOCOL_ERROR, "this is a port of gRPC, and what came is not HTTP/2")
+                raise Broken(Reason.PROTOCOL_ERROR, "this is a gRPC port, but the client does not use HTTP/2")
             if size < _PREFACE_SIZE:
                 self._rest = data
                 return
@@ -158,7 +158,7 @@ class Http2:
                 self._skip, at = length, start
             elif length > heads.HEAD_BYTES:
                 raise Broken(
-                    Reason.ENHANCE_YOUR_CALM, f"a frame of {length} bytes; those that are no DATA may have 32768"
+                    Reason.ENHANCE_YOUR_CALM, f"frame of {length} bytes; the limit for frames other than DATA is 32768"
                 )
             else:
                 break
@@ -166,11 +166,11 @@ class Http2:
 
     def _check(self, kind: int, number: int, length: int) -> None:
         if length > most.FRAME_BYTES:
-            raise Broken(Reason.FRAME_SIZE_ERROR, f"a frame of {length} bytes; the most is {most.FRAME_BYTES}")
+            raise Broken(Reason.FRAME_SIZE_ERROR, f"frame of {length} bytes; the limit is {most.FRAME_BYTES}")
         if not self._set and kind != frames.SETTINGS:
             raise Broken(Reason.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         if self._blocks.pending is not None and (kind != frames.CONTINUATION or number != self._blocks.pending.number):
-            raise Broken(Reason.PROTOCOL_ERROR, "another frame inside of headers")
+            raise Broken(Reason.PROTOCOL_ERROR, "another frame inside a header block")
 
     # ------------------------------------------------------------------------------------ DATA
 
@@ -184,7 +184,7 @@ class Http2:
         body = length
         if flags & frames.PADDED:
             if not length or data[start] >= length:
-                raise Broken(Reason.PROTOCOL_ERROR, "more padding than frame")
+                raise Broken(Reason.PROTOCOL_ERROR, "padding exceeds the frame")
             padding = data[start]
             start += 1
             body = length - 1 - padding
@@ -225,7 +225,7 @@ class Http2:
 
     def _closed_data(self, number: int, stream: Stream | None, ended: bool) -> None:
         if not number & 1 or number > self.last:
-            raise Broken(Reason.PROTOCOL_ERROR, "DATA of a stream that was not opened")
+            raise Broken(Reason.PROTOCOL_ERROR, "DATA on an idle stream")
         if stream is not None:
             self.reset(stream, Reason.STREAM_CLOSED)
         elif self.closed.ignores(number, ended):
@@ -275,7 +275,7 @@ class Http2:
         if kind == frames.HEADERS:
             self._blocks.headers(number, flags, payload)
         elif len(payload) != frames.LENGTHS.get(kind, len(payload)):
-            raise Broken(Reason.FRAME_SIZE_ERROR, "a frame of a wrong length")
+            raise Broken(Reason.FRAME_SIZE_ERROR, "wrong frame length")
         elif kind == frames.WINDOW_UPDATE:
             self._window_update(number, payload)
         elif kind == frames.PING:
@@ -287,19 +287,19 @@ class Http2:
         elif kind == frames.CONTINUATION:
             self._blocks.continuation(flags, payload)
         elif kind == frames.PUSH_PROMISE:
-            raise Broken(Reason.PROTOCOL_ERROR, "a push of a caller")
+            raise Broken(Reason.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
             if (kind == frames.GOAWAY) == bool(number) and kind <= frames.CONTINUATION:
-                raise Broken(Reason.PROTOCOL_ERROR, "a frame of the wrong stream")
+                raise Broken(Reason.PROTOCOL_ERROR, "frame on the wrong stream")
             if kind == frames.GOAWAY and len(payload) < frames.GOAWAY_LENGTH:
-                raise Broken(Reason.FRAME_SIZE_ERROR, "a frame of a wrong length")
+                raise Broken(Reason.FRAME_SIZE_ERROR, "wrong frame length")
             self.conduct.idle()
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number or (flags & frames.ACK and not self._set):
-            raise Broken(Reason.PROTOCOL_ERROR, "SETTINGS of a stream, or none at first")
+            raise Broken(Reason.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
         if len(payload) % 6 or (flags & frames.ACK and payload) or len(payload) > most.SETTINGS_BYTES:
-            raise Broken(Reason.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
+            raise Broken(Reason.FRAME_SIZE_ERROR, "wrong length of SETTINGS")
         self._set = True
         if flags & frames.ACK:
             self.conduct.idle()
@@ -318,7 +318,7 @@ class Http2:
         for stream in self.streams.values():
             stream.window += change
             if stream.window > frames.LARGEST_WINDOW:
-                raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+                raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
 
     def _reply(self, data: bytes) -> None:
         if not self.accepts:
@@ -328,7 +328,7 @@ class Http2:
 
     def _ping(self, flags: int, number: int, payload: bytes) -> None:
         if number:
-            raise Broken(Reason.PROTOCOL_ERROR, "a PING of a stream")
+            raise Broken(Reason.PROTOCOL_ERROR, "PING on a stream other than 0")
         if flags & frames.ACK:
             self.life.acknowledged(payload)
             return
@@ -338,7 +338,7 @@ class Http2:
 
     def _rst_stream(self, number: int, payload: bytes) -> None:
         if not number & 1 or number > self.last:
-            raise Broken(Reason.PROTOCOL_ERROR, "RST_STREAM of a stream that was not opened")
+            raise Broken(Reason.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
         stream = self.streams.get(number)
         if stream is None:
             self.closed.ignores(number, True)
@@ -357,14 +357,14 @@ class Http2:
                 raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
             self.window += size
             if self.window > frames.LARGEST_WINDOW:
-                raise Broken(Reason.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+                raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
             if self._queued:
                 self.pump()
             return
         stream = self.streams.get(number)
         if stream is None:
             if not number & 1 or number > self.last:
-                raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE of a stream that was not opened")
+                raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
             return
         stream.window += size
         if not size or stream.window > frames.LARGEST_WINDOW:

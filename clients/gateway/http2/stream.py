@@ -216,9 +216,9 @@ class Stream(Sending):
         if not flag:
             self._pass_on(data)
         elif flag != 1:
-            self.fail(RpcError(Code.INTERNAL, "a message does not begin as gRPC says"))
+            self.fail(RpcError(Code.INTERNAL, "a message does not begin with a valid gRPC prefix"))
         elif not self.head.encoding:
-            self.fail(RpcError(Code.INTERNAL, "a message says that it is compressed, and the call does not say how"))
+            self.fail(RpcError(Code.INTERNAL, "a message is flagged as compressed, but the call has no grpc-encoding"))
         elif self._hold(len(data)):
             self._inflate(data)
 
@@ -284,7 +284,7 @@ class Stream(Sending):
             self._end_waits = True
             return
         if self._buffer is not None or self._prefix:
-            self.fail(RpcError(Code.INTERNAL, "the last message of the call is not complete"))
+            self.fail(RpcError(Code.INTERNAL, "the last message of the call is incomplete"))
             return
         try:
             self.call.half_closed()
@@ -296,7 +296,7 @@ class Stream(Sending):
     def faulty(self) -> None:
         """Of an exception that nobody expected: the call ends, and the connection goes on."""
         log.exception("a service failed")
-        self.fail(RpcError(Code.INTERNAL, "the gateway failed; its log says more"))
+        self.fail(RpcError(Code.INTERNAL, "internal error of the gateway; see its log"))
 
     def _wait(self, data: bytes) -> None:
         assert self._waiting is not None

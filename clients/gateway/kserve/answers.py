@@ -116,7 +116,7 @@ def check_room(plan: Plan, name: str, size: int) -> None:
 
 def _inline(data: Any) -> bytes:
     if type(data) is not bytes:
-        raise Internal("an output came neither inside its message nor in shared memory")
+        raise Internal("an output is neither in its message nor in shared memory")
     return data
 
 

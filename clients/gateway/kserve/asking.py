@@ -92,8 +92,8 @@ def withdraw(link: GatewayLink, ticket: Charge) -> None:
 
 def not_passed_on() -> Internal:
     """For a mistake of ours, called where it was caught."""
-    log.exception("an answer could not be passed on")
-    return Internal("the gateway could not pass the answer on; its log says why")
+    log.exception("cannot forward a response")
+    return Internal("the gateway could not forward the response; see its log")
 
 
 class _Learning(Ticket):

@@ -134,7 +134,7 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> Question | 
             return Known(None)
         case "named_repository":
             raise Unsupported("'repository_name' specification is not supported")
-    raise Unsupported("this gateway does not do that")
+    raise Unsupported("not supported by this gateway")
 
 
 # ---------------------------------------------------------------------------------------- as HTTP has it
@@ -263,7 +263,7 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
             return Arguments(order=DeviceOrder(handle_of(found.raw_handle.b64), found.device_id, found.byte_size))
         case "set_trace" | "set_log":
             if len(body) > _SETTINGS_BYTES:
-                raise InvalidRequest(f"settings may have {_SETTINGS_BYTES} bytes, these have {len(body)}")
+                raise InvalidRequest(f"the settings have {len(body)} bytes; the limit is {_SETTINGS_BYTES}")
             return Arguments(settings=_read(dict[str, Any], body))
     return Arguments()
 
@@ -282,7 +282,7 @@ def _read(kind: Any, body: bytes) -> Any:
 
 def _check_size(body: bytes) -> None:
     if len(body) > _ASKED_BYTES:
-        raise InvalidRequest(f"the body of such a request may have {_ASKED_BYTES} bytes, this has {len(body)}")
+        raise InvalidRequest(f"the request body has {len(body)} bytes; the limit is {_ASKED_BYTES}")
 
 
 def _no_json(error: Exception) -> InvalidRequest:
@@ -324,13 +324,17 @@ def _of_load(parameters: dict[str, str | bool]) -> Arguments:
 
 
 def unknown_of_load(name: str) -> InvalidRequest:
-    return InvalidRequest(f"Unrecognized load parameter '{name[:80]}'; known are 'config', 'file:PATH' and 'previous'")
+    return InvalidRequest(
+        f"Unrecognized load parameter '{name[:80]}'; supported are 'config', 'file:PATH' and 'previous'"
+    )
 
 
 def _loading(model: str, given: Arguments) -> tuple[str, Body]:
     try:
         if given.files and given.config is None:
-            raise InvalidRequest("files need the parameter 'config': a model that is sent is looked for nowhere else")
+            raise InvalidRequest(
+                "files require the parameter 'config', as the repository is not read for a model that is sent"
+            )
         return loading(given.config, given.files, given.previous)
     except InvalidRequest as error:
         raise BadLoad(model, error) from error

@@ -158,9 +158,9 @@ def _flat(name: str, data: Any) -> list[Any]:
         if list not in kinds:
             return values
         if len(kinds) > 1:
-            raise InvalidRequest(f"input '{name}': lists and values are mixed in its 'data'")
+            raise InvalidRequest(f"input '{name}': its 'data' mixes lists and values")
         values = list(chain.from_iterable(values))
-    raise InvalidRequest(f"input '{name}': its 'data' is nested more than {JSON_DEPTH} deep")
+    raise InvalidRequest(f"input '{name}': its 'data' is nested more than {JSON_DEPTH} levels deep")
 
 
 def _json_kind(dtype: str) -> str:
@@ -177,7 +177,7 @@ def _json_names(kinds: set[type]) -> str:
 def to_json(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> msgspec.Raw:
     """The values as one flat list of JSON. What is not a number is written NaN, Infinity and -Infinity."""
     if dtype in _BINARY_ONLY:
-        raise InvalidRequest(f"output '{name}': {dtype} data cannot be sent as JSON; ask for it as binary data")
+        raise InvalidRequest(f"output '{name}': {dtype} data cannot be sent as JSON; request it as binary data")
     if dtype == "BYTES":
         return msgspec.Raw(_encode(_texts(name, shape, data)))
     array = np.frombuffer(data, to_numpy(dtype))
@@ -244,7 +244,7 @@ def _text(name: str, raw: bytes) -> str:
 
 def _no_text(name: str) -> InvalidRequest:
     return InvalidRequest(
-        f"output '{name}' has strings that are not UTF-8, which JSON cannot carry; ask for it as binary data"
+        f"output '{name}' has strings that are not UTF-8, which JSON cannot represent; request it as binary data"
     )
 
 

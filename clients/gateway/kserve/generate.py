@@ -34,7 +34,9 @@ def check_in_slices(text: bytes) -> Work[None]:
     """A large text is decoded at once if it is a few long strings, and refused if it is many values."""
     commas = yield from commas_of(text)
     if commas >= VALUES:
-        raise InvalidRequest(f"generate takes up to {VALUES} values, this request has {commas + 1}; use infer for them")
+        raise InvalidRequest(
+            f"the request has {commas + 1} values; the limit of generate is {VALUES}, use infer instead"
+        )
 
 
 def generate_plan(text: bytes, config: Mapping[str, Any]) -> Plan:

@@ -179,7 +179,7 @@ def _request_of(text: bytes) -> _Request:
             raise slices.unreadable(error) from None
         found = _with_what_is_no_number(text)
     if len(found.inputs) > TENSORS:
-        raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(found.inputs)}")
+        raise InvalidRequest(f"the request has {len(found.inputs)} inputs; the limit is {TENSORS}")
     return found
 
 
@@ -198,10 +198,10 @@ def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]
     """What is said of an input, beside its data. Gives the shape."""
     check_text("input name", name)
     if len(shape) > DIMS:
-        raise InvalidRequest(f"input '{name}' has {len(shape)} dims; a tensor may have {DIMS}")
+        raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
     found = tuple(shape)
     if any(not 0 <= dim <= _LARGEST for dim in found):
-        raise InvalidRequest(f"input '{name}' of shape {list(found)}: a dim is a number from 0 to {_LARGEST}")
+        raise InvalidRequest(f"input '{name}' of shape {list(found)}: dims must be from 0 to {_LARGEST}")
     if dtype not in ITEM_BYTES:
         raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype[:40]}'")
     count = elements_of(found)
@@ -230,7 +230,7 @@ def _spec(given: _Input) -> Spec:
     place = place_of(f"input '{name}'", parameters) if parameters else None
     if place is not None:
         if size is not None or given.data is not UNSET:
-            raise InvalidRequest(f"input '{name}' is in a shared memory region, and has data beside that")
+            raise InvalidRequest(f"input '{name}' is in a shared memory region, but also has data")
         return Spec(name, given.datatype, shape, place.size, None, place)
     if size is None:
         if given.data is UNSET:
@@ -253,7 +253,7 @@ def _cut_spec(given: _Input, text: Text, cut: Cut, most: int) -> Work[Spec]:
 def add_outputs(plan: Plan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
     """What is asked for, and how: names with their parameters."""
     if len(given) > TENSORS:
-        raise InvalidRequest(f"a request may ask for {TENSORS} outputs, this one asks for {len(given)}")
+        raise InvalidRequest(f"the request names {len(given)} outputs; the limit is {TENSORS}")
     wanted: dict[str, TopK | None] = {}
     plan.binary, plan.places = {}, {}
     for name, parameters in given:
@@ -274,9 +274,9 @@ def _classes(name: str, parameters: Mapping[str, Value]) -> TopK | None:
     if count is None:
         return None
     if "shared_memory_region" in parameters:
-        raise InvalidRequest(f"output '{name}': 'classification' cannot go to a shared memory region")
+        raise InvalidRequest(f"output '{name}': 'classification' results cannot be written to a shared memory region")
     if type(count) is not int or not 0 < count <= CLASSES:
-        raise InvalidRequest(f"'classification' of output '{name}' is a number from 1 to {CLASSES}, not {count!r}")
+        raise InvalidRequest(f"'classification' of output '{name}' must be a number from 1 to {CLASSES}, not {count!r}")
     return TopK(count)
 
 
@@ -287,7 +287,7 @@ def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
     if type(region) is not str:
         raise InvalidRequest(f"'shared_memory_region' of {what} must be a name")
     if "shared_memory_byte_size" not in parameters:
-        raise InvalidRequest(f"{what} is in a shared memory region, and needs 'shared_memory_byte_size'")
+        raise InvalidRequest(f"{what} is in a shared memory region, but has no 'shared_memory_byte_size'")
     offset = _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0), _MOST)
     size = _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"], _MOST)
     return Place(check_text("region name", region), offset, size)
@@ -318,7 +318,7 @@ def options_of(request_id: str, given: Mapping[str, Value]) -> Options:
             case _:
                 rest[check_text("parameter name", name)] = _parameter(name, value)
     if len(rest) > PARAMETERS:
-        raise InvalidRequest(f"a request may have {PARAMETERS} parameters, this one has {len(rest)}")
+        raise InvalidRequest(f"the request has {len(rest)} parameters; the limit is {PARAMETERS}")
     if not found.sequence:  # number 0: no sequence, whatever else is said of it
         found.sequence_start = found.sequence_end = False
     if rest:
@@ -360,7 +360,7 @@ def _bool(what: str, value: Value) -> bool:
 def check_version(version: str) -> str:
     if version and not (version.isascii() and version.isdecimal() and 0 < int(version[:20]) <= _LARGEST):
         raise InvalidRequest(
-            f"failed to get model version from specified version string '{version[:40]}': it is not a number from 1 on"
+            f"failed to get model version from specified version string '{version[:40]}': expected an integer above 0"
         )
     return version
 
@@ -377,7 +377,7 @@ def _writable(what: str, text: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise InvalidRequest(f"{what} has half a character in it (a lone surrogate)") from None
+            raise InvalidRequest(f"{what} contains a lone surrogate") from None
     return text
 
 
@@ -426,6 +426,8 @@ def _fitted(name: str, dims: list[int], size: int, item: int) -> list[int]:
         for dim in dims:
             row *= dim if dim >= 0 else 1
         if not row or size % row:
-            raise InvalidRequest(f"{size} bytes of raw input '{name}' are no whole number of its rows of {row} bytes")
+            raise InvalidRequest(
+                f"{size} bytes of raw input '{name}' are not a multiple of its row size of {row} bytes"
+            )
         dims[index] = size // row
     return dims

@@ -125,7 +125,7 @@ class _Scan:
                 if depths.max() > JSON_DEPTH:
                     raise too_deep()
                 if depths.min() < 0:
-                    raise unreadable("a bracket is closed that was not opened")
+                    raise unreadable("unmatched closing bracket")
             yield _Slice(at, data, inside, brackets, steps, depths)
 
     def _strings(self, data: _Bytes) -> _Mask:
@@ -162,7 +162,7 @@ def outline(text: Text) -> Work[Outline]:
                 cuts.append(Cut(begin, end))
         yield
     if scan.depth:
-        raise unreadable("it ends inside of a list or an object")
+        raise unreadable("unexpected end inside a list or an object")
     return Outline((yield from _around(text, cuts)), cuts)
 
 
@@ -184,7 +184,7 @@ def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
         left -= len(piece)
         if left < 0:
             raise InvalidRequest(
-                f"the request JSON has {size} bytes beside the 'data' of its inputs; the limit is {AROUND_BYTES}"
+                f"the request JSON has {size} bytes besides the 'data' of its inputs; the limit is {AROUND_BYTES}"
             )
         parts.append(piece)
         if number < len(cuts):
@@ -198,7 +198,7 @@ def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
         yield
     if fields > AROUND_FIELDS or brackets > AROUND_BRACKETS:
         raise InvalidRequest(
-            f"the request JSON has {fields} fields and {brackets} lists and objects, beside large 'data' of its "
+            f"the request JSON has {fields} fields and {brackets} lists and objects, besides large 'data' of its "
             f"inputs; the limits are {AROUND_FIELDS} and {AROUND_BRACKETS}"
         )
     return around
@@ -270,7 +270,7 @@ class _Shape:
         return np.cumsum(steps, dtype=np.int32) + np.int32(depth)
 
     def _mixed(self) -> InvalidRequest:
-        return InvalidRequest(f"input '{self._name}': lists and values are mixed in its 'data'")
+        return InvalidRequest(f"input '{self._name}': its 'data' mixes lists and values")
 
 
 class _LongString:
@@ -364,13 +364,13 @@ def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
             string = _LongString(content)
             rest, skip = [before, b'""'], True
         elif size > VALUE_BYTES:
-            raise InvalidRequest(f"input '{name}': a value of its 'data' is over {VALUE_BYTES} bytes long")
+            raise InvalidRequest(f"input '{name}': a value of its 'data' exceeds {VALUE_BYTES} bytes")
     if not found:
         if cut.end - cut.begin > VALUE_BYTES:
-            raise InvalidRequest(f"input '{name}': its 'data' has over {VALUE_BYTES} bytes and no value")
+            raise InvalidRequest(f"input '{name}': its 'data' has more than {VALUE_BYTES} bytes without a value")
         _checked(bytes(text[cut.begin : cut.end + 1]))
     elif missing:
-        raise unreadable("a value is missing in a list")
+        raise unreadable("missing value in a list")
 
 
 def _decoded(piece: bytes) -> list[Any]:

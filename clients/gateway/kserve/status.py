@@ -28,7 +28,7 @@ BY_CODE = {
 }
 """Code of an error -> status of HTTP, status of gRPC."""
 
-UNREACHABLE = "the server behind this gateway cannot be reached, or ended before it had answered"
+UNREACHABLE = "the server behind this gateway is unreachable, or ended before it responded"
 DECOUPLED = "has a decoupled transaction policy"
 NO_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 NO_DECOUPLED_RPC = "ModelInfer RPC doesn't support models with decoupled transaction policy"

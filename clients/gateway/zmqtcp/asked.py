@@ -112,9 +112,9 @@ def piece_of(tensor: Tensor, frames: Sequence[Buffer]) -> Buffer:
     if isinstance(data, bytes):
         return data
     if isinstance(data, tuple):
-        raise InvalidRequest(f"input '{tensor.name}' is in shared memory, which there is none of over tcp: send frames")
+        raise InvalidRequest(f"input '{tensor.name}' is in shared memory, which is not supported over tcp: send frames")
     if not 0 <= data < len(frames):
-        raise InvalidRequest(f"input '{tensor.name}' is frame {data}, and {len(frames)} frames came with the message")
+        raise InvalidRequest(f"input '{tensor.name}' refers to frame {data}, but the message has {len(frames)} frames")
     return frames[data]
 
 
@@ -124,8 +124,10 @@ def outputs_of(infer: Infer) -> dict[str, TopK | None] | None:
     found: dict[str, TopK | None] = {}
     for wanted in infer.outputs:
         if wanted.place is not None:
-            raise InvalidRequest(f"output '{wanted.name}' is wanted in shared memory, which there is none of over tcp")
+            raise InvalidRequest(
+                f"output '{wanted.name}' is requested in shared memory, which is not supported over tcp"
+            )
         if wanted.name in found:
-            raise InvalidRequest(f"output '{wanted.name}' is asked for twice")
+            raise InvalidRequest(f"output '{wanted.name}' is requested twice")
         found[wanted.name] = TopK(wanted.classes) if wanted.classes else None
     return found

@@ -213,8 +213,8 @@ class ZmqDoor(Outside):
         try:
             peer.hear(packet, [part.buffer for part in parts[2:]])
         except Exception:  # a mistake of ours, which is to cost nobody else anything
-            log.exception("a message of a ZeroMQ client could not be taken in")
-            peer.goodbye(Internal("the gateway could not take a message of this client in; its log says why"))
+            log.exception("cannot process a message of a ZeroMQ client")
+            peer.goodbye(Internal("the gateway could not process a message of this client; see its log"))
 
     def _enter(self, identity: bytes, connection: int, key: str, address: str) -> Peer | None:
         self._sent_away.pop(identity, None)
@@ -227,9 +227,11 @@ class ZmqDoor(Outside):
         if entry is None:
             peer.revoked()
         elif count >= limits.connections:
-            peer.goodbye(Unavailable(f"{count} clients are connected, the limit (connections); try again later"))
+            peer.goodbye(Unavailable(f"{count} clients are connected, the limit (connections); retry later"))
         elif mine >= limits.key_connections:
-            peer.goodbye(Unavailable(f"{mine} clients have this key, the limit (key_connections); close some"))
+            peer.goodbye(
+                Unavailable(f"{mine} clients are connected with this key, the limit (key_connections); close some")
+            )
         return None if peer.gone else peer
 
     def _decide(self, key: str, address: str) -> bytes:
@@ -245,8 +247,8 @@ class ZmqDoor(Outside):
             now = monotonic()
             if now - self._told_at >= TOLD_S:  # whoever tries again and again shall not fill the log
                 self._told_at = now
-                why = "it is not in the file of --zmq-keys" if status == UNKNOWN else "the gateway is being stopped"
-                log.warning("ZeroMQ: the key %s from %s is refused: %s", key, address, why)
+                why = "it is not in the file of --zmq-keys" if status == UNKNOWN else "the gateway is stopping"
+                log.warning("ZeroMQ: key %s from %s refused: %s", key, address, why)
         return status
 
     # ------------------------------------------------------------------------------------ out
@@ -279,7 +281,7 @@ class ZmqDoor(Outside):
         self._stuck[peer] = None
         behind, limit = peer.unsent_bytes, self.limits.unsent_bytes
         if behind > limit and len(peer.unsent) > 1:
-            log.info("ZeroMQ: a client is given up: it does not read, and %d bytes wait for it", behind)
+            log.info("ZeroMQ: client disconnected: it does not read, and %d bytes are queued for it", behind)
             self.drop(peer, True)
 
     def _try(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
@@ -350,10 +352,10 @@ class ZmqDoor(Outside):
         self._context.term()
 
     def metrics(self) -> str:
-        about = "Connections over ZeroMQ on tcp that did not shake hands well"
+        about = "ZeroMQ connections over tcp whose handshake failed"
         return (
-            family("zmq_connections", "gauge", "Clients over ZeroMQ on tcp", {"": len(self._peers)})
-            + family("zmq_messages_total", "counter", "Messages of clients over ZeroMQ on tcp", {"": self.messages})
+            family("zmq_connections", "gauge", "ZeroMQ clients over tcp", {"": len(self._peers)})
+            + family("zmq_messages_total", "counter", "Messages from ZeroMQ clients over tcp", {"": self.messages})
             + family("zmq_refused_total", "counter", about, {"": self.refused})
         )
 

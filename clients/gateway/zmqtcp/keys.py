@@ -42,11 +42,11 @@ def parse(text: str, shown: str) -> dict[str, Entry]:
             continue
         where = f"{shown}, line {number}"
         if not keys.KEY.fullmatch(words[0]):
-            raise InvalidRequest(f"{where}: a line begins with a public key of 40 characters, then its roles")
+            raise InvalidRequest(f"{where}: expected a public key of 40 characters, then its roles")
         if len(words) < 2:
             raise InvalidRequest(f"{where}: the key has no roles; they are {', '.join(ROLES)}, with commas between")
         if words[0] in found:
-            raise InvalidRequest(f"{where}: this key is there twice")
+            raise InvalidRequest(f"{where}: duplicate key")
         try:
             roles = roles_of(words[1])
         except ValueError as error:
@@ -79,9 +79,9 @@ class Allowed:
         try:
             self.entries = parse(keys.read(self._path), self._path)
         except InvalidRequest as error:
-            log.error("the keys stay as they were: %s", error)
+            log.error("the previous keys stay in use: %s", error)
             return False
-        log.info("%d keys are let in now", len(self.entries))
+        log.info("keys reloaded: %d", len(self.entries))
         return True
 
 

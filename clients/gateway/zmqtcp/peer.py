@@ -120,14 +120,14 @@ class Peer:
     def _hello(self, message: Hello) -> None:
         limits = self._limits
         if message.protocol != PROTOCOL:
-            text = f"protocol {message.protocol} is not spoken here, only {PROTOCOL}; use a client of this version"
+            text = f"protocol version {message.protocol} is not supported, only {PROTOCOL}; use a matching client"
             self.goodbye(ProtocolError(text))
         elif self._greeted:
-            self.goodbye(ProtocolError("Hello was said twice on one connection"))
+            self.goodbye(ProtocolError("second Hello on one connection"))
         elif message.outputs != "frames":
-            self.goodbye(ProtocolError("over tcp outputs can only come as 'frames'"))
+            self.goodbye(ProtocolError("over tcp, outputs can only be sent as 'frames'"))
         elif self._door.stopping:
-            self.goodbye(Unavailable("the gateway is being stopped"))
+            self.goodbye(Unavailable("the gateway is stopping"))
         else:
             self._greeted = True
             known = {
@@ -157,7 +157,7 @@ class Peer:
         self._mistakes = max(0.0, self._mistakes - (now - self._mistaken_at) * MISTAKES_S) + 1
         self._mistaken_at = now
         if self._mistakes > MISTAKES:
-            text = f"{MISTAKES} mistakes of this client came faster than {MISTAKES_S} a second (client_errors)"
+            text = f"this client made {MISTAKES} errors at more than {MISTAKES_S} per second (client_errors)"
             self.goodbye(Unavailable(text))
 
     # ------------------------------------------------------------------------------------ inference
@@ -212,16 +212,16 @@ class Peer:
 
     def _check_room(self, number: int) -> None:
         if number == 0 or number in self.tickets:
-            raise InvalidRequest(f"request number {number} is 0, or that of a request in flight")
+            raise InvalidRequest(f"request number {number} is 0 or already in flight")
         if self._door.stopping:
-            raise Unavailable("the gateway is being stopped")
+            raise Unavailable("the gateway is stopping")
 
     def _check_bytes(self, size: int) -> None:
         limits = self._limits
         if size > limits.input_bytes:
             raise InvalidRequest(
-                f"the inputs have {size} bytes, over the limit of {limits.input_bytes} for one request; send less at "
-                "once, or raise --zmq-max-input-size of the gateway"
+                f"the inputs have {size} bytes, over the limit of {limits.input_bytes} for one request; send smaller "
+                "requests, or raise --zmq-max-input-size of the gateway"
             )
 
     def _cancel(self, message: Cancel) -> None:
@@ -231,7 +231,7 @@ class Peer:
             return  # it has been answered, and the two have crossed; or it is an operation, which goes on
         self._link.cancel(ticket)
         self._over(ticket)
-        self.say(Fail(message.request, Cancelled.code, "the request was cancelled by its caller"))
+        self.say(Fail(message.request, Cancelled.code, "the request was cancelled by the client"))
 
     def _more(self, message: More) -> None:
         ticket = self.tickets.get(message.request)
@@ -262,11 +262,11 @@ class Peer:
         self._check_room(ask.request)
         if ask.what in OPERATIONS:
             if self._bodies:
-                raise InvalidRequest("the body of another operation is not complete; send that first")
+                raise InvalidRequest("the body of another operation is incomplete; send it first")
             self._bodies[ask.request] = (ask, [])
             self._go_on(ask)
         elif ask.body or ask.more:
-            raise InvalidRequest(f"the question '{ask.what}' has no body")
+            raise InvalidRequest(f"the query '{ask.what}' takes no body")
         else:
             self._put(ask, b"")
 
@@ -278,7 +278,7 @@ class Peer:
         if self._body_bytes > self._limits.input_bytes:
             self._drop_body(ask.request)
             raise InvalidRequest(
-                f"the body of '{found[0].what}' is over {self._limits.input_bytes} bytes; put the files into the "
+                f"the body of '{found[0].what}' exceeds {self._limits.input_bytes} bytes; put the files into the "
                 "server's repository, or raise --zmq-max-input-size of the gateway"
             )
         found[1].append(ask.body)
@@ -306,11 +306,11 @@ class Peer:
     # ------------------------------------------------------------------------------------ the rest
 
     def _no_memory(self, message: Map | Unmap) -> None:
-        self.goodbye(InvalidRequest("over tcp no memory is shared: tensors travel in frames"))
+        self.goodbye(InvalidRequest("shared memory is not supported over tcp: send tensors in frames"))
 
     def _return(self, message: Return) -> None:
         if message.handles:
-            self._refuse(0, InvalidRequest("this client was given no handles, and so can return none"))
+            self._refuse(0, InvalidRequest("this client holds no handles to return"))
 
     def _ping(self, message: Ping) -> None:
         self.say(Pong(message.number))
@@ -411,7 +411,7 @@ class Peer:
         self._door.drop(self, True)
 
     def revoked(self) -> None:
-        self.goodbye(Denied(f"the key of this client has no role here; roles are given by {GIVEN_BY}"))
+        self.goodbye(Denied(f"the key of this client has no roles; roles are set in {GIVEN_BY}"))
 
     def end(self) -> None:
         """Nobody waits any more for what it has asked."""

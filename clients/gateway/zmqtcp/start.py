@@ -24,12 +24,12 @@ _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 
 def add(option: Callable[..., Any], size: Callable[[str], int]) -> None:
     option("--zmq-address", metavar="URL",
-           help="where ZeroMQ is listened for, as tcp://127.0.0.1:8790 (default: nowhere)")  # fmt: skip
-    option("--zmq-server-key", metavar="FILE", help="the gateway's own NAME.key, from `shmserve keygen`")
+           help="listener for ZeroMQ over TCP, e.g. tcp://127.0.0.1:8790 (default: none)")  # fmt: skip
+    option("--zmq-server-key", metavar="FILE", help="the gateway's NAME.key, from `shmserve keygen`")
     option("--zmq-keys", metavar="FILE",
-           help="who is let in: lines of PUBLIC-KEY ROLE,ROLE NAME; it is read again when it changes")  # fmt: skip
+           help="client keys and their roles: lines of PUBLIC-KEY ROLE,ROLE NAME; reloaded on change")  # fmt: skip
     option("--zmq-max-input-size", metavar="BYTES", type=size, default=64 << 20,
-           help="of the inputs of one request over ZeroMQ (default: %(default)s)")  # fmt: skip
+           help="maximum size of the inputs of a ZeroMQ request (default: %(default)s)")  # fmt: skip
 
 
 def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
@@ -37,12 +37,14 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
     given = [f"--{name}" for name in ("zmq-server-key", "zmq-keys") if getattr(args, name.replace("-", "_"))]
     if args.zmq_address is None:
         if given:
-            raise Misuse(f"{' and '.join(given)} without --zmq-address: say where to listen, as tcp://127.0.0.1:8790")
+            raise Misuse(
+                f"{' and '.join(given)} without --zmq-address: set the listen address, e.g. tcp://127.0.0.1:8790"
+            )
         return None
     if len(given) < 2:
         raise Misuse(
-            "--zmq-address needs --zmq-server-key and --zmq-keys: nobody is let in without a key; "
-            "`shmserve keygen` makes them"
+            "--zmq-address needs --zmq-server-key and --zmq-keys: every client needs a key; "
+            "`shmserve keygen` creates keys"
         )
     found = _ADDRESS.fullmatch(args.zmq_address)
     if found is None or int(found[2]) > 65535:
@@ -73,10 +75,10 @@ def listen(door: ZmqDoor, args: argparse.Namespace) -> int:
         port = door.open(args.zmq_address, args.reuse_port)
     except OSError as error:
         raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror or error}") from error
-    log.info("ZeroMQ with CURVE on %s, port %d; keys in its file: %d", args.zmq_address, port, door.keys)
+    log.info("ZeroMQ with CURVE on %s, port %d, %d client keys", args.zmq_address, port, door.keys)
     if not is_local(host_of(args.zmq_address)[0]):
         log.warning(
-            "%s is not this machine alone: whoever reaches the port may knock, and is let in with a key of --zmq-keys",
+            "%s is reachable from other machines: clients with a key in --zmq-keys can connect",
             args.zmq_address,
         )
     return port
