@@ -100,7 +100,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-WARNING = "metric_tags: has no effect: metrics carry no labels of the model's own yet"
+WARNING = "metric_tags: has no effect: metrics do not have model-specific labels yet"
 
 
 def test_what_it_prints(mixed: Path) -> None:

@@ -300,7 +300,7 @@ def test_any_kind_is_the_gpu_where_the_engine_has_it() -> None:
         ({"arena_extend_strategy": "x"}, r"0 \(kNextPowerOfTwo\), 1 \(kSameAsRequested\)"),
         ({"memory.enable_memory_arena_shrinkage": "cpu"}, "must be devices like 'gpu:0;cpu:0', not 'cpu'"),
         ({"memory.enable_memory_arena_shrinkage": "cpu:0", "enable_mem_arena": "0"}, "which enable_mem_arena 0 turns"),
-        ({"cpu_mem_limit": "5", "enable_mem_arena": "0"}, "one of the two must go"),
+        ({"cpu_mem_limit": "5", "enable_mem_arena": "0"}, "remove one of the two"),
     ],
 )
 @pytest.mark.parametrize("kind", ["KIND_CPU", "KIND_GPU"])
@@ -351,7 +351,7 @@ def test_providers_that_are_not_installed(kind: str, gpu: Any, cpu: Any, text: s
 
 @pytest.mark.parametrize("level", [-2, 3])
 def test_levels_that_there_are_not(level: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"optimization.graph.level {level} is none of"):
+    with pytest.raises(InvalidRequest, match=f"optimization.graph.level {level} is not one of"):
         planned(config(level=level))
 
 

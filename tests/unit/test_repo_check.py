@@ -199,7 +199,7 @@ def test_json(tmp_path: Path) -> None:
                         "line": 5,
                         "column": 1,
                         "path": "metric_tags",
-                        "text": "has no effect: metrics carry no labels of the model's own yet",
+                        "text": "has no effect: metrics do not have model-specific labels yet",
                         "hint": "",
                     }
                 ],

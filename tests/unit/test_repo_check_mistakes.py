@@ -182,7 +182,7 @@ MISTAKES = {
     ),
     "no effect": Mistake(
         lambda root: model(root, "cached", GOOD + "metric_tags { key: 'a' value: 'b' }\n"),
-        ("warning: cached/config.pbtxt:5: metric_tags: has no effect: metrics carry no labels of the model's own yet",),
+        ("warning: cached/config.pbtxt:5: metric_tags: has no effect: metrics do not have model-specific labels yet",),
     ),
     "not text": Mistake(
         lambda root: model(root, "latin", files={"config.pbtxt": b"# caf\xe9\n"}),

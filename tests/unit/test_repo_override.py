@@ -212,10 +212,10 @@ def test_an_override_keeps_the_rules_of_a_file(tmp_path: Path) -> None:
     plain["input"][0]["dims"] = [0]
     found = scan_model(path, backends=BACKENDS, override=parse_override(json.dumps(plain)))
     assert found.problems == (
-        "config override: runtime: not supported: another library than the backend's own cannot be loaded",
+        "config override: runtime: not supported: only the backend's own library can be loaded",
         'config override: name: unexpected directory name "m" for model "other": the two must be equal',
         "config override: input[0].dims[0]: found 0, expected 1 or more, or -1 for any size",
     )
     assert found.warnings == (
-        "config override: metric_tags: has no effect: metrics carry no labels of the model's own yet",
+        "config override: metric_tags: has no effect: metrics do not have model-specific labels yet",
     )

@@ -48,30 +48,32 @@ class Parameter(NamedTuple):
 
 PARAMETERS = {
     "intra_op_thread_count": Parameter(
-        whole(_MOST_THREADS), "0", "threads inside one operator; 0: as many as this instance may use"
+        whole(_MOST_THREADS), "0", "threads within one operator; 0: as many as this instance may use"
     ),
     "inter_op_thread_count": Parameter(
-        whole(_MOST_THREADS), "0", "threads for operators side by side, with `execution_mode` 1; 0: the engine's choice"
+        whole(_MOST_THREADS), "0", "threads for parallel operators, with `execution_mode` 1; 0: chosen by the engine"
     ),
-    "execution_mode": Parameter(choice({"0": "0", "1": "1"}), "0", "0: operator after operator; 1: side by side"),
-    "enable_mem_arena": Parameter(flag, "1", "0: host memory that was used once goes back to the system at once"),
-    "enable_mem_pattern": Parameter(flag, "1", "0: memory is not planned for shapes that come again"),
+    "execution_mode": Parameter(
+        choice({"0": "0", "1": "1"}), "0", "0: operators run one after another; 1: in parallel"
+    ),
+    "enable_mem_arena": Parameter(flag, "1", "0: host memory is returned to the system immediately after use"),
+    "enable_mem_pattern": Parameter(flag, "1", "0: no memory plans for recurring shapes"),
     SHRINKAGE: Parameter(
         text_of(r"(cpu|gpu):\d+(;(cpu|gpu):\d+)*", "devices like 'gpu:0;cpu:0'"),
         "",
-        "after each run these memory pools give back what they do not need; any gpu is the instance's own",
+        "memory pools to shrink after each run; any gpu means the instance's own",
     ),
     "cpu_mem_limit": Parameter(
-        whole(MOST_BYTES), "0", "ours: bytes that the host memory pool may have, weights with it; 0: no limit"
+        whole(MOST_BYTES), "0", "not in Triton: maximum bytes of the host memory pool, including weights; 0: no limit"
     ),
-    "gpu_mem_limit": Parameter(whole(MOST_BYTES), "", "bytes that the memory pool on the GPU may have"),
+    "gpu_mem_limit": Parameter(whole(MOST_BYTES), "", "maximum bytes of the GPU memory pool"),
     "arena_extend_strategy": Parameter(
-        choice(EXTEND), "0", "how these two pools grow. 0: by powers of two; 1: by what is asked for"
+        choice(EXTEND), "0", "growth of these two pools. 0: by powers of two; 1: by the requested size"
     ),
     "cudnn_conv_algo_search": Parameter(
-        choice(SEARCH), "0", "how cuDNN looks for an algorithm. 0: exhaustive; 1: heuristic; 2: default"
+        choice(SEARCH), "0", "cuDNN's search for convolution algorithms. 0: exhaustive; 1: heuristic; 2: default"
     ),
-    "cudnn_conv_use_max_workspace": Parameter(flag, "", "whether this search may use as much memory as it wants"),
+    "cudnn_conv_use_max_workspace": Parameter(flag, "", "whether this search may use unlimited workspace memory"),
     "do_copy_in_default_stream": Parameter(flag, "", "whether copies wait for the GPU's default stream"),
 }
 _OF_CUDA = (
@@ -84,11 +86,11 @@ _OF_CUDA = (
 
 SETTINGS = {
     "default-max-batch-size": Parameter(
-        whole(1 << 30), "4", "`max_batch_size` of a model that can batch and does not say it"
+        whole(1 << 30), "4", "`max_batch_size` of models that can batch and do not set it"
     ),
-    "enable-global-threadpool": Parameter(flag, "0", "the engine's threads belong to the process, not to the session"),
+    "enable-global-threadpool": Parameter(flag, "0", "1: the process has one thread pool, instead of one per session"),
     "intra_op_thread_count": Parameter(
-        whole(_MOST_THREADS), "0", "that parameter, for models that do not have it; with the above, of the process"
+        whole(_MOST_THREADS), "0", "default of this parameter; with a global thread pool, the size of that pool"
     ),
     "inter_op_thread_count": Parameter(whole(_MOST_THREADS), "0", "the same"),
 }
@@ -208,7 +210,9 @@ def _graph_level(config: ModelConfig) -> str:
     graph = config.optimization.graph if config.optimization is not None else None
     level = graph.level if graph is not None else 0
     if level not in GRAPH_LEVELS:
-        raise InvalidRequest(f"optimization.graph.level {level} is none of -1 (basic), 0 (all), 1 (extended), 2 (off)")
+        raise InvalidRequest(
+            f"optimization.graph.level {level} is not one of -1 (basic), 0 (all), 1 (extended), 2 (off)"
+        )
     return GRAPH_LEVELS[level]
 
 
@@ -218,8 +222,8 @@ def _arena(values: dict[str, str]) -> dict[str, int] | None:
         return None
     if values["enable_mem_arena"] == "0":
         raise InvalidRequest(
-            f"parameter cpu_mem_limit {limit} limits the memory pool, which enable_mem_arena 0 turns off: one of the "
-            "two must go"
+            f"parameter cpu_mem_limit {limit} limits the memory pool, which enable_mem_arena 0 turns off: remove "
+            "one of the two"
         )
     grows = list(EXTEND.values()).index(values["arena_extend_strategy"])
     return {"max_mem": limit, "arena_extend_strategy": grows}
@@ -245,7 +249,7 @@ def _typos(given: dict[str, str]) -> list[str]:
         if key not in PARAMETERS and not key.startswith(ENTRIES):
             near = difflib.get_close_matches(key, PARAMETERS, 1, 0.8)
             if near:
-                notes.append(f"parameter '{key}' is not known to onnxruntime; did you mean '{near[0]}'?")
+                notes.append(f"parameter '{key}' is unknown to onnxruntime; did you mean '{near[0]}'?")
     return notes
 
 
