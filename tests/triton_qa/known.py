@@ -29,8 +29,6 @@ GPU = "needs a GPU or TensorRT models"
 SERVICE = "needs another service: nginx in front of the server, or an OpenTelemetry collector"
 PRIVATE = "needs internals of Triton: a C++ test backend, a variable that delays its gRPC endpoint, or its log lines"
 
-BUILT = "needs models that the build of Triton's test image makes, and its generators do not"
-
 BLANKS = "a header's value must not begin or end with a blank (RFC 9113)"
 FRAMING = (
     "a body with both Content-Length and Transfer-Encoding is refused: they allow request smuggling (RFC 9112, 6.1)"
@@ -92,7 +90,6 @@ KNOWN: tuple[Known, ...] = (
     _cannot("L0_server_status", """
         *.test_model_latest_infer *.test_model_specific_infer *.test_infer_stats_no_model *.test_model_versions_added
     """, GPU),
-    _cannot("L0_output_validation", "*", BUILT),
     _cannot("L0_buffer_attributes", "*", GPU),
     _cannot("L0_libtorch_instance_group_kind_model", "*", GPU),
     _cannot("L0_backend_onnxruntime", "BFloat16Test.*", GPU),
