@@ -80,9 +80,9 @@ bench-doors: $(VENV)/.dev tritonclient $(TRITON)/.made
 
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools
-	@$(BIN)/python -m grpc_tools.protoc -I repo --descriptor_set_out=repo/model_config.binpb repo/model_config.proto
-	@$(BIN)/python -m grpc_tools.protoc -I repo -I clients/gateway/grpc --include_imports \
-	  --descriptor_set_out=clients/gateway/grpc/grpc.binpb clients/gateway/grpc/inference.proto clients/gateway/grpc/health.proto
+	@$(BIN)/python -m grpc_tools.protoc -I repo/config --descriptor_set_out=repo/config/model_config.binpb repo/config/model_config.proto
+	@$(BIN)/python -m grpc_tools.protoc -I repo/config -I shmserve/gateway/grpc --include_imports \
+	  --descriptor_set_out=shmserve/gateway/grpc/grpc.binpb shmserve/gateway/grpc/inference.proto shmserve/gateway/grpc/health.proto
 
 # ------------------------------------------------------------------------------------------- the service
 

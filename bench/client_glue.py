@@ -18,8 +18,8 @@ import numpy as np
 import zmq
 
 import shmserve
-from shmserve import wire
-from shmserve.messages import PACKET_BYTES, PROTOCOL, Bye, ClientMessage, Hello, Infer, Reply, Tensor, Welcome
+from shmserve.protocol import codec as wire
+from shmserve.protocol.messages import PACKET_BYTES, PROTOCOL, Bye, ClientMessage, Hello, Infer, Reply, Tensor, Welcome
 
 OUT = np.arange(64, dtype=np.float32).tobytes()
 

@@ -15,12 +15,12 @@ import pstats
 from time import perf_counter_ns
 from typing import Any
 
-from shmserve.access import EVERYTHING
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Send
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
-from shmserve.messages import Done, Execute, Hello, Infer, Reply, Row, Started, Tensor
+from shmserve.protocol.messages import Done, Execute, Hello, Infer, Reply, Row, Started, Tensor
+from shmserve.protocol.roles import EVERYTHING
 
 SHAPE = (1, 256)
 DATA = bytes(1024)

@@ -117,7 +117,14 @@ def ours(root: Path, *options: str) -> Iterator[Serving]:
     """A server with all of these models, and a gateway."""
     with serving(root, *options) as server:
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "shmserve.clients.cli.main",
+            "gateway",
+            "--runtime-dir",
+            str(server.runtime_dir),
+        ]
         command += [
             "--http-port",
             "0",

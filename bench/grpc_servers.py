@@ -22,8 +22,8 @@ import numpy as np
 
 from bench import doors_servers, models
 from bench.processes import own_seconds
-from shmserve.clients.gateway import __file__ as gateway_file
-from shmserve.pools import pool_of
+from shmserve.gateway import __file__ as gateway_file
+from shmserve.protobuf_pools import pool_of
 
 ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).with_name("grpc_peers.py")

@@ -15,7 +15,7 @@ from bench.child import Child, Team
 from bench.hostile_client import settle
 from bench.raw import Lane
 from bench.setting import Served, serving
-from shmserve.core.faults import SIGN
+from shmserve.core.internal_errors import SIGN
 
 SETTLE = 20.0
 """Seconds within which the server must have let go of everything: a death notice, not a test of speed."""

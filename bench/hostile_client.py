@@ -20,8 +20,8 @@ import numpy as np
 from bench.child import Answer, Handler
 from bench.mischief import Mischief
 from bench.raw import Ended, Lane, Link, Segment, Zmq
-from shmserve import messages
-from shmserve.messages import Fail, FailHeld, Goodbye, Welcome
+from shmserve.protocol import messages
+from shmserve.protocol.messages import Fail, FailHeld, Goodbye, Welcome
 
 SECRETS = re.compile(r"/(?:tmp|run|dev|home|work|usr|proc|var|root)\b|0x[0-9a-f]{6,}|shmserve[-_][0-9a-f]{8}|Traceback")
 TOGETHER = 50

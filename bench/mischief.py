@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from shmserve import messages
+from shmserve.protocol import messages
 
 ODD_NUMBERS = (0, 1, -1, 2, 5, 4096, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1.5, True)
 ODD_NAMES = ("", "x", "y", "model", "nobody", "n" * 128, "n" * 129, "n" * 300, "../../etc", "a\nb", "\x00", "é" * 90)

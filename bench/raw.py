@@ -16,8 +16,8 @@ from collections import deque
 from time import monotonic
 from typing import Any
 
-from shmserve import messages, wire
-from shmserve.messages import Handle, Hello, Map, Return, Tensor, Unmap, Welcome
+from shmserve.protocol import codec, messages
+from shmserve.protocol.messages import Handle, Hello, Map, Return, Tensor, Unmap, Welcome
 
 ROOM = messages.PACKET_BYTES + 4096
 
@@ -33,7 +33,7 @@ class Link:
 
     def __init__(self) -> None:
         self.inbox: deque[Any] = deque()
-        self._codec = wire.Codec(messages.BrokerMessage)
+        self._codec = codec.Codec(messages.BrokerMessage)
 
     def fileno(self) -> int:
         raise AssertionError
@@ -46,7 +46,7 @@ class Link:
         raise AssertionError
 
     def send(self, *batch: Any) -> None:
-        self.send_bytes(wire.encode(batch))
+        self.send_bytes(codec.encode(batch))
 
     def receive(self, seconds: float = 10.0) -> Any:
         """The next message; TimeoutError when none comes."""
@@ -172,7 +172,7 @@ class Segment:
         if seals:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.memory = mmap.mmap(self.fd, size)
-        lane.send_bytes(wire.encode([Map(self.id, size)]), (self.fd,))
+        lane.send_bytes(codec.encode([Map(self.id, size)]), (self.fd,))
 
     def put(self, offset: int, content: bytes) -> tuple[Handle, ...]:
         self.memory[offset : offset + len(content)] = content

@@ -16,8 +16,8 @@ from bench.raw import Lane, Link, Segment, Zmq
 from bench.soak import batch_of
 from bench.soak_client import Allowed, permitted
 from bench.variety import DTYPES, Maker, to_bytes
-from shmserve import messages, wire
-from shmserve.messages import Cancel, Fail, FailHeld, Infer, Released, Reply, Tensor
+from shmserve.protocol import codec, messages
+from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, Released, Reply, Tensor
 
 FLIGHT = 32
 SLOT = 64 * 1024
@@ -199,7 +199,7 @@ class ZmqAsker(Asker):
         return 0, (content,)
 
     def post(self, batch: list[Any], frames: tuple[bytes, ...]) -> None:
-        self.link.send_bytes(wire.encode(batch), frames)
+        self.link.send_bytes(codec.encode(batch), frames)
 
     def content(self, tensor: Tensor) -> bytes:
         assert isinstance(tensor.data, bytes), "a large output came as neither bytes nor frame"

@@ -23,9 +23,9 @@ import numpy as np
 
 from bench.engine import session
 from bench.models import make_mlp
-from shmserve import wire
-from shmserve.messages import Done, Execute, Load, Loaded, Rows, Stop, Tensor, Work, WorkerReport
-from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter, encode_config
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Done, Execute, Load, Loaded, Rows, Stop, Tensor, Work, WorkerReport
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter, encode_config
 
 BATCHES = 300
 WORKER = 7
@@ -41,12 +41,12 @@ class Glue:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        self.decode = wire.Codec(WorkerReport).decode
+        self.decode = codec.Codec(WorkerReport).decode
         self.number = 0
         descriptor = os.memfd_create("config")
         os.pwrite(descriptor, encode_config(config), 0)
         load = Load(WORKER, config.name, 1, "m_0_0", str(folder), {})
-        socket.send_fds(self.sock, [wire.encode([load])], [descriptor])
+        socket.send_fds(self.sock, [codec.encode([load])], [descriptor])
         os.close(descriptor)
         data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 18, 4)
         for fd in descriptors:
@@ -57,7 +57,7 @@ class Glue:
         self.number += 1
         tensor = (Tensor("x", dtype, shape, data),)
         works = tuple(Work(self.number * 1000 + row, 1, tensor, None, "uid:1000") for row in range(rows))
-        return wire.encode([Execute(self.number, 0, works, open=True)])
+        return codec.encode([Execute(self.number, 0, works, open=True)])
 
     def run(self, rows: int, data: bytes, shape: tuple[int, ...], dtype: str = "FP32") -> dict[str, float]:
         """Microseconds of each stage, medians. Two batches are always there, so that the worker never waits."""
@@ -90,7 +90,7 @@ class Glue:
         }
 
     def close(self) -> None:
-        self.sock.send(wire.encode([Stop()]))
+        self.sock.send(codec.encode([Stop()]))
         while self.sock.recv(1 << 18):
             continue
         self.process.wait()

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import ServeError
-from shmserve.messages import Reply
+from shmserve.protocol.messages import Reply
 from shmserve.session import Ticket, inline_result
 
 if TYPE_CHECKING:
-    from shmserve.clients.engine import Engine
+    from shmserve.clients.transport.shared_reader import Engine
 
 log = logging.getLogger("shmserve")
 

@@ -12,8 +12,8 @@ from shmserve.clients.future import FINISHED, PENDING, Future
 from shmserve.session import Result, StreamTicket
 
 if TYPE_CHECKING:
-    from shmserve.clients.engine import Engine
-    from shmserve.clients.loop_link import LoopLink
+    from shmserve.clients.transport.event_loop import LoopLink
+    from shmserve.clients.transport.shared_reader import Engine
 
 
 class Flow(StreamTicket, Future):

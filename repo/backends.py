@@ -24,7 +24,7 @@ def in_directory(directory: str | Path) -> frozenset[str]:
     """The backends in a directory: each is a sub-directory of its name, with a backend.py or model.py. None for ""."""
     if not directory:
         return frozenset()
-    from shmserve.repo.validate import MODEL_NAME
+    from shmserve.repo.rules.fields import MODEL_NAME
 
     return frozenset(
         entry.name

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import installed
-from shmserve.repo.complete import complete, is_ensemble, needs_completion
-from shmserve.repo.completed import surprises
-from shmserve.repo.ensembles import Member, check_graph
-from shmserve.repo.files import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
-from shmserve.repo.problems import Problem, Report
-from shmserve.repo.schema import ModelConfig, ModelVersionPolicy
-from shmserve.repo.store import Found, check_config_name, model_names, scan_model, select_versions
+from shmserve.repo.config.complete import complete, is_ensemble, needs_completion
+from shmserve.repo.config.problems import Problem, Report
+from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
+from shmserve.repo.rules.completed import surprises
+from shmserve.repo.rules.ensembles import Member, check_graph
+from shmserve.repo.storage.layout import ERROR, WARNING, Seen, is_model, look_at_model, look_at_root, says_more
+from shmserve.repo.storage.store import Found, check_config_name, model_names, scan_model, select_versions
 
 _UNREADABLE = "cannot be read: "
 

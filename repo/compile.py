@@ -23,10 +23,8 @@ from shmserve.core.policy import (
     TimeoutAction,
 )
 from shmserve.dtypes import FROM_CONFIG
-from shmserve.repo.complete import SEQUENCE_IDLE_US
-from shmserve.repo.gpus import inputs_there
-from shmserve.repo.padding import padding_of
-from shmserve.repo.schema import (
+from shmserve.repo.config.complete import SEQUENCE_IDLE_US
+from shmserve.repo.config.schema import (
     ModelConfig,
     ModelDynamicBatching,
     ModelInput,
@@ -37,8 +35,9 @@ from shmserve.repo.schema import (
     ModelSequenceBatchingStrategyDirect,
     ModelSequenceBatchingStrategyOldest,
 )
-from shmserve.repo.steps import compile_steps
-from shmserve.repo.validate import (
+from shmserve.repo.gpus import inputs_there
+from shmserve.repo.rules.ensemble_steps import compile_steps
+from shmserve.repo.rules.fields import (
     CRASH_LIMIT,
     ENVIRONMENT,
     EXECUTION_LIMIT,
@@ -47,6 +46,7 @@ from shmserve.repo.validate import (
     MODEL_DIRECTORY,
     RETRY,
 )
+from shmserve.repo.rules.padding import padding_of
 
 _US = 1000
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from shmserve.repo.schema import ModelConfig
+    from shmserve.repo.config.schema import ModelConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTROL = Path("/dev/nvidiactl")

@@ -15,15 +15,15 @@ import msgspec
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
-from shmserve.repo import protos
-from shmserve.repo.beside import look_for_files
-from shmserve.repo.complete import complete
-from shmserve.repo.lint import lint
-from shmserve.repo.outline import OutlineError, outline, shown
-from shmserve.repo.problems import ConfigError, Place, Problem, Report
-from shmserve.repo.schema import ModelConfig
-from shmserve.repo.support import NOT_SUPPORTED, TABLE, Status
-from shmserve.repo.validate import Host, validate
+from shmserve.repo.config import protos
+from shmserve.repo.config.complete import complete
+from shmserve.repo.config.lint import lint
+from shmserve.repo.config.outline import OutlineError, outline, shown
+from shmserve.repo.config.problems import ConfigError, Place, Problem, Report
+from shmserve.repo.config.schema import ModelConfig
+from shmserve.repo.config.support import NOT_SUPPORTED, TABLE, Status
+from shmserve.repo.files.companions import look_for_files
+from shmserve.repo.rules.fields import Host, validate
 
 CONFIG_FILE = "config.pbtxt"
 CONFIG_BYTES = 1024 * 1024

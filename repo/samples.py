@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shmserve.repo.onnx_bytes import Node, metadata, wrapped
+from shmserve.repo.onnx.protobuf import Node, metadata, wrapped
 
 EXAMPLES = Path(__file__).parent / "examples"
 OCR_PACKAGE = "rapidocr_onnxruntime"

@@ -15,9 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Client": "shmserve.clients.sync",
+    "Client": "shmserve.clients.client",
     "Future": "shmserve.clients.future",
-    "AsyncClient": "shmserve.clients.aio",
+    "AsyncClient": "shmserve.clients.async_client",
     "Stream": "shmserve.clients.streams",
     "AsyncStream": "shmserve.clients.streams",
     "Raw": "shmserve.session",
@@ -96,10 +96,10 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from shmserve.clients.aio import AsyncClient
+    from shmserve.clients.async_client import AsyncClient
+    from shmserve.clients.client import Client
     from shmserve.clients.future import Future
     from shmserve.clients.streams import AsyncStream, Stream
-    from shmserve.clients.sync import Client
     from shmserve.errors import (
         AlreadyExists,
         Cancelled,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.session import device
+from shmserve.session.gpu import tensors
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -54,6 +54,6 @@ def write(interface: dict[str, Any], array: Array) -> None:
 
 def end(runtime: Any) -> None:
     """What clients have exported stays, as nobody can know when others have closed it; here that is known."""
-    device._spare.clear()
+    tensors._spare.clear()
     for address in list(runtime.state.device):
         runtime.free(address)

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import zmq
 
-from shmserve import wire
-from shmserve.clients.keys import make_pair, write_pair
+from shmserve.clients.transport.keys import make_pair, write_pair
 from shmserve.errors import NotFound, ServeError
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     INLINE_BYTES,
     OWNER_SHIFT,
     PACKET_BYTES,
@@ -49,8 +49,8 @@ from shmserve.messages import (
     Unmap,
     Welcome,
 )
-from shmserve.shm import memfd, posix
 from shmserve.shm.arena import Arena
+from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
 from tests.fake_parts import Parts, parts
 
@@ -80,7 +80,7 @@ class Peer:
         self.arena = Arena(owner + 1000, make, limit_bytes=1 << 30)
 
     def send(self, *messages: Any, descriptors: tuple[int, ...] = (), frames: tuple[bytes, ...] = ()) -> None:
-        data = wire.encode(list(messages))
+        data = codec.encode(list(messages))
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         if self.sock is None:
             self.broker.router.send_multipart([self.identity, data, *frames])
@@ -482,6 +482,6 @@ class FakeBroker:
 
 
 def _decode(data: bytes) -> list[Any]:
-    messages = wire.Codec(ClientMessage).decode(data)
-    assert not any(isinstance(message, wire.Refused) for message in messages), messages
+    messages = codec.Codec(ClientMessage).decode(data)
+    assert not any(isinstance(message, codec.Refused) for message in messages), messages
     return messages

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shmserve.messages import Fail, Infer, Part
+from shmserve.protocol.messages import Fail, Infer, Part
 
 if TYPE_CHECKING:
     from tests.fake_broker import FakeBroker, Peer

@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from shmserve import wire
 from shmserve.dtypes import from_numpy, to_numpy
-from shmserve.messages import INLINE_BYTES, Handle, Map, Row, Tensor, Work, WorkerReport
-from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
-from shmserve.shm import memfd
+from shmserve.protocol import codec
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Map, Row, Tensor, Work, WorkerReport
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.shm.arena import Arena, Segment
+from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.arenas import Arenas
-from shmserve.workers.backends import Context
-from shmserve.workers.gather import Gather
+from shmserve.workers.backends.base import Context
+from shmserve.workers.batch.gather import Gather
+from shmserve.workers.batch.scatter import Scatter
+from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.outbox import Outbox
+from shmserve.workers.output_arenas import Arenas
 from shmserve.workers.runner import Runner
-from shmserve.workers.scatter import Scatter
-from shmserve.workers.specs import inputs_of, outputs_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STANDINS = Path(__file__).parent / "standins"
@@ -80,7 +80,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.maps: list[Map] = []
-        self._codec = wire.Codec(WorkerReport)
+        self._codec = codec.Codec(WorkerReport)
 
     def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> None:
         self.maps += [message for message in self._codec.decode(packet) if isinstance(message, Map)]

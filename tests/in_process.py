@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shmserve.messages import Load
-from shmserve.repo.schema import ModelConfig, encode_config
+from shmserve.protocol.messages import Load
+from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.model import THREADS, Model, load
+from shmserve.workers.loading import THREADS, Model, load
 from shmserve.workers.outbox import Unheard
 from tests.worker_harness import WORKER
 

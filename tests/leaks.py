@@ -40,7 +40,7 @@ ONCE = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
 )
-PREPARED = "-m shmserve.workers.prepared"
+PREPARED = "-m shmserve.workers.zygote"
 """A server has it from the first worker on."""
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Whether this kernel lists the children of a thread."""

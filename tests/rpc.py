@@ -15,11 +15,11 @@ import grpc
 import numpy as np
 from google.protobuf import message_factory
 
-import shmserve.clients.gateway
-from shmserve.pools import pool_of
+import shmserve.gateway
+from shmserve.protobuf_pools import pool_of
 
 INFERENCE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
-POOL = pool_of(Path(shmserve.clients.gateway.__file__).with_name("grpc") / "grpc.binpb")
+POOL = pool_of(Path(shmserve.gateway.__file__).with_name("grpc") / "grpc.binpb")
 
 
 def message(name: str, /, **fields: Any) -> Any:

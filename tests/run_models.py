@@ -109,4 +109,4 @@ def environment() -> dict[str, str]:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "shmserve.clients.cli", "run", *words]
+    return [sys.executable, "-m", "shmserve.clients.cli.main", "run", *words]

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from shmserve.messages import Done, Options, Ping, Pong, Row, Streamed, Tensor
-from shmserve.messages import Work as WorkMessage
-from shmserve.repo.schema import ModelConfig, ModelTransactionPolicy
+from shmserve.protocol.messages import Done, Options, Ping, Pong, Row, Streamed, Tensor
+from shmserve.protocol.messages import Work as WorkMessage
+from shmserve.repo.config.schema import ModelConfig, ModelTransactionPolicy
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import python_model
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.repo import schema
-from shmserve.repo.schema import ModelConfig
+from shmserve.repo.config import schema
+from shmserve.repo.config.schema import ModelConfig
 from tests.gpu_harness import Array, Instance, standins
 
 Cuda = schema.ModelOptimizationPolicyCuda
@@ -29,7 +29,7 @@ class Gpu:
         return self.runtime.state
 
     def load(self, folder: Path, config: ModelConfig | None = None, **more: Any) -> Instance:
-        from shmserve.workers.backends.tensorrt import TensorRT
+        from shmserve.workers.backends.tensorrt.backend import TensorRT
 
         return Instance(TensorRT, folder, config or ModelConfig(name="m", backend="tensorrt"), **more)
 

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shmserve import wire
 from shmserve.dtypes import from_numpy
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     INLINE_BYTES,
     Counted,
     Done,
@@ -43,9 +43,16 @@ from shmserve.messages import (
     Work,
     WorkerReport,
 )
-from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter, decode_config, encode_config
-from shmserve.shm import memfd
+from shmserve.repo.config.schema import (
+    ModelConfig,
+    ModelInput,
+    ModelOutput,
+    ModelParameter,
+    decode_config,
+    encode_config,
+)
 from shmserve.shm.arena import Arena, Segment
+from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
 
@@ -71,7 +78,7 @@ class WorkerProcess:
         packages: str = "",
     ) -> None:
         """`packages`: a directory in which packages are found before others."""
-        self.codec = wire.Codec(WorkerReport)
+        self.codec = codec.Codec(WorkerReport)
         self.reports: deque[tuple[Any, int | None]] = deque()
         self.mapped = Mapped()
         self.maps: list[Map] = []
@@ -115,7 +122,7 @@ class WorkerProcess:
     # ------------------------------------------------------------------------------------ the link
 
     def send(self, *messages: Any, descriptors: Sequence[int] = ()) -> None:
-        packet = wire.encode(list(messages))
+        packet = codec.encode(list(messages))
         assert len(packet) < 192 * 1024
         socket.send_fds(self.sock, [packet], list(descriptors))
 

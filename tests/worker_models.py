@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from shmserve.messages import Options, Tensor
-from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
+from shmserve.protocol.messages import Options, Tensor
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from tests.worker_harness import config
 
 NUMERIC = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")

@@ -13,11 +13,11 @@ import msgpack
 import uvloop
 import zmq
 
-from shmserve.clients.gateway.link import GatewayLink
-from shmserve.clients.gateway.zmqtcp.asked import Limits
-from shmserve.clients.gateway.zmqtcp.door import ZmqDoor
-from shmserve.clients.gateway.zmqtcp.keys import Allowed
-from shmserve.clients.keys import Pair, make_pair, read_pair, write_pair
+from shmserve.clients.transport.keys import Pair, make_pair, read_pair, write_pair
+from shmserve.gateway.upstream.link import GatewayLink
+from shmserve.gateway.zmq_tcp.keys import Allowed
+from shmserve.gateway.zmq_tcp.listener import ZmqDoor
+from shmserve.gateway.zmq_tcp.requests import Limits
 
 HELLO = [6, 1, 0, "bare", "frames"]
 

@@ -46,7 +46,7 @@ def main(words: list[str]) -> NoReturn:
     if wrong:
         fail(arguments, f"it has Python {version} and lacks {', '.join(wrong)}: install that in it")
     if arguments[0] == SOLO:
-        from shmserve.workers.solo import go_on
+        from shmserve.workers.foreground.solo import go_on
 
         go_on(int(arguments[1]))
     from shmserve.workers.main import run

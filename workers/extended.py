@@ -16,20 +16,29 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
-from shmserve.messages import Row, Work
-from shmserve.workers.backends import Answer, StackedBackend
-from shmserve.workers.ragged import BatchInputs, Shapes, cuts_of, shapes_in
+from shmserve.protocol.messages import Row, Work
+from shmserve.workers.backends.base import Answer, StackedBackend
+from shmserve.workers.batch.ragged import BatchInputs, Shapes, cuts_of, shapes_in
+from shmserve.workers.batch.scatter import Results
+from shmserve.workers.batch.sequence_inputs import (
+    NULL,
+    Controls,
+    Key,
+    Member,
+    Members,
+    States,
+    in_turns,
+    with_gaps_filled,
+)
+from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.runner import Ran, Runner, Trace, clock, failed
-from shmserve.workers.scatter import Results
-from shmserve.workers.sequences import NULL, Controls, Key, Member, Members, States, in_turns, with_gaps_filled
-from shmserve.workers.specs import model_outputs_of
 
 if TYPE_CHECKING:
-    from shmserve.repo.schema import ModelConfig
-    from shmserve.workers.backends import Backend
-    from shmserve.workers.gather import Gather, Group
-    from shmserve.workers.scatter import Scatter
-    from shmserve.workers.specs import Spec
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.base import Backend
+    from shmserve.workers.batch.gather import Gather, Group
+    from shmserve.workers.batch.scatter import Scatter
+    from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

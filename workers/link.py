@@ -10,10 +10,10 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from shmserve import wire
 from shmserve.errors import ConnectionLost, ProtocolError
-from shmserve.messages import PACKET_BYTES, Counted, Load, Loaded, Map, WorkerOrder
-from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
+from shmserve.protocol import codec
+from shmserve.protocol.descriptors import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
+from shmserve.protocol.messages import PACKET_BYTES, Counted, Load, Loaded, Map, WorkerOrder
 
 SEND_BUFFER = 4 * 1024 * 1024
 
@@ -33,7 +33,7 @@ class Link:
         self._buffer = bytearray(PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._into = [self._buffer]
-        self._decode = wire.Codec(WorkerOrder).decode
+        self._decode = codec.Codec(WorkerOrder).decode
 
     def fileno(self) -> int:
         """For who waits for more than this link."""
@@ -71,12 +71,12 @@ class Link:
 
     def send(self, messages: list[Any], descriptors: Sequence[int] = ()) -> None:
         """Sends messages; the n-th descriptor goes with the n-th message that needs one (`carries_descriptor`)."""
-        packet = wire.encode(messages)
+        packet = codec.encode(messages)
         if len(packet) <= PACKET_BYTES and len(descriptors) <= DESCRIPTORS:
             self.send_packet(packet, descriptors)
             return
         if len(messages) == 1:
-            wire.pack(messages)  # raises: one message that is too large
+            codec.pack(messages)  # raises: one message that is too large
         half = len(messages) // 2
         split = sum(carries_descriptor(message) for message in messages[:half])
         self.send(messages[:half], descriptors[:split])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     Done,
     EndSequences,
     Execute,
@@ -25,18 +25,18 @@ from shmserve.messages import (
     Streamed,
     Withdraw,
 )
-from shmserve.messages import Withdrawn as WithdrawnReport
-from shmserve.workers.orders import Orders
-from shmserve.workers.waiting import Batch, Waiting
+from shmserve.protocol.messages import Withdrawn as WithdrawnReport
+from shmserve.workers.batch.batch_queue import Batch, Waiting
+from shmserve.workers.inbox import Orders
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
-    from shmserve.workers.arenas import Arenas
-    from shmserve.workers.calls import Calls
     from shmserve.workers.link import Link
+    from shmserve.workers.model_calls.calls import Calls
+    from shmserve.workers.model_calls.responses import Streams
     from shmserve.workers.outbox import Outbox
+    from shmserve.workers.output_arenas import Arenas
     from shmserve.workers.runner import Runner
-    from shmserve.workers.streams import Streams
 
 
 class Loop(Orders):

@@ -16,16 +16,16 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shmserve.allocator import keep_freed_memory
 from shmserve.errors import ConnectionLost, ProtocolError
-from shmserve.messages import Load, Loaded, LoadFailed
-from shmserve.prctl import NAME, NO_NEW_PRIVS, PDEATHSIG, prctl
-from shmserve.workers.exits import Exit
+from shmserve.protocol.messages import Load, Loaded, LoadFailed
+from shmserve.system.allocator import keep_freed_memory
+from shmserve.system.prctl import NAME, NO_NEW_PRIVS, PDEATHSIG, prctl
 from shmserve.workers.link import Link
-from shmserve.workers.say import TRACE_LIMIT, say, say_trace, trace_of
+from shmserve.workers.process.exit_codes import Exit
+from shmserve.workers.process.log import TRACE_LIMIT, say, say_trace, trace_of
 
 if TYPE_CHECKING:
-    from shmserve.workers.model import Model
+    from shmserve.workers.loading import Model
     from shmserve.workers.outbox import Outbox
 
 _GC_THRESHOLDS = (50_000, 20, 50)
@@ -108,7 +108,7 @@ def _join(processes: str) -> None:
 
 def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
     """Another interpreter takes our place; here it goes on only where that cannot be."""
-    from shmserve.workers.environment import enter
+    from shmserve.workers.process.environment import enter
 
     at = words.index("--environment")
     try:
@@ -162,7 +162,7 @@ def _first_order(link: Link) -> tuple[list[Any], list[int]]:
 
 
 def _failed(order: Load, error: Exception, outbox: Outbox) -> Exit:
-    from shmserve.workers.model import why
+    from shmserve.workers.loading import why
 
     failure = why(error, order.model_dir)
     lines = trace_of(error)
@@ -177,8 +177,8 @@ def _serve(link: Link) -> Exit:
     orders, descriptors = _first_order(link)
     order: Load = orders[0]
     from shmserve.shm.mapped import Mapped
+    from shmserve.workers.loading import load
     from shmserve.workers.loop import Loop
-    from shmserve.workers.model import load
     from shmserve.workers.outbox import Outbox
 
     outbox = Outbox(link)
@@ -214,7 +214,7 @@ def _serve(link: Link) -> Exit:
 
 
 def _report(model: Model, outbox: Outbox) -> None:
-    from shmserve.repo.schema import encode_config
+    from shmserve.repo.config.schema import encode_config
 
     descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
     try:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from shmserve.messages import CHUNK_BYTES, Cancel, Done, Handle, Return, Row, Rows
-from shmserve.wire import encode
+from shmserve.protocol.codec import encode
+from shmserve.protocol.messages import CHUNK_BYTES, Cancel, Done, Handle, Return, Row, Rows
 
 if TYPE_CHECKING:
     from shmserve.workers.link import Link

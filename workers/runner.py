@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shmserve.errors import ModelFailed, ServeError
-from shmserve.messages import Failure, Row, Work
-from shmserve.workers.backends import Answer, Request, SeparateBackend, StackedBackend
-from shmserve.workers.padded import PaddedResults
-from shmserve.workers.say import public, say_trace
+from shmserve.protocol.messages import Failure, Row, Work
+from shmserve.workers.backends.base import Answer, Request, SeparateBackend, StackedBackend
+from shmserve.workers.batch.padding import PaddedResults
+from shmserve.workers.process.log import public, say_trace
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends import Backend
-    from shmserve.workers.gather import Gather, Group
-    from shmserve.workers.scatter import Results, Scatter
+    from shmserve.workers.backends.base import Backend
+    from shmserve.workers.batch.gather import Gather, Group
+    from shmserve.workers.batch.scatter import Results, Scatter
 
 Times = tuple[int, int, int, int]
 Ran = tuple[list[Row], Times, tuple[int, ...]]

@@ -16,25 +16,25 @@ import numpy as np
 
 from shmserve.dtypes import FROM_CONFIG, elements
 from shmserve.errors import InvalidRequest, from_wire
-from shmserve.messages import Options, Tensor, Work
-from shmserve.repo.inside import open_inside, read_inside
+from shmserve.protocol.messages import Options, Tensor, Work
+from shmserve.repo.files.safe_paths import open_inside, read_inside
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes
-from shmserve.workers.arenas import INTERNAL, Arenas
+from shmserve.workers.batch.gather import Gather
+from shmserve.workers.batch.scatter import Scatter
+from shmserve.workers.batch.specs import controls_of, inputs_of, outputs_of
 from shmserve.workers.extended import extension_of, runner_of
-from shmserve.workers.gather import Gather
 from shmserve.workers.outbox import Unheard
-from shmserve.workers.say import say
-from shmserve.workers.scatter import Scatter
-from shmserve.workers.specs import controls_of, inputs_of, outputs_of
+from shmserve.workers.output_arenas import INTERNAL, Arenas
+from shmserve.workers.process.log import say
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shmserve.repo.schema import ModelConfig, ModelWarmup, ModelWarmupInput
-    from shmserve.workers.backends import Backend
+    from shmserve.repo.config.schema import ModelConfig, ModelWarmup, ModelWarmupInput
+    from shmserve.workers.backends.base import Backend
+    from shmserve.workers.batch.specs import Spec
     from shmserve.workers.runner import Runner, Trace
-    from shmserve.workers.specs import Spec
 
 FOLDER = "warmup"
 """Data files are in this directory of the model."""

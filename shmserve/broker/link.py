@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from shmserve import wire
 from shmserve.errors import ProtocolError, Unavailable
-from shmserve.messages import PACKET_BYTES, Goodbye, Map
-from shmserve.rights import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
+from shmserve.protocol import codec as wire
+from shmserve.protocol.descriptors import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
+from shmserve.protocol.messages import PACKET_BYTES, Goodbye, Map
 
 SEND_BUFFER = 1 << 20
 """Asked for; the kernel gives as much as net.core.wmem_max allows, by default twice 208 KiB."""

@@ -19,33 +19,33 @@ from typing import Any
 
 import uvloop
 
-from shmserve.allocator import keep_freed_memory
-from shmserve.broker import notify
-from shmserve.broker import settings as setting
-from shmserve.broker.broker import Broker
-from shmserve.broker.catalog import Catalog, Reading
-from shmserve.broker.control import Control
-from shmserve.broker.cores import survey
-from shmserve.broker.deadline import Deadline
-from shmserve.broker.gateways import Doors, Gateways
-from shmserve.broker.gpus import GpuMetrics
-from shmserve.broker.logs import say, set_up
-from shmserve.broker.logsettings import LogSettings
-from shmserve.broker.operations import Operations
-from shmserve.broker.poll import Poll
-from shmserve.broker.progress import Progress, hints
-from shmserve.broker.traces import TraceFile, TraceSettings
-from shmserve.broker.traces import merged as merged_traces
+from shmserve.broker.admin.queries import Control
+from shmserve.broker.config import settings as setting
+from shmserve.broker.loop import Broker
+from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.broker.models.operations import Operations
+from shmserve.broker.models.poller import Poll
+from shmserve.broker.observability import service_status
+from shmserve.broker.observability.log_settings import LogSettings
+from shmserve.broker.observability.logs import say, set_up
+from shmserve.broker.observability.progress import Progress, hints
+from shmserve.broker.observability.traces import TraceFile, TraceSettings
+from shmserve.broker.observability.traces import merged as merged_traces
+from shmserve.broker.processes.cpus import survey
+from shmserve.broker.processes.gateways import Doors, Gateways
+from shmserve.broker.processes.gpus import GpuMetrics
+from shmserve.broker.processes.stop_deadline import Deadline
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import ServeError
-from shmserve.manager import Manager, of_this_process
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
 from shmserve.repo.check import root_notes
-from shmserve.repo.generation import Generations, Sizes
 from shmserve.repo.gpus import Gpus, discover
-from shmserve.repo.store import Found
-from shmserve.shm import posix
+from shmserve.repo.storage.generation import Generations, Sizes
+from shmserve.repo.storage.store import Found
+from shmserve.shm.extents import posix
+from shmserve.system.allocator import keep_freed_memory
+from shmserve.system.service_manager import Manager, of_this_process
 from shmserve.version import version
 
 log = logging.getLogger("shmserve")
@@ -186,7 +186,7 @@ class Server:
         self._rereads = 0
         """Looks at the repositories that were asked for by SIGHUP and are not done."""
         state = self._core.state
-        self._announcer = notify.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
+        self._announcer = service_status.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
 
     def _made_control(self, settings: argparse.Namespace) -> Control:
         found = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
@@ -289,7 +289,7 @@ class Server:
         """Looks now and then, not at each turn: others are served meanwhile."""
         if self._rereads:
             return
-        census = notify.Census.of(self._core.state.models.values())
+        census = service_status.Census.of(self._core.state.models.values())
         if census.loading:
             self._loop.call_later(LOOK_S, self._await_loading)
         elif self._announcer.reloaded():
@@ -317,7 +317,7 @@ class Server:
         self._waits_for.discard(what)
         if self._waits_for or self._stopping:
             return
-        log.info("ready: %s", notify.Census.of(self._core.state.models.values()).text())
+        log.info("ready: %s", service_status.Census.of(self._core.state.models.values()).text())
         self._announcer.ready()
         ports = self._gateways.ports
         if self._settings.ready_fd >= 0:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.messages import OWNER_SHIFT, Handle, Map
-from shmserve.shm import memfd, posix
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map
+from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
 
 

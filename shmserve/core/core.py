@@ -14,35 +14,34 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from shmserve.access import EVERYTHING, NOBODY
 from shmserve.core import events
-from shmserve.core.admission import Admission
-from shmserve.core.cache import Copies
-from shmserve.core.calls import Calls
-from shmserve.core.crowd import Crowd
-from shmserve.core.dispatch import Dispatcher
+from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.calls.calls import Calls
 from shmserve.core.effects import Effect
-from shmserve.core.ends import Ends, is_stream
-from shmserve.core.ensembles import Ensembles
+from shmserve.core.ensembles.advance import Ensembles
+from shmserve.core.ensembles.readiness import Members
+from shmserve.core.ensembles.steps import Steps
 from shmserve.core.events import Event
-from shmserve.core.faults import Faults
-from shmserve.core.handover import Handover
-from shmserve.core.instances import Instance
-from shmserve.core.intake import Intake
-from shmserve.core.lifecycle import Lifecycle
+from shmserve.core.internal_errors import Faults
 from shmserve.core.limits import Limits
-from shmserve.core.members import Members
-from shmserve.core.operations import Operations
-from shmserve.core.questions import Questions
-from shmserve.core.request import Request
-from shmserve.core.sequencer import Sequencer
-from shmserve.core.sequences import Places, Sequence
+from shmserve.core.models.deployment import Operations
+from shmserve.core.models.handover import Handover
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.lifecycle import Lifecycle
+from shmserve.core.models.version import Model, Version
+from shmserve.core.requests.admission import Admission
+from shmserve.core.requests.cache import Copies
+from shmserve.core.requests.completion import Ends, is_stream
+from shmserve.core.requests.enqueue import Intake
+from shmserve.core.requests.questions import Questions
+from shmserve.core.requests.quotas import Crowd
+from shmserve.core.requests.request import Request
+from shmserve.core.requests.responses import Streams
+from shmserve.core.sequences.scheduler import Sequencer
+from shmserve.core.sequences.sequence import Places, Sequence
 from shmserve.core.state import WORKERS_FROM, State, Subject, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
-from shmserve.core.steps import Steps
-from shmserve.core.streams import Streams
-from shmserve.core.versions import Model, Version
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     Ask,
     Bye,
     Call,
@@ -62,6 +61,7 @@ from shmserve.messages import (
     Unmap,
     Withdrawn,
 )
+from shmserve.protocol.roles import EVERYTHING, NOBODY
 
 _I = InstanceState
 KILLED = InstanceState.KILLED
@@ -75,7 +75,7 @@ class Core:
     def __init__(
         self, server: str = "shmserve", limits: Limits | None = None, tracing: bool = False, survive: bool = False
     ) -> None:
-        """`tracing`: a Log for each batch, with the reason why it was formed. `survive`: its own faults (faults.py)."""
+        """`tracing`: a Log for each batch, with the reason why it was formed. `survive`: its own faults (internal_errors.py)."""
         self.state = State(limits or Limits())
         self.state.tracing = tracing
         self._ends = Ends(self.state)

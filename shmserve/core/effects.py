@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec
-from shmserve.messages import Ask, Cancel, Handle, Tensor
+from shmserve.protocol.messages import Ask, Cancel, Handle, Tensor
 
 
 class Send(Struct, gc=False):

@@ -7,12 +7,12 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec, ModelPolicy
-from shmserve.messages import Handle, Infer, Map
+from shmserve.protocol.messages import Handle, Infer, Map
 
 
 class Opened(Struct):
     """A client has connected. `audience` names who may map what it is answered with; `plane` is its kind of link;
-    `roles` are bits of shmserve.access."""
+    `roles` are bits of shmserve.protocol.roles."""
 
     peer: int
     audience: str

@@ -16,10 +16,10 @@ from bisect import bisect_left, bisect_right, insort
 
 from msgspec import Struct
 
-from shmserve.core.clients import Client
 from shmserve.core.effects import Effect, Forget, Free, Send
+from shmserve.core.requests.client import Client
 from shmserve.errors import InvalidRequest
-from shmserve.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return, Unmap
+from shmserve.protocol.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return, Unmap
 
 INTERNAL = "internal"
 """The audience of what only workers and the broker may read."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import fields
 
-from shmserve.messages import FIELD_BYTES, PACKET_BYTES
+from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES
 
 PATIENCE_S = 1
 """So many seconds' worth of mistakes are heard at once; a client that makes more is heard only as fast as the limit."""

@@ -7,25 +7,25 @@ from collections import Counter, deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shmserve.core.cache import Cache
-from shmserve.core.clients import Client
+from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.effects import Effect, Log, Send
-from shmserve.core.fair import FairQueue
-from shmserve.core.instances import Instance
-from shmserve.core.latencies import FirstResponses
+from shmserve.core.fair_queue import FairQueue
 from shmserve.core.ledger import Ledger
-from shmserve.core.limiter import Limiter
 from shmserve.core.limits import Limits
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Model, Version
 from shmserve.core.policy import ModelPolicy
-from shmserve.core.request import Request
-from shmserve.core.sequences import Key, Sequence
+from shmserve.core.requests.cache import Cache
+from shmserve.core.requests.client import Client
+from shmserve.core.requests.request import Request
+from shmserve.core.requests.trace import Traces
+from shmserve.core.sequences.sequence import Key, Sequence
 from shmserve.core.states import RequestState, SequenceState, VersionState
-from shmserve.core.trace import Traces
-from shmserve.core.versions import Model, Version
+from shmserve.core.stats.latencies import FirstResponses
 from shmserve.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
-    from shmserve.core.runs import Run
+    from shmserve.core.ensembles.run import Run
 
 WORKERS_FROM = 1 << 30
 """Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from shmserve.dtypes import ITEM_BYTES, from_numpy
 from shmserve.errors import InvalidRequest
-from shmserve.messages import DIMS, INLINE_BYTES, NAME_LENGTH, TENSORS, Handle, Tensor
-from shmserve.session.device import interface_of
-from shmserve.session.foreign import RegionPart
+from shmserve.protocol.messages import DIMS, INLINE_BYTES, NAME_LENGTH, TENSORS, Handle, Tensor
+from shmserve.session.gpu.foreign_memory import RegionPart
+from shmserve.session.gpu.tensors import interface_of
 from shmserve.session.memory import Memory
 from shmserve.session.results import NUMPY
 from shmserve.session.ticket import Array, Kept

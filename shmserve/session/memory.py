@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ProtocolError
-from shmserve.messages import FRAME_BYTES, Handle, Map, Tensor, Unmap
-from shmserve.session.device import DeviceArray, Devices
-from shmserve.session.foreign import Foreign, Region
+from shmserve.protocol.messages import FRAME_BYTES, Handle, Map, Tensor, Unmap
+from shmserve.session.gpu.foreign_memory import Foreign, Region
+from shmserve.session.gpu.tensors import DeviceArray, Devices
 from shmserve.session.results import NUMPY, from_bytes
 from shmserve.session.ticket import Array, Kept
-from shmserve.shm import memfd, posix
 from shmserve.shm.arena import Arena, Block, Segment
+from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
 
 KINDS = ("memfd", "posix", "frames")

@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from shmserve import wire
 from shmserve.errors import InvalidRequest
-from shmserve.messages import NAME_LENGTH, PACKET_BYTES, PARAMETERS, TENSORS, Infer, Options, Wanted
+from shmserve.protocol import codec
+from shmserve.protocol.messages import NAME_LENGTH, PACKET_BYTES, PARAMETERS, TENSORS, Infer, Options, Wanted
 from shmserve.session.inputs import Encoder
 from shmserve.session.ticket import Kept
 
@@ -133,7 +133,7 @@ def wanted_of(outputs: Any, kept: Kept, encoder: Encoder, placed: bool = True) -
 def check_size(message: Infer) -> None:
     """Names and parameters can make a message larger than a packet."""
     try:
-        size = len(wire.encode([message]))
+        size = len(codec.encode([message]))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
     if size > PACKET_BYTES - 1024:

@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from shmserve import wire
 from shmserve.errors import InvalidRequest
-from shmserve.messages import PACKET_BYTES, PACKET_MESSAGES, Infer, Return, Unmap
+from shmserve.protocol import codec
+from shmserve.protocol.messages import PACKET_BYTES, PACKET_MESSAGES, Infer, Return, Unmap
 from shmserve.session.memory import Memory
 from shmserve.session.ticket import Ticket
 
@@ -66,14 +66,14 @@ class Outbox:
             return packets + self._with_frames(batch)
         if batch:
             try:
-                data = wire.encode(batch)
+                data = codec.encode(batch)
             except _UNWRITABLE:
                 batch = self._writable(batch)
-                data = wire.encode(batch)
+                data = codec.encode(batch)
             if len(data) <= PACKET_BYTES and len(batch) <= PACKET_MESSAGES:
                 packets.append(Packet(data))
             else:
-                packets += [Packet(part) for part in wire.pack(batch)]
+                packets += [Packet(part) for part in codec.pack(batch)]
         return packets
 
     def _announcements(self) -> list[Packet]:
@@ -82,7 +82,7 @@ class Outbox:
         segments.clear()
         return [
             Packet(
-                wire.encode([segment.map() for segment in group]),
+                codec.encode([segment.map() for segment in group]),
                 tuple([segment.fd for segment in group if segment.name is None]),
             )
             for group in groups
@@ -94,14 +94,14 @@ class Outbox:
         for message in self._writable(batch):
             ticket = self._tickets.get(message.request) if type(message) is Infer else None
             kept = ticket.kept if ticket is not None else None
-            packets.append(Packet(wire.encode([message]), (), tuple(kept.frames) if kept is not None else ()))
+            packets.append(Packet(codec.encode([message]), (), tuple(kept.frames) if kept is not None else ()))
         return packets
 
     def _writable(self, batch: list[Any]) -> list[Any]:
         good = []
         for message in batch:
             try:
-                wire.encode([message])
+                codec.encode([message])
             except _UNWRITABLE as error:
                 ticket = self._tickets.pop(getattr(message, "request", 0), None)
                 if ticket is None:

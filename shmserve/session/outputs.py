@@ -12,13 +12,13 @@ from msgspec import Struct
 
 from shmserve.dtypes import elements
 from shmserve.errors import Internal, InvalidRequest, ServeError
-from shmserve.messages import Part, Reply, Tensor
+from shmserve.protocol.messages import Part, Reply, Tensor
 from shmserve.session.memory import Memory
 from shmserve.session.results import NUMPY, Result, check_place, from_bytes, into_place, wrong_place
 from shmserve.session.ticket import Array
 
 if TYPE_CHECKING:
-    from shmserve.session.device import Source
+    from shmserve.session.gpu.tensors import Source
 
 
 def result_of(

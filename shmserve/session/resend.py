@@ -12,10 +12,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.messages import Handle, Infer, Tensor
+from shmserve.protocol.messages import Handle, Infer, Tensor
+from shmserve.session.gpu.staging import once_more
 from shmserve.session.memory import Memory
 from shmserve.session.outbox import Outbox
-from shmserve.session.staging import once_more
 from shmserve.session.ticket import Kept, Ticket
 
 LOADED = "loaded"

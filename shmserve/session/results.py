@@ -8,7 +8,7 @@ import numpy as np
 
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import Internal, InvalidRequest
-from shmserve.messages import Reply, Tensor
+from shmserve.protocol.messages import Reply, Tensor
 from shmserve.session.ticket import Array
 from shmserve.shm import strings
 

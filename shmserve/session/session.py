@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shmserve import wire
 from shmserve.errors import (
     Cancelled,
     ConnectionLost,
@@ -26,7 +25,8 @@ from shmserve.errors import (
     ServeError,
     from_wire,
 )
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     NAME_LENGTH,
     PROTOCOL,
     Answer,
@@ -50,19 +50,19 @@ from shmserve.messages import (
     Unmap,
     Welcome,
 )
-from shmserve.session.body import Body
 from shmserve.session.deadlines import Deadlines
+from shmserve.session.gpu.staging import once_more, settle
 from shmserve.session.inputs import Encoder
 from shmserve.session.memory import Memory
 from shmserve.session.options import check_name, check_size, options_of, timeout_us_of, version_of, wanted_of
 from shmserve.session.outbox import Outbox, Packet
 from shmserve.session.outputs import give_back, result_of
-from shmserve.session.questions import Questions
+from shmserve.session.queries import Questions
 from shmserve.session.resend import LOADED, Resume, renew, send_again
 from shmserve.session.results import Result
-from shmserve.session.staging import once_more, settle
 from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import Abandoned, Kept, Ticket
+from shmserve.session.uploads import Body
 
 log = logging.getLogger("shmserve")
 
@@ -93,7 +93,7 @@ class Session:
         self._tensors = self._encoder.tensors
         self._result_of = result_of
         """Makes what the asker gets, but of a reply that is inline as a whole, which he gets as it is."""
-        self._decode = wire.Codec(BrokerMessage).decode
+        self._decode = codec.Codec(BrokerMessage).decode
         self._number = 0
         self._held: dict[int, Kept] = {}
         self._behind: list[int] = []
@@ -375,7 +375,7 @@ class Session:
         self.urgent |= self.questions.on_pong()
         return 0
 
-    def _on_refused(self, message: wire.Refused) -> int:
+    def _on_refused(self, message: codec.Refused) -> int:
         """The server's message cannot be read: that is an error of this request, or of the connection."""
         if not message.request:
             raise ProtocolError(f"the server sent something unreadable: {message.text}")
@@ -387,7 +387,7 @@ class Session:
         """The first packet of a connection; nothing else is sent before `connected`."""
         self.connected = False
         self.goodbye = None
-        return Packet(wire.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind)]))
+        return Packet(codec.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind)]))
 
     def _on_welcome(self, message: Welcome) -> int:
         if message.protocol != PROTOCOL:
@@ -469,7 +469,7 @@ class Session:
 
     def bye(self) -> Packet:
         """The last packet of a connection, with whatever was still to be returned."""
-        return Packet(wire.encode([Bye()]))
+        return Packet(codec.encode([Bye()]))
 
     def close(self) -> None:
         """Everything unanswered is cancelled; arrays stay valid."""
@@ -489,6 +489,6 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Pong: Session._on_pong,
     Welcome: lambda session, message: session._on_welcome(message),
     Goodbye: Session._on_goodbye,
-    wire.Refused: Session._on_refused,
+    codec.Refused: Session._on_refused,
 }
 """What each message does; says how many tickets it settled."""

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.messages import Reply
+from shmserve.protocol.messages import Reply
 from shmserve.session.results import Result, inline_result
 from shmserve.session.ticket import Ticket
 

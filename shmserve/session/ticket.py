@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.errors import ServeError
-from shmserve.messages import Ask, Infer
+from shmserve.protocol.messages import Ask, Infer
 from shmserve.shm.arena import Block
 
 if TYPE_CHECKING:
-    from shmserve.session.device import Source
+    from shmserve.session.gpu.tensors import Source
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal, InvalidRequest, Unavailable
-from shmserve.messages import OWNER_SHIFT, Handle, Map
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map
 from shmserve.shm import views
 from shmserve.shm.blocks import Blocks
-from shmserve.shm.extents import Cold, Extent
+from shmserve.shm.extents.base import Cold, Extent
 
 FIRST_BYTES = 1024 * 1024
 SEGMENT_BYTES = 32 * 1024 * 1024

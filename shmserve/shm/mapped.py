@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.errors import HandleLost, InvalidRequest
-from shmserve.messages import Handle
-from shmserve.shm import cuda, memfd, posix, views
-from shmserve.shm.extents import Extent
-from shmserve.shm.pages import Pages
+from shmserve.protocol.messages import Handle
+from shmserve.shm import views
+from shmserve.shm.extents import cuda, memfd, posix
+from shmserve.shm.extents.base import Extent
+from shmserve.shm.extents.pages import Pages
 
 _BYTE = np.dtype("uint8")
 

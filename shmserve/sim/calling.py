@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Call,
     Fail,

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from shmserve.access import EVERYTHING
 from shmserve.core import events
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Cancel,
     Fail,
@@ -35,6 +34,7 @@ from shmserve.messages import (
     Unmap,
     Welcome,
 )
+from shmserve.protocol.roles import EVERYTHING
 from shmserve.sim.load import Arrival, Closed, Load
 from shmserve.sim.plan import SimModel, answers_many
 from shmserve.sim.results import ModelResult

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.backends import BACKENDS
 from shmserve.repo.compile import compile_instances, compile_policy
+from shmserve.repo.config.problems import ConfigError
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import CONFIG_FILE, load, parse
-from shmserve.repo.problems import ConfigError
-from shmserve.repo.schema import ModelConfig
-from shmserve.repo.store import find_model, model_names
+from shmserve.repo.storage.store import find_model, model_names
 from shmserve.sim.plan import MS, SimModel
 from shmserve.sim.service import Constant, Service
 

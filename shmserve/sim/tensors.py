@@ -11,7 +11,7 @@ from random import Random
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest
-from shmserve.messages import INLINE_BYTES, Handle, Tensor, Work
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor, Work
 
 LENGTH = 4
 """Of a string of no bytes: its length."""

@@ -1,6 +1,6 @@
 """A worker process that does what the messages ask and computes nothing: it takes as long as its model would.
 
-The rule of the file: it keeps to the docstrings of shmserve.messages, and asserts that the broker does.
+The rule of the file: it keeps to the docstrings of shmserve.protocol.messages, and asserts that the broker does.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from shmserve.core.padding import rounded
-from shmserve.messages import (
+from shmserve.core.batching.padding import rounded
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Done,
     EndSequences,

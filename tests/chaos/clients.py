@@ -21,7 +21,7 @@ from bench.child import Answer, Handler
 from bench.raw import Ended, Lane, Zmq
 from bench.soak_client import Allowed
 from bench.soak_raw import PATIENCE, Asker, LaneAsker, ZmqAsker
-from shmserve.messages import Goodbye, Ping
+from shmserve.protocol.messages import Goodbye, Ping
 
 PAUSE_S = 0.05
 """Between two attempts to connect, as the broker may be away."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     Handle,
     Tensor,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from shmserve.repo.schema import ModelConfig
+from shmserve.repo.config.schema import ModelConfig
 from tests.worker_harness import config
 from tests.worker_models import (
     PYTHON_ADD,

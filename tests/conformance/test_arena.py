@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
-from shmserve.messages import OWNER_SHIFT, Handle, Map
-from shmserve.shm import heap, memfd, posix
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map
 from shmserve.shm.arena import Arena, Block, Segment
-from shmserve.shm.extents import Extent
+from shmserve.shm.extents import heap, memfd, posix
+from shmserve.shm.extents.base import Extent
 from tests.examples import examples
 from tests.leaks import own_names
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Row, Tensor, Wanted
-from shmserve.workers.exits import Exit
+from shmserve.protocol.messages import Row, Tensor, Wanted
+from shmserve.workers.process.exit_codes import Exit
 from tests.conformance.models import ADDING, FEW, SLOW, Make, openvino_adding
 from tests.conformance.test_backends import needs
 from tests.in_process import loaded

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from shmserve.dtypes import to_numpy
-from shmserve.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
 from tests.worker_harness import CLIENT, WORKER, WorkerProcess, work
 from tests.worker_models import KINDS, TENSORRT, Kind
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from shmserve.repo.schema import ModelConfig, ModelParameter
+from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from tests.conformance.test_backends import Echo, arrays_of, needs
 from tests.worker_harness import WorkerProcess, config
 from tests.worker_models import KINDS, TENSORRT, python_model

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Bye,
     Cancel,

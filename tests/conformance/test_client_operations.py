@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.messages import Ask, Cancel
+from shmserve.protocol.messages import Ask, Cancel
 from tests.conformance.client_ways import ways
 from tests.fake_broker import NOTHING, FakeBroker
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.messages import Cancel, FailHeld, More, Part, Released, Tensor
+from shmserve.protocol.messages import Cancel, FailHeld, More, Part, Released, Tensor
 from tests.conformance.client_ways import shared_only, ways
 from tests.fake_broker import FakeBroker
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients.transport import TCP_FRAME_BYTES
-from shmserve.messages import (
+from shmserve.clients.transport.address import TCP_FRAME_BYTES
+from shmserve.protocol.messages import (
     FRAME_BYTES,
     INLINE_BYTES,
     Handle,

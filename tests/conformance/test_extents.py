@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Internal, InvalidRequest, Unavailable
-from shmserve.shm import heap, memfd, posix
-from shmserve.shm.extents import Extent, MappedExtent
+from shmserve.shm.extents import heap, memfd, posix
+from shmserve.shm.extents.base import Extent, MappedExtent
 from tests.leaks import own_names
 
 MAKERS: dict[str, Callable[[int], Extent]] = {

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shmserve import wire
 from shmserve.core import events
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.errors import ProtocolError
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Ask,
     Bye,
@@ -45,7 +45,7 @@ MODEL = ModelPolicy(
 MOST = 200
 """Events in one course."""
 ODD = (0, 1, 2, 16, 4096, 2**31, 2**32, 2**62, 2**63 - 1)
-_codec = wire.Codec(ClientMessage)
+_codec = codec.Codec(ClientMessage)
 
 
 class Hostile(FakeClient):
@@ -154,7 +154,7 @@ class Course:
         happened: list[tuple[int, Any]] = []
         known = self.world.core.state.ledger.segments
         for message in messages:
-            if isinstance(message, wire.Refused):
+            if isinstance(message, codec.Refused):
                 message = events.Garbled(message.request, message.text)
             elif isinstance(message, Map) and message.name is None:
                 if message.segment >> OWNER_SHIFT != client.peer or message.segment in known:
@@ -168,7 +168,7 @@ class Course:
         try:
             found = _codec.decode(self.read.rest(200))
         except ProtocolError as error:
-            found = [wire.Refused(0, error.message)]
+            found = [codec.Refused(0, error.message)]
         self._from(self.hostile, found)
 
     def _segment(self) -> int:

@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bench.mischief import Mischief
-from shmserve import messages, wire
-from shmserve.access import ROLES
-from shmserve.clients.gateway.guards.access import Access
-from shmserve.clients.gateway.http import bodies, heads
-from shmserve.clients.gateway.kserve import documents, generate
-from shmserve.clients.gateway.kserve import plans as kserve
-from shmserve.clients.gateway.turns import finished
 from shmserve.errors import ProtocolError, ServeError
-from shmserve.repo import load, override, samples
-from shmserve.repo.problems import ConfigError
+from shmserve.gateway.auth.access import Access
+from shmserve.gateway.http import bodies, heads
+from shmserve.gateway.kserve import generate
+from shmserve.gateway.kserve import plans as kserve
+from shmserve.gateway.limits.turns import finished
+from shmserve.gateway.upstream import documents
+from shmserve.protocol import codec as wire
+from shmserve.protocol import messages
+from shmserve.protocol.roles import ROLES
+from shmserve.repo import load, samples
+from shmserve.repo.config import override
+from shmserve.repo.config.problems import ConfigError
 from tests.fuzz import lane
 
 Target = Callable[[bytes], None]

@@ -105,9 +105,9 @@ def test_every_request_gets_its_rows(server: Server) -> None:
 
 
 def test_names_of_the_libraries() -> None:
-    """What workers/cuda/api.py calls exists in the cupy that is installed."""
+    """What workers/gpu/api.py calls exists in the cupy that is installed."""
     pytest.importorskip("cupy")
     if not discover().found:
         pytest.skip("there is no GPU here, or nvidia-ml-py is not installed")
-    api = importlib.import_module("shmserve.workers.cuda.api")
+    api = importlib.import_module("shmserve.workers.gpu.api")
     assert api.Cuda().devices >= 1

@@ -18,11 +18,11 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from shmserve.broker.gpus import GpuMetrics
+from shmserve.broker.processes.gpus import GpuMetrics
 from shmserve.errors import HandleLost
 from shmserve.repo.gpus import discover
-from shmserve.shm import memfd
-from shmserve.shm.cuda import device_id, uuid_bytes
+from shmserve.shm.extents import memfd
+from shmserve.shm.extents.cuda import device_id, uuid_bytes
 from shmserve.testing import Server
 from tests.worker_models import Graph
 
@@ -44,7 +44,7 @@ def _device() -> None:
 
 def build(source: Path, out: Path, *options: str) -> str:
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "shmserve.clients.cli", "build", str(source), "-o", str(out), *options]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "build", str(source), "-o", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -146,7 +146,7 @@ def test_tensors_of_clients_on_the_gpu(server: Server) -> None:
 
 def test_who_a_device_is(server: Server) -> None:
     """The same for CuPy and for the driver's management library, as far as a uuid without a zero can show it."""
-    from shmserve.workers.cuda.api import Cuda
+    from shmserve.workers.gpu.api import Cuda
 
     (first, *_) = discover().found
     assert Cuda().uuid == device_id(uuid_bytes(first.uuid))
@@ -154,7 +154,7 @@ def test_who_a_device_is(server: Server) -> None:
 
 def test_how_large_memory_of_another_process_is() -> None:
     """What the driver knows of memory that was opened."""
-    from shmserve.workers.cuda.api import Cuda
+    from shmserve.workers.gpu.api import Cuda
 
     cuda = Cuda()
     address = cuda.allocate(5 << 20)
@@ -179,7 +179,7 @@ def test_what_processes_have_on_the_gpu(server: Server) -> None:
 
 def test_shared_memory_is_pinned_and_copied() -> None:
     """Also where it is mapped for reading only, if the device can do that."""
-    from shmserve.workers.cuda.api import Cuda
+    from shmserve.workers.gpu.api import Cuda
 
     cuda = Cuda()
     stream, event = cuda.stream(), cuda.event()
@@ -210,7 +210,7 @@ def test_shared_memory_is_pinned_and_copied() -> None:
 
 
 def test_memory_that_nobody_exports() -> None:
-    from shmserve.workers.cuda.api import Cuda
+    from shmserve.workers.gpu.api import Cuda
 
     with pytest.raises(HandleLost):
         Cuda().open(bytes(64))

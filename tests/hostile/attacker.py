@@ -19,8 +19,8 @@ from numpy.random import default_rng
 
 from bench.child import Answer, Handler
 from bench.raw import Ended, Lane, Segment
-from shmserve import wire
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     Ask,
     Fail,
     FailHeld,
@@ -192,7 +192,7 @@ class Attacker:
     def ask_at_once(self, connections: int, questions: int, what: str) -> Answer:
         """Thousands of questions on each of many connections. Half of them end without reading; the others read on."""
         packets = [
-            wire.encode([Ask(number, what) for number in range(start, start + 500)])
+            codec.encode([Ask(number, what) for number in range(start, start + 500)])
             for start in range(1, questions, 500)
         ]
         made = [Lane(self._path) for _ in range(connections)]
@@ -213,7 +213,7 @@ class Attacker:
         lane.hello("memfd")
         lane.limit_sends(3.0)
         self._others.append(lane)
-        packet = wire.encode([Ask(number, "metadata", "identity") for number in range(1, 400)])
+        packet = codec.encode([Ask(number, "metadata", "identity") for number in range(1, 400)])
         sent = 0
         with suppress(BlockingIOError, ConnectionError):
             while sent < 5000:
@@ -247,16 +247,16 @@ class Attacker:
         inline = Tensor("x", "FP32", (1, 4), bytes(16))
         new = (self._lane.owner << 32) + 100
         packets = [
-            (wire.encode([Ping(1)]), tuple(fds)),
-            (wire.encode([self._infer("identity", inline)]), (fds[0],)),
-            (wire.encode([Unmap(new)]), (fds[0],)),
-            (wire.encode([Map(new, 4096), Map(new + 1, 4096)]), (fds[0],)),
-            (wire.encode([Map(new, SIZE), Map(new, SIZE)]), (own.fd, own.fd)),
-            (wire.encode([Map(new + 2, SIZE)]), (fds[0], own.fd, fds[1])),
+            (codec.encode([Ping(1)]), tuple(fds)),
+            (codec.encode([self._infer("identity", inline)]), (fds[0],)),
+            (codec.encode([Unmap(new)]), (fds[0],)),
+            (codec.encode([Map(new, 4096), Map(new + 1, 4096)]), (fds[0],)),
+            (codec.encode([Map(new, SIZE), Map(new, SIZE)]), (own.fd, own.fd)),
+            (codec.encode([Map(new + 2, SIZE)]), (fds[0], own.fd, fds[1])),
             (b"\xc1\xc1", tuple(fds)),
             (b"", ()),
-            (wire.encode([Ping(1)]), tuple(fds[0] for _ in range(100))),
-            (wire.encode([Ping(1)]), tuple(fds[0] for _ in range(253))),
+            (codec.encode([Ping(1)]), tuple(fds[0] for _ in range(100))),
+            (codec.encode([Ping(1)]), tuple(fds[0] for _ in range(253))),
         ]
         told: Counter[str] = Counter()
         for packet, descriptors in packets:

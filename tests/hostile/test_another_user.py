@@ -27,8 +27,8 @@ from bench.raw import Lane, Segment, Zmq
 from bench.setting import Served
 from bench.soak import SLOW
 from shmserve import Client
-from shmserve.messages import Fail, Handle, Infer, Map, Reply, Tensor
-from shmserve.shm import posix
+from shmserve.protocol.messages import Fail, Handle, Infer, Map, Reply, Tensor
+from shmserve.shm.extents import posix
 from shmserve.testing import Server
 
 pytestmark = [

@@ -14,12 +14,12 @@ import sys
 
 import uvloop
 
-from shmserve.clients.gateway.http2.codes import Code, RpcError
-from shmserve.clients.gateway.http2.door import RpcDoor
-from shmserve.clients.gateway.http2.limits import Limits
-from shmserve.clients.gateway.http2.seam import Awaits, Call, Stream
-from shmserve.clients.gateway.kserve.answers import Buffer
-from shmserve.clients.gateway.receive import Room
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.listener import RpcDoor
+from shmserve.gateway.http2.seam import Awaits, Call, Stream
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.upstream.receive import Room
 
 
 class Base:

@@ -15,8 +15,9 @@ from typing import Any
 
 from bench.child import Answer, Handler
 from bench.raw import Zmq
-from shmserve import Client, ServeError, wire
-from shmserve.messages import Infer, Tensor
+from shmserve import Client, ServeError
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Infer, Tensor
 
 MODELS = ("identity", "slow")
 LARGEST = 60_000
@@ -53,7 +54,7 @@ def _ask_by_frames(path: str, seed: int) -> None:
                 number += 1
                 count = int(LARGEST ** roll.random())
                 infer = Infer(number, roll.choice(MODELS), 0, (Tensor("x", "FP32", (1, count), 0),))
-                link.send_bytes(wire.encode([infer]), (bytes(4 * count),))
+                link.send_bytes(codec.encode([infer]), (bytes(4 * count),))
             link.receive()
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from shmserve.workers.prepared import NAME as PREPARED
+from shmserve.workers.zygote import NAME as PREPARED
 
 START_S = 60
 END_S = 60

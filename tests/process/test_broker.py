@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from bench.raw import Ended, Lane, Zmq
-from shmserve import wire
-from shmserve.messages import Answer, Ask, Cancel, Fail, Goodbye, Infer, Reply, Tensor, Unmap
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Answer, Ask, Cancel, Fail, Goodbye, Infer, Reply, Tensor, Unmap
 from tests.process.launch import Launched, await_end, identity
 
 pytestmark = pytest.mark.process
@@ -280,7 +280,7 @@ def test_what_is_kept_of_a_flood_over_zeromq_has_a_limit_of_bytes_too(repository
         flood.hello("frames")
         flood.send(*FLOOD * 3)
         for _ in range(12):
-            flood.send_bytes(wire.encode([infer(1)]), (bytes(3 << 20),))
+            flood.send_bytes(codec.encode([infer(1)]), (bytes(3 << 20),))
         goodbye = flood.receive_kind(Goodbye)
         assert goodbye.code == "UNAVAILABLE"
         assert "or 33554432 bytes while it was throttled" in goodbye.text

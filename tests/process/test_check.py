@@ -21,7 +21,8 @@ from unittest import mock
 
 import pytest
 
-from shmserve.clients import cli, commands_check
+from shmserve.clients.cli import main
+from shmserve.clients.cli.commands import check
 from shmserve.repo import samples
 from tests.process.launch import identity
 
@@ -77,7 +78,7 @@ def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
     """What it printed, and what it said on standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        ended = cli.main(["check", *map(str, words)])
+        ended = main.main(["check", *map(str, words)])
     assert ended == code, out.getvalue() + err.getvalue()
     return out.getvalue(), err.getvalue()
 
@@ -243,7 +244,7 @@ def test_not_in_time(tmp_path: Path, temporary: Path) -> None:
 def apart(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-m", "shmserve.clients.cli", "check", *map(str, words)], env=environment, **options
+        [sys.executable, "-m", "shmserve.clients.cli.main", "check", *map(str, words)], env=environment, **options
     )
 
 
@@ -310,5 +311,5 @@ def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "models" / "digits" / "config.pbtxt").write_text(config[1])
     monkeypatch.chdir(tmp_path)
     assert run("models", code=1)[0] == said[1]
-    assert commands_check.LOG_LINES == 20
+    assert check.LOG_LINES == 20
     assert "the last 20 lines" in text

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shmserve.clients import cli
+from shmserve.clients.cli import main
 from shmserve.dtypes import ITEM_BYTES, TO_CONFIG, to_numpy
 from shmserve.repo import samples
 from shmserve.testing import Server
@@ -84,7 +84,7 @@ def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> st
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        ended = cli.main(words)
+        ended = main.main(words)
     assert ended == code, out.getvalue() + err.getvalue()
     if code:
         assert out.getvalue() == ""
@@ -97,7 +97,7 @@ def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> st
 
 def run_apart(server: Server | None, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
     """In a process of its own."""
-    command = [sys.executable, "-m", "shmserve.clients.cli", *words]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
     return subprocess.run(command, env=environment(server), text=True, check=False, timeout=END_S, **options)
 
@@ -270,7 +270,7 @@ def test_an_end_of_the_reader_is_no_error(server: Server) -> None:
     """`shmserve models | head -1`"""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "shmserve.clients.cli", "models"]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "models"]
     ran = subprocess.run(
         command, env=environment(server), stdout=writer, stderr=subprocess.PIPE, check=False, timeout=END_S
     )
@@ -279,7 +279,7 @@ def test_an_end_of_the_reader_is_no_error(server: Server) -> None:
 
 
 def test_ctrl_c_is_no_traceback(server: Server) -> None:
-    command = [sys.executable, "-m", "shmserve.clients.cli", "infer", "slow", "--random", "--repeat", "1000"]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "infer", "slow", "--random", "--repeat", "1000"]
     with server.client() as client:
         before = _asked(client, "slow")
         with subprocess.Popen(command, env=environment(server), stderr=subprocess.PIPE) as process:
@@ -359,7 +359,7 @@ def test_serve_passes_its_options_on_and_ctrl_c_stops_it(tmp_path: Path) -> None
     repository = tmp_path / "models"
     add_model(repository, "slow", SLOW)
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "shmserve.clients.cli", "serve", "--model-repository", str(repository)]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "serve", "--model-repository", str(repository)]
     command += ["--runtime-dir", str(tmp_path / "run"), "--ready-fd", str(writer), "--hints"]
     command.append("--no-gateway")
     with subprocess.Popen(
@@ -392,7 +392,7 @@ def test_the_server_imports_nothing_from_the_current_directory(tmp_path: Path) -
     (tmp_path / "msgspec.py").write_text("raise SystemExit('imported from the current directory')")
     script = tmp_path / "bin" / "shmserve"
     script.parent.mkdir()
-    script.write_text("import sys\nfrom shmserve.clients.cli import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom shmserve.clients.cli.main import main\nsys.exit(main())\n")
     command = [sys.executable, str(script), "serve", "--help"]
     ran = subprocess.run(
         command, env=environment(None), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=END_S
@@ -413,7 +413,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(found / "build" / "samples" / "mlp" / "1" / "model.onnx", found)
     program = found / "bin" / "shmserve"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shmserve.clients.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shmserve.clients.cli.main "$@"\n')
     program.chmod(0o755)
     return found
 
@@ -457,5 +457,5 @@ def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> Non
 
 def test_the_page_has_every_command() -> None:
     used = {line.rpartition("shmserve ")[2].split()[0] for line in COMMANDS}
-    understood = next(action for action in cli.parser()._actions if action.dest == "command").choices
+    understood = next(action for action in main.parser()._actions if action.dest == "command").choices
     assert used == set(understood or ())

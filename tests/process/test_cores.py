@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker.workers import Workers
+from shmserve.broker.processes.workers import Workers
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
 

@@ -17,10 +17,10 @@ import pytest
 import shmserve
 from bench import models
 from bench.raw import Lane, Segment
-from shmserve import wire
-from shmserve.clients.lane import Lane as ClientLane
+from shmserve.clients.transport.lane import Lane as ClientLane
 from shmserve.errors import ConnectionLost
-from shmserve.messages import Goodbye, Map
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Goodbye, Map
 from shmserve.workers.link import Link as WorkerLink
 from tests.process.launch import Launched
 
@@ -104,6 +104,6 @@ def test_the_other_ends_of_links_give_up_a_connection_that_lost_descriptors(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = end(ours)
     with theirs, contextlib.closing(link), open(os.devnull) as file:
-        socket.send_fds(theirs, [wire.encode([Map(1 << 32, 4096)])], [file.fileno()])
+        socket.send_fds(theirs, [codec.encode([Map(1 << 32, 4096)])], [file.fileno()])
         with no_descriptors(os.getpid()), pytest.raises(ConnectionLost, match="RLIMIT_NOFILE"):
             link.receive(*((1.0,) if end is _of_client else ()))

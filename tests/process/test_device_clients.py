@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.shm.cuda import uuid_bytes
+from shmserve.shm.extents.cuda import uuid_bytes
 from shmserve.testing import Server
 from tests.device_arrays import Foreign, end, read, write
 from tests.gpu_harness import STANDINS, standins

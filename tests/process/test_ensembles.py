@@ -19,7 +19,7 @@ import pytest
 
 import shmserve
 from shmserve import TopK
-from shmserve.clients import cli
+from shmserve.clients.cli import main
 from shmserve.testing import Server
 from tests.client_faces import FACES
 from tests.process import living
@@ -455,7 +455,7 @@ def test_what_is_wrong_is_told(
     text = file.read_text().replace("},", "} ,").replace("  ", " ")
     assert old in text
     file.write_text(text.replace(old, new, 1))
-    assert cli.main(["check", str(tmp_path)]) == 1
+    assert main.main(["check", str(tmp_path)]) == 1
     pattern = re.escape(told).replace(r"\.\*", ".*").replace(r"\[X\]", "[X]")
     assert re.search(pattern, capsys.readouterr().out)
 
@@ -471,7 +471,7 @@ def test_the_page(tmp_path: Path) -> None:
         path.write_text(text)
     (tmp_path / "models" / "page" / "1").mkdir()
     assert len(list((tmp_path / "models").iterdir())) == 3
-    assert cli.main(["check", str(tmp_path / "models")]) == 0
+    assert main.main(["check", str(tmp_path / "models")]) == 0
     (program,) = [match[2] for match in FENCE.finditer(PAGE) if 'client.infer("page",' in match[2]]
     with Server(tmp_path / "models", "--exit-on-error", "true") as server:
         environment = os.environ | {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
@@ -491,6 +491,6 @@ def test_what_the_page_says_is_told(
         path.write_text(text.replace('"SQUARE" value', '"SQUARES" value'))
     (tmp_path / "models" / "page" / "1").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["check", "models"]) == 1
+    assert main.main(["check", "models"]) == 1
     shown = next(match[2] for match in FENCE.finditer(PAGE) if match[2].startswith("page  2 errors"))
     assert shown in capsys.readouterr().out

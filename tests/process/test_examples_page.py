@@ -68,7 +68,12 @@ def server(place: Path) -> Iterator[Server]:
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands(server: Server, place: Path, words: list[str]) -> None:
     said = run(
-        sys.executable, "-m", "shmserve.clients.cli", *words, cwd=place, SHMSERVE_RUNTIME_DIR=str(server.runtime_dir)
+        sys.executable,
+        "-m",
+        "shmserve.clients.cli.main",
+        *words,
+        cwd=place,
+        SHMSERVE_RUNTIME_DIR=str(server.runtime_dir),
     )
     if words[:2] == ["infer", "sentiment"]:
         assert re.search("positive.*negative", said)

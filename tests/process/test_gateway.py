@@ -37,7 +37,14 @@ class Gateway:
 
     def __init__(self, server: Server, *options: str) -> None:
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "shmserve.clients.cli.main",
+            "gateway",
+            "--runtime-dir",
+            str(server.runtime_dir),
+        ]
         command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-fd", str(writer), *options]
         self.process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)
         os.close(writer)
@@ -458,7 +465,7 @@ def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken(server: Server, gateway: Gateway) -> None:
-    command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "gateway", "--runtime-dir", str(server.runtime_dir)]
     found = subprocess.run([*command, "--http-port", str(gateway.http)], capture_output=True, timeout=60)
     assert found.returncode == 1
     assert found.stderr.startswith(b"shmserve gateway: cannot listen on 127.0.0.1, port")
@@ -467,7 +474,7 @@ def test_a_port_that_is_taken(server: Server, gateway: Gateway) -> None:
 def test_its_modules_are_no_part_of_collections(tmp_path: Path) -> None:
     """A full collection that goes through them keeps all callers waiting."""
     reader, writer = os.pipe()
-    code = "import gc, sys; from shmserve.clients.cli import main; main(); print(gc.get_freeze_count())"
+    code = "import gc, sys; from shmserve.clients.cli.main import main; main(); print(gc.get_freeze_count())"
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-fd", str(writer)]
     command = [sys.executable, "-c", code, "gateway", "--runtime-dir", str(tmp_path), *ports]
     process = subprocess.Popen(command, pass_fds=[writer], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

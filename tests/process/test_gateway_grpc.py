@@ -16,8 +16,8 @@ import numpy as np
 import posix_ipc
 import pytest
 
-from shmserve.clients.gateway.kserve.elements import CONTENTS
 from shmserve.dtypes import ITEM_BYTES
+from shmserve.gateway.kserve.json_tensors import CONTENTS
 from shmserve.testing import Server
 from tests.conformance.client_ways import data
 from tests.process.test_gateway import Gateway, metric, model, wait_in_flight

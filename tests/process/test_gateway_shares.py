@@ -14,7 +14,7 @@ import hpack
 import numpy as np
 import pytest
 
-from shmserve.clients.gateway.guards import tokens
+from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
 from tests.process.test_gateway import Gateway, model, wait_in_flight
 from tests.rpc import Rpcs, infer_request

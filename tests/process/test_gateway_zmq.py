@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients import cli
-from shmserve.clients.keys import read_pair
+from shmserve.clients.cli import main
+from shmserve.clients.transport.keys import read_pair
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
 from tests.client_faces import FACES
@@ -47,7 +47,7 @@ class Door:
 def shmserve_command(*words: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(words)
+        code = main.main(words)
     return code, out.getvalue(), err.getvalue()
 
 

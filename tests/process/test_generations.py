@@ -192,7 +192,14 @@ def test_models_shows_what_has_changed_on_disk(root: Path, mode: str) -> None:
         assert changed() == {"m/1": False, "other/1": False}
         renew(folder, 2)
         until(client, lambda: changed() == {"m/1": True, "other/1": False})
-        command = [sys.executable, "-m", "shmserve.clients.cli", "models", "--runtime-dir", str(server.runtime_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "shmserve.clients.cli.main",
+            "models",
+            "--runtime-dir",
+            str(server.runtime_dir),
+        ]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
         assert [line.split()[0] for line in shown.splitlines() if line.endswith("changed on disk")] == ["m"]
         if mode == "explicit":

@@ -20,8 +20,8 @@ from bench.hostile import Picture, compare, run_hostile, write_repository
 from bench.hostile_client import SECRETS
 from bench.raw import Ended, Lane, Link, Segment, Zmq
 from bench.setting import Served, serving
-from shmserve import messages
-from shmserve.messages import Ask, Fail, Goodbye, Handle, Hello, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
+from shmserve.protocol import messages
+from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Hello, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
 
 pytestmark = pytest.mark.process
 

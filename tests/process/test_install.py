@@ -36,7 +36,7 @@ print(samples.sample_picture().shape)
 assert "onnx" not in sys.modules
 """
 CONFIG = """
-import shmserve.repo.protos as protos
+import shmserve.repo.config.protos as protos
 print(protos.new_config().DESCRIPTOR.full_name)
 """
 

@@ -24,8 +24,9 @@ from bench.hostile import Picture, compare
 from bench.raw import Lane, Zmq
 from bench.setting import Served
 from bench.soak import SLOW
-from shmserve import Client, ModelFailed, wire
-from shmserve.messages import Fail, Infer, Ping, Pong, Reply, Tensor
+from shmserve import Client, ModelFailed
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Fail, Infer, Ping, Pong, Reply, Tensor
 from shmserve.testing import Server
 
 pytestmark = pytest.mark.process
@@ -122,7 +123,7 @@ def fill(server: Server) -> None:
     with Zmq(server.zmq_url.removeprefix("ipc://")) as link:
         link.hello("frames")
         infer = Infer(1, "identity", 0, (Tensor("x", "FP32", (1, len(frame) // 4), 0),))
-        link.send_bytes(wire.encode([infer]), (frame,))
+        link.send_bytes(codec.encode([infer]), (frame,))
         reply = link.receive_kind(Reply, Fail)
         assert isinstance(reply, Reply), reply
         assert reply.outputs[0].data == frame

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients import cli
+from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.testing import Server
 from tests.client_faces import FACES
@@ -147,7 +147,7 @@ def test_a_trace(server: Server, client: shmserve.Client) -> None:
 
 def test_the_command(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--runtime-dir", str(server.runtime_dir)]
-    assert cli.main(["stats", "--prometheus", *where]) == 0
+    assert main.main(["stats", "--prometheus", *where]) == 0
     assert Seen(capsys.readouterr().out)("shmserve_ready") == 1
-    assert cli.main(["stats", "m", "--prometheus", *where]) == 2
+    assert main.main(["stats", "m", "--prometheus", *where]) == 2
     assert "--prometheus covers the whole server" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients import cli
+from shmserve.clients.cli import main
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests.client_faces import FACES
@@ -63,7 +63,7 @@ def pids(server: Server, model: str) -> list[int]:
 
 def test_the_life_of_a_model(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*words: str) -> str:
-        code = cli.main(words)
+        code = main.main(words)
         said = capsys.readouterr()
         assert code == 0, said.err
         assert said.err == ""
@@ -95,15 +95,15 @@ def test_the_life_of_a_model(server: Server, capsys: pytest.CaptureFixture[str])
 
 
 def test_config(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["load", "mlp"]) == 0
+    assert main.main(["load", "mlp"]) == 0
     capsys.readouterr()
-    assert cli.main(["config", "mlp"]) == 0
+    assert main.main(["config", "mlp"]) == 0
     said = capsys.readouterr().out
     assert "max_batch_size: 32  # file" in said
-    assert cli.main(["config", "mlp", "--json"]) == 0
+    assert main.main(["config", "mlp", "--json"]) == 0
     config = json.loads(capsys.readouterr().out)
     assert config["max_batch_size"] == 32
-    assert cli.main(["config", "mlp", "--json", "--origins"]) == 0
+    assert main.main(["config", "mlp", "--json", "--origins"]) == 0
     both = json.loads(capsys.readouterr().out)
     assert both["config"] == config
     assert both["origins"]["max_batch_size"] == "file"
@@ -111,25 +111,25 @@ def test_config(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_failures(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["load", "nobody", "mlp"]) == 1
+    assert main.main(["load", "nobody", "mlp"]) == 1
     said = capsys.readouterr()
     assert said.out.startswith("mlp: version 1 is READY after ")
     assert said.err.startswith("shmserve load: failed to load 'nobody', failed to poll from model repository")
-    assert cli.main(["restart", "nobody"]) == 1
+    assert main.main(["restart", "nobody"]) == 1
     assert "nobody" in capsys.readouterr().err
     (tmp_path / "bad.json").write_text('{"backend": "onnxruntime", "max_bach_size": 3}')
-    assert cli.main(["load", "mlp", "--config-json", str(tmp_path / "bad.json")]) == 1
+    assert main.main(["load", "mlp", "--config-json", str(tmp_path / "bad.json")]) == 1
     assert "max_batch_size" in capsys.readouterr().err, "the nearest name"
-    assert cli.main(["infer", "mlp", "--random"]) == 0, "the old one still serves"
+    assert main.main(["infer", "mlp", "--random"]) == 0, "the old one still serves"
 
 
 def test_a_server_whose_models_are_fixed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(repository) as fixed:
         where = ["--runtime-dir", str(fixed.runtime_dir)]
         for what in ("load", "unload"):
-            assert cli.main([what, "mlp", *where]) == 1
+            assert main.main([what, "mlp", *where]) == 1
             assert "explicit model load / unload is not allowed if polling is enabled" in capsys.readouterr().err
-        assert cli.main(["restart", "mlp", *where]) == 0
+        assert main.main(["restart", "mlp", *where]) == 0
         capsys.readouterr()
 
 

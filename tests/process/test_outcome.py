@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shmserve
-from shmserve.clients.cli import main
+from shmserve.clients.cli.main import main
 from tests.process import living
 from tests.process.launch import Launched
 from tests.process.living import answer, generation, identity, index, until

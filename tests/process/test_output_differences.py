@@ -11,7 +11,7 @@ import pytest
 
 import shmserve
 from shmserve import TopK
-from shmserve.messages import Handle, Options, Row, Tensor, Wanted
+from shmserve.protocol.messages import Handle, Options, Row, Tensor, Wanted
 from shmserve.session.memory import Memory
 from shmserve.session.outputs import output_of
 from shmserve.testing import Server

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import shmserve
-from shmserve import wire
-from shmserve.broker.overrides import HEADER_BYTES, IN_MEMORY
-from shmserve.messages import (
+from shmserve.broker.models.overrides import HEADER_BYTES, IN_MEMORY
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     FIELD_BYTES,
     PROTOCOL,
     Answer,
@@ -250,7 +250,7 @@ class Raw:
     """A lane client of a few lines, which can stop in the middle of a body."""
 
     def __init__(self, server: Server) -> None:
-        self._codec = wire.Codec(BrokerMessage)
+        self._codec = codec.Codec(BrokerMessage)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.settimeout(living.PATIENCE_S)
         self._sock.connect(server.url.removeprefix("unix://"))
@@ -258,7 +258,7 @@ class Raw:
         assert isinstance(self.hear(), Welcome)
 
     def say(self, *messages: Any) -> None:
-        self._sock.sendall(wire.encode(list(messages)))
+        self._sock.sendall(codec.encode(list(messages)))
 
     def hear(self) -> Any:
         (message,) = self._codec.decode(self._sock.recv(1 << 18))

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.broker.prepared import reap
+from shmserve.broker.processes.zygote import reap
 from shmserve.errors import ModelFailed, Unavailable
-from shmserve.workers import prepared
-from shmserve.workers.prepared import Cannot
+from shmserve.workers import zygote
+from shmserve.workers.zygote import Cannot
 from tests.process.launch import Launched, await_end, children_of, identity
 from tests.process.living import until
 
@@ -107,7 +107,7 @@ def test_it_is_a_process_like_a_fresh_one(place: Place) -> None:
     command = Path(f"/proc/{found['pid']}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     assert command[1:3] == [b"-m", b"shmserve.workers.main"]
     assert b"look_0_0" in command
-    assert Path(f"/proc/{place.prepared}/comm").read_text() == f"{prepared.NAME}\n"
+    assert Path(f"/proc/{place.prepared}/comm").read_text() == f"{zygote.NAME}\n"
 
 
 def test_what_a_worker_has_it_has_alone(place: Place) -> None:
@@ -179,7 +179,7 @@ def test_it_imports_what_every_worker_needs_and_little_else() -> None:
     modules = set(
         subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
     )
-    assert modules >= set(prepared.MODULES)
+    assert modules >= set(zygote.MODULES)
     heavy = {
         "google.protobuf",
         "importlib.metadata",
@@ -211,23 +211,23 @@ def test_without_it(tmp_path: Path) -> None:
 )
 def test_libraries_whose_threads_are_not_known(maps: str, why: str) -> None:
     with pytest.raises(Cannot, match=re.escape(why)):
-        prepared._setter(maps)
+        zygote._setter(maps)
 
 
 def test_no_library_has_no_threads() -> None:
-    assert prepared._setter("7f00 r-xp 0 0 0 /lib/libc.so.6\n") is None
+    assert zygote._setter("7f00 r-xp 0 0 0 /lib/libc.so.6\n") is None
 
 
 def test_as_many_threads_as_it_would_have_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in prepared._THREADS:
+    for name in zygote._THREADS:
         monkeypatch.delenv(name, raising=False)
-    assert prepared._threads() == len(os.sched_getaffinity(0))
+    assert zygote._threads() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
-    assert prepared._threads() == 3
+    assert zygote._threads() == 3
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
-    assert prepared._threads() == 2
+    assert zygote._threads() == 2
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "many")
-    assert prepared._threads() == 3
+    assert zygote._threads() == 3
 
 
 def test_only_strangers_are_buried() -> None:

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve import wire
 from shmserve.errors import ModelFailed, ServeError
-from shmserve.messages import Load, LoadFailed, WorkerReport
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Load, LoadFailed, WorkerReport
 from shmserve.testing import Server
 from shmserve.workers import bootstrap
-from shmserve.workers.environment import NEEDED, command
-from shmserve.workers.exits import Exit
+from shmserve.workers.process.environment import NEEDED, command
+from shmserve.workers.process.exit_codes import Exit
 
 pytestmark = pytest.mark.process
 
@@ -184,7 +184,7 @@ def test_an_archive_is_unpacked_once_for_all_instances(place: Place, environment
 
 
 def in_the_foreground(folder: Path, what: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shmserve.clients.cli", "run", str(folder), "--input", f"x={what}", *words]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "run", str(folder), "--input", f"x={what}", *words]
     caches = os.environ | {"CACHE_DIRECTORY": str(folder.parent / "caches")}
     return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=60, check=False)
 
@@ -234,13 +234,13 @@ def first_words(environment: Path, suffix: str) -> tuple[LoadFailed, str, int]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script, count, sources, _, *rest = command(["--link", str(theirs.fileno())])
     with ours:
-        ours.send(wire.encode([Load(1, "m", 1, "m_0", "/")]))
+        ours.send(codec.encode([Load(1, "m", 1, "m_0", "/")]))
         with theirs:
             words = [str(environment / "bin/python"), "-I", script, count, sources, suffix, *rest]
             done = subprocess.run(
                 words, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60, check=False
             )
-        (message,) = wire.Codec(WorkerReport).decode(ours.recv(65536))
+        (message,) = codec.Codec(WorkerReport).decode(ours.recv(65536))
     return message, done.stderr, done.returncode
 
 

@@ -159,7 +159,7 @@ def test_over_http_and_by_the_command_line(root: Path) -> None:
         for wrong, text in (({"previous": "yes"}, "must be true or false"), ({"config": True}, "must be a string")):
             status, said = load(wrong)
             assert (status, text in said) == (400, True)
-        command = [sys.executable, "-m", "shmserve.clients.cli", "load", "m", "--previous"]
+        command = [sys.executable, "-m", "shmserve.clients.cli.main", "load", "m", "--previous"]
         done = subprocess.run(
             [*command, "--runtime-dir", str(server.runtime_dir)],
             capture_output=True,

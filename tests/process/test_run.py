@@ -15,10 +15,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from shmserve.clients.commands_run import PASSED_ON
+from shmserve.clients.cli.commands.run import PASSED_ON
 from shmserve.repo import samples
-from shmserve.workers import solo
-from shmserve.workers.solo_order import Order
+from shmserve.workers.foreground import solo
+from shmserve.workers.foreground.solo_order import Order
 from tests.run_models import END_S, build, command, environment
 
 pytestmark = pytest.mark.process

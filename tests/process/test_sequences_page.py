@@ -40,7 +40,7 @@ def test_the_page(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     commands = [line for kind, text in FENCE.findall(PAGE) if kind == "sh" for line in text.splitlines()]
     assert commands == ["shmserve check models", "shmserve serve --model-repository models"]
-    assert "1 ok" in run(tmp_path, "-m", "shmserve.clients.cli", "check", "models")
+    assert "1 ok" in run(tmp_path, "-m", "shmserve.clients.cli.main", "check", "models")
     (program,) = [text for kind, text in FENCE.findall(PAGE) if kind == "python" and "shmserve.Client" in text]
     (expected,) = [text for kind, text in FENCE.findall(PAGE) if kind == "text"]
     with Server(tmp_path / "models", "--exit-on-error", "true") as server:

@@ -24,14 +24,14 @@ PATCHED = """
 import sys
 import threading
 from shmserve.broker import main
-from shmserve.core.lifecycle import Lifecycle
+from shmserve.core.models.lifecycle import Lifecycle
 
 {patch}
 sys.exit(main.main())
 """
 NEVER_DRAINED = "Lifecycle.settle_drain = lambda self: None"
 NO_DISK = """
-from shmserve.broker.catalog import Catalog
+from shmserve.broker.models.catalog import Catalog
 Catalog.read = lambda *arguments: print("READING", file=sys.stderr, flush=True) or threading.Event().wait()
 """
 STUCK = "Lifecycle.drain = lambda *arguments: threading.Event().wait()"

@@ -264,7 +264,7 @@ def test_the_death_of_a_worker_ends_its_streams(server: Server) -> None:
 
 
 def run_cli(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from shmserve.clients.cli import main; sys.exit(main())", *words]
+    command = [sys.executable, "-c", "import sys; from shmserve.clients.cli.main import main; sys.exit(main())", *words]
     return subprocess.run([*command, "--url", server.url], capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -97,6 +97,6 @@ def test_lengths_that_differ_within_a_request_are_refused(server: Server) -> Non
 
 
 def test_the_command_tells_of_padding(server: Server) -> None:
-    command = [sys.executable, "-m", "shmserve.clients.cli", "stats", "encoder", "--url", server.url]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "stats", "encoder", "--url", server.url]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert re.search(r"encoder version 1: [\d.]+% of [\d,]+ elements \(rows x padded length\) were padding", said), said

@@ -13,15 +13,15 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Options, Tensor, Wanted
-from shmserve.repo.schema import ModelConfig, ModelInstanceGroup, ModelWarmup, ModelWarmupInput
+from shmserve.protocol.messages import Options, Tensor, Wanted
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup, ModelWarmup, ModelWarmupInput
 from shmserve.shm.strings import encode_bytes
-from shmserve.workers.backends import Context
-from shmserve.workers.backends.onnx import Onnx
-from shmserve.workers.device import device_of
-from shmserve.workers.exits import Exit
-from shmserve.workers.model import THREADS, _threads
-from shmserve.workers.specs import inputs_of
+from shmserve.workers.backends.base import Context
+from shmserve.workers.backends.onnx.backend import Onnx
+from shmserve.workers.batch.specs import inputs_of
+from shmserve.workers.loading import THREADS, _threads
+from shmserve.workers.process.device import device_of
+from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.warmup import requests_of, title
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import KINDS, Graph, Kind, config_name, python_model

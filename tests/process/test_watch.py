@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.clients.cli import main
+from shmserve.clients.cli.main import main
 from shmserve.testing import Server
 from tests.process.living import PATIENCE_S, identity
 
@@ -55,7 +55,7 @@ def test_models_that_are_named(server: Server, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("terminal", [True, False])
 def test_again_and_again(server: Server, terminal: bool) -> None:
     ours, theirs = os.openpty() if terminal else os.pipe()
-    command = [sys.executable, "-m", "shmserve.clients.cli", *words(server, "first", "--watch", "0.05")]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words(server, "first", "--watch", "0.05")]
     process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
     seen = b""

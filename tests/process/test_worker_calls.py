@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     Answer,
     Ask,
     Call,
@@ -38,10 +38,10 @@ from shmserve.messages import (
     Withdraw,
     Withdrawn,
 )
-from shmserve.shm import memfd
 from shmserve.shm.arena import Arena, Segment
-from shmserve.workers.exits import Exit
-from shmserve.workers.pb_calls import REPLAYED_BYTES
+from shmserve.shm.extents import memfd
+from shmserve.workers.backends.python.pb_calls import REPLAYED_BYTES
+from shmserve.workers.process.exit_codes import Exit
 from tests.calling_models import CALLER, LOADING
 from tests.worker_harness import PATIENCE_S, WORKER, WorkerProcess, config, work
 from tests.worker_models import python_model

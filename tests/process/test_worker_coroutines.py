@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.messages import Done, Execute, More, Ping, Pong, Row, Streamed, Withdraw, Withdrawn
+from shmserve.protocol.messages import Done, Execute, More, Ping, Pong, Row, Streamed, Withdraw, Withdrawn
 from tests.stream_models import (
     COROUTINE,
     GENERATOR,

@@ -11,9 +11,9 @@ import pytest
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import GROUP
-from shmserve.repo.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyGraph
-from shmserve.workers import backends
-from shmserve.workers.exits import Exit
+from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyGraph
+from shmserve.workers.backends import base
+from shmserve.workers.process.exit_codes import Exit
 from tests.worker_harness import WorkerProcess, config
 from tests.worker_models import Graph, python_model, version_folder
 
@@ -173,10 +173,10 @@ def test_identity_models(
 
 
 def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "shmserve.workers.backends.onnx", raising=False)
+    monkeypatch.delitem(sys.modules, "shmserve.workers.backends.onnx.backend", raising=False)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(Unsupported, match=r"pip install 'shmserve\[cpu\]'"):
-        backends.find("onnxruntime")
+        base.find("onnxruntime")
 
 
 class Point:
@@ -190,15 +190,15 @@ class Point:
         return self._found
 
 
-class Other(backends.StackedBackend):
+class Other(base.StackedBackend):
     """A backend that another package brings."""
 
 
 def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [Point("other", Other), Point("wrong", np.ndarray)]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == GROUP else [])
-    assert backends.find("other") is Other
+    assert base.find("other") is Other
     with pytest.raises(InvalidRequest, match="'wrong' is not a StackedBackend"):
-        backends.find("wrong")
+        base.find("wrong")
     with pytest.raises(Unsupported, match=r"known are: identity, .*openvino, other, python, .*wrong"):
-        backends.find("another")
+        base.find("another")

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve import wire
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     CHUNK_BYTES,
     PACKET_BYTES,
     Done,
@@ -204,7 +204,7 @@ def test_results_too_many_for_one_message(tmp_path: Path) -> None:
     with WorkerProcess(config("identity", *wide, max_batch=64), tmp_path) as worker:
         worker.loaded()
         works = [work(number + 1, worker.tensor("x", row[None])) for number, row in enumerate(x)]
-        assert len(wire.encode([Execute(1, 0, tuple(works))])) > PACKET_BYTES
+        assert len(codec.encode([Execute(1, 0, tuple(works))])) > PACKET_BYTES
         for start in range(0, 64, 16):
             worker.execute(*works[start : start + 16], join=1 if start else 0, more=start < 48)
         sizes: list[int] = []
@@ -212,7 +212,7 @@ def test_results_too_many_for_one_message(tmp_path: Path) -> None:
         while True:
             message, _ = worker.next()
             assert isinstance(message, (Rows, Done))
-            sizes.append(len(wire.encode([message])))
+            sizes.append(len(codec.encode([message])))
             found += message.rows
             if isinstance(message, Done):
                 break

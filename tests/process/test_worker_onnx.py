@@ -10,8 +10,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from shmserve.messages import Tensor, Wanted
-from shmserve.repo.schema import ModelConfig
+from shmserve.protocol.messages import Tensor, Wanted
+from shmserve.repo.config.schema import ModelConfig
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import Graph
 

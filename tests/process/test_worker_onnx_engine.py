@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from onnx import TensorProto, helper
 
-from shmserve.repo.schema import (
+from shmserve.repo.config.schema import (
     ModelConfig,
     ModelInstanceGroup,
     ModelOperations,

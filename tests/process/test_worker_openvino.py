@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.messages import Return, Tensor, Wanted
-from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
-from shmserve.workers.backends import Context
+from shmserve.protocol.messages import Return, Tensor, Wanted
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.base import Context
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import Graph, openvino_input, openvino_result, openvino_save, version_folder
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve import wire
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     Execute,
     Handle,
     Load,
@@ -30,10 +30,10 @@ from shmserve.messages import (
     Unmap,
     WorkerReport,
 )
-from shmserve.repo.schema import ModelConfig, encode_config
-from shmserve.shm import memfd
-from shmserve.workers.arenas import KNOB
-from shmserve.workers.exits import Exit
+from shmserve.repo.config.schema import ModelConfig, encode_config
+from shmserve.shm.extents import memfd
+from shmserve.workers.output_arenas import KNOB
+from shmserve.workers.process.exit_codes import Exit
 from tests.worker_harness import CLIENT, WORKER, WorkerProcess, config, gone, work
 from tests.worker_models import python_model
 
@@ -159,13 +159,13 @@ def test_a_worker_dies_with_whoever_started_it() -> None:
         pidfd = os.pidfd_open(pid)
         descriptor = os.memfd_create("config")
         os.pwrite(descriptor, encode_config(identity(triggers="1")), 0)
-        socket.send_fds(ours, [wire.encode([Load(WORKER, "m", 1, "m_0_0", "", {})])], [descriptor])
+        socket.send_fds(ours, [codec.encode([Load(WORKER, "m", 1, "m_0_0", "", {})])], [descriptor])
         os.close(descriptor)
         data, descriptors, _, _ = socket.recv_fds(ours, 1 << 18, 4)
         for descriptor in descriptors:
             os.close(descriptor)
-        assert isinstance(wire.Codec(WorkerReport).decode(data)[0], Loaded)
-        ours.send(wire.encode([Execute(1, 0, (work(1, X, options=Options(parameters={"hang": True})),))]))
+        assert isinstance(codec.Codec(WorkerReport).decode(data)[0], Loaded)
+        ours.send(codec.encode([Execute(1, 0, (work(1, X, options=Options(parameters={"hang": True})),))]))
         parent.kill()
         assert gone(pidfd)
         os.close(pidfd)
@@ -210,7 +210,7 @@ def test_the_first_order_must_be_load() -> None:
     command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno())]
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
         theirs.close()
-        ours.send(wire.encode([Stop()]))
+        ours.send(codec.encode([Stop()]))
         assert process.wait(60) == Exit.BAD_ORDER
         assert process.stderr is not None
         assert b"the first order must be Load" in process.stderr.read()

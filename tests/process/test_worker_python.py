@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.messages import Options, Ping, Pong, Probe, Probed, Row, Tensor, Wanted
-from shmserve.repo.schema import as_triton_json
+from shmserve.protocol.messages import Options, Ping, Pong, Probe, Probed, Row, Tensor, Wanted
+from shmserve.repo.config.schema import as_triton_json
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import PYTHON_ADD, python_model
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.messages import Failure
-from shmserve.repo.schema import ModelSequenceBatching
+from shmserve.protocol.messages import Failure
+from shmserve.repo.config.schema import ModelSequenceBatching
 from tests.stream_models import asks, decoupled
 from tests.worker_harness import WorkerProcess
 

@@ -11,8 +11,8 @@ import onnxruntime as ort
 import pytest
 from msgspec.structs import replace
 
-from shmserve.messages import EndSequences, Options, Tensor, Work
-from shmserve.repo.schema import (
+from shmserve.protocol.messages import EndSequences, Options, Tensor, Work
+from shmserve.repo.config.schema import (
     BatchInput,
     BatchOutput,
     ModelConfig,

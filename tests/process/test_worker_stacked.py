@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.messages import Options, Row, Tensor, Wanted
-from shmserve.repo.schema import BatchInput, ModelParameter
+from shmserve.protocol.messages import Options, Row, Tensor, Wanted
+from shmserve.repo.config.schema import BatchInput, ModelParameter
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import python_model
 

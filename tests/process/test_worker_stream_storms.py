@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve.messages import Done, More, Ping, Pong, Row, Started, Streamed, Withdraw, Withdrawn
+from shmserve.protocol.messages import Done, More, Ping, Pong, Row, Started, Streamed, Withdraw, Withdrawn
 from tests.stream_models import COROUTINE, GENERATOR, IN_EXECUTE, IN_THREADS, asks, serving
 from tests.worker_harness import WorkerProcess
 

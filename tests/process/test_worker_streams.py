@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.messages import Done, Execute, More, Row, Stop, Streamed, Withdraw, Withdrawn
-from shmserve.repo.schema import ModelParameter
+from shmserve.protocol.messages import Done, Execute, More, Row, Stop, Streamed, Withdraw, Withdrawn
+from shmserve.repo.config.schema import ModelParameter
 from tests.stream_models import (
     COROUTINE,
     GENERATOR,

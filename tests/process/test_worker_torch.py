@@ -15,23 +15,24 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.messages import Return, Tensor, Wanted
-from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
-from shmserve.workers.backends import Context
-from shmserve.workers.specs import Spec, inputs_of, outputs_of
+from shmserve.protocol.messages import Return, Tensor, Wanted
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.base import Context
+from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
 from tests.in_process import loaded
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import torch_class, torch_forward, torch_script, version_folder
 
 torch = pytest.importorskip("torch")
-from shmserve.workers.backends import pytorch, torch_programs  # noqa: E402 (without the library there is nothing)
+from shmserve.workers.backends.pytorch import backend as pytorch
+from shmserve.workers.backends.pytorch import programs
 
 CPU = torch.device("cpu")
 DICT = ("d: Dict[str, Tensor]", "return {'sum': d['a'] + d['b'], 'a': d['a']}")
 
 
 def opened(path: Path) -> Any:
-    return torch_programs.open_program(path, CPU)
+    return programs.open_program(path, CPU)
 
 
 def specs(*names: str, dtype: str = "FP32") -> Sequence[Spec]:
@@ -68,7 +69,7 @@ def export(folder: Path, source: str, *arguments: Any, dynamic: Any = None, **mo
 )
 def test_inputs_of_a_script(tmp_path: Path, arguments: str, names: tuple[str, ...], expected: list[int]) -> None:
     program = opened(torch_forward(tmp_path, arguments, "return x"))
-    assert torch_programs.arrange("m", program, specs(*names)) == expected
+    assert programs.arrange("m", program, specs(*names)) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,17 +85,17 @@ def test_inputs_of_a_script(tmp_path: Path, arguments: str, names: tuple[str, ..
 def test_inputs_that_a_script_does_not_have(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
     program = opened(torch_forward(tmp_path, "x, y", "return x"))
     with pytest.raises(InvalidRequest, match=text):
-        torch_programs.arrange("m", program, specs(*names))
+        programs.arrange("m", program, specs(*names))
 
 
 def test_strings_and_optional_inputs_are_what_the_script_takes(tmp_path: Path) -> None:
     program = opened(torch_forward(tmp_path, "x: List[str]", "return x"))
-    assert torch_programs.arrange("m", program, specs("x", dtype="STRING")) == [0]
+    assert programs.arrange("m", program, specs("x", dtype="STRING")) == [0]
     with pytest.raises(InvalidRequest, match=r"'x' is FP32 in the configuration.*is a List\[str\]"):
-        torch_programs.arrange("m", program, specs("x"))
+        programs.arrange("m", program, specs("x"))
     given = config("pytorch", {"x": ("STRING", (-1,))}, {}, optional=["x"])
     with pytest.raises(InvalidRequest, match="input 'x' is optional in the configuration, but the model cannot"):
-        torch_programs.arrange("m", program, inputs_of(given))
+        programs.arrange("m", program, inputs_of(given))
 
 
 class Pair(NamedTuple):
@@ -119,12 +120,12 @@ A, B = torch.zeros(1), torch.ones(2)
     ids=["one", "tuple", "places", "one of them", "dict", "dict in order", "named tuple"],
 )
 def test_outputs(value: Any, names: tuple[str, ...], expected: list[Any]) -> None:
-    found = torch_programs.picker("m", torch_programs.Program(), made(*names))(value)
+    found = programs.picker("m", programs.Program(), made(*names))(value)
     assert [item.tolist() for item in found] == [item.tolist() for item in expected]
 
 
 def test_outputs_that_are_strings() -> None:
-    pick = torch_programs.picker("m", torch_programs.Program(), made("s", dtype="STRING"))
+    pick = programs.picker("m", programs.Program(), made("s", dtype="STRING"))
     assert pick(["a", "b"]) == [["a", "b"]]
     assert pick((["a", "b"],)) == [["a", "b"]]
 
@@ -133,7 +134,7 @@ def test_outputs_too_few() -> None:
     for names, wrong in ((("y", "z"), "z"), (("OUTPUT__1",), "OUTPUT__1")):
         text = f"The output {wrong} in the model configuration refers to an output index which doesn't exist. "
         with pytest.raises(Internal, match=f"^{text}This model has 1 outputs$"):
-            torch_programs.picker("m", torch_programs.Program(), made(*names))((A,))
+            programs.picker("m", programs.Program(), made(*names))((A,))
 
 
 TREE = """\
@@ -147,14 +148,14 @@ def test_names_of_a_program(tmp_path: Path) -> None:
     x, q, k = (torch.zeros(2, 3) for _ in range(3))  # what is the same for the export stays the same
     program = opened(export(tmp_path, TREE, x, True, {"q": q}, k=k))
     names = ("KWARGS[k]", "ARGS[0]", "ARGS[2][q]")
-    assert torch_programs.arrange("m", program, specs(*names)) == [1, None, 2, 0]
-    assert torch_programs.arrange("m", program, specs("x", "k", "INPUT__2")) == [0, None, 2, 1]
-    pick = torch_programs.picker("m", program, made("RESULT[b][1]", "a", "OUTPUT__1"))
+    assert programs.arrange("m", program, specs(*names)) == [1, None, 2, 0]
+    assert programs.arrange("m", program, specs("x", "k", "INPUT__2")) == [0, None, 2, 1]
+    pick = programs.picker("m", program, made("RESULT[b][1]", "a", "OUTPUT__1"))
     ones = torch.ones(2, 3)
     found = pick(program.call([ones, None, ones * 5, ones * 7]))
     assert [int(item[0, 0]) for item in found] == [5, 8, 2]
     with pytest.raises(InvalidRequest, match=r"output 'c' is no result of the model, which has 3: a, "):
-        torch_programs.picker("m", program, made("a", "c", "OUTPUT__1", "RESULT[b][1]"))
+        programs.picker("m", program, made("a", "c", "OUTPUT__1", "RESULT[b][1]"))
 
 
 # ---------------------------------------------------------------------------------------------- what is written to

@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 import shmserve
 from bench.hostile_client import SECRETS
 from bench.raw import Ended, Lane, Segment
-from shmserve import messages, wire
-from shmserve.broker import settings
-from shmserve.clients.gateway import flags
+from shmserve.broker.config import settings
 from shmserve.core import limits
-from shmserve.core.checks import Checker
-from shmserve.core.clients import Client
 from shmserve.core.ledger import Ledger
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
+from shmserve.core.requests.client import Client
+from shmserve.core.requests.validation import Checker
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest, ProtocolError
-from shmserve.messages import Ask, Fail, Goodbye, Handle, Map, Ping, Pong, Reply, Tensor
+from shmserve.gateway import options as flags
+from shmserve.protocol import codec, messages
+from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Map, Ping, Pong, Reply, Tensor
 from tests.process import test_hostile as mistakes
 from tests.process.launch import Launched, identity
 from tests.process.living import until
@@ -294,11 +294,11 @@ def test_r7_handles_near_the_ends_of_numbers(offset: int, size: int, total: int)
 def test_r7_numbers_on_the_wire_are_64_bits_and_not_negative(offset: int, size: int) -> None:
     if not all(-(2**63) <= number < 2**64 for number in (offset, size)):
         return
-    (found,) = wire.Codec(messages.ClientMessage).decode(msgpack.packb([[3, [[1, offset, size]]]]))
+    (found,) = codec.Codec(messages.ClientMessage).decode(msgpack.packb([[3, [[1, offset, size]]]]))
     if 0 <= offset < 2**63 and 0 <= size < 2**63:
         assert found == messages.Return((Handle(1, offset, size),))
     else:
-        assert isinstance(found, wire.Refused)
+        assert isinstance(found, codec.Refused)
 
 
 # ---------------------------------------------------------------------------------------------- R10, R12
@@ -364,12 +364,12 @@ def test_r14_a_pickle_is_just_bytes() -> None:
 
     sys.addaudithook(hook)  # for good, so it is switched off below
     try:
-        decode = wire.Codec(messages.ClientMessage).decode
+        decode = codec.Codec(messages.ClientMessage).decode
         for bomb in BOMBS:
             with pytest.raises(ProtocolError):
                 decode(bomb)
             sent = messages.Infer(1, "m", 0, (Tensor("x", "BYTES", (1,), bomb),))
-            (found,) = decode(wire.encode([sent]))
+            (found,) = decode(codec.encode([sent]))
             assert found.inputs[0].data == bomb
         assert not seen
     finally:

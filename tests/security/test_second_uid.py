@@ -22,8 +22,8 @@ import pytest
 import shmserve
 from bench import models
 from bench.raw import Lane, Segment, Zmq
-from shmserve import messages, wire
-from shmserve.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
+from shmserve.protocol import codec, messages
+from shmserve.protocol.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
 from tests.process.launch import Launched, identity
 from tests.security.users import ALICE, BOB, as_user, attempt, needs_root, some_group
 
@@ -367,7 +367,7 @@ def test_r2_r4_named_segments_are_the_servers_alone(place: Path) -> None:
         client.send(Hello(1, os.getpid(), "raw", "posix"))
         client.receive_kind(messages.Welcome)
         large = Infer(1, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), 0),))
-        client.send_bytes(wire.encode([large]), (LARGE.tobytes(),))
+        client.send_bytes(codec.encode([large]), (LARGE.tobytes(),))
         announced = client.receive_kind(Map)
         reply = client.receive_kind(Reply)
         assert isinstance(reply.outputs[0].data, tuple)

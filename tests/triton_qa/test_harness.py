@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.core.dispatch import Dispatcher
+from shmserve.core.batching.dispatch import Dispatcher
 from shmserve.core.policy import BatchPolicy, ModelPolicy, SequencePolicy, TensorSpec
-from shmserve.core.sequencer import Sequencer
-from shmserve.messages import Infer, Options, Tensor
+from shmserve.core.sequences.scheduler import Sequencer
+from shmserve.protocol.messages import Infer, Options, Tensor
 from tests.triton_qa import known, report, tritonserver, workplace
 from tests.triton_qa.catalog import LEFT_OUT, SUITES, Suite
 from tests.triton_qa.runner import Result, read

@@ -34,7 +34,7 @@ def main(given: list[str]) -> None:
         with open(path, "a") as starts:
             starts.write(json.dumps(given) + "\n")
     os.environ["PYTHONPATH"] = str(SERVER_PATH)
-    command = [sys.executable, "-m", "shmserve.clients.cli", "serve", *flags(given)]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "serve", *flags(given)]
     os.execv(sys.executable, command)
 
 

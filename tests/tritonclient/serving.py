@@ -38,7 +38,7 @@ def serving(
 @contextmanager
 def _gateway(server: Server, ports: dict[str, int]) -> Iterator[dict[str, str]]:
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "shmserve.clients.cli", "gateway", "--runtime-dir", str(server.runtime_dir)]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "gateway", "--runtime-dir", str(server.runtime_dir)]
     command += [
         "--http-port",
         str(ports.get("http", 0)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Ask,
     Call,

@@ -14,9 +14,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmserve.core import events
-from shmserve.core.cache import Placed
+from shmserve.core.batching.rate_limiter import SHARED
 from shmserve.core.effects import Send, Spawn
-from shmserve.core.limiter import SHARED
 from shmserve.core.limits import Limits
 from shmserve.core.policy import (
     BatchPolicy,
@@ -28,7 +27,8 @@ from shmserve.core.policy import (
     TensorSpec,
     TimeoutAction,
 )
-from shmserve.messages import (
+from shmserve.core.requests.cache import Placed
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     EndSequences,
     Fail,

@@ -1,4 +1,4 @@
-"""Workers and clients that do what the docstrings of `shmserve.messages` say, for tests of the core.
+"""Workers and clients that do what the docstrings of `shmserve.protocol.messages` say, for tests of the core.
 
 They are written from the messages alone, and they complain: a fake asserts whatever the other side owes it. So a
 handle into memory that was never announced, an answer given twice or a batch over the limit end the test at once.
@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from shmserve.core.policy import ModelPolicy
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Answer,
     Done,

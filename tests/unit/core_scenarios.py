@@ -13,12 +13,12 @@ from typing import Any
 
 from shmserve.core import events
 from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
-from shmserve.core.instances import Instance
 from shmserve.core.limits import Limits
+from shmserve.core.models.instance import Instance
 from shmserve.core.policy import ModelPolicy
-from shmserve.core.request import Request
+from shmserve.core.requests.request import Request
 from shmserve.core.state import WORKERS_FROM
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     Ask,
     Cancel,
     Done,
@@ -385,7 +385,7 @@ class Scenario(Operating, Streaming, Calling):
         self.crash(self.worker(name), reason, loading_error)
 
     def do_load_failed(self, name: str, text: str) -> list[Event]:
-        from shmserve.messages import LoadFailed
+        from shmserve.protocol.messages import LoadFailed
 
         return [(self.worker(name).peer, LoadFailed("MODEL_FAILED", text))]
 

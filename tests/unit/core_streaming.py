@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.messages import More
+from shmserve.protocol.messages import More
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 

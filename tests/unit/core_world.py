@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.access import EVERYTHING
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import (
@@ -28,7 +27,8 @@ from shmserve.core.effects import (
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, ModelPolicy
 from shmserve.core.state import WORKERS_FROM
-from shmserve.messages import Hello, Map
+from shmserve.protocol.messages import Hello, Map
+from shmserve.protocol.roles import EVERYTHING
 from tests.unit.core_fakes import FakeClient, FakeWorker
 
 START = 1_000_000 * 10**9

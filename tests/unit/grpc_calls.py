@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from shmserve.clients.gateway.grpc.messages import INFERENCE
-from shmserve.clients.gateway.grpc.services import Services
-from shmserve.clients.gateway.guards.access import Access
-from shmserve.clients.gateway.kserve.answers import Held
-from shmserve.clients.gateway.regions import Regions
-from shmserve.clients.gateway.shares import Payer, Shares
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Part, Reply, Tensor
+from shmserve.gateway.auth.access import Access
+from shmserve.gateway.grpc.messages import INFERENCE
+from shmserve.gateway.grpc.services import Services
+from shmserve.gateway.kserve.answers import Held
+from shmserve.gateway.limits.caller_shares import Payer, Shares
+from shmserve.gateway.upstream.regions import Regions
+from shmserve.protocol.messages import Part, Reply, Tensor
 from shmserve.session import StreamTicket, Ticket
 from tests.rpc import message, parameter
 

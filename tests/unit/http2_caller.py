@@ -15,15 +15,15 @@ import h2.connection
 import h2.events
 import h2.exceptions
 
-from shmserve.clients.gateway.budget import Budget
-from shmserve.clients.gateway.http2.backlog import Backlog
-from shmserve.clients.gateway.http2.limits import Limits
-from shmserve.clients.gateway.http2.protocol import Http2
-from shmserve.clients.gateway.http2.seam import Application, Awaits, Call, Stream
-from shmserve.clients.gateway.kserve.answers import Buffer
-from shmserve.clients.gateway.receive import Room
-from shmserve.clients.gateway.shares import Shares
-from shmserve.clients.gateway.turns import ReadTurns, Turns
+from shmserve.gateway.http2.backlog import Backlog
+from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.protocol import Http2
+from shmserve.gateway.http2.seam import Application, Awaits, Call, Stream
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.turns import ReadTurns, Turns
+from shmserve.gateway.upstream.receive import Room
 
 HEADERS = [
     (":method", "POST"),

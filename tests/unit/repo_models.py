@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shmserve.repo.check import Checked, Finding, check
-from shmserve.repo.onnx_bytes import Node, wrapped
+from shmserve.repo.onnx.protobuf import Node, wrapped
 
 BACKENDS = ("identity", "onnxruntime", "python")
 TENSOR = "data_type: TYPE_FP32 dims: [ 3 ]"

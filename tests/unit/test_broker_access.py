@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve import wire
-from shmserve.access import EVERYTHING, INFER, NOBODY, OBSERVE, OPERATE
-from shmserve.broker import lane
-from shmserve.broker.access import Access, Principal, Rule, rule
-from shmserve.broker.lane import LaneDoor, give, open_to_group, peer, room_for
+from shmserve.broker.listeners import lane
+from shmserve.broker.listeners.access import Access, Principal, Rule, rule
+from shmserve.broker.listeners.lane import LaneDoor, give, open_to_group, peer, room_for
 from shmserve.errors import Denied
-from shmserve.messages import BrokerMessage, Goodbye
+from shmserve.protocol import codec
+from shmserve.protocol.messages import BrokerMessage, Goodbye
+from shmserve.protocol.roles import EVERYTHING, INFER, NOBODY, OBSERVE, OPERATE
 from tests.fake_loop import Loop
 
 ME = pwd.getpwuid(os.geteuid())
@@ -154,7 +154,7 @@ def test_out_of_descriptors_connections_are_refused_for_a_while(
         assert not opened
         assert not loop.readers
         assert os.strerror(errno.EMFILE) in caplog.text
-        (goodbye,) = wire.Codec(BrokerMessage).decode(refused.recv(1 << 16))
+        (goodbye,) = codec.Codec(BrokerMessage).decode(refused.recv(1 << 16))
         assert isinstance(goodbye, Goodbye)
         assert "too many open files" in goodbye.text
         assert refused.recv(1) == b""

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker import catalog as module
-from shmserve.broker.catalog import PINS, Catalog, Reading, read_descriptor
-from shmserve.broker.overrides import Given
+from shmserve.broker.models import catalog as module
+from shmserve.broker.models.catalog import PINS, Catalog, Reading, read_descriptor
+from shmserve.broker.models.overrides import Given
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.compile import Cores
-from shmserve.repo.generation import Generations
-from shmserve.repo.override import parse_override
-from shmserve.repo.schema import ModelConfig, as_triton_json, decode_config, encode_config
-from shmserve.repo.snapshot import take
-from shmserve.repo.store import Found, scan_model
+from shmserve.repo.config.override import parse_override
+from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
+from shmserve.repo.storage.generation import Generations
+from shmserve.repo.storage.snapshot import take
+from shmserve.repo.storage.store import Found, scan_model
 from tests.unit.repo_models import GOOD, model
 
 ALL = GOOD + "version_policy { all { } }\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.broker.children import LINE_BYTES, TAIL_LINES, Output, ended_with, environment
-from shmserve.broker.throttle import WINDOW_S, Rate, Throttle
-from shmserve.workers import say
+from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
+from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, Output, ended_with, environment
+from shmserve.workers.process import log
 from tests.fake_loop import Loop
 
 
@@ -87,7 +87,7 @@ def test_a_segfault_is_an_error(child: Make) -> None:
 
 def test_frames_of_ours_are_left_out_of_a_crash(child: Make) -> None:
     """And only there: a model may print tracebacks as it likes."""
-    ours = Path(say.__file__)
+    ours = Path(log.__file__)
     printed = f'  File "{ours}", line 5, in say'
     lines = [
         "Current thread 0x00007f0000000000 (most recent call first):",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker import differences as module
-from shmserve.broker.differences import Differences, Loaded, compare
-from shmserve.repo.snapshot import take
+from shmserve.broker.models import differences as module
+from shmserve.broker.models.differences import Differences, Loaded, compare
+from shmserve.repo.storage.snapshot import take
 
 
 def model(folder: Path) -> Path:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from shmserve import wire
 from shmserve.broker.link import Link
-from shmserve.messages import ClientMessage, Pong
+from shmserve.protocol import codec
+from shmserve.protocol.messages import ClientMessage, Pong
 
 uvloop.new_event_loop().close()
 """The first one of a process makes a pipe that stays."""
@@ -28,7 +28,7 @@ class Ends:
         ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.heard: list[Any] = []
         self.ended: list[str] = []
-        self.link = Link(ours, 1, wire.Codec(ClientMessage), self.hear, self.end, loop)
+        self.link = Link(ours, 1, codec.Codec(ClientMessage), self.hear, self.end, loop)
 
     def hear(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
         self.heard += messages
@@ -43,7 +43,7 @@ class Ends:
     def leave(self) -> None:
         """The peer says its last words, each in a packet of its own, and ends."""
         for message in LAST:
-            self.theirs.send(wire.encode([message]))
+            self.theirs.send(codec.encode([message]))
         self.theirs.close()
 
     def until(self, holds: Callable[[], object]) -> None:
@@ -95,7 +95,7 @@ def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None
 def test_a_pause(ends: Ends) -> None:
     """Nothing is heard before its time; the longest counts; and then all is, in order."""
     for number in range(3):
-        ends.theirs.send(wire.encode([Pong(number)]))
+        ends.theirs.send(codec.encode([Pong(number)]))
     ends.link.pause(time.monotonic_ns() + 1_000_000)
     until = time.monotonic_ns() + 50_000_000
     ends.link.pause(until)
@@ -108,7 +108,7 @@ def test_a_pause(ends: Ends) -> None:
 
 
 def test_a_pause_ends_with_the_link(ends: Ends) -> None:
-    ends.theirs.send(wire.encode(LAST))
+    ends.theirs.send(codec.encode(LAST))
     ends.link.pause(time.monotonic_ns() + 1_000_000)
     ends.link.close("enough")
     behind = ends.loop.create_future()

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker.catalog import Catalog
-from shmserve.broker.operations import Operations
+from shmserve.broker.models.catalog import Catalog
+from shmserve.broker.models.operations import Operations
 from shmserve.core import effects, events
+from shmserve.core.batching.rate_limiter import ANY
 from shmserve.core.core import Core
-from shmserve.core.limiter import ANY
-from shmserve.messages import Ask, Fail
+from shmserve.protocol.messages import Ask, Fail
 from shmserve.repo.compile import Cores
 from tests.unit.repo_models import GOOD, model
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmserve.broker import overrides as module
-from shmserve.broker.overrides import (
+from shmserve.broker.models import overrides as module
+from shmserve.broker.models.overrides import (
     FILES,
     HEADER_BYTES,
     IN_MEMORY,
@@ -28,7 +28,7 @@ from shmserve.broker.overrides import (
     decode_body,
 )
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
-from shmserve.session.body import of_load
+from shmserve.session.uploads import of_load
 from tests.examples import examples
 
 CONFIG = {"backend": "identity"}

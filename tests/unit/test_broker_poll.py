@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.broker.catalog import Catalog, Reading
-from shmserve.broker.overrides import Given
-from shmserve.broker.poll import Changes, Poll
-from shmserve.repo import snapshot
+from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.broker.models.overrides import Given
+from shmserve.broker.models.poller import Changes, Poll
 from shmserve.repo.compile import Cores
+from shmserve.repo.storage import snapshot
 from tests.unit.repo_models import GOOD, model
 
 SETTLE = 100.0

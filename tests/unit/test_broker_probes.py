@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shmserve.broker.probes import LIMIT_S, Probes
-from shmserve.messages import Probe, Probed
+from shmserve.broker.admin.readiness_probes import LIMIT_S, Probes
+from shmserve.protocol.messages import Probe, Probed
 from tests.fake_loop import Loop
 
 

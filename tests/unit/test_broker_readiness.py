@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from shmserve.broker.control import Control
+from shmserve.broker.admin.queries import Control
 from shmserve.core import events
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from tests.unit.core_world import World

@@ -12,14 +12,23 @@ from typing import Any
 
 import pytest
 
-from shmserve import wire
-from shmserve.broker.backlog import BEHIND_BYTES, Backlog
-from shmserve.broker.client_link import ClientLink
-from shmserve.broker.turns import MESSAGES, SHARE, Turns
-from shmserve.messages import PACKET_BYTES, PACKET_MESSAGES, Answer, BrokerMessage, ClientMessage, Goodbye, Map, Ping
+from shmserve.broker.listeners.client_link import ClientLink
+from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, Turns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, Backlog
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    PACKET_BYTES,
+    PACKET_MESSAGES,
+    Answer,
+    BrokerMessage,
+    ClientMessage,
+    Goodbye,
+    Map,
+    Ping,
+)
 
-CODEC = wire.Codec(ClientMessage, PACKET_MESSAGES)
-ANSWERS = wire.Codec(BrokerMessage)
+CODEC = codec.Codec(ClientMessage, PACKET_MESSAGES)
+ANSWERS = codec.Codec(BrokerMessage)
 
 
 class Loop:
@@ -97,7 +106,7 @@ class World:
         self.due = True
 
     def send(self, peer: int, count: int, start: int = 0) -> None:
-        self.theirs[peer].send(wire.encode([Ping(start + n) for n in range(count)]))
+        self.theirs[peer].send(codec.encode([Ping(start + n) for n in range(count)]))
 
     def turn(self) -> list[tuple[int, Any]]:
         """An iteration of the loop, and what the core gets in its turn."""
@@ -237,7 +246,7 @@ def test_a_packet_with_descriptors_stays_whole(worlds: Callable[..., World]) -> 
     world = worlds(1)
     messages = [*[Ping(n) for n in range(PACKET_MESSAGES - 1)], Map(1 << 32, 4096)]
     with open(os.devnull) as file:
-        socket.send_fds(world.theirs[1], [wire.encode(messages)], [file.fileno()])
+        socket.send_fds(world.theirs[1], [codec.encode(messages)], [file.fileno()])
     assert [message for _, message in world.turn()] == messages
     assert world.descriptors == 1
 
@@ -246,7 +255,7 @@ def test_more_messages_than_a_packet_may_have_are_refused_at_once(worlds: Callab
     world = worlds(1)
     world.send(1, PACKET_MESSAGES + 1)
     ((_, refused),) = world.turn()
-    assert isinstance(refused, wire.Refused)
+    assert isinstance(refused, codec.Refused)
     assert f"more than {PACKET_MESSAGES} messages" in refused.text
 
 

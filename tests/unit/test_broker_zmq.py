@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import zmq
 
-from shmserve import wire
-from shmserve.broker.backlog import BEHIND_BYTES, USERS, Backlog
-from shmserve.broker.turns import Turns
-from shmserve.broker.zmqdoor import Outbox, ZmqDoor
-from shmserve.core.clients import Client
-from shmserve.messages import PROTOCOL, Hello
+from shmserve.broker.listeners.fair_turns import Turns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, Backlog
+from shmserve.broker.listeners.zmq_router import Outbox, ZmqDoor
+from shmserve.core.requests.client import Client
+from shmserve.protocol import codec
+from shmserve.protocol.messages import PROTOCOL, Hello
 from tests.fake_loop import Loop
 
 PEER = 7
@@ -49,7 +49,7 @@ class World:
         self.dealer = self.context.socket(zmq.DEALER)
         self.dealer.setsockopt(zmq.LINGER, 0)
         self.dealer.connect(f"ipc://{folder / 'sock'}")
-        self.dealer.send(wire.encode([Hello(PROTOCOL, 0, "test", "posix")]))
+        self.dealer.send(codec.encode([Hello(PROTOCOL, 0, "test", "posix")]))
         assert self.door._socket.poll(PATIENCE_MS)
         self.door.look()
         assert [type(message) for message in self.delivered] == [Hello]

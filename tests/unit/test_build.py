@@ -13,9 +13,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from shmserve.clients.arguments import parser
-from shmserve.clients.commands_build import PASSED_ON
-from shmserve.workers.cuda.ranges import Misuse, from_words
+from shmserve.clients.cli.commands.build import PASSED_ON
+from shmserve.clients.cli.parser import parser
+from shmserve.workers.backends.tensorrt.build_shapes import Misuse, from_words
 from tests.gpu_harness import standins
 
 
@@ -35,7 +35,7 @@ def model(path: Path, dims: list[Any], kind: str = "Identity") -> Path:
 
 def build(*words: Any) -> int:
     """The command line, as the process that it becomes gets it."""
-    from shmserve.workers.cuda import build
+    from shmserve.workers.backends.tensorrt import build
 
     args = parser().parse_args(["build", *map(str, words)])
     given = {name: value for name in PASSED_ON if (value := getattr(args, name)) is not None}

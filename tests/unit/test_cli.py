@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.clients import cli
-from shmserve.clients.commands_status import _not_ready, stats_row
+from shmserve.clients.cli import main
+from shmserve.clients.cli.commands.status import _not_ready, stats_row
+from shmserve.clients.cli.output import NotWritten, as_json, file_name, percentile, storable, timing
+from shmserve.clients.cli.tables import duration_text, shape_text, table, values_text
 from shmserve.clients.waiting import degraded
-from shmserve.show import NotWritten, as_json, file_name, percentile, storable, timing
-from shmserve.tables import duration_text, shape_text, table, values_text
 
 ROOT = Path(__file__).parents[2]
 ASKING = ["models", "load", "unload", "restart", "infer", "stats", "ready", "config", "version", "demo"]
@@ -33,7 +33,7 @@ def arguments(command: str) -> list[str]:
 
 def test_infer_understands_all_its_options() -> None:
     words = "infer mlp - -i a=1 --input b=2 --random --batch 2 --shape c=1,2 --seed 3 --outputs y,z --out d --repeat 5"
-    args = cli.parser().parse_args(
+    args = main.parser().parse_args(
         [*words.split(), "--timeout", "0.5", "--version", "7", "--json", "--url", "ipc:///x"]
     )
     assert (args.model, args.file, args.input, args.random) == ("mlp", "-", ["a=1", "b=2"], True)
@@ -64,7 +64,7 @@ def test_infer_understands_all_its_options() -> None:
 )
 def test_wrong_use_ends_with_2_and_a_usage_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(words.split())
+        main.main(words.split())
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("usage: shmserve")
@@ -74,7 +74,7 @@ def test_wrong_use_ends_with_2_and_a_usage_line(words: str, capsys: pytest.Captu
 @pytest.mark.parametrize("command", [*ASKING, *ALONE])
 def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
+        main.main([command, "--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert f"examples:\n  shmserve {command}" in said
@@ -88,7 +88,7 @@ def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str])
 def test_examples_of_the_help_parse() -> None:
     found = 0
     for command in [*ASKING, *ALONE]:
-        understood = cli.parser()
+        understood = main.parser()
         choices: Any = next(action for action in understood._actions if action.dest == "command").choices
         for line in choices[command].epilog.splitlines():
             words = line.split("    ")[0].replace("'", "").rpartition("| ")[2].split()
@@ -99,14 +99,14 @@ def test_examples_of_the_help_parse() -> None:
 
 
 def test_without_a_command_it_helps_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
+    assert main.main([]) == 2
     said = capsys.readouterr().err
     for command in ["serve", *ASKING, *ALONE]:
         assert re.search(rf"^    {command}\s", said, re.MULTILINE)
 
 
 def test_help_and_version_load_neither_numpy_nor_zmq() -> None:
-    code = "import sys; from shmserve.clients.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+    code = "import sys; from shmserve.clients.cli.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     code += "print(sorted({'numpy', 'zmq', 'msgspec', 'argcomplete', 'subprocess'} & set(sys.modules)))"
     for word in ("--help", "version", "--version"):
         ran = subprocess.run([sys.executable, "-c", code, word], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -118,7 +118,7 @@ def test_help_and_version_load_neither_numpy_nor_zmq() -> None:
 
 @pytest.mark.parametrize("command", ASKING)
 def test_no_server(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*arguments(command), "--runtime-dir", str(tmp_path)]) == 1
+    assert main.main([*arguments(command), "--runtime-dir", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"shmserve {command}: no server at unix://{tmp_path}/lane.sock (")
@@ -127,7 +127,7 @@ def test_no_server(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_no_server_after_waiting_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["ready", "--wait", "0.01", "--runtime-dir", str(tmp_path)]) == 1
+    assert main.main(["ready", "--wait", "0.01", "--runtime-dir", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "not ready after 0.01 s: no server at" in said
     assert "url=" not in said
@@ -135,10 +135,10 @@ def test_no_server_after_waiting_for_one(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_wrong_url(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.main(["models", "--url", "http://x"]) == 2
+    assert main.main(["models", "--url", "http://x"]) == 2
     assert "shmserve models: url 'http://x' is none of unix:///path/lane.sock" in capsys.readouterr().err
     monkeypatch.setenv("SHMSERVE_URL", "gopher://x")
-    assert cli.main(["models"]) == 2
+    assert main.main(["models"]) == 2
     assert "gopher://x" in capsys.readouterr().err
 
 
@@ -147,18 +147,18 @@ def test_the_command_line_is_stronger_than_the_environment(
 ) -> None:
     monkeypatch.setenv("SHMSERVE_URL", f"unix://{tmp_path}/other.sock")
     monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", f"{tmp_path}/third")
-    assert cli.main(["models", "--runtime-dir", str(tmp_path)]) == 1
+    assert main.main(["models", "--runtime-dir", str(tmp_path)]) == 1
     assert f"unix://{tmp_path}/lane.sock" in capsys.readouterr().err
-    assert cli.main(["models"]) == 1
+    assert main.main(["models"]) == 1
     assert f"unix://{tmp_path}/other.sock" in capsys.readouterr().err
     monkeypatch.delenv("SHMSERVE_URL")
-    assert cli.main(["models"]) == 1
+    assert main.main(["models"]) == 1
     assert f"unix://{tmp_path}/third/lane.sock" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--batch=2", "--seed=1", "--shape=x=1", "--seed=0"])
 def test_options_of_random_data_need_it(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["infer", "mlp", option, "--runtime-dir", str(tmp_path)]) == 2
+    assert main.main(["infer", "mlp", option, "--runtime-dir", str(tmp_path)]) == 2
     assert "is for random data: give --random too" in capsys.readouterr().err
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from shmserve import errors
-from shmserve.clients import cli
-from shmserve.clients.commands_operate import progress
-from shmserve.clients.commands_status import instance_rows, models_table
-from shmserve.tables import bytes_text
+from shmserve.clients.cli import main
+from shmserve.clients.cli.commands.operate import progress
+from shmserve.clients.cli.commands.status import instance_rows, models_table
+from shmserve.clients.cli.tables import bytes_text
 from tests.fake_broker import NOTHING, FakeBroker
 from tests.running_broker import running
 
@@ -87,7 +87,7 @@ def broker() -> Iterator[Operated]:
 
 
 def run(broker: FakeBroker, *words: str) -> int:
-    return cli.main([*words, "--url", broker.lane])
+    return main.main([*words, "--url", broker.lane])
 
 
 # ------------------------------------------------------------------------------------------ load, unload, restart
@@ -205,7 +205,7 @@ def test_wrong_use(words: str, text: str, tmp_path: Path, capsys: pytest.Capture
     for name, content in ("BAD", "{"), ("LIST", "[]"), ("OK", "{}"):
         (tmp_path / name).write_text(content)
         words = words.replace(name, str(tmp_path / name))
-    assert cli.main([*words.split(), "--runtime-dir", str(tmp_path)]) == 2
+    assert main.main([*words.split(), "--runtime-dir", str(tmp_path)]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -225,7 +225,7 @@ def environment(**more: str) -> dict[str, str]:
 def test_a_terminal_shows_how_far_it_is_and_ctrl_c_ends_it(broker: Operated) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
-    command = [sys.executable, "-m", "shmserve.clients.cli", "load", "mlp", "never", "--url", broker.lane]
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "load", "mlp", "never", "--url", broker.lane]
     said = b""
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=theirs) as process:
         os.close(theirs)
@@ -360,7 +360,7 @@ def program(tmp_path: Path) -> Path:
     """A folder with a command `shmserve` in it."""
     made = tmp_path / "bin" / "shmserve"
     made.parent.mkdir()
-    made.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shmserve.clients.cli "$@"\n')
+    made.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shmserve.clients.cli.main "$@"\n')
     made.chmod(0o755)
     return made.parent
 
@@ -396,7 +396,7 @@ def test_bash_completes_the_options_of_the_server(program: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["completion", shell]) == 0
+    assert main.main(["completion", shell]) == 0
     said = capsys.readouterr().out
     assert {"zsh": "compdef _python_argcomplete shmserve", "fish": "complete --command shmserve"}[shell] in said
     if (program := shutil.which(shell)) is not None:

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 import shmserve
-from shmserve.messages import Bye, Cancel, Infer
+from shmserve.protocol.messages import Bye, Cancel, Infer
 from tests.client_faces import FACES
 from tests.fake_broker import FakeBroker
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.messages import Bye, Cancel, Goodbye, Hello, Infer, Reply, Return
+from shmserve.protocol.messages import Bye, Cancel, Goodbye, Hello, Infer, Reply, Return
 from shmserve.session.memory import FLUSH_BYTES
 from tests.fake_broker import MODELS, FakeBroker, Peer, echo
 

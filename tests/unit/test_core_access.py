@@ -10,14 +10,13 @@ from typing import Any, get_args
 
 import pytest
 
-from shmserve import access
-from shmserve.access import INFER, OBSERVE, OPERATE, ROLES
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Effect, Forget, Log, Query, Send
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
 from shmserve.core.state import WORKERS_FROM
-from shmserve.messages import (
+from shmserve.protocol import roles as access
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Ask,
     Bye,
@@ -38,6 +37,7 @@ from shmserve.messages import (
     Unmap,
     Welcome,
 )
+from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, ROLES
 
 CLIENT = 1
 SEGMENT = CLIENT << OWNER_SHIFT | 1

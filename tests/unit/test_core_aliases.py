@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shmserve.core.graph import handles_of
+from shmserve.core.ensembles.graph import handles_of
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
-from shmserve.messages import OWNER_SHIFT, Cancel, Fail, FailHeld, Handle, Infer, Reply, Return, Tensor
+from shmserve.protocol.messages import OWNER_SHIFT, Cancel, Fail, FailHeld, Handle, Infer, Reply, Return, Tensor
 from tests.unit.core_fakes import FakeClient, FakeWorker
 from tests.unit.core_world import World
 

@@ -7,12 +7,11 @@ from typing import Any, get_args
 
 import pytest
 
-from shmserve.access import EVERYTHING
 from shmserve.core import events
 from shmserve.core.effects import Close, Forget, Kill, Log, Query, Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     Ask,
     Bye,
     Cancel,
@@ -37,6 +36,7 @@ from shmserve.messages import (
     Welcome,
     WorkerReport,
 )
+from shmserve.protocol.roles import EVERYTHING
 from tests.unit.core_fakes import FakeClient, FakeWorker
 from tests.unit.core_world import World
 

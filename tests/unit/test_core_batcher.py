@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batcher import Plan, Reason, Shape, form
+from shmserve.core.batching.form import Plan, Reason, Shape, form
 from shmserve.core.policy import BatchPolicy
 
 

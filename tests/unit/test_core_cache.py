@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.core import events
-from shmserve.core.cache import Placed
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.requests.cache import Placed
 from shmserve.core.state import WORKERS_FROM
-from shmserve.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Reply, Return, Tensor, Wanted
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Reply, Return, Tensor, Wanted
 from tests.unit.core_fakes import FakeClient, references
 from tests.unit.core_world import World
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.checks import Checker
 from shmserve.core.policy import ModelPolicy, TensorSpec
+from shmserve.core.requests.validation import Checker
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest
-from shmserve.messages import FIELD_BYTES, Handle, Tensor, Wanted
+from shmserve.protocol.messages import FIELD_BYTES, Handle, Tensor, Wanted
 
 NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.core import events, graph
+from shmserve.core import events
 from shmserve.core.effects import Send
+from shmserve.core.ensembles import graph
+from shmserve.core.ensembles.run import Run
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy
-from shmserve.core.runs import Run
+from shmserve.core.requests.trace import Sample
 from shmserve.core.state import WORKERS_FROM
-from shmserve.core.trace import Sample
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Cancel,
     Fail,

@@ -11,7 +11,7 @@ import pytest
 from shmserve.core import events
 from shmserve.core.core import ROWS
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
-from shmserve.messages import Cancel, Infer, Reply, Tensor
+from shmserve.protocol.messages import Cancel, Infer, Reply, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.policy import BatchPolicy, ModelPolicy
-from shmserve.messages import Execute, Withdraw, Withdrawn, Work
-from shmserve.workers.waiting import Waiting
+from shmserve.protocol.messages import Execute, Withdraw, Withdrawn, Work
+from shmserve.workers.batch.batch_queue import Waiting
 from tests.examples import examples
 from tests.unit.core_fakes import FakeWorker
 

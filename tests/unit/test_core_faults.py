@@ -8,9 +8,9 @@ import pytest
 
 from shmserve.core.core import Core
 from shmserve.core.effects import Kill, Log, Send
-from shmserve.core.faults import MANY, SIGN
+from shmserve.core.internal_errors import MANY, SIGN
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.messages import Done, Fail, Goodbye, Infer, Reply, Tensor
+from shmserve.protocol.messages import Done, Fail, Goodbye, Infer, Reply, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 

@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from shmserve.core.clients import Client
 from shmserve.core.effects import Forget, Free, Send
 from shmserve.core.ledger import Ledger
+from shmserve.core.requests.client import Client
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Handle, Map, Return, Unmap
+from shmserve.protocol.messages import Handle, Map, Return, Unmap
 from tests.examples import examples
 
 LAST = 2**63 - 1

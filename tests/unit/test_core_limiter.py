@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.core import events
-from shmserve.core.limiter import ANY, SHARED, Limiter, lacking
+from shmserve.core.batching.rate_limiter import ANY, SHARED, Limiter, lacking
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, Resource, TensorSpec
-from shmserve.messages import Call, Infer, Tensor
+from shmserve.protocol.messages import Call, Infer, Tensor
 from tests.examples import examples
 from tests.unit.core_calling import caller_of
 from tests.unit.core_world import World

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.access import EVERYTHING, INFER
 from shmserve.core import events
-from shmserve.core.crowd import EXPELLED_NS, EXPULSIONS
 from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits, defaults, shown
+from shmserve.core.models.version import ORDER
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
-from shmserve.core.versions import ORDER
-from shmserve.messages import (
+from shmserve.core.requests.quotas import EXPELLED_NS, EXPULSIONS
+from shmserve.protocol.messages import (
     FIELD_BYTES,
     PROTOCOL,
     Cancel,
@@ -32,6 +31,7 @@ from shmserve.messages import (
     Unmap,
     Welcome,
 )
+from shmserve.protocol.roles import EVERYTHING, INFER
 from tests.examples import examples
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World

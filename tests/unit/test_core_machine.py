@@ -35,7 +35,20 @@ from shmserve.core.policy import (
     TensorSpec,
     TimeoutAction,
 )
-from shmserve.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, Options, Reply, Return, Tensor, Unmap, Wanted
+from shmserve.protocol.messages import (
+    Cancel,
+    Fail,
+    FailHeld,
+    Handle,
+    Infer,
+    Map,
+    Options,
+    Reply,
+    Return,
+    Tensor,
+    Unmap,
+    Wanted,
+)
 from tests.examples import examples
 from tests.unit.core_fakes import FakeClient, FakeWorker, references
 from tests.unit.core_world import World

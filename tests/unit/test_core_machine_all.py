@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.limits import Limits
-from shmserve.messages import Handle, Infer, Map, More, Options, Wanted
+from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
 from tests.examples import examples
 from tests.unit.core_everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.unit.core_fakes import FakeClient, references

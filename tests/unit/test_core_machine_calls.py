@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from shmserve.core.effects import Spawn
 from shmserve.core.limits import Limits
-from shmserve.core.request import Request
-from shmserve.messages import Call, Cancel, Handle, Options, Return, Row, Tensor, Work
+from shmserve.core.requests.request import Request
+from shmserve.protocol.messages import Call, Cancel, Handle, Options, Return, Row, Tensor, Work
 from tests.examples import examples
 from tests.unit.core_calling import caller_of
 from tests.unit.core_everything import SEQUENCES, STREAMS, Everything

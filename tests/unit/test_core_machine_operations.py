@@ -18,7 +18,7 @@ from shmserve.core.effects import Kill, Settled
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.states import VersionState
-from shmserve.messages import LoadFailed
+from shmserve.protocol.messages import LoadFailed
 from tests.examples import examples
 from tests.unit.core_fakes import FakeWorker
 from tests.unit.test_core_machine import LIMITS, CoreMachine, Slow

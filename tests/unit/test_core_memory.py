@@ -10,7 +10,7 @@ import pytest
 
 from shmserve.core import events
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
-from shmserve.messages import Cancel, Handle, Infer, Map, Options, Return, Tensor
+from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Options, Return, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_scenarios import Scenario
 from tests.unit.core_world import World

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.access import EVERYTHING, INFER, OBSERVE
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Effect, Forget, Log, Send
 from shmserve.core.events import Opened
-from shmserve.messages import OWNER_SHIFT, PROTOCOL, Goodbye, Hello, Map, Welcome
-from shmserve.shm.cuda import name_of
+from shmserve.protocol.messages import OWNER_SHIFT, PROTOCOL, Goodbye, Hello, Map, Welcome
+from shmserve.protocol.roles import EVERYTHING, INFER, OBSERVE
+from shmserve.shm.extents.cuda import name_of
 
 ON_GPU = name_of(bytes(range(64)), b"uuid")
 

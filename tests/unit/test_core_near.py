@@ -8,7 +8,7 @@ import pytest
 
 from shmserve.core import events
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, StepPolicy, TensorSpec
-from shmserve.messages import DEVICE, Fail, Infer, Map, Reply, Return, Tensor, Wanted
+from shmserve.protocol.messages import DEVICE, Fail, Infer, Map, Reply, Return, Tensor, Wanted
 from tests.unit.core_fakes import FakeClient, FakeWorker
 from tests.unit.core_world import World
 

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batcher import Plan, Reason, Shape
-from shmserve.core.padding import form_padded, group_of
+from shmserve.core.batching.form import Plan, Reason, Shape
+from shmserve.core.batching.padding import form_padded, group_of
 from shmserve.core.policy import BatchPolicy, PaddingPolicy
 
 MAX = 6

@@ -10,8 +10,8 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Query, Send
 from shmserve.core.limits import Limits
-from shmserve.core.questions import QUESTIONS
-from shmserve.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, Hello
+from shmserve.core.requests.questions import QUESTIONS
+from shmserve.protocol.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, Hello
 
 EVERY = 7
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.core.policy import IdControl, ModelPolicy, SequencePolicy, TensorSpec
-from shmserve.messages import Cancel, EndSequences, Fail, Infer, Options, Reply, Tensor
+from shmserve.protocol.messages import Cancel, EndSequences, Fail, Infer, Options, Reply, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from shmserve.core.batcher import Reason
-from shmserve.core.clients import Client
-from shmserve.core.instances import Batch, Instance
+from shmserve.core.batching.form import Reason
+from shmserve.core.models.instance import Batch, Instance
+from shmserve.core.models.version import Version
 from shmserve.core.policy import InstanceSpec
-from shmserve.core.request import Request
-from shmserve.core.sequences import Sequence
+from shmserve.core.requests.client import Client
+from shmserve.core.requests.request import Request
+from shmserve.core.sequences.sequence import Sequence
 from shmserve.core.states import (
     TABLES,
     BatchState,
@@ -26,7 +27,6 @@ from shmserve.core.states import (
     SequenceState,
     VersionState,
 )
-from shmserve.core.versions import Version
 
 PAGE = Path(__file__).parents[2] / "docs" / "batching.md"
 NAMES: dict[Any, str] = {

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core import events, histogram
+from shmserve.core import events
 from shmserve.core.limits import NAMED, Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, SequencePolicy, TensorSpec
-from shmserve.core.statistics import Failure, Statistics, limit_in
-from shmserve.messages import Cancel, Fail, Infer, Options, Tensor
+from shmserve.core.stats import histogram
+from shmserve.core.stats.statistics import Failure, Statistics, limit_in
+from shmserve.protocol.messages import Cancel, Fail, Infer, Options, Tensor
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
 

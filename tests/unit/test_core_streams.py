@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve import wire
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.statistics import RESPONSES, ResponseCount
-from shmserve.messages import Cancel, Execute, Fail, Infer, More, Options, Part, Tensor, WorkerOrder
+from shmserve.core.stats.statistics import RESPONSES, ResponseCount
+from shmserve.protocol import codec as wire
+from shmserve.protocol.messages import Cancel, Execute, Fail, Infer, More, Options, Part, Tensor, WorkerOrder
 from tests.examples import examples
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World

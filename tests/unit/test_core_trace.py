@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
-from shmserve.core.trace import ID_LENGTH, PER_SECOND, Sample
-from shmserve.messages import Call, Infer, Options, Tensor
+from shmserve.core.requests.trace import ID_LENGTH, PER_SECOND, Sample
+from shmserve.protocol.messages import Call, Infer, Options, Tensor
 from tests.unit.core_calling import caller_of
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World

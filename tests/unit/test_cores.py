@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.cores import HostPolicy, as_list, cpu_list, host_policy, quota, resolve, survey
+from shmserve.broker.processes.cpus import HostPolicy, as_list, cpu_list, host_policy, quota, resolve, survey
 from shmserve.core.policy import InstanceSpec
 from shmserve.repo.compile import Cores, compile_instances, unknown_policies
-from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 
 
 def tree(sys: Path, nodes: dict[int, str], gpus: dict[str, str] | None = None) -> Path:

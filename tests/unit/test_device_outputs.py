@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.messages import Handle, Row, Wanted, Work
-from shmserve.workers import pb_tensor, pb_utils
-from shmserve.workers.cuda.shared import memory_of
-from shmserve.workers.pb_device import DeviceTensor
+from shmserve.protocol.messages import Handle, Row, Wanted, Work
+from shmserve.workers.backends.python import pb_tensor, pb_utils
+from shmserve.workers.backends.python.pb_device import DeviceTensor
+from shmserve.workers.gpu.shared import memory_of
 from tests.device_arrays import read
 from tests.gpu_harness import Array, standins
 from tests.unit.test_device_tensors import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays

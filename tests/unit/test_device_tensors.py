@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker.settings import NEAR_LIMIT
+from shmserve.broker.config.settings import NEAR_LIMIT
 from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest
-from shmserve.messages import Handle, Row, Tensor, Wanted, Work
-from shmserve.repo.schema import (
+from shmserve.protocol.messages import Handle, Row, Tensor, Wanted, Work
+from shmserve.repo.config.schema import (
     ModelConfig,
     ModelInput,
     ModelInstanceGroup,
@@ -22,17 +22,17 @@ from shmserve.repo.schema import (
     ModelOptimizationPolicyCuda,
     ModelOutput,
 )
-from shmserve.shm import cuda as extents
+from shmserve.shm.extents import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
-from shmserve.workers.arenas import NEAR_KNOB
-from shmserve.workers.backends import onnx_run
+from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.backends.identity import Identity
-from shmserve.workers.backends.onnx import Onnx
-from shmserve.workers.cuda.inputs import DeviceInputs
-from shmserve.workers.cuda.shared import memory_of
-from shmserve.workers.pb_device import on_gpu
-from shmserve.workers.pb_requests import InferenceRequest
-from shmserve.workers.pb_tensor import Tensor as PythonTensor
+from shmserve.workers.backends.onnx import run
+from shmserve.workers.backends.onnx.backend import Onnx
+from shmserve.workers.backends.python.pb_device import on_gpu
+from shmserve.workers.backends.python.pb_requests import InferenceRequest
+from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
+from shmserve.workers.gpu.shared import memory_of
+from shmserve.workers.output_arenas import NEAR_KNOB
 from tests.gpu_harness import Array, Instance, adder, plan, standins, tensor
 from tests.worker_models import Graph
 
@@ -44,7 +44,7 @@ class Pair:
     """A producer and a consumer. The test is the broker between them."""
 
     def __init__(self, runtime: Any, folder: Path, consumer: str = "tensorrt") -> None:
-        from shmserve.workers.backends.tensorrt import TensorRT
+        from shmserve.workers.backends.tensorrt.backend import TensorRT
 
         self.runtime = runtime
         adder(folder / "a", WIDTH)
@@ -132,7 +132,7 @@ def test_nothing_passes_through_the_host(pair: Pair, shares: tuple[int, ...]) ->
 
 
 def test_a_graph_writes_where_it_was_recorded(runtime: Any, tmp_path: Path) -> None:
-    from shmserve.workers.backends.tensorrt import TensorRT
+    from shmserve.workers.backends.tensorrt.backend import TensorRT
 
     adder(tmp_path, WIDTH)
     cuda = ModelOptimizationPolicyCuda(graphs=True)
@@ -208,7 +208,7 @@ class OnnxHere(Onnx):
 @pytest.fixture
 def onnx_pair(runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """TensorRT, and then ONNX Runtime: y = 3 x, z = x + y."""
-    monkeypatch.setattr(onnx_run, "GPU", "cpu")
+    monkeypatch.setattr(run, "GPU", "cpu")
     made = Pair(runtime, tmp_path)
     made.consumer.close()
     graph = Graph().input("x", "FP32", [-1, WIDTH]).input("b", "FP32", [-1, WIDTH])
@@ -290,7 +290,7 @@ def test_what_goes_to_the_host_all_the_same(pair: Pair, case: str, tmp_path: Pat
     elif case == "full":
         producer.arenas.near_limit = 4096
     elif case == "small":
-        from shmserve.workers.backends.tensorrt import TensorRT
+        from shmserve.workers.backends.tensorrt.backend import TensorRT
 
         adder(tmp_path / "small", 8)
         producer = Instance(TensorRT, tmp_path / "small", ModelConfig(name="m", backend="tensorrt"))
@@ -454,7 +454,7 @@ def test_a_process_without_a_gpu() -> None:
 
 
 def test_outputs_whose_shape_only_the_run_tells_go_to_the_host(runtime: Any, tmp_path: Path) -> None:
-    from shmserve.workers.backends.tensorrt import TensorRT
+    from shmserve.workers.backends.tensorrt.backend import TensorRT
 
     tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
     plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker import settings
-from shmserve.clients import cli
+from shmserve.broker.config import settings
+from shmserve.clients.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -57,7 +57,7 @@ def test_commands_parse(words: list[str]) -> None:
     if words[0] == "serve":  # which the broker parses itself
         settings.parser().parse_args(words[1:])
     else:
-        cli.parser().parse_args(words)
+        main.parser().parse_args(words)
 
 
 @pytest.mark.parametrize("block", list(blocks("python")))

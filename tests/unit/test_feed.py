@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shmserve import feed
+from shmserve.clients.cli import inputs
+from shmserve.clients.cli.inputs import Refused
+from shmserve.clients.cli.output import from_bfloat16
 from shmserve.dtypes import ITEM_BYTES, to_numpy
-from shmserve.feed import Refused
-from shmserve.show import from_bfloat16
 
 INTEGERS = [name for name in ITEM_BYTES if "INT" in name]
 
 
-def spec(dtype: str, *shape: int, name: str = "x") -> feed.Spec:
+def spec(dtype: str, *shape: int, name: str = "x") -> inputs.Spec:
     return {"name": name, "datatype": dtype, "shape": list(shape)}
 
 
-def known(*specs: feed.Spec) -> dict[str, feed.Spec]:
+def known(*specs: inputs.Spec) -> dict[str, inputs.Spec]:
     return {one["name"]: one for one in specs}
 
 
@@ -39,29 +39,29 @@ def same(found: Any, dtype: Any, values: Any) -> bool:
 @pytest.mark.parametrize("text", ["1,2,3", "1 2 3", "1, 2, 3", "[1, 2, 3]", "[[1, 2, 3]]", "[1.0, 2.0, 3.0]"])
 @pytest.mark.parametrize("dtype", ["FP16", "FP32", "FP64"])
 def test_numbers_can_be_written_in_several_ways(text: str, dtype: str) -> None:
-    assert same(feed.from_text(text, spec(dtype, -1, 3)), to_numpy(dtype), [[1, 2, 3]])
+    assert same(inputs.from_text(text, spec(dtype, -1, 3)), to_numpy(dtype), [[1, 2, 3]])
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_reach_from_end_to_end_of_their_type(dtype: str) -> None:
     info = np.iinfo(to_numpy(dtype))
-    assert same(feed.from_text(f"{info.min},{info.max}", spec(dtype, 2)), info.dtype, [info.min, info.max])
+    assert same(inputs.from_text(f"{info.min},{info.max}", spec(dtype, 2)), info.dtype, [info.min, info.max])
     for beyond in (info.min - 1, info.max + 1):
         with pytest.raises(Refused, match=rf"'x' \({dtype}\): {beyond} is not within {info.min} \.\.\. {info.max}"):
-            feed.from_text(str(beyond), spec(dtype, 1))
+            inputs.from_text(str(beyond), spec(dtype, 1))
     with pytest.raises(Refused, match=r"1\.5 is not an integer"):
-        feed.from_text("1.5", spec(dtype, 1))
+        inputs.from_text("1.5", spec(dtype, 1))
     with pytest.raises(Refused, match="true is not an integer"):
-        feed.from_text("true", spec(dtype, 1))
+        inputs.from_text("true", spec(dtype, 1))
 
 
 def test_booleans() -> None:
     for text in ("true,false,True", "1 0 1", "[true, false, true]", "[1, 0, 1]"):
-        assert same(feed.from_text(text, spec("BOOL", 3)), np.bool_, [True, False, True])
+        assert same(inputs.from_text(text, spec("BOOL", 3)), np.bool_, [True, False, True])
     with pytest.raises(Refused, match=r"'x' \(BOOL\): 2 is not true or false"):
-        feed.from_text("2", spec("BOOL", 1))
+        inputs.from_text("2", spec("BOOL", 1))
     with pytest.raises(Refused, match='"yes" is not true or false'):
-        feed.from_text('["yes"]', spec("BOOL", 1))
+        inputs.from_text('["yes"]', spec("BOOL", 1))
 
 
 @pytest.mark.parametrize(
@@ -76,34 +76,34 @@ def test_booleans() -> None:
     ],
 )
 def test_strings(text: str, strings: list[str]) -> None:
-    found = feed.from_text(text, spec("BYTES", -1))
+    found = inputs.from_text(text, spec("BYTES", -1))
     assert found.dtype == object
     assert found.tolist() == strings
 
 
 def test_strings_are_not_numbers() -> None:
     with pytest.raises(Refused, match="1 is not a string"):
-        feed.from_text('["a", 1]', spec("BYTES", -1))
+        inputs.from_text('["a", 1]', spec("BYTES", -1))
     with pytest.raises(Refused, match="'abc' is not a number"):
-        feed.from_text("1,abc", spec("FP32", -1))
+        inputs.from_text("1,abc", spec("FP32", -1))
     with pytest.raises(Refused, match='"1" is not a number'):
-        feed.from_text('["1"]', spec("FP32", -1))
+        inputs.from_text('["1"]', spec("FP32", -1))
     with pytest.raises(Refused, match="null is not a number"):
-        feed.from_text("null", spec("FP32", -1))
+        inputs.from_text("null", spec("FP32", -1))
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("FP16", 65520), ("FP32", 1e39), ("BF16", -3.4e38)])
 def test_what_a_precision_cannot_hold(dtype: str, value: float) -> None:
     with pytest.raises(Refused, match=rf"is not within the range of {dtype}"):
-        feed.from_text(repr(value), spec(dtype, 1))
-    found = feed.from_text("inf,-inf,nan", spec(dtype, 3))
+        inputs.from_text(repr(value), spec(dtype, 1))
+    found = inputs.from_text("inf,-inf,nan", spec(dtype, 3))
     array = from_bfloat16(found) if dtype == "BF16" else found
     assert np.array_equal(array.astype(np.float64), [np.inf, -np.inf, np.nan], equal_nan=True)
 
 
 @given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(width=32)))
 def test_bf16_is_rounded_as_ml_dtypes_does(values: Any) -> None:
-    bits = feed._bfloat16(values)
+    bits = inputs._bfloat16(values)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = values.astype(ml_dtypes.bfloat16)
     found = from_bfloat16(bits)
@@ -113,7 +113,7 @@ def test_bf16_is_rounded_as_ml_dtypes_does(values: Any) -> None:
 
 
 def test_bf16_is_given_as_its_bits() -> None:
-    found = feed.from_text("1,-2.5", spec("BF16", 2))
+    found = inputs.from_text("1,-2.5", spec("BF16", 2))
     assert found.dtype == np.uint16
     assert found.tolist() == [0x3F80, 0xC020]
 
@@ -136,7 +136,7 @@ def test_bf16_is_given_as_its_bits() -> None:
     ],
 )
 def test_shapes_that_fit(text: str, pattern: list[int], shape: tuple[int, ...]) -> None:
-    assert feed.from_text(text, spec("FP32", *pattern)).shape == shape
+    assert inputs.from_text(text, spec("FP32", *pattern)).shape == shape
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_shapes_that_fit(text: str, pattern: list[int], shape: tuple[int, ...]) 
 )
 def test_shapes_that_do_not_fit(text: str, pattern: list[int]) -> None:
     with pytest.raises(Refused, match=r"input 'x' \(INT32\): a value of shape \[.*\] does not fit \["):
-        feed.from_text(text, spec("INT32", *pattern))
+        inputs.from_text(text, spec("INT32", *pattern))
 
 
 def test_lists_of_unequal_lengths() -> None:
     for text in ("[[1, 2], [3]]", "[1, [2]]"):
         with pytest.raises(Refused, match="the lists in it have different lengths"):
-            feed.from_text(text, spec("FP32", -1, -1))
+            inputs.from_text(text, spec("FP32", -1, -1))
 
 
 MONSTROUS = ["[" * 33 + "1" + "]" * 33, "[" * 100_000, "1" + "0" * 400, "1" * 5000, "[1e999]", '{"a": 1}', '[""]']
@@ -169,7 +169,7 @@ MONSTROUS = ["[" * 33 + "1" + "]" * 33, "[" * 100_000, "1" + "0" * 400, "1" * 50
 @pytest.mark.parametrize("dtype", ["FP32", "INT64", "BOOL"])
 def test_monstrous_values_are_refused(text: str, dtype: str) -> None:
     with pytest.raises(Refused, match=r"input 'x'") as refused:
-        feed.from_text(text, spec(dtype, -1))
+        inputs.from_text(text, spec(dtype, -1))
     assert len(str(refused.value)) < 300
 
 
@@ -178,14 +178,14 @@ def test_monstrous_values_are_refused(text: str, dtype: str) -> None:
 
 def test_arguments_name_their_input() -> None:
     both = known(spec("FP32", 2, name="a"), spec("BYTES", 1, name="b"))
-    found = feed.from_arguments(["a=1,2", "b=k=v"], both)
+    found = inputs.from_arguments(["a=1,2", "b=k=v"], both)
     assert same(found["a"], np.float32, [1, 2])
     assert found["b"].tolist() == ["k=v"]
     with pytest.raises(Refused, match=r"no input 'c'; it has a \(FP32 \[2\]\), b \(BYTES \[1\]\)"):
-        feed.from_arguments(["c=1"], both)
+        inputs.from_arguments(["c=1"], both)
     for text in ("a", "=1", "1,2"):
         with pytest.raises(Refused, match="write NAME=VALUE"):
-            feed.from_arguments([text], both)
+            inputs.from_arguments([text], both)
 
 
 @pytest.mark.parametrize("dtype", [name for name in ITEM_BYTES if name not in ("BYTES", "BF16")])
@@ -193,18 +193,18 @@ def test_npy_files(dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "x.npy"
     array = np.arange(6).reshape(2, 3).astype(to_numpy(dtype))
     np.save(file, array)
-    assert same(feed.from_arguments([f"x=@{file}"], known(spec(dtype, -1, 3)))["x"], array.dtype, array)
+    assert same(inputs.from_arguments([f"x=@{file}"], known(spec(dtype, -1, 3)))["x"], array.dtype, array)
 
 
 def test_npy_files_of_strings_and_bf16(tmp_path: Path) -> None:
     file = tmp_path / "x.npy"
     np.save(file, np.array(["one", "two"]))
-    found = feed.from_arguments([f"x=@{file}"], known(spec("BYTES", 2)))["x"]
+    found = inputs.from_arguments([f"x=@{file}"], known(spec("BYTES", 2)))["x"]
     assert found.dtype == object
     assert found.tolist() == ["one", "two"]
     for array in (np.array([0x3F80, 0], np.uint16), np.array([1, 0], ml_dtypes.bfloat16)):
         np.save(file, array)
-        bits = feed.from_arguments([f"x=@{file}"], known(spec("BF16", 2)))["x"]
+        bits = inputs.from_arguments([f"x=@{file}"], known(spec("BF16", 2)))["x"]
         assert bits.dtype == np.uint16
         assert bits.tolist() == [0x3F80, 0]
 
@@ -214,7 +214,7 @@ def test_npy_files_that_do_not_fit(tmp_path: Path) -> None:
 
     def refused(match: str, dtype: str = "FP32", *shape: int) -> None:
         with pytest.raises(Refused, match=match):
-            feed.from_arguments([f"x=@{file}"], known(spec(dtype, *(shape or (-1, 3)))))
+            inputs.from_arguments([f"x=@{file}"], known(spec(dtype, *(shape or (-1, 3)))))
 
     refused("cannot read .*x.npy: No such file")
     np.save(file, np.zeros((1, 3)))
@@ -243,9 +243,9 @@ def test_json_documents(document: Any, tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "request.json"
     file.write_text(json.dumps(document))
     expected = known(spec("FP32", -1, 3))
-    assert same(feed.from_json(str(file), expected)["x"], np.float32, [[1, 2, 3]])
+    assert same(inputs.from_json(str(file), expected)["x"], np.float32, [[1, 2, 3]])
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(document)))
-    assert same(feed.from_json("-", expected)["x"], np.float32, [[1, 2, 3]])
+    assert same(inputs.from_json("-", expected)["x"], np.float32, [[1, 2, 3]])
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_json_documents(document: Any, tmp_path: Path, monkeypatch: pytest.Monke
 def test_json_documents_that_do_not_fit(text: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     with pytest.raises(Refused, match=match):
-        feed.from_json("-", known(spec("FP32", -1, 3)))
+        inputs.from_json("-", known(spec("FP32", -1, 3)))
 
 
 # ------------------------------------------------------------------------------------------ random data
@@ -273,9 +273,9 @@ def test_json_documents_that_do_not_fit(text: str, match: str, monkeypatch: pyte
 @pytest.mark.parametrize("dtype", list(ITEM_BYTES))
 def test_random_data_of_every_type(dtype: str) -> None:
     one = known(spec(dtype, -1, 3, -1))
-    found = feed.random(one, 4, {}, 1)["x"]
-    again = feed.random(one, 4, {}, 1)["x"]
-    other = feed.random(one, 4, {}, 2)["x"]
+    found = inputs.random(one, 4, {}, 1)["x"]
+    again = inputs.random(one, 4, {}, 1)["x"]
+    other = inputs.random(one, 4, {}, 2)["x"]
     assert found.dtype == (np.uint16 if dtype == "BF16" else to_numpy(dtype))
     assert found.shape == (4, 3, 1)
     assert np.array_equal(found, again)
@@ -284,23 +284,23 @@ def test_random_data_of_every_type(dtype: str) -> None:
 
 def test_random_data_of_a_given_shape() -> None:
     one = known(spec("INT8", -1, 3, -1))
-    assert feed.random(one, None, {}, None)["x"].shape == (1, 3, 1)
-    assert feed.random(one, None, {"x": (2, 3, 5)}, None)["x"].shape == (2, 3, 5)
+    assert inputs.random(one, None, {}, None)["x"].shape == (1, 3, 1)
+    assert inputs.random(one, None, {"x": (2, 3, 5)}, None)["x"].shape == (2, 3, 5)
 
 
 def test_shapes_for_random_data() -> None:
     one = known(spec("FP32", -1, 3, -1))
-    assert feed.shapes_from(["x=2,3,5"], one) == {"x": (2, 3, 5)}
+    assert inputs.shapes_from(["x=2,3,5"], one) == {"x": (2, 3, 5)}
     for text in ("x=2,4,5", "x=2,3", "x=2"):
         with pytest.raises(Refused, match=r"does not fit input 'x', which is \[-1, 3, -1\]"):
-            feed.shapes_from([text], one)
+            inputs.shapes_from([text], one)
     for text in ("x", "x=", "x=a", "x=-1,3,5"):
         with pytest.raises(Refused, match="write NAME=D1,D2"):
-            feed.shapes_from([text], one)
+            inputs.shapes_from([text], one)
     with pytest.raises(Refused, match="no input 'y'"):
-        feed.shapes_from(["y=1"], one)
+        inputs.shapes_from(["y=1"], one)
 
 
 def test_batches_need_a_free_first_dim() -> None:
     with pytest.raises(Refused, match=r"input 'x' is \[4\]: the model takes no batches"):
-        feed.random(known(spec("FP32", 4)), 2, {}, None)
+        inputs.random(known(spec("FP32", 4)), 2, {}, None)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from msgspec import inspect
 
-from shmserve import messages, wire
 from shmserve.errors import ProtocolError
+from shmserve.protocol import codec, messages
 from tests.examples import examples
 
 UNIONS = {
@@ -27,7 +27,7 @@ UNIONS = {
     "order": messages.WorkerOrder,
     "report": messages.WorkerReport,
 }
-CODECS = {name: wire.Codec(union) for name, union in UNIONS.items()}
+CODECS = {name: codec.Codec(union) for name, union in UNIONS.items()}
 KINDS = {name: get_args(union) for name, union in UNIONS.items()}
 
 
@@ -71,8 +71,8 @@ def decode(union: str, packet: bytes) -> list[Any] | None:
         return None
     assert type(found) is list
     for message in found:
-        assert isinstance(message, (*KINDS[union], wire.Refused))
-        if isinstance(message, wire.Refused):
+        assert isinstance(message, (*KINDS[union], codec.Refused))
+        if isinstance(message, codec.Refused):
             assert message.text
             assert 0 <= message.request < 2**63
     return found
@@ -84,7 +84,7 @@ unions = st.sampled_from(sorted(UNIONS))
 @given(unions, st.data())
 def test_what_is_encoded_is_decoded(union: str, data: st.DataObject) -> None:
     batch = data.draw(VALID[union])
-    assert decode(union, wire.encode(batch)) == batch
+    assert decode(union, codec.encode(batch)) == batch
 
 
 @given(unions, st.binary(max_size=300))
@@ -116,7 +116,7 @@ def test_any_structure(union: str, tree: Any) -> None:
 def mutated(draw: DrawFn) -> tuple[str, bytes]:
     """A valid packet with a few bytes changed, cut, doubled, or another packet's middle put in."""
     union = draw(unions)
-    packet = bytearray(wire.encode(draw(VALID[union])))
+    packet = bytearray(codec.encode(draw(VALID[union])))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(packet)))
         how = draw(st.sampled_from(["set", "cut", "insert", "double", "end"]))
@@ -163,7 +163,7 @@ def test_a_refused_request_keeps_its_number(case: tuple[int, list[Any]]) -> None
     before, bad, after = found
     assert before == messages.Ping(1)
     assert after == messages.Cancel(77)
-    if isinstance(bad, wire.Refused):
+    if isinstance(bad, codec.Refused):
         assert bad.request == request
     else:
         assert bad.request == request  # some of the values are right in some places
@@ -183,7 +183,7 @@ def test_the_text_names_the_field() -> None:
     for field, message in cases.items():
         found = decode("client", msgpack.packb([message]))
         assert found is not None
-        assert isinstance(found[0], wire.Refused)
+        assert isinstance(found[0], codec.Refused)
         assert found[0].request == 5
         assert field in found[0].text, found[0].text
 
@@ -242,7 +242,7 @@ def test_deep_nesting_inside_a_good_packet() -> None:
     found = decode("client", packet)
     assert found is not None
     assert found[0] == messages.Ping(1)
-    assert isinstance(found[1], wire.Refused)
+    assert isinstance(found[1], codec.Refused)
     assert found[2] == messages.Cancel(9)
 
 
@@ -276,4 +276,4 @@ def test_deep_nesting_inside_a_good_packet() -> None:
 def test_known_oddities(packet: bytes) -> None:
     for union in UNIONS:
         found = decode(union, packet)
-        assert found is None or all(isinstance(message, wire.Refused) for message in found)
+        assert found is None or all(isinstance(message, codec.Refused) for message in found)

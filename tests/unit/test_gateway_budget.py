@@ -11,9 +11,9 @@ from h2.exceptions import StreamClosedError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.budget import Account, Budget
-from shmserve.clients.gateway.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
 from shmserve.errors import Unavailable
+from shmserve.gateway.limits.body_budget import Account, Budget
+from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
 from tests.unit.http2_caller import Caller, Host, message
 from tests.unit.test_gateway_connection import answered, connected, receive
 from tests.unit.test_gateway_http import lines

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shmserve.clients.gateway.budget import Budget
-from shmserve.clients.gateway.callers import EVICTED, Callers
-from shmserve.clients.gateway.http.connection import Connection
-from shmserve.clients.gateway.http.limits import Limits
-from shmserve.clients.gateway.shares import Shares
+from shmserve.gateway.http.connection import Connection
+from shmserve.gateway.http.limits import Limits
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.listeners.callers import EVICTED, Callers
 from tests.unit.test_gateway_connection import Transport, connected, post, receive
 
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.access import ROLES
-from shmserve.clients.gateway.budget import Budget
-from shmserve.clients.gateway.guards.access import Access
-from shmserve.clients.gateway.http.connection import Connection
-from shmserve.clients.gateway.http.heads import Heads
-from shmserve.clients.gateway.http.limits import Limits
-from shmserve.clients.gateway.http.requests import SCRAPES, Requests
-from shmserve.clients.gateway.receive import ReceiveBuffer, Room
-from shmserve.clients.gateway.regions import Regions
-from shmserve.clients.gateway.shares import Shares
-from shmserve.clients.gateway.turns import LEAST_BYTES, READ_BYTES, ReadTurns, Turns
 from shmserve.errors import Unavailable
+from shmserve.gateway.auth.access import Access
+from shmserve.gateway.http.connection import Connection
+from shmserve.gateway.http.heads import Heads
+from shmserve.gateway.http.limits import Limits
+from shmserve.gateway.http.requests import SCRAPES, Requests
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES, ReadTurns, Turns
+from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
+from shmserve.gateway.upstream.regions import Regions
+from shmserve.protocol.roles import ROLES
 from tests.examples import examples
 from tests.unit.test_gateway_http import chunked, lines
 

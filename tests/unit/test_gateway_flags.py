@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.broker import main, settings
-from shmserve.broker.flag import Flag
-from shmserve.broker.flags import FLAGS
-from shmserve.broker.gateways import PAUSES_NS, Doors
-from shmserve.clients.gateway import flags as gateway_flags
-from shmserve.core.lifecycle import pause_ns
+from shmserve.broker import main
+from shmserve.broker.config import settings
+from shmserve.broker.config.flag import Flag
+from shmserve.broker.config.flags import FLAGS
+from shmserve.broker.processes.gateways import PAUSES_NS, Doors
+from shmserve.core.models.lifecycle import pause_ns
+from shmserve.gateway import options as gateway_flags
 
 PASSED = [flag for flag in FLAGS if flag.gateway]
 SAMPLES = {

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.kserve.answers import Held
-from shmserve.clients.gateway.kserve.documents import error_body
-from shmserve.clients.gateway.kserve.generate import event, generate_plan, generated
-from shmserve.clients.gateway.kserve.plans import Options, Plan, Spec
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Handle, Part, Tensor
+from shmserve.gateway.kserve.answers import Held
+from shmserve.gateway.kserve.generate import event, generate_plan, generated
+from shmserve.gateway.kserve.plans import Options, Plan, Spec
+from shmserve.gateway.upstream.documents import error_body
+from shmserve.protocol.messages import Handle, Part, Tensor
 from tests.examples import examples
 
 

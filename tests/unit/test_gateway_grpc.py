@@ -13,25 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.access import ROLES
-from shmserve.clients.gateway.grpc import wire as grpc_wire
-from shmserve.clients.gateway.grpc.codes import code_of
-from shmserve.clients.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
-from shmserve.clients.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
-from shmserve.clients.gateway.grpc.rpcs import RPCS
-from shmserve.clients.gateway.grpc.services import Services
-from shmserve.clients.gateway.grpc.wire import IS_FINAL, Answers, stream_error, streamed, take_apart
-from shmserve.clients.gateway.guards.access import NEEDS, Access
-from shmserve.clients.gateway.http2.codes import Code, RpcError
-from shmserve.clients.gateway.kserve.documents import BadLoad, Known, Question, Route, question_of
-from shmserve.clients.gateway.kserve.elements import CONTENTS, contents_to_bytes
-from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Spec
-from shmserve.clients.gateway.regions import Regions
-from shmserve.clients.gateway.shares import Payer, Shares
-from shmserve.clients.gateway.turns import finished
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.messages import TENSORS, Tensor
+from shmserve.gateway.auth.access import NEEDS, Access
+from shmserve.gateway.grpc import wire as grpc_wire
+from shmserve.gateway.grpc.codes import code_of
+from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
+from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
+from shmserve.gateway.grpc.rpcs import RPCS
+from shmserve.gateway.grpc.services import Services
+from shmserve.gateway.grpc.wire import IS_FINAL, Answers, stream_error, streamed, take_apart
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
+from shmserve.gateway.kserve.plans import Options, Place, Plan, Spec
+from shmserve.gateway.limits.caller_shares import Payer, Shares
+from shmserve.gateway.limits.turns import finished
+from shmserve.gateway.upstream.documents import BadLoad, Known, Question, Route, question_of
+from shmserve.gateway.upstream.regions import Regions
+from shmserve.protocol.messages import TENSORS, Tensor
+from shmserve.protocol.roles import ROLES
 from shmserve.session.options import TopK
 from shmserve.shm import strings
 from tests.examples import examples

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.grpc.messages import HEALTH, INFERENCE
-from shmserve.clients.gateway.guards.access import Access
-from shmserve.clients.gateway.http2.codes import Code, RpcError
-from shmserve.clients.gateway.link import GatewaySession
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
-from shmserve.messages import Reply, Tensor
+from shmserve.gateway.auth.access import Access
+from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.upstream.link import GatewaySession
+from shmserve.protocol.messages import Reply, Tensor
 from tests.examples import examples
 from tests.rpc import POOL, message
 from tests.unit.grpc_calls import Case

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.grpc import contents
-from shmserve.clients.gateway.grpc.messages import message_class
-from shmserve.clients.gateway.grpc.plans import RpcPlan, plan_in_slices, plan_of
-from shmserve.clients.gateway.turns import SLICE_BYTES, finished
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.grpc import contents
+from shmserve.gateway.grpc.messages import message_class
+from shmserve.gateway.grpc.plans import RpcPlan, plan_in_slices, plan_of
+from shmserve.gateway.limits.turns import SLICE_BYTES, finished
 from tests.examples import examples
 from tests.unit.test_gateway_slices import steps
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from shmserve.clients.gateway.grpc import calls as grpc_calls
-from shmserve.clients.gateway.grpc import stream as grpc_stream
-from shmserve.clients.gateway.http2.codes import Code
 from shmserve.errors import NotFound, Unavailable
-from shmserve.messages import Reply
+from shmserve.gateway.grpc import calls as grpc_calls
+from shmserve.gateway.grpc import stream as grpc_stream
+from shmserve.gateway.http2.codes import Code
+from shmserve.protocol.messages import Reply
 from tests.unit.grpc_calls import Case, part, reply
 
 # ---------------------------------------------------------------------------------------- streams

@@ -16,16 +16,16 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.access import ROLES
-from shmserve.clients import cli
-from shmserve.clients.commands_base import Failed, Misuse
-from shmserve.clients.gateway.guards import headers, restrict, tls, tokens
-from shmserve.clients.gateway.guards.access import NEEDS, OPEN, Access, Unauthenticated
-from shmserve.clients.gateway.guards.doors import Guards
-from shmserve.clients.gateway.guards.tls import Files, Given
-from shmserve.clients.gateway.http.heads import Heads, parse
+from shmserve.clients.cli import main
+from shmserve.clients.cli.commands.base import Failed, Misuse
 from shmserve.errors import Denied, InvalidRequest
-from shmserve.messages import PARAMETERS
+from shmserve.gateway.auth import header_forwarding, restricted_apis, tls, tokens
+from shmserve.gateway.auth.access import NEEDS, OPEN, Access, Unauthenticated
+from shmserve.gateway.auth.gate import Guards
+from shmserve.gateway.auth.tls import Files, Given
+from shmserve.gateway.http.heads import Heads, parse
+from shmserve.protocol.messages import PARAMETERS
+from shmserve.protocol.roles import ROLES
 
 
 def nothing(name: str) -> None:
@@ -118,7 +118,7 @@ def test_a_new_token_is_one() -> None:
 
 
 def test_the_command_that_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["gateway", "--new-token", "alice=infer"]) == 0
+    assert main.main(["gateway", "--new-token", "alice=infer"]) == 0
     said = capsys.readouterr()
     assert said.out == f"alice infer {digest(said.err.split()[-1])}\n"
 
@@ -168,13 +168,13 @@ def test_any_text_is_tokens_or_not(text: str) -> None:
 
 
 def test_every_action_is_in_one_group() -> None:
-    grouped = [action for actions in restrict.GROUPS.values() for action in actions]
+    grouped = [action for actions in restricted_apis.GROUPS.values() for action in actions]
     assert sorted(grouped) == sorted(set(NEEDS) - {"metrics"})
 
 
 def test_a_group_wants_its_header() -> None:
-    given_ = [restrict.read("health,model-repository:Admin-Key=a=b"), restrict.read("inference:user=u")]
-    found = restrict.Restrictions(given_)
+    given_ = [restricted_apis.read("health,model-repository:Admin-Key=a=b"), restricted_apis.read("inference:user=u")]
+    found = restricted_apis.Restrictions(given_)
     assert found.headers == {"admin-key", "user"}
     assert found.refusal("live", {"admin-key": "a=b"}.get) is None
     assert found.refusal("infer", {"user": "u"}.get) is None
@@ -182,7 +182,7 @@ def test_a_group_wants_its_header() -> None:
     text = "This API is restricted, expecting header 'Admin-Key'"
     for wrong in ({}, {"admin-key": "a"}, {"admin-key": "a=b "}, {"user": "u"}, {"admin-key": "é\udc80"}):
         assert found.refusal("load", wrong.get) == text
-    rpc = restrict.Restrictions([restrict.read("inference:k=v", restrict.RPC_PREFIX)], "protocol")
+    rpc = restricted_apis.Restrictions([restricted_apis.read("inference:k=v", restricted_apis.RPC_PREFIX)], "protocol")
     assert rpc.refusal("infer", {"triton-grpc-protocol-k": "v"}.get) is None
     text = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
     assert rpc.refusal("infer", {"k": "v"}.get) == text
@@ -194,16 +194,16 @@ def test_a_group_wants_its_header() -> None:
 )  # fmt: skip
 def test_restrictions_that_are_none(text: str) -> None:
     with pytest.raises(ValueError):
-        restrict.read(text)
+        restricted_apis.read(text)
 
 
 def test_a_group_is_restricted_once() -> None:
     with pytest.raises(ValueError, match="health is restricted more than once"):
-        restrict.Restrictions([restrict.read("health:a=b"), restrict.read("trace,health:c=d")])
+        restricted_apis.Restrictions([restricted_apis.read("health:a=b"), restricted_apis.read("trace,health:c=d")])
 
 
 def test_roles_come_first_and_restrictions_with_them() -> None:
-    access = Access(["infer"], None, restrict.Restrictions([restrict.read("inference,statistics:k=v")]))
+    access = Access(["infer"], None, restricted_apis.Restrictions([restricted_apis.read("inference,statistics:k=v")]))
     access.check("infer", {"k": "v"}.get)
     with pytest.raises(Denied, match="restricted, expecting header 'k'"):
         access.check("infer", nothing)
@@ -215,47 +215,47 @@ def test_roles_come_first_and_restrictions_with_them() -> None:
 
 
 def test_headers_that_fit_go_on() -> None:
-    forward = headers.Forward("x-.*|User", ["x-key"])
+    forward = header_forwarding.Forward("x-.*|User", ["x-key"])
     assert forward.of([("X-A", "1"), ("x-key", "2"), ("x-a", "3"), ("USER", "4"), ("ax-b", "5")]) == {
         "X-A": "1, 3", "USER": "4",
     }  # fmt: skip
     assert forward.of([("Host", "x")]) is None
-    assert headers.Forward("(?-i)X-.*").of([("x-a", "1"), ("X-a", "2")]) == {"X-a": "2"}
+    assert header_forwarding.Forward("(?-i)X-.*").of([("x-a", "1"), ("X-a", "2")]) == {"X-a": "2"}
 
 
 def test_what_means_something_to_the_server_is_refused() -> None:
-    forward = headers.Forward(".*")
+    forward = header_forwarding.Forward(".*")
     names = ["Timeout", "priority", "sequence_id", "Sequence_Start", "sequence_end", "triton_x", "headers",
              "binary_data_output"]  # fmt: skip
     for name in names:
         with pytest.raises(InvalidRequest, match=f"header '{name}' is reserved for Triton usage"):
             forward.of([("a", "1"), (name, "1")])
     assert forward.of([("n" * 129, "1"), ("triton_grpc_error", "true")]) is None
-    assert headers.Forward("x-.*").of((name, "1") for name in names) is None
+    assert header_forwarding.Forward("x-.*").of((name, "1") for name in names) is None
     with pytest.raises(InvalidRequest, match="headers would be forwarded to the model"):
         forward.of((f"a{number}", "") for number in range(PARAMETERS + 1))
 
 
 def test_a_hostile_name_takes_no_longer_than_another() -> None:
     """With Python's own `re` this would not end."""
-    forward = headers.Forward("(a+)+(b+)+(.*.*.*.*.*.*)+c")
+    forward = header_forwarding.Forward("(a+)+(b+)+(.*.*.*.*.*.*)+c")
     assert forward.of([("a" * 120, "")]) is None
     with pytest.raises(ValueError, match="the limit is"):
-        headers.Forward("a" * 2000)
+        header_forwarding.Forward("a" * 2000)
     with pytest.raises(ValueError, match="missing"):
-        headers.Forward("(a")
+        header_forwarding.Forward("(a")
     with pytest.raises(ValueError):
-        headers.Forward("(((((a{100}){100}){100}){100}){100})")
+        header_forwarding.Forward("(((((a{100}){100}){100}){100}){100})")
 
 
 def test_a_header_stands_for_the_parameter_of_its_name() -> None:
     given_ = {"a": 1, "x-user": "of the body"}
-    assert headers.merged(given_, None) is given_
-    assert headers.merged(None, {"b": "c"}) == {"b": "c"}
-    assert headers.merged(given_, {"X-User": "of the head"}) == {"a": 1, "X-User": "of the head"}
+    assert header_forwarding.merged(given_, None) is given_
+    assert header_forwarding.merged(None, {"b": "c"}) == {"b": "c"}
+    assert header_forwarding.merged(given_, {"X-User": "of the head"}) == {"a": 1, "X-User": "of the head"}
     assert given_ == {"a": 1, "x-user": "of the body"}
     with pytest.raises(InvalidRequest, match="including forwarded headers"):
-        headers.merged({f"a{number}": 1 for number in range(PARAMETERS)}, {"b": "c"})
+        header_forwarding.merged({f"a{number}": 1 for number in range(PARAMETERS)}, {"b": "c"})
 
 
 # ---------------------------------------------------------------------------------------- heads
@@ -263,7 +263,7 @@ def test_a_header_stands_for_the_parameter_of_its_name() -> None:
 
 def test_heads_say_who_may_and_what_goes_on() -> None:
     access = Access((), tokens.Tokens(f"a infer {digest('t')}"))
-    heads = Heads(access, forward=headers.Forward("x-.*"))
+    heads = Heads(access, forward=header_forwarding.Forward("x-.*"))
     good = lines("Authorization: Bearer t", "X-User: J\xf6rg", "x-user: b")
     head = heads.head(good)
     assert head.refusal is None
@@ -362,7 +362,7 @@ def test_an_encrypted_key_asks_nobody(files: dict[str, str], tmp_path: Path) -> 
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return cli.parser().parse_args(["gateway", *words])
+    return main.parser().parse_args(["gateway", *words])
 
 
 def test_doors_without_a_guard_say_so() -> None:

@@ -16,7 +16,7 @@ import pytest
 import trustme
 import uvloop
 
-from shmserve.clients.gateway.handshakes import ADDRESS_SHARE, LEAST_ROOM, UNDER_WAY, Handshakes
+from shmserve.gateway.listeners.handshakes import ADDRESS_SHARE, LEAST_ROOM, UNDER_WAY, Handshakes
 
 uvloop.new_event_loop().close()  # the first loop of a process opens a pipe for signals, which libuv keeps
 MOST = int(UNDER_WAY * ADDRESS_SHARE)

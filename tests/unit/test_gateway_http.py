@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.access import ROLES
-from shmserve.clients.gateway.guards.access import NEEDS, OPERATE, Access
-from shmserve.clients.gateway.http import bodies
-from shmserve.clients.gateway.http.heads import BadHead, Heads, parse
-from shmserve.clients.gateway.http.routes import resolve
-from shmserve.clients.gateway.kserve import documents
-from shmserve.clients.gateway.kserve.documents import Route
-from shmserve.clients.gateway.regions import Regions
-from shmserve.clients.gateway.turns import finished
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.gateway.auth.access import NEEDS, OPERATE, Access
+from shmserve.gateway.http import bodies
+from shmserve.gateway.http.heads import BadHead, Heads, parse
+from shmserve.gateway.http.routes import resolve
+from shmserve.gateway.limits.turns import finished
+from shmserve.gateway.upstream import documents
+from shmserve.gateway.upstream.documents import Route
+from shmserve.gateway.upstream.regions import Regions
+from shmserve.protocol.roles import ROLES
 
 EVERYBODY = Access(ROLES)
 

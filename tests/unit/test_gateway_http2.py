@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.http2.codes import Code, RpcError
-from shmserve.clients.gateway.http2.protocol import Http2
-from shmserve.clients.gateway.http2.seam import Stream
-from shmserve.clients.gateway.kserve.answers import Buffer
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.protocol import Http2
+from shmserve.gateway.http2.seam import Stream
+from shmserve.gateway.kserve.answers import Buffer
 from tests.examples import examples
 from tests.unit.http2_caller import HEADERS, Caller, Echo, Host, message
 

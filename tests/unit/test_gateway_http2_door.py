@@ -10,11 +10,11 @@ from typing import Any
 import hpack
 import pytest
 
-from shmserve.clients.gateway.http2 import connection as http2_connection
-from shmserve.clients.gateway.http2.codes import Code
-from shmserve.clients.gateway.http2.door import RpcDoor
-from shmserve.clients.gateway.http2.limits import Limits
-from shmserve.clients.gateway.http2.seam import Stream
+from shmserve.gateway.http2 import connection as http2_connection
+from shmserve.gateway.http2.codes import Code
+from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.listener import RpcDoor
+from shmserve.gateway.http2.seam import Stream
 from tests.unit.http2_caller import Echo, message
 from tests.unit.test_gateway_http2 import DATA, GOAWAY, HEAD, HELLO, PING, RST, block, frame, unary
 

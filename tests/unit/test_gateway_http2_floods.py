@@ -8,11 +8,11 @@ from typing import Any
 import hpack
 import pytest
 
-from shmserve.clients.gateway.http2 import limits as most
-from shmserve.clients.gateway.http2.codes import Code, RpcError
-from shmserve.clients.gateway.http2.connection import Connection
-from shmserve.clients.gateway.http2.seam import Awaits, Stream
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.connection import Connection
+from shmserve.gateway.http2.seam import Awaits, Stream
 from tests.unit.grpc_calls import Case
 from tests.unit.http2_caller import HEADERS, Caller, Echo, Host, message
 from tests.unit.test_gateway_http2 import (

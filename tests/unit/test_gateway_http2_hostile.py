@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.http2 import limits as most
-from shmserve.clients.gateway.http2.protocol import Http2
+from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2.protocol import Http2
 from tests.examples import examples
 from tests.unit.http2_caller import Caller, Echo, Host, message
 from tests.unit.test_gateway_http2 import (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shmserve.clients.gateway.http2.codes import Code
-from shmserve.clients.gateway.http2.limits import INFLATED_BYTES, WORK
-from shmserve.clients.gateway.turns import SLICE_BYTES
+from shmserve.gateway.http2.codes import Code
+from shmserve.gateway.http2.limits import INFLATED_BYTES, WORK
+from shmserve.gateway.limits.turns import SLICE_BYTES
 from tests.unit.http2_caller import HEADERS, Caller, Echo, Host, message
 from tests.unit.test_gateway_http2 import HEAD, RST, block, frame
 

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shmserve.clients.gateway.guards.access import Unauthenticated
-from shmserve.clients.gateway.kserve import elements, status
-from shmserve.clients.gateway.kserve.answers import Held, response
-from shmserve.clients.gateway.kserve.plans import Options, Place, Plan, Plans, Spec, plan_in_slices, plan_of, raw_plan
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, ConnectionLost, Internal, InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.messages import Handle, Reply, Tensor
+from shmserve.gateway.auth.access import Unauthenticated
+from shmserve.gateway.kserve import json_tensors, status
+from shmserve.gateway.kserve.answers import Held, response
+from shmserve.gateway.kserve.plans import Options, Place, Plan, Plans, Spec, plan_in_slices, plan_of, raw_plan
+from shmserve.protocol.messages import Handle, Reply, Tensor
 from shmserve.session.options import TopK
 from tests.examples import examples
 
@@ -191,7 +191,7 @@ SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 def test_numbers_there_and_back(case: tuple[str, np.ndarray[Any, Any]]) -> None:
     """Each value comes through JSON as it was, nested as numpy nests it or flat."""
     name, array = case
-    raw = bytes(elements.to_json("y", name, array.shape, array.tobytes()))
+    raw = bytes(json_tensors.to_json("y", name, array.shape, array.tobytes()))
     flat = json.loads(raw)
     np.testing.assert_array_equal(np.array(flat, array.dtype).reshape(array.shape), array)
     for data in (flat, array.tolist()):
@@ -210,7 +210,7 @@ def test_strings_there_and_back(words: list[str]) -> None:
         assert any("\ud800" <= letter <= "\udfff" for word in words for letter in word)
         return
     assert data == b"".join(len(word.encode()).to_bytes(4, "little") + word.encode() for word in words)
-    assert json.loads(bytes(elements.to_json("y", "BYTES", (len(words),), data))) == words
+    assert json.loads(bytes(json_tensors.to_json("y", "BYTES", (len(words),), data))) == words
 
 
 def test_what_is_no_number() -> None:
@@ -218,15 +218,15 @@ def test_what_is_no_number() -> None:
     values = np.frombuffer(data.data or b"", np.float64)
     assert math.isnan(values[0])
     assert values[1:].tolist() == [math.inf, -math.inf]
-    assert bytes(elements.to_json("y", "FP64", (3,), values.tobytes())) == b"[NaN,Infinity,-Infinity]"
+    assert bytes(json_tensors.to_json("y", "FP64", (3,), values.tobytes())) == b"[NaN,Infinity,-Infinity]"
 
 
 def test_outputs_that_json_cannot_carry() -> None:
     for name in ("FP16", "BF16"):
         with pytest.raises(InvalidRequest, match="request it as binary data"):
-            elements.to_json("y", name, (1,), b"\0\0")
+            json_tensors.to_json("y", name, (1,), b"\0\0")
     with pytest.raises(InvalidRequest, match="not UTF-8"):
-        elements.to_json("y", "BYTES", (1,), b"\x01\0\0\0\xff")
+        json_tensors.to_json("y", "BYTES", (1,), b"\x01\0\0\0\xff")
 
 
 # ---------------------------------------------------------------------------------------- answers
@@ -364,4 +364,4 @@ def test_errors_as_callers_see_them(error: ServeError, http: int, text: str) -> 
 
 
 def test_raw_is_json() -> None:
-    assert isinstance(elements.to_json("y", "BOOL", (2,), b"\0\1"), msgspec.Raw)
+    assert isinstance(json_tensors.to_json("y", "BOOL", (2,), b"\0\1"), msgspec.Raw)

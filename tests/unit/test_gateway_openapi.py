@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from shmserve.clients.gateway.guards.access import NEEDS
-from shmserve.clients.gateway.http import openapi
-from shmserve.clients.gateway.http.routes import PATHS, resolve
-from shmserve.clients.gateway.kserve.plans import plan_of
+from shmserve.gateway.auth.access import NEEDS
+from shmserve.gateway.http import openapi
+from shmserve.gateway.http.routes import PATHS, resolve
+from shmserve.gateway.kserve.plans import plan_of
 
 DOCUMENT = json.loads(openapi.text())
 GIVEN = {"{model}": "m", "{version}": "3", "{region}": "r", "{repository}": "s"}

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.device_regions import DeviceOrder
-from shmserve.clients.gateway.kserve.asking import Asker, Waiting
-from shmserve.clients.gateway.kserve.plans import Options, Place, Plan
-from shmserve.clients.gateway.regions import Order, Region, Regions
-from shmserve.clients.gateway.shares import Shares
 from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unsupported
-from shmserve.messages import INLINE_BYTES, Handle
-from shmserve.session.foreign import Foreign
+from shmserve.gateway.kserve.plans import Options, Place, Plan
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.upstream.device_regions import DeviceOrder
+from shmserve.gateway.upstream.regions import Order, Region, Regions
+from shmserve.gateway.upstream.requests import Asker, Waiting
+from shmserve.protocol.messages import INLINE_BYTES, Handle
+from shmserve.session.gpu.foreign_memory import Foreign
 from shmserve.session.memory import Memory
-from shmserve.shm.cuda import parts_of
+from shmserve.shm.extents.cuda import parts_of
 from tests.gpu_harness import standins
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.kserve.asking import InParts, Waiting
-from shmserve.clients.gateway.shares import Bounds, Charged, ConnectionShares, Payer, Shares, network_of, release
 from shmserve.errors import ServeError, Unavailable
-from shmserve.messages import Part
+from shmserve.gateway.limits.caller_shares import Bounds, Charged, ConnectionShares, Payer, Shares, network_of, release
+from shmserve.gateway.upstream.requests import InParts, Waiting
+from shmserve.protocol.messages import Part
 from tests.examples import examples
 
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.clients.gateway.http import bodies
-from shmserve.clients.gateway.kserve import elements, slices
-from shmserve.clients.gateway.kserve.generate import VALUES, check_in_slices
-from shmserve.clients.gateway.kserve.plans import plan_in_slices, plan_of
-from shmserve.clients.gateway.turns import SLICE_BYTES, Turns, Work, finished
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.http import bodies
+from shmserve.gateway.kserve import json_slices, json_tensors
+from shmserve.gateway.kserve.generate import VALUES, check_in_slices
+from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
+from shmserve.gateway.limits.turns import SLICE_BYTES, Turns, Work, finished
 from tests.examples import examples
 from tests.unit.test_gateway_connection import answered, connected, post, receive
 
@@ -29,8 +29,8 @@ MOST = 64 * MIB
 @pytest.fixture(params=[3, 16, 4096])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Slices of few bytes, so that everything is cut everywhere."""
-    monkeypatch.setattr(slices, "SLICE_BYTES", request.param)
-    monkeypatch.setattr(slices, "_CUT_BYTES", 8)
+    monkeypatch.setattr(json_slices, "SLICE_BYTES", request.param)
+    monkeypatch.setattr(json_slices, "_CUT_BYTES", 8)
     found: int = request.param
     return found
 
@@ -82,13 +82,13 @@ def test_slices_are_the_same_as_the_whole(
 @pytest.mark.parametrize("letter", ["a", "é", "\\n", "\\u00e9", "\\ud83d\\ude00", "\U0001f600"])
 def test_a_long_string_is_decoded_in_slices(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    decoded = slices._string
+    decoded = json_slices._string
 
     def string(data: bytes) -> str:
         sizes.append(len(data))
         return decoded(data)
 
-    monkeypatch.setattr(slices, "_string", string)
+    monkeypatch.setattr(json_slices, "_string", string)
     written = letter * (MIB // len(letter.encode()))
     found = finished(plan_in_slices(body(f'["b", "{written}" , "c"]', 3, "BYTES"), MOST)).inputs[0].data
     value = json.loads(f'"{written}"').encode()
@@ -181,8 +181,8 @@ def test_nesting_costs_no_more_than_its_bytes() -> None:
     deep = body("[" + ",".join([unit] * deep_count) + "]", deep_count)
     flat = body("[" + ",".join(["1"] * flat_count) + "]", flat_count)
     assert abs(steps(plan_in_slices(deep, MOST)) - steps(plan_in_slices(flat, MOST))) <= 2
-    outline = finished(slices.outline(deep))
-    parts = [len(part) for part in slices.flat("x", deep, outline.cuts[0])]
+    outline = finished(json_slices.outline(deep))
+    parts = [len(part) for part in json_slices.flat("x", deep, outline.cuts[0])]
     assert sum(parts) == deep_count
     assert max(parts) <= SLICE_BYTES // len(unit) + 1
 
@@ -192,7 +192,7 @@ def test_depth(depth: int) -> None:
     """The brackets around are four."""
     for data in ("[" * depth + "1" + "]" * depth, "[" * depth + "1," * 50_000 + "1" + "]" * depth):
         text = body(data, data.count("1"))
-        if depth + 3 <= slices.JSON_DEPTH:
+        if depth + 3 <= json_slices.JSON_DEPTH:
             assert finished(plan_in_slices(text, MOST)).inputs[0].data == plan_of(text).inputs[0].data
             continue
         for work in (plan_of, lambda text: finished(plan_in_slices(text, MOST))):
@@ -226,28 +226,30 @@ def test_generate_takes_long_strings_and_not_many_values() -> None:
 @pytest.mark.parametrize("dtype", ["FP32", "INT64", "UINT8", "BOOL"])
 def test_answers_in_slices(dtype: str) -> None:
     data = (np.arange(100_000) % 2).astype(to_numpy(dtype)).tobytes()
-    work = elements.to_json_in_slices("y", dtype, (100_000,), data)
-    assert msgspec.json.decode(finished(work)) == msgspec.json.decode(elements.to_json("y", dtype, (100_000,), data))
-    assert steps(elements.to_json_in_slices("y", dtype, (100_000,), data)) >= len(data) // SLICE_BYTES
+    work = json_tensors.to_json_in_slices("y", dtype, (100_000,), data)
+    assert msgspec.json.decode(finished(work)) == msgspec.json.decode(
+        json_tensors.to_json("y", dtype, (100_000,), data)
+    )
+    assert steps(json_tensors.to_json_in_slices("y", dtype, (100_000,), data)) >= len(data) // SLICE_BYTES
 
 
 def test_strings_of_answers_in_slices() -> None:
     words = ["", "a", "é" * 1000, '"'] * 1000
     data = b"".join(len(word.encode()).to_bytes(4, "little") + word.encode() for word in words)
-    assert msgspec.json.decode(finished(elements.to_json_in_slices("y", "BYTES", (4000,), data))) == words
+    assert msgspec.json.decode(finished(json_tensors.to_json_in_slices("y", "BYTES", (4000,), data))) == words
     with pytest.raises(InvalidRequest, match="not UTF-8"):
-        finished(elements.to_json_in_slices("y", "BYTES", (1,), b"\1\0\0\0\xff"))
+        finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), b"\1\0\0\0\xff"))
 
 
 def test_long_strings_are_written_in_slices() -> None:
     words = ["a", "é" * MIB, "", '"' * MIB, "\U0001f600" * MIB, "b"]
     data = b"".join(len(word.encode()).to_bytes(4, "little") + word.encode() for word in words)
-    work = elements.to_json_in_slices("y", "BYTES", (6,), data)
+    work = json_tensors.to_json_in_slices("y", "BYTES", (6,), data)
     assert msgspec.json.decode(finished(work)) == words
-    assert steps(elements.to_json_in_slices("y", "BYTES", (6,), data)) >= len(data) // SLICE_BYTES
+    assert steps(json_tensors.to_json_in_slices("y", "BYTES", (6,), data)) >= len(data) // SLICE_BYTES
     long = b"a" * MIB + b"\xc3"
     with pytest.raises(InvalidRequest, match="not UTF-8"):
-        finished(elements.to_json_in_slices("y", "BYTES", (1,), len(long).to_bytes(4, "little") + long))
+        finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), len(long).to_bytes(4, "little") + long))
 
 
 def test_a_bomb_is_inflated_up_to_the_limit_and_no_further() -> None:
@@ -379,11 +381,11 @@ def test_white_space_around_data_does_not_count(small: int, monkeypatch: pytest.
     tidy = body("[1, 2, 3]", 3).replace(b'"1"', b'"1  , \\"   2"')
     loose = tidy.replace(b',"', b" \n\t ," + b" " * 1000 + b'"')
     assert b'"1  , \\"   2"' in loose
-    monkeypatch.setattr(slices, "AROUND_BYTES", 1000)
+    monkeypatch.setattr(json_slices, "AROUND_BYTES", 1000)
     assert finished(plan_in_slices(loose, MOST)) == plan_of(tidy)
     parted = loose.replace(b'"outputs"', b'"parameters":{"priority":1' + b" " * 1000 + b'2},"outputs"')
     with pytest.raises(InvalidRequest, match="failed to parse"):
         finished(plan_in_slices(parted, MOST))
-    monkeypatch.setattr(slices, "AROUND_BYTES", 60)
+    monkeypatch.setattr(json_slices, "AROUND_BYTES", 60)
     with pytest.raises(InvalidRequest, match="besides the 'data' of its inputs; the limit is 60"):
         finished(plan_in_slices(loose, MOST))

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients.gateway.zmqtcp.asked import Limits
 from shmserve.errors import Unavailable
-from shmserve.messages import Cancel, More
+from shmserve.gateway.zmq_tcp.requests import Limits
+from shmserve.protocol.messages import Cancel, More
 from tests.client_faces import FACES
 from tests.fake_broker import MODELS, FakeBroker, echo
 from tests.running_broker import running

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shmserve
-from shmserve.access import INFER, OBSERVE, OPERATE, OPERATIONS
-from shmserve.clients import keys
-from shmserve.clients.arguments import parser
-from shmserve.clients.commands_base import Misuse
-from shmserve.clients.gateway.link import GatewaySession
-from shmserve.clients.gateway.listen import is_local
-from shmserve.clients.gateway.shares import Shares
-from shmserve.clients.gateway.zmqtcp import start as zmqtcp_start
-from shmserve.clients.gateway.zmqtcp.asked import Limits, Outside
-from shmserve.clients.gateway.zmqtcp.door import host_of
-from shmserve.clients.gateway.zmqtcp.keys import Entry, parse
-from shmserve.clients.gateway.zmqtcp.peer import Peer
+from shmserve.clients.cli.commands.base import Misuse
+from shmserve.clients.cli.parser import parser
+from shmserve.clients.transport import keys
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.listeners.listen import is_local
+from shmserve.gateway.upstream.link import GatewaySession
+from shmserve.gateway.zmq_tcp import start as zmqtcp_start
+from shmserve.gateway.zmq_tcp.keys import Entry, parse
+from shmserve.gateway.zmq_tcp.listener import host_of
+from shmserve.gateway.zmq_tcp.peer import Peer
+from shmserve.gateway.zmq_tcp.requests import Limits, Outside
+from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, OPERATIONS
 from tests.examples import examples
 from tests.zmq_door import HELLO
 

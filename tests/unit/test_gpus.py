@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker import gpus
-from shmserve.broker.gpus import GpuMetrics
+from shmserve.broker.processes import gpus
+from shmserve.broker.processes.gpus import GpuMetrics
 from shmserve.repo.gpus import Gpu, Gpus, discover, not_for, visible
 from tests.gpu_harness import standins
 

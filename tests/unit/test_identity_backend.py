@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Tensor
+from shmserve.protocol.messages import Tensor
 from shmserve.repo.load import parse
-from shmserve.workers.backends import Context
+from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.identity import Identity
 from tests.worker_harness import WorkerProcess, work
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.logs import INDENT, Formatter, flush, printable, say, set_up
+from shmserve.broker.observability.logs import INDENT, Formatter, flush, printable, say, set_up
 
 log = logging.getLogger("shmserve.test")
 pytestmark = pytest.mark.usefixtures("own_log")

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker import cgroups, procfs
-from shmserve.broker.cgroups import CannotHave, Groups
-from shmserve.broker.memory import GPU_KNOBS, LOOK_S, NEAR_S, Memory
-from shmserve.broker.terms import Terms, terms_of
-from shmserve.repo.schema import ModelConfig, ModelParameter
+from shmserve.broker.processes import cgroups
+from shmserve.broker.processes.cgroups import CannotHave, Groups
+from shmserve.broker.processes.memory_limits import GPU_KNOBS, LOOK_S, NEAR_S, Memory
+from shmserve.broker.processes.resources import Terms, terms_of
+from shmserve.repo.config.schema import ModelConfig, ModelParameter
+from shmserve.system import procfs
 from tests.fake_loop import Loop
 
 MIB = 1 << 20

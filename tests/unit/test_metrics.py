@@ -17,17 +17,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from shmserve.broker import families, procfs
-from shmserve.broker.families import FAMILIES, RESERVED, Page
-from shmserve.broker.logs import printable
-from shmserve.broker.metric_settings import DEFAULTS, MetricSettings
-from shmserve.broker.metrics import SHOWN_CLIENTS, Metrics
-from shmserve.core import events, latencies
+from shmserve.broker.observability import metric_definitions
+from shmserve.broker.observability.logs import printable
+from shmserve.broker.observability.metric_definitions import FAMILIES, RESERVED, Page
+from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
+from shmserve.broker.observability.metrics import SHOWN_CLIENTS, Metrics
+from shmserve.core import events
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.messages import Infer, Return, Tensor
-from shmserve.shm import heap
+from shmserve.core.stats import latencies
+from shmserve.protocol.messages import Infer, Return, Tensor
 from shmserve.shm.arena import Arena
+from shmserve.shm.extents import heap
+from shmserve.system import procfs
 from tests.examples import examples
 from tests.unit.core_fakes import FakeClient
 from tests.unit.core_world import World
@@ -100,7 +102,7 @@ def finish(world: World, took: int = 0) -> None:
 @given(st.text(), st.text())
 def test_labels_may_be_anything(client: str, model: str) -> None:
     page = Page()
-    page.add("shmserve_client_requests", 1, families.labels(("client", "name"), (client, model)))
+    page.add("shmserve_client_requests", 1, metric_definitions.labels(("client", "name"), (client, model)))
     text = page.text()
     (sample,) = [sample for metric in parsed(text) for sample in metric.samples]
     assert sample.labels == {"client": printable(client), "name": printable(model)}
@@ -411,7 +413,7 @@ def test_how_busy_the_cores_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_has_the_tables() -> None:
     text = PAGE.read_text()
-    made = families.page()
+    made = metric_definitions.page()
     if os.environ.get("SHMSERVE_REWRITE") == "1":
         head, _, rest = text.partition("<!-- tables -->\n")
         PAGE.write_text(f"{head}<!-- tables -->\n\n{made}<!-- end -->\n" + rest.partition("<!-- end -->\n")[2])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.broker.control import METRICS_PERIOD_S, METRICS_SHARE, Control
+from shmserve.broker.admin.queries import METRICS_PERIOD_S, METRICS_SHARE, Control
 from shmserve.core.core import Core
-from shmserve.messages import Ask
+from shmserve.protocol.messages import Ask
 
 
 class Built:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker.notify import Announcer, Census
-from shmserve.broker.workers import worker_environment
-from shmserve.clients.gateway.service import Service
+from shmserve.broker.observability.service_status import Announcer, Census
+from shmserve.broker.processes.workers import worker_environment
+from shmserve.core.models.version import Model, Version
 from shmserve.core.states import VersionState
-from shmserve.core.versions import Model, Version
-from shmserve.manager import VARIABLES, Manager
+from shmserve.gateway.service import Service
+from shmserve.system.service_manager import VARIABLES, Manager
 
 READY, LOADING, UNAVAILABLE = VersionState.READY, VersionState.LOADING, VersionState.UNAVAILABLE
 
@@ -149,7 +149,7 @@ def test_a_manager_that_is_gone_is_no_harm(tmp_path: Path, caplog: pytest.LogCap
 def test_a_manager_that_does_not_listen_is_waited_for_only_once(
     address: str, ear: Ear, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmserve.manager.PATIENCE_MS", 1)
+    monkeypatch.setattr("shmserve.system.service_manager.PATIENCE_MS", 1)
     manager = Manager({"NOTIFY_SOCKET": address}, 1)
     while not caplog.text:
         manager.tell("WATCHDOG=1")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmserve.repo import samples
-from shmserve.repo.onnx_bytes import Node, metadata, strings, wrapped
+from shmserve.repo.onnx.protobuf import Node, metadata, strings, wrapped
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.errors import ServeError
-from shmserve.repo import onnx_header
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import parse
-from shmserve.repo.onnx_differences import differences
-from shmserve.repo.onnx_header import Declared, Header, NotOnnx, TooLarge, read_header
-from shmserve.repo.schema import ModelConfig
+from shmserve.repo.onnx import header as onnx_header
+from shmserve.repo.onnx.differences import differences
+from shmserve.repo.onnx.header import Declared, Header, NotOnnx, TooLarge, read_header
 from tests.examples import examples
 
 onnx = pytest.importorskip("onnx")
@@ -189,9 +189,9 @@ SESSION = ort.InferenceSession(ENGINE, providers=["CPUExecutionProvider"])
 
 
 def worker_says(config: ModelConfig) -> str:
-    from shmserve.workers.backends.facts import match, none_missing
-    from shmserve.workers.backends.onnx_facts import facts_of
-    from shmserve.workers.specs import model_inputs_of, model_outputs_of
+    from shmserve.workers.backends.model_facts import match, none_missing
+    from shmserve.workers.backends.onnx.facts import facts_of
+    from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
 
     needed = facts_of(SESSION.get_inputs())
     try:

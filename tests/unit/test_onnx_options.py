@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
-from shmserve.repo.schema import (
+from shmserve.repo.config.schema import (
     ModelConfig,
     ModelInstanceGroup,
     ModelOptimizationPolicy,
@@ -19,8 +19,8 @@ from shmserve.repo.schema import (
     ModelOptimizationPolicyGraph,
     ModelParameter,
 )
-from shmserve.workers.backends.onnx_facts import said
-from shmserve.workers.backends.onnx_options import (
+from shmserve.workers.backends.onnx.facts import said
+from shmserve.workers.backends.onnx.options import (
     PARAMETERS,
     SETTINGS,
     Plan,
@@ -29,7 +29,7 @@ from shmserve.workers.backends.onnx_options import (
     plan,
     visible,
 )
-from shmserve.workers.backends.onnx_providers import (
+from shmserve.workers.backends.onnx.providers import (
     CPU,
     CUDA,
     CUDA_OPTIONS,
@@ -39,7 +39,7 @@ from shmserve.workers.backends.onnx_providers import (
     TENSORRT_OPTIONS,
     XNNPACK,
 )
-from shmserve.workers.device import device_of
+from shmserve.workers.process.device import device_of
 from tests.examples import examples
 
 ALL = (TENSORRT, CUDA, OPENVINO, XNNPACK, DNNL, CPU)
@@ -433,5 +433,5 @@ def test_what_the_engine_says(text: str, expected: str) -> None:
 def test_the_page_has_the_tables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "onnx.md").read_text()
     for table in markdown().split("\n\n"):
-        assert table.strip() in page, "write it with: python -m shmserve.workers.backends.onnx_options"
+        assert table.strip() in page, "write it with: python -m shmserve.workers.backends.onnx.options"
     assert all(f"`{key}`" in page for key in (*PARAMETERS, *SETTINGS))

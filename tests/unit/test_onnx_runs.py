@@ -17,14 +17,14 @@ from msgspec.structs import replace
 
 from bench.weights import make, prepack
 from shmserve.errors import ModelFailed, Unsupported
-from shmserve.messages import Handle, Row, Tensor, Wanted, Work
-from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
-from shmserve.workers.backends import Context
-from shmserve.workers.backends.onnx import Onnx
-from shmserve.workers.backends.onnx_graphs import MOST_SHAPES, Graphs
-from shmserve.workers.backends.onnx_providers import CPU, CUDA
-from shmserve.workers.backends.onnx_run import Binding, Target, address_of, needs_own_binding
-from shmserve.workers.specs import inputs_of, outputs_of
+from shmserve.protocol.messages import Handle, Row, Tensor, Wanted, Work
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.base import Context
+from shmserve.workers.backends.onnx.backend import Onnx
+from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, Graphs
+from shmserve.workers.backends.onnx.providers import CPU, CUDA
+from shmserve.workers.backends.onnx.run import Binding, Target, address_of, needs_own_binding
+from shmserve.workers.batch.specs import inputs_of, outputs_of
 from tests.examples import examples
 from tests.unit.test_worker_arrays import Parts, parts_of
 from tests.worker_harness import config

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from shmserve.broker.catalog import Catalog, why_not
+from shmserve.broker.models.catalog import Catalog, why_not
 from shmserve.repo.compile import Cores
-from shmserve.repo.files import WARNING
-from shmserve.repo.onnx_bytes import wrapped
+from shmserve.repo.onnx.protobuf import wrapped
+from shmserve.repo.storage.layout import WARNING
 from tests.unit.repo_models import ENSEMBLE, GOOD, PYTHON, SOURCE, STEP, TENSOR, lines, model, network, run
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.load import parse
-from shmserve.repo.store import Found, check_config_name, find_model, model_names, scan, scan_model
+from shmserve.repo.storage.store import Found, check_config_name, find_model, model_names, scan, scan_model
 from tests.unit.repo_texts import BACKENDS, ENSEMBLE, SMALL
 
 PYTHON = SMALL.replace("identity", "python")

@@ -14,11 +14,11 @@ from shmserve.core.policy import (
     TensorSpec,
     TimeoutAction,
 )
-from shmserve.messages import NAME_LENGTH
+from shmserve.protocol.messages import NAME_LENGTH
 from shmserve.repo.compile import compile_instances, compile_policy, environment, memory_limit
-from shmserve.repo.complete import complete
+from shmserve.repo.config.complete import complete
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import load, parse
-from shmserve.repo.schema import ModelConfig
 from tests.unit.repo_texts import BACKENDS, SMALL
 
 

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from onnx import TensorProto, helper
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.repo.complete import TensorFacts, complete, complete_from_model, needs_completion
-from shmserve.repo.completed import verify
+from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model, needs_completion
+from shmserve.repo.config.problems import ConfigError
+from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
 from shmserve.repo.gpus import Numbers
 from shmserve.repo.load import load, parse
-from shmserve.repo.problems import ConfigError
-from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
+from shmserve.repo.rules.completed import verify
 from tests.examples import examples
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL
 

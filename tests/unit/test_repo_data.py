@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.repo.support import NOT_SUPPORTED
+from shmserve.repo.config.support import NOT_SUPPORTED
 from tests.unit.test_repo_rules import FILE, HEAD, INPUT, MODEL, problems
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shmserve.repo.compile import compile_policy
-from shmserve.repo.ensembles import GraphProblem, Member, check_graph, is_decoupled, way_to
+from shmserve.repo.config.schema import ModelConfig, ModelEnsembling, ModelEnsemblingStep
 from shmserve.repo.load import parse
-from shmserve.repo.schema import ModelConfig, ModelEnsembling, ModelEnsemblingStep
+from shmserve.repo.rules.ensembles import GraphProblem, Member, check_graph, is_decoupled, way_to
 
 
 def member(text: str, versions: tuple[int, ...] = (1,), reason: str = "", settled: bool = True) -> Member:

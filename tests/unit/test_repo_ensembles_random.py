@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shmserve.repo.ensembles import Member, check_graph
-from shmserve.repo.schema import (
+from shmserve.repo.config.schema import (
     DataType,
     ModelConfig,
     ModelEnsembling,
@@ -21,7 +20,8 @@ from shmserve.repo.schema import (
     ModelOutput,
     ModelTransactionPolicy,
 )
-from shmserve.repo.validate_schedulers import validate_scheduler
+from shmserve.repo.rules.ensembles import Member, check_graph
+from shmserve.repo.rules.schedulers import validate_scheduler
 from tests.examples import examples
 
 Models = dict[str, Member]

@@ -11,12 +11,12 @@ import re
 
 import pytest
 
-from shmserve.repo.complete import complete
+from shmserve.repo.config.complete import complete
+from shmserve.repo.config.origins import as_text, origins
+from shmserve.repo.config.override import parse_override
+from shmserve.repo.config.protos import to_config
+from shmserve.repo.config.schema import as_triton_json
 from shmserve.repo.load import Setting, examine, parse
-from shmserve.repo.origins import as_text, origins
-from shmserve.repo.override import parse_override
-from shmserve.repo.protos import to_config
-from shmserve.repo.schema import as_triton_json
 
 HERE = ("identity", "onnxruntime", "python")
 EVERYWHERE = (*HERE, "tensorrt", "tensorflow", "pytorch", "openvino", "dali", "paddle", "fil")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from shmserve.repo import generation as module
-from shmserve.repo.generation import FilesChanged, Generation, Generations, Sizes
-from shmserve.repo.snapshot import changed, take
+from shmserve.repo.storage import generation as module
+from shmserve.repo.storage.generation import FilesChanged, Generation, Generations, Sizes
+from shmserve.repo.storage.snapshot import changed, take
 
 SIZES = Sizes(100, 1000)
 

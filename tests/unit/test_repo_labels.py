@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo import labels
-from shmserve.repo.inside import read_inside
-from shmserve.repo.labels import read_labels
+from shmserve.repo.files import labels
+from shmserve.repo.files.labels import read_labels
+from shmserve.repo.files.safe_paths import read_inside
 from tests.examples import examples
 
 LABEL = st.text(st.characters(exclude_characters="\n\r\0\ufeff", exclude_categories=["Cs"]), max_size=12)

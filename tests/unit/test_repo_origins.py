@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from msgspec.structs import replace
 
-from shmserve.repo import protos
-from shmserve.repo.complete import TensorFacts, complete, complete_from_model
-from shmserve.repo.completed import surprises
+from shmserve.repo.config import protos
+from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model
+from shmserve.repo.config.origins import as_text, origins
+from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, as_triton_json
 from shmserve.repo.load import parse
-from shmserve.repo.origins import as_text, origins
-from shmserve.repo.schema import ModelConfig, ModelDynamicBatching, as_triton_json
+from shmserve.repo.rules.completed import surprises
 from tests.examples import examples
 from tests.unit.repo_messages import messages
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL

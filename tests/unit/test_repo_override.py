@@ -12,13 +12,13 @@ from google.protobuf import json_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shmserve.repo import protos
+from shmserve.repo.config import protos
+from shmserve.repo.config.outline import DEPTH, TOKENS
+from shmserve.repo.config.override import parse_override
+from shmserve.repo.config.problems import LIMIT, ConfigError, Problem
+from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.repo.load import CONFIG_BYTES, parse
-from shmserve.repo.outline import DEPTH, TOKENS
-from shmserve.repo.override import parse_override
-from shmserve.repo.problems import LIMIT, ConfigError, Problem
-from shmserve.repo.schema import ModelConfig, as_triton_json
-from shmserve.repo.store import scan_model
+from shmserve.repo.storage.store import scan_model
 from tests.examples import examples
 from tests.unit.repo_messages import messages
 from tests.unit.repo_texts import ALL, BACKENDS, SMALL

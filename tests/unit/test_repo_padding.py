@@ -7,7 +7,7 @@ import pytest
 from shmserve.core.policy import PaddingPolicy
 from shmserve.repo.compile import compile_policy
 from shmserve.repo.load import Setting, examine, load
-from shmserve.repo.padding import Padded, padding_of
+from shmserve.repo.rules.padding import Padded, padding_of
 from tests.unit.repo_texts import BACKENDS
 
 FILE = "m/config.pbtxt"

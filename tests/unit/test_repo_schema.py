@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from google.protobuf import descriptor_pool, json_format, text_format
 
-from shmserve.repo import protos, schema
+from shmserve.repo.config import protos, schema
+from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config, from_triton_json
 from shmserve.repo.load import parse
-from shmserve.repo.schema import ModelConfig, as_triton_json, decode_config, encode_config, from_triton_json
 from tests.unit.repo_texts import ALL, DYNAMIC
 
 PROTO = (Path(protos.__file__).parent / "model_config.proto").read_text()

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo import snapshot
-from shmserve.repo.snapshot import take
+from shmserve.repo.storage import snapshot
+from shmserve.repo.storage.snapshot import take
 from tests.examples import examples
 
 _MOMENTS = count(1)

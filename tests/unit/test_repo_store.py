@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.load import CONFIG_BYTES, parse
-from shmserve.repo.store import Found, find_model, scan, select_versions
+from shmserve.repo.storage.store import Found, find_model, scan, select_versions
 from tests.unit.repo_texts import BACKENDS, DYNAMIC, SMALL
 
 

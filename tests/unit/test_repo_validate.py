@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from shmserve.repo.complete import complete
-from shmserve.repo.completed import verify
+from shmserve.repo.config.complete import complete
+from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.load import parse
-from shmserve.repo.problems import ConfigError
-from shmserve.repo.validate import Host, validate
+from shmserve.repo.rules.completed import verify
+from shmserve.repo.rules.fields import Host, validate
 from tests.unit.repo_texts import BACKENDS, DIRECT, ENSEMBLE, OLDEST, SMALL
 
 HEAD = 'backend: "identity" max_batch_size: 8\n'

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
-from shmserve import wire
 from shmserve.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -20,7 +19,8 @@ from shmserve.errors import (
     ProtocolError,
     ServeError,
 )
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     PACKET_BYTES,
     PROTOCOL,
     Answer,
@@ -40,9 +40,9 @@ from shmserve.messages import (
     Welcome,
 )
 from shmserve.session import Packet, Result, Session, Ticket, inline_result
-from shmserve.shm import memfd
+from shmserve.shm.extents import memfd
 
-decode = wire.Codec(ClientMessage).decode
+decode = codec.Codec(ClientMessage).decode
 
 
 class Noted(Ticket):
@@ -68,7 +68,7 @@ class Noted(Ticket):
 
 
 def feed(session: Session, *messages: Any) -> int:
-    return session.receive(wire.encode(list(messages)))
+    return session.receive(codec.encode(list(messages)))
 
 
 def connected(memory: str = "memfd", owner: int = 1) -> Session:
@@ -204,14 +204,14 @@ def test_unknown_codes_and_unreadable_answers() -> None:
     feed(session, Fail(1, "NEW_CODE", "new"))
     assert strange.error is not None
     assert strange.error.code == "UNKNOWN"
-    session.receive(wire.encode([[33, 2, "one", []], Reply(3, 1, (Tensor("y", "FP99", (1,), bytes(5000)[:4]),))]))
+    session.receive(codec.encode([[33, 2, "one", []], Reply(3, 1, (Tensor("y", "FP99", (1,), bytes(5000)[:4]),))]))
     assert isinstance(unreadable.error, Internal)
     assert "Reply: version" in str(unreadable.error)
     assert isinstance(mistyped.error, Internal)
     with pytest.raises(ProtocolError):
         session.receive(b"\xc1")
     with pytest.raises(ProtocolError):
-        session.receive(wire.encode([["no tag"]]))
+        session.receive(codec.encode([["no tag"]]))
 
 
 def test_a_refused_packet_fails_what_may_have_been_in_it() -> None:
@@ -371,7 +371,7 @@ def test_a_map_without_its_descriptor_ends_the_connection() -> None:
 def test_unreachable_memory_is_an_error_of_its_request() -> None:
     session = connected()
     ticket, _ = ask(session, {})
-    assert session.receive(wire.encode([[33, 1, 1, [["y", "FP32", [2000], [[5, 0, 8000]]]]]])) == 1
+    assert session.receive(codec.encode([[33, 1, 1, [["y", "FP32", [2000], [[5, 0, 8000]]]]]])) == 1
     assert ticket.error is not None
     assert ticket.error.code == "HANDLE_LOST"
     assert session.has_returns, "a handle that was given is given back, whatever became of it"

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shmserve
-from shmserve import wire
 from shmserve.errors import InvalidRequest
-from shmserve.messages import PROTOCOL, Answer, ClientMessage, Infer, Reply, Tensor, Wanted, Welcome
+from shmserve.protocol import codec
+from shmserve.protocol.messages import PROTOCOL, Answer, ClientMessage, Infer, Reply, Tensor, Wanted, Welcome
 from shmserve.session import Session
 from shmserve.shm.strings import encode_bytes
 from tests.unit.test_session import Noted
 
-decode = wire.Codec(ClientMessage).decode
+decode = codec.Codec(ClientMessage).decode
 
 
 def session(owner: int = 3) -> Session:
@@ -28,7 +28,7 @@ def session(owner: int = 3) -> Session:
 
 
 def welcome(made: Session, owner: int) -> None:
-    made.receive(wire.encode([Welcome(PROTOCOL, owner, "server")]))
+    made.receive(codec.encode([Welcome(PROTOCOL, owner, "server")]))
 
 
 def sent(made: Session) -> list[Infer]:
@@ -55,7 +55,7 @@ def test_a_mixed_mapping() -> None:
         Tensor("b", "BYTES", (1, 2), encode_bytes(classes)),
         Tensor("c", "FP32", (1, 3), values.tobytes()),
     )
-    made.receive(wire.encode([Reply(message.request, 1, outputs)]))
+    made.receive(codec.encode([Reply(message.request, 1, outputs)]))
     assert ticket.answer["a"] is place
     assert place.tolist() == values.tolist()
     assert ticket.answer["b"].dtype == object
@@ -72,7 +72,7 @@ def test_what_is_sent_again_asks_for_the_same() -> None:
     made.disconnected()
     welcome(made, 9)
     (*_, loaded) = [message for packet in made.take() for message in decode(packet.data)]
-    made.receive(wire.encode([Answer(loaded.request, b'{"loaded": true}')]))
+    made.receive(codec.encode([Answer(loaded.request, b'{"loaded": true}')]))
     (again,) = sent(made)
     assert first.outputs is not None
     assert again.outputs is not None

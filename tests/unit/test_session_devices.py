@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve import wire
 from shmserve.errors import HandleLost, InvalidRequest, Unavailable
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     PROTOCOL,
     Answer,
     Cancel,
@@ -31,14 +31,14 @@ from shmserve.messages import (
     Welcome,
 )
 from shmserve.session import Session, StreamTicket
-from shmserve.session.device import _is_contiguous
-from shmserve.shm.cuda import is_device, parts_of
+from shmserve.session.gpu.tensors import _is_contiguous
+from shmserve.shm.extents.cuda import is_device, parts_of
 from tests.device_arrays import Array, Foreign, end, read, write
 from tests.examples import examples
 from tests.gpu_harness import standins
 from tests.unit.test_session import Noted, feed
 
-decode = wire.Codec(ClientMessage).decode
+decode = codec.Codec(ClientMessage).decode
 X = np.arange(5000, dtype=np.float32).reshape(5, 1000)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shmserve.messages import PROTOCOL, Answer, Reply, Welcome
+from shmserve.protocol.messages import PROTOCOL, Answer, Reply, Welcome
 from shmserve.session import Session
 from tests.unit.test_session import ask, connected, decode, feed, said
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest
-from shmserve.messages import (
+from shmserve.protocol.messages import (
     FIELD_BYTES,
     PACKET_BYTES,
     PROTOCOL,
@@ -27,8 +27,8 @@ from shmserve.messages import (
     Welcome,
 )
 from shmserve.session import Session
-from shmserve.session.body import Body, of_json, of_load
-from shmserve.session.questions import WINDOW_BYTES, WINDOWS
+from shmserve.session.queries import WINDOW_BYTES, WINDOWS
+from shmserve.session.uploads import Body, of_json, of_load
 from tests.unit.test_session import Noted, connected, decode, feed, said
 
 CONFIG = {"backend": "onnxruntime"}

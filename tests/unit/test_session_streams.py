@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve import wire
 from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, ModelFailed
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
     PROTOCOL,
     Answer,
     Cancel,
@@ -26,7 +26,7 @@ from shmserve.messages import (
 from shmserve.session import Session, StreamTicket
 from shmserve.session.session import GRACE_S
 
-decode = wire.Codec(ClientMessage).decode
+decode = codec.Codec(ClientMessage).decode
 
 
 class Noted(StreamTicket):
@@ -41,7 +41,7 @@ class Noted(StreamTicket):
 
 
 def feed(session: Session, *messages: Any) -> None:
-    session.receive(wire.encode(list(messages)))
+    session.receive(codec.encode(list(messages)))
 
 
 def sent(session: Session) -> list[Any]:

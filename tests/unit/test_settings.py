@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.access import INFER, OBSERVE
-from shmserve.broker import flags, settings
-from shmserve.broker.access import Rule
-from shmserve.broker.cores import host_policy
-from shmserve.broker.flag import Flag
-from shmserve.broker.flags import FLAGS
-from shmserve.core.limiter import ANY, SHARED
+from shmserve.broker.config import flags, settings
+from shmserve.broker.config.flag import Flag
+from shmserve.broker.config.flags import FLAGS
+from shmserve.broker.listeners.access import Rule
+from shmserve.broker.processes.cpus import host_policy
+from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.core.limits import Limits
-from shmserve.workers.arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
+from shmserve.protocol.roles import INFER, OBSERVE
+from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 CORE = min(os.sched_getaffinity(0))

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import Denied, HandleLost, InvalidRequest, ServeError
-from shmserve.messages import Handle
-from shmserve.shm import memfd, posix
+from shmserve.protocol.messages import Handle
 from shmserve.shm.arena import Arena, Block
+from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
 from tests.examples import examples
 
@@ -94,7 +94,7 @@ def test_nothing_makes_a_view_writeable(pair: Pair) -> None:
 def test_even_by_address_it_cannot_be_written() -> None:
     code = """if True:
         import ctypes, os
-        from shmserve.messages import Handle
+        from shmserve.protocol.messages import Handle
         from shmserve.shm import memfd
         from shmserve.shm.mapped import Mapped
         extent = memfd.create(4096)
@@ -365,7 +365,7 @@ def test_drops_come_from_any_thread(pair: Pair) -> None:
 FORK = """if True:
     import os, sys
     import numpy as np
-    from shmserve.messages import Handle
+    from shmserve.protocol.messages import Handle
     from shmserve.shm import memfd
     from shmserve.shm.mapped import Mapped
     extent = memfd.create(4096)

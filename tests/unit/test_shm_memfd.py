@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidRequest, Unavailable
-from shmserve.shm import extents, memfd, pages
+from shmserve.shm.extents import base, memfd, pages
 
 SIZE = 1 << 16
 
@@ -51,9 +51,9 @@ def test_it_is_reserved_and_not_inherited() -> None:
 
 
 def test_cold_pages_are_reserved_in_steps() -> None:
-    step = extents.STEP_BYTES
+    step = base.STEP_BYTES
     extent = memfd.create_cold(8 * step + 4096, 0)
-    cold = extents.Cold(extent)
+    cold = base.Cold(extent)
 
     def reserved() -> int:
         return os.fstat(extent.fd).st_blocks * 512
@@ -73,7 +73,7 @@ def test_cold_pages_are_reserved_in_steps() -> None:
 
 
 def test_what_is_cold_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extents, "_available", lambda: 3 * SIZE)
+    monkeypatch.setattr(base, "_available", lambda: 3 * SIZE)
     memfd.create_cold(SIZE, 2 * SIZE).close()
     with pytest.raises(Unavailable, match="cannot reserve"):
         memfd.create_cold(SIZE, 2 * SIZE + 1)

@@ -15,7 +15,7 @@ import posix_ipc
 import pytest
 
 from shmserve.errors import Denied, InvalidRequest, NotFound, Unavailable
-from shmserve.shm import posix
+from shmserve.shm.extents import posix
 from tests.leaks import own_names
 
 SIZE = 1 << 16

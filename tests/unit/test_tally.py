@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.tallies import PAGES, Tallies
-from shmserve.shm import memfd
-from shmserve.shm.tally import COUNTER, GAUGE, HISTOGRAM, PAGE_BYTES, Subject, Writer, read
-from shmserve.workers import pb_host, pb_utils
+from shmserve.broker.observability.model_metrics import PAGES, Tallies
+from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, PAGE_BYTES, Subject, Writer, read
+from shmserve.shm.extents import memfd
+from shmserve.workers.backends.python import pb_host, pb_utils
 
 Family = pb_utils.MetricFamily
 
@@ -31,7 +31,7 @@ class Host:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    from shmserve.workers import pb_metrics
+    from shmserve.workers.backends.python import pb_metrics
 
     found = Host()
     monkeypatch.setattr(pb_host._Current, "host", found)

@@ -11,9 +11,9 @@ import pytest
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Wanted
-from shmserve.repo import schema
-from shmserve.repo.schema import ModelConfig, ModelInstanceGroup
+from shmserve.protocol.messages import Wanted
+from shmserve.repo.config import schema
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from tests.gpu_harness import adder, plan, tensor
 from tests.tensorrt_harness import Cuda, Gpu, Spec, check, config, on_gpu, rows, tuned
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
-from shmserve.repo import schema
-from shmserve.repo.schema import ModelParameter
+from shmserve.repo.config import schema
+from shmserve.repo.config.schema import ModelParameter
 from tests.gpu_harness import adder, plan, tensor
 from tests.tensorrt_harness import Cuda, Gpu, check, config, on_gpu, rows, tuned
 
@@ -119,7 +119,7 @@ def test_files_that_are_no_plans(gpu: Gpu, tmp_path: Path) -> None:
 
 
 def test_plugins_are_loaded_once(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shmserve.workers.backends import tensorrt_engine
+    from shmserve.workers.backends.tensorrt import engine
 
     loaded: list[tuple[str, int]] = []
     real = ctypes.CDLL
@@ -127,7 +127,7 @@ def test_plugins_are_loaded_once(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.M
     def load(path: str, mode: int = 0) -> Any:
         return loaded.append((path, mode)) if path.startswith("/plugins/") else real(path, mode)
 
-    monkeypatch.setattr(tensorrt_engine, "_LOADED", set())
+    monkeypatch.setattr(engine, "_LOADED", set())
     monkeypatch.setattr("ctypes.CDLL", load)
     adder(tmp_path)
     settings = {"tensorrt,plugins": "/plugins/a.so; /plugins/b.so;"}
@@ -233,10 +233,10 @@ def test_a_failure_is_waited_out(gpu: Gpu, tmp_path: Path) -> None:
 
 
 def test_a_lost_device_ends_the_process(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shmserve.workers.backends import tensorrt
+    from shmserve.workers.backends.tensorrt import backend
 
     ended: list[int] = []
-    monkeypatch.setattr(tensorrt, "end_process", ended.append)
+    monkeypatch.setattr(backend, "end_process", ended.append)
     tensors = [tensor("input", "x", [-1, 4]), tensor("output", "y", [-1, 4])]
     plan(tmp_path, tensors, {"y": ["crash", "x"]}, {"x": [[1, 4], [1, 4], [8, 4]]})
     with gpu.load(tmp_path) as instance:

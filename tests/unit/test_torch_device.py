@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.repo.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput, ModelParameter
-from shmserve.workers.cuda.inputs import DeviceInputs
-from shmserve.workers.cuda.shared import memory_of
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput, ModelParameter
+from shmserve.workers.backends.device_inputs import DeviceInputs
+from shmserve.workers.gpu.shared import memory_of
 from tests.gpu_harness import Instance, standins
 from tests.unit.test_device_tensors import WIDTH, WITHIN, Pair, arrays
 from tests.worker_models import torch_forward
 
 torch = pytest.importorskip("torch")
-from shmserve.workers.backends import torch_device  # noqa: E402 (without the library there is nothing)
-from shmserve.workers.backends.pytorch import Torch  # noqa: E402
-from shmserve.workers.specs import Spec, inputs_of  # noqa: E402
+from shmserve.workers.backends.pytorch import device as torch_device
+from shmserve.workers.backends.pytorch.backend import Torch  # noqa: E402
+from shmserve.workers.batch.specs import Spec, inputs_of  # noqa: E402
 
 
 class TorchHere(Torch):

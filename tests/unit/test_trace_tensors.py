@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker.trace_tensors import ELEMENTS, STRING_BYTES, activities
-from shmserve.broker.traces import lines
+from shmserve.broker.observability.trace_tensors import ELEMENTS, STRING_BYTES, activities
+from shmserve.broker.observability.traces import lines
 from shmserve.core.effects import Traced
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.trace import Sample
-from shmserve.messages import Handle, Infer, More, Options, Tensor
+from shmserve.core.requests.trace import Sample
+from shmserve.protocol.messages import Handle, Infer, More, Options, Tensor
 from tests.unit.core_world import World
 
 MS = 1_000_000

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shmserve.broker.logsettings import LogSettings
-from shmserve.broker.traces import TraceFile, TraceSettings, config, merged
+from shmserve.broker.observability.log_settings import LogSettings
+from shmserve.broker.observability.traces import TraceFile, TraceSettings, config, merged
 from shmserve.core.effects import Log, Traced
-from shmserve.core.trace import PER_SECOND, Sample
+from shmserve.core.requests.trace import PER_SECOND, Sample
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
-from shmserve.messages import Handle
+from shmserve.protocol.messages import Handle
 from tests.fake_loop import Loop
 
 pytestmark = pytest.mark.usefixtures("own_log")

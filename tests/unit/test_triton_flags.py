@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.broker import settings
-from shmserve.broker.flag import Flag
-from shmserve.broker.flags import BY_NAME, FLAGS
-from shmserve.broker.triton_flags import TRITON_FLAGS
+from shmserve.broker.config import settings
+from shmserve.broker.config.flag import Flag
+from shmserve.broker.config.flags import BY_NAME, FLAGS
+from shmserve.broker.config.triton_flags import TRITON_FLAGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 REWRITE = os.environ.get("SHMSERVE_REWRITE") == "1"

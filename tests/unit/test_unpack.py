@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
-from shmserve.workers import unpack
+from shmserve.workers.process import environment_archive
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
@@ -59,7 +59,7 @@ def test_what_is_in_it_comes_out(tmp_path: Path) -> None:
         member("lib/b.py", tarfile.LNKTYPE, "lib/a.py"),
         member("lib/deep/c.py", tarfile.SYMTYPE, "../a.py"),
     )
-    root = unpack.unpacked(made, tmp_path / "cache", python_of)
+    root = environment_archive.unpacked(made, tmp_path / "cache", python_of)
     assert tree(root) == {
         "bin/python": "program",
         "lib/a.py": "text",
@@ -114,7 +114,7 @@ def close_locks(cache: Path) -> None:
 def test_what_would_come_out_beside_it_is_refused(tmp_path: Path, members: list[tarfile.TarInfo], why: str) -> None:
     made = archive(tmp_path / "env.tar.gz", *members)
     with pytest.raises(InvalidRequest, match="the archive of EXECUTION_ENV_PATH is refused") as found:
-        unpack.unpacked(made, tmp_path / "cache", python_of)
+        environment_archive.unpacked(made, tmp_path / "cache", python_of)
     assert why in str(found.value)
     assert not (tmp_path / "outside").exists()
     assert tree(tmp_path / "cache") == {path: "" for path in tree(tmp_path / "cache") if path.endswith(".lock")}
@@ -126,17 +126,17 @@ def test_a_file_is_never_written_twice(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     made = archive(tmp_path / "env.tar.gz", member("a", tarfile.SYMTYPE, "b"), (member("a"), b"x"))
     with pytest.raises(Unavailable, match="cannot be unpacked: File exists"):
-        unpack.extract(made, tmp_path / "root")
+        environment_archive.extract(made, tmp_path / "root")
     assert tree(tmp_path / "root") == {"a": "-> b"}
 
 
 @pytest.mark.parametrize("limit", ["MEMBERS", "BYTES"])
 def test_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(unpack, limit, 2)
+    monkeypatch.setattr(environment_archive, limit, 2)
     (tmp_path / "root").mkdir()
     made = archive(tmp_path / "env.tar.gz", *((member(str(number)), b"x") for number in range(3)))
     with pytest.raises(InvalidRequest, match=r"EXECUTION_ENV_PATH ha.* more than|holds more than"):
-        unpack.extract(made, tmp_path / "root")
+        environment_archive.extract(made, tmp_path / "root")
 
 
 @pytest.mark.parametrize("data", [b"", b"no archive", b"\x1f\x8b" + bytes(50)])
@@ -145,25 +145,25 @@ def test_no_archive(tmp_path: Path, data: bytes) -> None:
     made.write_bytes(data)
     (tmp_path / "root").mkdir()
     with pytest.raises(ServeError, match="archive of EXECUTION_ENV_PATH cannot be"):
-        unpack.extract(made, tmp_path / "root")
+        environment_archive.extract(made, tmp_path / "root")
 
 
 def test_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     made = archive(tmp_path / "env.tar.gz", (member("a"), b"one"))
-    first = unpack.unpacked(made, cache, python_of)
+    first = environment_archive.unpacked(made, cache, python_of)
     (first / "a").write_text("used")
-    assert unpack.unpacked(made, cache, python_of) == first
+    assert environment_archive.unpacked(made, cache, python_of) == first
     assert (first / "a").read_text() == "used"
 
     archive(tmp_path / "other", (member("a"), b"two")).rename(made)
-    second = unpack.unpacked(made, cache, python_of)
+    second = environment_archive.unpacked(made, cache, python_of)
     assert (second / "a").read_text() == "two"
     assert first.exists(), "somebody has it"
     close_locks(cache)
 
     archive(tmp_path / "other", (member("a"), b"three")).rename(made)
-    unpack.unpacked(made, cache, python_of)
+    environment_archive.unpacked(made, cache, python_of)
     assert not first.exists()
     assert not second.exists()
     close_locks(cache)
@@ -172,19 +172,19 @@ def test_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
 def test_what_was_begun_and_not_ended_is_begun_anew(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     made = archive(tmp_path / "env.tar.gz", (member("a"), b"all of it"))
-    root = unpack.unpacked(made, cache, python_of)
+    root = environment_archive.unpacked(made, cache, python_of)
     close_locks(cache)
-    (root.parent / unpack.READY).unlink()
+    (root.parent / environment_archive.READY).unlink()
     (root / "a").write_text("half")
-    assert (unpack.unpacked(made, cache, python_of) / "a").read_text() == "all of it"
+    assert (environment_archive.unpacked(made, cache, python_of) / "a").read_text() == "all of it"
     close_locks(cache)
 
 
 def test_it_stays_locked_for_the_process_that_goes_on(tmp_path: Path) -> None:
-    root = unpack.unpacked(archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache", python_of)
+    root = environment_archive.unpacked(archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache", python_of)
 
     def is_free() -> bool:
-        with root.parent.with_suffix(unpack.LOCK).open("r+") as lock:
+        with root.parent.with_suffix(environment_archive.LOCK).open("r+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -206,10 +206,10 @@ def test_who_uses_it_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
         real(descriptor, how | fcntl.LOCK_NB)  # who would wait here would wait for ever
         if not others:
             others.append(None)
-            others[0] = unpack.unpacked(made, cache, python_of)
+            others[0] = environment_archive.unpacked(made, cache, python_of)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert unpack.unpacked(made, cache, python_of) == others[0]
+    assert environment_archive.unpacked(made, cache, python_of) == others[0]
     close_locks(cache)
 
 
@@ -218,7 +218,7 @@ def test_where_others_may_write_nothing_is_unpacked(tmp_path: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)
     with pytest.raises(Unavailable, match="where others may write") as found:
-        unpack.unpacked(archive(tmp_path / "env.tar.gz", member("a")), cache, python_of)
+        environment_archive.unpacked(archive(tmp_path / "env.tar.gz", member("a")), cache, python_of)
     assert str(tmp_path) not in str(found.value)
 
 
@@ -228,11 +228,11 @@ RELOCATE = b"#!/bin/sh\necho moved > $(dirname $0)/../moved\n"
 @pytest.mark.parametrize("code", [0, 3])
 def test_what_conda_pack_brings_is_run_once(tmp_path: Path, code: int) -> None:
     program = RELOCATE + f"exit {code}\n".encode()
-    made = archive(tmp_path / "env.tar.gz", (member(unpack.RELOCATE, mode=0o755), program))
+    made = archive(tmp_path / "env.tar.gz", (member(environment_archive.RELOCATE, mode=0o755), program))
     if code:
         with pytest.raises(InvalidRequest, match="its bin/conda-unpack ended with 3"):
-            unpack.unpacked(made, tmp_path / "cache", lambda root: "/bin/sh")
+            environment_archive.unpacked(made, tmp_path / "cache", lambda root: "/bin/sh")
     else:
-        root = unpack.unpacked(made, tmp_path / "cache", lambda root: "/bin/sh")
+        root = environment_archive.unpacked(made, tmp_path / "cache", lambda root: "/bin/sh")
         assert (root / "moved").read_text() == "moved\n"
     close_locks(tmp_path / "cache")

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed
-from shmserve.messages import INLINE_BYTES, Handle, Map, Row, Tensor, Wanted, Work
-from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput, ModelTensorReshape
-from shmserve.shm import memfd
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Map, Row, Tensor, Wanted, Work
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelTensorReshape
 from shmserve.shm.arena import Arena, Segment
+from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.arenas import Arenas
-from shmserve.workers.gather import Gather, Group
+from shmserve.workers.batch.gather import Gather, Group
+from shmserve.workers.batch.scatter import Results, Scatter
+from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.outbox import Outbox
-from shmserve.workers.scatter import Results, Scatter
-from shmserve.workers.specs import inputs_of, outputs_of
+from shmserve.workers.output_arenas import Arenas
 
 Array = np.ndarray[Any, np.dtype[Any]]
 WORKER = 7

@@ -13,12 +13,12 @@ from hypothesis.extra import numpy as of_numpy
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
-from shmserve.messages import FIELD_BYTES, INLINE_BYTES, Handle, Row, Tensor, Wanted, Work
-from shmserve.repo.schema import ModelConfig, ModelOutput, ModelTensorReshape
+from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, Handle, Row, Tensor, Wanted, Work
+from shmserve.repo.config.schema import ModelConfig, ModelOutput, ModelTensorReshape
 from shmserve.shm.strings import decode_bytes
-from shmserve.workers import classify
-from shmserve.workers.scatter import Scatter
-from shmserve.workers.specs import Spec, outputs_of
+from shmserve.workers.batch import classification
+from shmserve.workers.batch.scatter import Scatter
+from shmserve.workers.batch.specs import Spec, outputs_of
 from tests.unit.test_worker_arrays import Parts, parts_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -60,18 +60,18 @@ ROWS = st.one_of(
 @given(ROWS, st.one_of(st.integers(1, 40), st.just(2**31 - 1)))
 def test_the_largest_in_order(array: Array, count: int) -> None:
     dtype = {"f": "FP", "i": "INT", "u": "UINT"}[array.dtype.kind] + str(array.dtype.itemsize * 8)
-    found = classify.classify(spec_of(dtype, (-1,), 8), array, count, LABELS)
+    found = classification.classify(spec_of(dtype, (-1,), 8), array, count, LABELS)
     assert found.shape == (len(array), min(count, array.shape[1]))
     assert found.tolist() == [expected_of(row, count, LABELS) for row in array.tolist()]
     if len(array):
-        single = classify.classify(spec_of(dtype, (-1,), 0), array[0], count, ())
+        single = classification.classify(spec_of(dtype, (-1,), 0), array[0], count, ())
         assert single.tolist() == expected_of(array[0].tolist(), count, ())
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_every_type_of_numbers(dtype: str) -> None:
     array = np.array([[3, 1, 7, 7, 0]]).astype(to_numpy(dtype))
-    found = classify.classify(spec_of(dtype, (5,), 1), array, 3, LABELS)
+    found = classification.classify(spec_of(dtype, (5,), 1), array, 3, LABELS)
     point = "" if "INT" in dtype else ".000000"
     assert found.tolist() == [[f"7{point}:2:dog:big".encode(), f"7{point}:3".encode(), f"3{point}:0:cat".encode()]]
 
@@ -79,24 +79,24 @@ def test_every_type_of_numbers(dtype: str) -> None:
 def test_bf16_where_numpy_has_no_such_type() -> None:
     values = np.array([1.5, -2.0, math.inf, math.nan, 0.25], np.float32)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
-    found = classify.classify(spec_of("BF16", (5,), 0), bits, 9, ())
+    found = classification.classify(spec_of("BF16", (5,), 0), bits, 9, ())
     assert found.tolist() == [b"inf:2", b"1.500000:0", b"0.250000:4", b"-2.000000:1", b"nan:3"]
 
 
 def test_all_dims_of_an_item_count() -> None:
     array = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
-    assert classify.classify(spec_of("INT32", (3, 4), 8), array, 1, ()).tolist() == [[b"11:11"], [b"23:11"]]
-    assert classify.classify(spec_of("INT32", (2, 3, 4), 0), array[:, ::-1], 1, ()).tolist() == [b"23:15"]
-    assert classify.classify(spec_of("INT32", (), 0), np.array(5, np.int32), 3, ("a",)).tolist() == [b"5:0:a"]
-    assert classify.classify(spec_of("INT32", (3,), 8), np.empty((0, 3), np.int32), 2, ()).shape == (0, 2)
+    assert classification.classify(spec_of("INT32", (3, 4), 8), array, 1, ()).tolist() == [[b"11:11"], [b"23:11"]]
+    assert classification.classify(spec_of("INT32", (2, 3, 4), 0), array[:, ::-1], 1, ()).tolist() == [b"23:15"]
+    assert classification.classify(spec_of("INT32", (), 0), np.array(5, np.int32), 3, ("a",)).tolist() == [b"5:0:a"]
+    assert classification.classify(spec_of("INT32", (3,), 8), np.empty((0, 3), np.int32), 2, ()).shape == (0, 2)
 
 
 def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classify, "LIMIT", 200)
+    monkeypatch.setattr(classification, "LIMIT", 200)
     spec = spec_of("INT32", (-1,), 8)
-    assert classify.classify(spec, np.zeros((2, 100), np.int32), 5, ()).shape == (2, 5)
+    assert classification.classify(spec, np.zeros((2, 100), np.int32), 5, ()).shape == (2, 5)
     with pytest.raises(InvalidRequest, match="classification output tensor too large: output 'y' has 202 elements"):
-        classify.classify(spec, np.zeros((2, 101), np.int32), 1, ())
+        classification.classify(spec, np.zeros((2, 101), np.int32), 1, ())
 
 
 # ------------------------------------------------------------------------------------------ in a batch
@@ -231,4 +231,4 @@ def test_rows_of_large_classes_stay_within_a_message() -> None:
 def test_the_models_shape_does_not_matter() -> None:
     """With `reshape` the items are the same, so are their classes."""
     spec = spec_of("INT32", (2, 2), 4, reshape=(4,))
-    assert classify.classify(spec, np.array([[4, 9, 1, 9]], np.int32), 2, LABELS).tolist() == [[b"9:1", b"9:3"]]
+    assert classification.classify(spec, np.array([[4, 9, 1, 9]], np.int32), 2, LABELS).tolist() == [[b"9:1", b"9:3"]]

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from shmserve import wire
 from shmserve.errors import ConnectionLost, Internal, ProtocolError
-from shmserve.messages import (
+from shmserve.protocol import codec
+from shmserve.protocol.descriptors import DESCRIPTORS
+from shmserve.protocol.messages import (
     CHUNK_BYTES,
     PACKET_BYTES,
     Done,
@@ -28,13 +29,12 @@ from shmserve.messages import (
     Tensor,
     WorkerReport,
 )
-from shmserve.rights import DESCRIPTORS
-from shmserve.workers import say as saying
 from shmserve.workers.link import Link
 from shmserve.workers.outbox import Outbox, in_chunks, row_bytes
-from shmserve.workers.say import TEXT_LIMIT, escaped, public, say, say_trace, trace_of
+from shmserve.workers.process import log as saying
+from shmserve.workers.process.log import TEXT_LIMIT, escaped, public, say, say_trace, trace_of
 
-decode = wire.Codec(WorkerReport).decode
+decode = codec.Codec(WorkerReport).decode
 Ends = tuple[Link, socket.socket]
 
 
@@ -50,8 +50,8 @@ def ends() -> Iterator[Ends]:
 def test_packets_come_one_by_one(ends: Ends) -> None:
     link, broker = ends
     assert link.drain() is None
-    broker.send(wire.encode([Ping(1), Ping(2)]))
-    broker.send(wire.encode([Ping(3)]))
+    broker.send(codec.encode([Ping(1), Ping(2)]))
+    broker.send(codec.encode([Ping(3)]))
     assert link.receive() == ([Ping(1), Ping(2)], [])
     assert link.drain() == ([Ping(3)], [])
     assert link.drain() is None
@@ -60,7 +60,7 @@ def test_packets_come_one_by_one(ends: Ends) -> None:
 def test_descriptors_come_with_their_packet_and_are_not_inherited(ends: Ends) -> None:
     link, broker = ends
     read, write = os.pipe()
-    socket.send_fds(broker, [wire.encode([Map(1, 1), Map(2, 2)])], [read, write])
+    socket.send_fds(broker, [codec.encode([Map(1, 1), Map(2, 2)])], [read, write])
     orders, descriptors = link.receive()
     assert orders == [Map(1, 1), Map(2, 2)]
     assert [os.fstat(fd).st_ino for fd in descriptors] == [os.fstat(read).st_ino] * 2
@@ -72,7 +72,7 @@ def test_descriptors_come_with_their_packet_and_are_not_inherited(ends: Ends) ->
 @pytest.mark.parametrize("blocking", [True, False])
 def test_the_end(ends: Ends, blocking: bool) -> None:
     link, broker = ends
-    broker.send(wire.encode([Ping(1)]))
+    broker.send(codec.encode([Ping(1)]))
     broker.close()
     assert link.receive()[0] == [Ping(1)]
     with pytest.raises(ConnectionLost, match="closed the link"):
@@ -95,7 +95,7 @@ def test_what_is_no_packet(ends: Ends) -> None:
 def test_large_packets(ends: Ends) -> None:
     link, broker = ends
     rows = [Rows(number, (Row(number, (Tensor("y", "FP32", (1000,), b"x" * 4000),)),) * 40) for number in range(3)]
-    assert len(wire.encode(rows)) > PACKET_BYTES
+    assert len(codec.encode(rows)) > PACKET_BYTES
     link.send(rows)
     found = []
     for _ in rows:
@@ -151,7 +151,7 @@ def test_many_results_go_in_chunks(ends: Ends) -> None:
     chunks = in_chunks([Pong(1), done])
     assert chunks[0] == Pong(1)
     assert [type(chunk) for chunk in chunks[1:]] == [Rows] * (len(chunks) - 2) + [Done]
-    assert all(len(wire.encode([chunk])) < CHUNK_BYTES + 8192 for chunk in chunks)
+    assert all(len(codec.encode([chunk])) < CHUNK_BYTES + 8192 for chunk in chunks)
     assert sum((chunk.rows for chunk in chunks[1:]), ()) == rows
     assert chunks[-1] == Done(7, chunks[-1].rows, (1, 2, 3, 4), 9, 10)
     outbox = Outbox(link)
@@ -174,7 +174,7 @@ def test_a_row_is_not_taken_for_smaller_than_it_is() -> None:
     ]
     for row in rows:
         # What is left over between a chunk and a packet bears what is not counted.
-        assert len(wire.encode([row])) <= row_bytes(row) + (PACKET_BYTES - CHUNK_BYTES) // 2
+        assert len(codec.encode([row])) <= row_bytes(row) + (PACKET_BYTES - CHUNK_BYTES) // 2
 
 
 # ---------------------------------------------------------------------------------------------- say

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, ModelFailed
-from shmserve.messages import Handle, Wanted, Work
-from shmserve.repo.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter
+from shmserve.protocol.messages import Handle, Wanted, Work
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter
 from shmserve.shm.strings import decode_bytes, encode_bytes
-from shmserve.workers.gather import Group
-from shmserve.workers.padded import PaddedResults
+from shmserve.workers.batch.gather import Group
+from shmserve.workers.batch.padding import PaddedResults
 from tests.unit.test_worker_arrays import Array, Parts, parts_of, read, tensor
 
 

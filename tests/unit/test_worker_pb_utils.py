@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shmserve.dtypes import to_numpy
-from shmserve.workers import pb_host, pb_utils
-from shmserve.workers.pb_tensor import NAMES
+from shmserve.workers.backends.python import pb_host, pb_utils
+from shmserve.workers.backends.python.pb_tensor import NAMES
 
 
 class OldStyle:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.messages import INLINE_BYTES, Tensor, Wanted, Work
-from shmserve.repo.schema import BatchInput, BatchOutput, ModelConfig, ModelInput, ModelOutput
-from shmserve.workers.backends import Context, StackedBackend
+from shmserve.protocol.messages import INLINE_BYTES, Tensor, Wanted, Work
+from shmserve.repo.config.schema import BatchInput, BatchOutput, ModelConfig, ModelInput, ModelOutput
+from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.batch.gather import Gather, Group
+from shmserve.workers.batch.scatter import Results, Scatter
+from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of, runner_of
-from shmserve.workers.gather import Gather, Group
-from shmserve.workers.scatter import Results, Scatter
-from shmserve.workers.specs import inputs_of, outputs_of
 from tests.unit.test_worker_arrays import Parts, parts_of, tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]

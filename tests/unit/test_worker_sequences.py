@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.messages import Options, Row, Tensor, Work
-from shmserve.repo.schema import (
+from shmserve.protocol.messages import Options, Row, Tensor, Work
+from shmserve.repo.config.schema import (
     ModelConfig,
     ModelInput,
     ModelOutput,
@@ -25,13 +25,13 @@ from shmserve.repo.schema import (
     ModelSequenceBatchingInitialState,
     ModelSequenceBatchingState,
 )
-from shmserve.workers import sequences
-from shmserve.workers.backends import Answer, Backend, Context, Request, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import Answer, Backend, Context, Request, SeparateBackend, StackedBackend
+from shmserve.workers.batch import sequence_inputs
+from shmserve.workers.batch.gather import Gather, Group
+from shmserve.workers.batch.scatter import Results, Scatter
+from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of, runner_of
-from shmserve.workers.gather import Gather, Group
 from shmserve.workers.runner import Runner
-from shmserve.workers.scatter import Results, Scatter
-from shmserve.workers.specs import inputs_of, outputs_of
 from tests.unit.test_worker_arrays import parts_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -243,7 +243,7 @@ def test_random_sequences(batches: list[tuple[list[Asked], int]], slotted: bool,
     backend = Stacked()
     totals: dict[int, int] = {}
     number = 0
-    before, sequences.WHOLE_BYTES = sequences.WHOLE_BYTES, whole
+    before, sequence_inputs.WHOLE_BYTES = sequence_inputs.WHOLE_BYTES, whole
     try:
         with runner_for(config_of(), backend) as runner:
             for requests, over in batches:
@@ -270,7 +270,7 @@ def test_random_sequences(batches: list[tuple[list[Asked], int]], slotted: bool,
                 runner.forget([over])
                 totals.pop(over, None)
     finally:
-        sequences.WHOLE_BYTES = before
+        sequence_inputs.WHOLE_BYTES = before
 
 
 def test_states_are_not_copied_where_the_same_sequences_come_again() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shmserve.messages import Options, Row, Work
-from shmserve.workers.backends import Answer
-from shmserve.workers.streams import Streams
+from shmserve.protocol.messages import Options, Row, Work
+from shmserve.workers.backends.base import Answer
+from shmserve.workers.model_calls.responses import Streams
 
 WINDOW = 2
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ProtocolError
-from shmserve.messages import Execute, Work
-from shmserve.workers.waiting import Waiting
+from shmserve.protocol.messages import Execute, Work
+from shmserve.workers.batch.batch_queue import Waiting
 
 
 def execute(batch: int, *requests: int, join: int = 0, more: bool = False, open: bool = False) -> Execute:

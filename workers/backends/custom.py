@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import FILE, MODEL, in_directory
-from shmserve.workers.backends import Backend, Context, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
 
 if TYPE_CHECKING:
-    from shmserve.repo.schema import ModelConfig
+    from shmserve.repo.config.schema import ModelConfig
 
 
 def from_directory(directory: str, name: str) -> type[Backend] | None:
@@ -51,8 +51,8 @@ def backend_in(module: ModuleType, name: str) -> type[Backend]:
 
 def _python_based(folder: Path) -> type[Backend]:
     """The backend whose models are all run by one Python model."""
-    from shmserve.workers.backends.python import Python
-    from shmserve.workers.pb_model import ModelFile
+    from shmserve.workers.backends.python.backend import Python
+    from shmserve.workers.backends.python.model_file import ModelFile
 
     class Shared(ModelFile):
         def _file(self, config: ModelConfig) -> str:

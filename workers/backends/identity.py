@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from shmserve.errors import InvalidRequest, ModelFailed
-from shmserve.repo.schema import BatchOutput
-from shmserve.workers.backends import StackedBackend
-from shmserve.workers.specs import outputs_of
+from shmserve.repo.config.schema import BatchOutput
+from shmserve.workers.backends.base import StackedBackend
+from shmserve.workers.batch.specs import outputs_of
 
 if TYPE_CHECKING:
-    from shmserve.repo.schema import ModelConfig
-    from shmserve.workers.gather import Group
-    from shmserve.workers.scatter import Results
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.scatter import Results
 
 
 class Identity(StackedBackend):

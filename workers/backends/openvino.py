@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
-from shmserve.repo.complete import TensorFacts, complete_from_model
-from shmserve.workers.backends import Context, StackedBackend
-from shmserve.workers.backends.facts import match, unknown
+from shmserve.repo.config.complete import TensorFacts, complete_from_model
+from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.model_facts import match, unknown
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.device import device_of
-from shmserve.workers.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
+from shmserve.workers.batch.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
+from shmserve.workers.process.device import device_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shmserve.repo.schema import ModelConfig
-    from shmserve.workers.gather import Group
-    from shmserve.workers.scatter import Results
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.scatter import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shmserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from shmserve.repo.schema import ModelConfig
+    from shmserve.repo.config.schema import ModelConfig
 
 _YES = frozenset({"true", "yes", "1", "on"})
 _NO = frozenset({"false", "no", "0", "off"})

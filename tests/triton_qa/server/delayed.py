@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shmserve.core.dispatch import Dispatcher
-from shmserve.core.instances import Instance
-from shmserve.core.sequencer import Sequencer
-from shmserve.core.sequences import Places
-from shmserve.core.versions import Version
+from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Version
+from shmserve.core.sequences.scheduler import Sequencer
+from shmserve.core.sequences.sequence import Places
 
 REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
 

@@ -1,0 +1,251 @@
+"""`shmserve check`: what is wrong in model repositories, before they are served; with --load, also by loading them.
+
+The rule of the file: what is found comes from repo.check and from a real server; here it is only asked, and shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.cli.commands.base import Failed, Misuse, print_json
+from shmserve.errors import ConnectionLost, InvalidRequest
+from shmserve.repo.gpus import discover
+
+if TYPE_CHECKING:
+    from shmserve.clients.cli.temporary_server import Private
+    from shmserve.clients.client import Client
+    from shmserve.repo.check import Checked, CheckedModel, Finding
+
+ASK_S = 10.0
+START_S = 60.0
+TICK_S = 0.2
+"""How often people see where loading is."""
+LOG_LINES = 20
+"""So many of the last lines of a worker are shown."""
+_OF_WORKER = re.compile(r"\S+ \S+ (?P<ours>ERROR)?[A-Z]* \[(?P<group>.+?)_\d+\] (?(ours)(?:  )?)(?P<text>.*)")
+_CLEAR = "\r\x1b[K"
+
+Entry = Mapping[str, Any]
+"""A version, as `models` tells it."""
+
+
+def check(args: argparse.Namespace) -> int:
+    """0: no errors (with --strict: and no warnings), 1: some. What is wrong with the command line is Misuse."""
+    from shmserve.repo.check import as_json, check
+
+    roots = [Path(root) for root in args.roots]
+    name = args.model_config_name or ""
+    try:
+        checked = check(roots, backends=_backends(args), gpus=discover().numbers, config_name=name)
+    except InvalidRequest as error:
+        raise Misuse(str(error)) from error
+    if args.load:
+        checked = _with_load(roots, checked, args)
+    if args.json:
+        print_json(as_json(checked))
+    else:
+        _show(checked, args.quiet, args.strict)
+    bad = checked.count("error") + (checked.count("warning") if args.strict else 0)
+    return 1 if bad else 0
+
+
+def _backends(args: argparse.Namespace) -> frozenset[str]:
+    from shmserve.repo.backends import installed, not_usable
+
+    directory = args.backend_directory
+    fault = not_usable(directory) if directory else ""
+    if fault:
+        raise Misuse(f"--backend-directory {fault}")
+    return installed(directory or "")
+
+
+# ------------------------------------------------------------------------------------------------- for people
+
+
+def _show(checked: Checked, quiet: bool, strict: bool) -> None:
+    """`quiet`: only what makes the check fail."""
+    shown = ("error", "warning") if strict or not quiet else ("error",)
+    for finding in checked.findings:
+        _show_finding(finding, "", shown)
+    width = max((len(model.name) for model in checked.models), default=0)
+    for model in checked.models:
+        if not quiet:
+            print(f"{model.name.ljust(width)}  {_counted(model.findings) or 'ok'}")
+        for finding in model.findings:
+            _show_finding(finding, "" if quiet else "  ", shown)
+    if not quiet:
+        total = len(checked.models)
+        good = sum(model.ok for model in checked.models)
+        print(f"{_number(total, 'model')}, {good} ok: {_counted(checked.all()) or 'no problems'}")
+
+
+def _show_finding(finding: Finding, indent: str, shown: Sequence[str]) -> None:
+    if finding.severity not in shown:
+        return
+    severity = "warning" if finding.severity == "warning" else ""
+    text = ": ".join(part for part in (finding.where, severity, finding.path, finding.text) if part)
+    print(indent + text.replace("\n", f"\n{indent}    "))
+    if finding.hint:
+        print(f"{indent}    -> {finding.hint}")
+    for line in finding.log:
+        print(f"{indent}    | {line}")
+
+
+def _counted(findings: Sequence[Finding]) -> str:
+    errors = sum(finding.severity == "error" for finding in findings)
+    parts = [_number(errors, "error")] if errors else []
+    if len(findings) > errors:
+        parts.append(_number(len(findings) - errors, "warning"))
+    return ", ".join(parts)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+# -------------------------------------------------------------------------------------------------- loading
+
+
+def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace) -> Checked:
+    """The same with what loading shows: each model that the server took on, and ensembles of what they have become."""
+    from shmserve.clients.cli.temporary_server import Private, ended_in_order
+    from shmserve.repo.check import check
+
+    name = args.model_config_name or ""
+    options = ["--model-config-name", name] if name else []
+    options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
+    if not any(model.versions and not model.ensemble for model in checked.models):
+        return checked
+    with ended_in_order(), Private(roots, options) as server, server.client(ASK_S) as client:
+        progress = _Progress(quiet=args.quiet or args.json)
+        try:
+            _await_load(server, client, args.timeout, progress)
+            index = client.models()
+            progress.show(index)
+        finally:
+            progress.end()
+        completed = _completed(client, index)
+        log = server.log
+    gpus = discover().numbers
+    checked = check(roots, backends=_backends(args), gpus=gpus, config_name=name, completed=completed)
+    return _judged(checked, index, _lines_of_workers(log), args.timeout)
+
+
+def _await_load(server: Private, client: Client, timeout: float | None, progress: _Progress) -> None:
+    """Until nothing is loading any more, or the time is over: it begins when the server answers."""
+    deadline = time.monotonic() + START_S
+    up = False
+    while not server.ready(max(0.0, min(TICK_S, deadline - time.monotonic()))):
+        try:
+            progress.show(client.models())
+        except ConnectionLost as error:  # it has not opened its sockets yet
+            if time.monotonic() >= deadline:
+                raise Failed(f"the temporary server did not start within {START_S:g} s") from error
+            continue
+        if not up:
+            up = True
+            deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        if time.monotonic() >= deadline:
+            return
+
+
+def _completed(client: Client, index: Sequence[Entry]) -> dict[str, Any]:
+    """The configuration of each model that has been loaded, with what it has told of itself."""
+    from shmserve.repo.config.schema import from_triton_json
+
+    return {
+        entry["name"]: from_triton_json(client.config(entry["name"], entry["version"]))
+        for entry in index
+        if entry["state"] == "READY"
+    }
+
+
+def _judged(
+    checked: Checked, index: Sequence[Entry], said: Mapping[str, Sequence[str]], timeout: float | None
+) -> Checked:
+    entries: dict[str, list[Entry]] = {}
+    for entry in index:
+        entries.setdefault(entry["name"], []).append(entry)
+    models = []
+    for model in checked.models:
+        found = [
+            finding
+            for entry in entries.get(model.name, ())
+            for finding in _failed(model, entry, said, timeout)
+            if not model.ensemble
+        ]
+        models.append(model._replace(findings=(*model.findings, *found)))
+    return checked._replace(models=tuple(models))
+
+
+def _failed(
+    model: CheckedModel, entry: Entry, said: Mapping[str, Sequence[str]], timeout: float | None
+) -> list[Finding]:
+    from shmserve.repo.check import Finding
+
+    if entry["state"] == "READY" or not entry["state"]:
+        return []
+    if not entry["version"] and not model.ok:  # refused for what stands here already
+        return []
+    file = f"{model.name}/{entry['version']}".rstrip("/")
+    hint = ""
+    if entry["state"] == "LOADING" and timeout is not None:
+        text, hint = f"not loaded within {timeout:g} s", "--timeout allows more"
+    else:
+        text = f"could not be loaded: {entry['reason'] or entry['state']}"
+    lines = [line for instance in entry.get("instances", ()) for line in instance["last_words"]]
+    if not lines:  # no process has ended yet
+        lines = [line for group in model.groups for line in said.get(group, ())]
+    last = tuple(lines[-LOG_LINES:])
+    return [Finding(model.name, "error", model.repository, file, 0, 0, "", text, hint, last)]
+
+
+def _lines_of_workers(log: str) -> dict[str, list[str]]:
+    """What the instances of each group have printed."""
+    found: dict[str, list[str]] = {}
+    for line in log.split("\n"):
+        match = _OF_WORKER.fullmatch(line)
+        if match:
+            found.setdefault(match["group"], []).append(match["text"])
+    return found
+
+
+class _Progress:
+    """Where loading is, on stderr: one line that changes on a terminal, else a line for each version at its end."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._live = sys.stderr.isatty()
+        self._told: set[tuple[str, str]] = set()
+        self._started = time.monotonic()
+
+    def show(self, index: Sequence[Entry]) -> None:
+        if self._quiet:
+            return
+        versions = [entry for entry in index if entry["version"]]
+        loading = [entry for entry in versions if entry["state"] == "LOADING"]
+        seconds = time.monotonic() - self._started
+        if self._live:
+            names = ", ".join(f"{entry['name']} {entry['version']}" for entry in loading[:3])
+            more = ", ..." if len(loading) > 3 else ""
+            done = len(versions) - len(loading)
+            line = f"loading: {done} of {len(versions)}, {seconds:.0f} s" + (f" ({names}{more})" if names else "")
+            print(_CLEAR + line, end="", file=sys.stderr, flush=True)
+            return
+        for entry in versions:
+            key = (entry["name"], entry["version"])
+            if entry["state"] != "LOADING" and key not in self._told:
+                self._told.add(key)
+                line = f"[{len(self._told)}/{len(versions)}] {' '.join(key)} {entry['state']} after {seconds:.1f} s"
+                print(line, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._live and not self._quiet:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)

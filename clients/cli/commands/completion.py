@@ -1,0 +1,100 @@
+"""What the Tab key completes. The rule of the file: nothing is imported before a shell asks, and no server, or one that
+does not answer at once, is no error: then nothing is offered.
+
+argcomplete speaks with the shells: it calls the command again with what was typed so far in its environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.clients.cli.commands.base import Failed, Misuse, make_client
+from shmserve.errors import ServeError
+
+SHELLS = ("bash", "zsh", "fish")
+ANSWER_S = 2.0
+"""Nobody waits longer than this after a key."""
+_ASKED = "_ARGCOMPLETE"
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+
+Completer = Callable[..., "list[str]"]
+
+
+def script(args: argparse.Namespace) -> int:
+    """`shmserve completion SHELL`"""
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ImportError as error:
+        raise Failed("completion needs the package argcomplete: pip install argcomplete") from error
+    print(shellcode(["shmserve"], shell=args.shell))
+    return 0
+
+
+def completes(action: argparse.Action, completer: Completer) -> None:
+    """What argcomplete looks for on an argument."""
+    action.completer = completer  # type: ignore[attr-defined]
+
+
+def wanted() -> bool:
+    """Whether a shell has called, not a user."""
+    return _ASKED in os.environ
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answers the shell and ends the process."""
+    try:
+        import argcomplete
+    except ImportError:
+        sys.exit(1)
+    if re.match(r"\S+\s+serve\s", os.environ.get("COMP_LINE", "")):
+        _add_options_of_serve(parser)
+    argcomplete.autocomplete(parser, always_complete_options="long")
+
+
+def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
+    """They are the broker's, which tells them in its help."""
+    import subprocess
+
+    command = [sys.executable, "-m", "shmserve.broker.main", "--help"]
+    environment = {name: value for name, value in os.environ.items() if name != _ASKED}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    commands: Any = next(action for action in parser._actions if action.dest == "command")
+    serve = commands.choices["serve"]
+    for option in sorted(set(_OPTION.findall(told.stdout)) - {"--help"}):
+        serve.add_argument(option)
+
+
+# ---------------------------------------------------------------------------------------- what the server knows
+
+
+def models(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """Names of models that are not on the line yet."""
+    typed = getattr(parsed_args, "model", None) or []
+    return sorted({entry["name"] for entry in _index(parsed_args)} - set(typed if isinstance(typed, list) else []))
+
+
+def versions(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    return [entry["version"] for entry in _of_model(parsed_args) if entry["version"]]
+
+
+def instances(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    return [found["name"] for entry in _of_model(parsed_args) for found in entry.get("instances", ())]
+
+
+def _of_model(args: argparse.Namespace) -> list[dict[str, Any]]:
+    typed = getattr(args, "model", None) or []
+    names = typed if isinstance(typed, list) else [typed]
+    return [entry for entry in _index(args) if not names or entry["name"] in names]
+
+
+def _index(args: argparse.Namespace) -> list[dict[str, Any]]:
+    try:
+        with make_client(args, ANSWER_S) as client:
+            return client.models()
+    except (Misuse, ServeError):
+        return []

@@ -1,0 +1,179 @@
+"""`shmserve demo`: the sample models at work, on inputs that mean something, checked where they can be.
+
+The rule of the file: it says what happened, with the numbers of this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.clients.cli.commands.base import Failed, connected, print_json
+from shmserve.clients.cli.tables import duration_text
+from shmserve.errors import ServeError
+from shmserve.repo import samples
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+    from shmserve.session import Result
+
+Say = Callable[[str], None]
+Found = dict[str, Any]
+"""What a sample found, for --json."""
+
+MANY = 2000
+IN_FLIGHT = 64
+PICTURES = 16
+FIRST_STEP = "`python -m shmserve.repo.samples DIR` writes them, `shmserve serve --model-repository DIR` serves them"
+NEXT = """Next: `shmserve stats` shows the statistics of these requests; `shmserve infer mlp --random` sends one.
+Over HTTP, on the port that the server has logged: `curl localhost:8000/v2/models/add_sub`."""
+
+
+class Wrong(Exception):
+    """The model has answered, but not what it should."""
+
+
+def demo(args: argparse.Namespace) -> int:
+    """0: every sample that is served did its work, and at least one is served."""
+    found: dict[str, Found] = {}
+    failed: list[str] = []
+    say = _hush if args.json else _say
+    with connected(args) as client:
+        served = {entry["name"]: entry for entry in client.models()}
+        for name, show in SHOWS.items():
+            if not args.json:
+                print(f"{name}: {TITLES[name]}")
+            absent = _absent(name, served.get(name))
+            if absent:
+                say(absent)
+                continue
+            try:
+                found[name] = show(client, say)
+            except (ServeError, OSError, LookupError, ValueError, Wrong) as error:
+                failed.append(f"{name}: {error}")
+    if args.json:
+        print_json(found)
+    if failed:
+        sys.stdout.flush()
+        raise Failed("; ".join(failed))
+    if not found:
+        raise Failed(f"the server has none of the sample models: {FIRST_STEP}")
+    if not args.json:
+        print(NEXT)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"  {text}")
+
+
+def _hush(text: str) -> None:
+    """With --json the numbers speak."""
+
+
+def _absent(name: str, entry: Mapping[str, Any] | None) -> str:
+    if entry is None and name == samples.OCR_MODEL and samples.ocr_model_file() is None:
+        return "not served: `pip install --no-deps rapidocr-onnxruntime` adds its network to the samples"
+    if entry is None:
+        return "not served"
+    if entry["state"] != "READY":
+        return f"not served: its state is {entry['state']}" + (f" ({entry['reason']})" if entry["reason"] else "")
+    return ""
+
+
+def _timed(client: Client, model: str, inputs: Mapping[str, Any]) -> tuple[Result, str]:
+    """The second of two requests: the first one also maps memory."""
+    client.infer(model, inputs)
+    started = time.perf_counter()
+    result = client.infer(model, inputs)
+    return result, duration_text(time.perf_counter() - started)
+
+
+def _numbers(array: Any) -> str:
+    return " ".join(f"{value:g}" for value in array.reshape(-1).tolist())
+
+
+# ------------------------------------------------------------------------------------------ the samples
+
+
+def add_sub(client: Client, say: Say) -> Found:
+    a, b = np.array([10, 20, 30, 40], np.float32), np.array([1, 2, 3, 4], np.float32)
+    result, took = _timed(client, "add_sub", {"INPUT0": a, "INPUT1": b})
+    total, difference = result["OUTPUT0"], result["OUTPUT1"]
+    if not (np.array_equal(total, a + b) and np.array_equal(difference, a - b)):
+        raise Wrong(f"{_numbers(total)} and {_numbers(difference)} are not the sum and the difference")
+    say(f"{_numbers(a)} and {_numbers(b)}:")
+    say(f"their sum is {_numbers(total)}, their difference {_numbers(difference)} ({took})")
+    return {"sum": total.tolist(), "difference": difference.tolist()}
+
+
+def mlp(client: Client, say: Say) -> Found:
+    """A program that keeps many requests in flight."""
+    rows = np.random.default_rng(7).standard_normal((IN_FLIGHT, 1, 64), np.float32)
+    result, took = _timed(client, "mlp", {"x": rows[0]})
+    alone = result["y"]
+    best = int(alone.argmax())
+    say(f"64 numbers: most likely class {best}, {alone[0, best]:.0%} ({took})")
+    before = _batches(client, "mlp")
+    started = time.perf_counter()
+    futures = [client.submit("mlp", {"x": row}) for row in rows]
+    for turn in range(IN_FLIGHT, MANY):
+        futures[turn % IN_FLIGHT].result()
+        futures[turn % IN_FLIGHT] = client.submit("mlp", {"x": rows[turn % IN_FLIGHT]})
+    answers = [future.result()["y"] for future in futures]
+    seconds = time.perf_counter() - started
+    batches = _batches(client, "mlp") - before
+    if not np.allclose(answers[0], alone, rtol=1e-4, atol=1e-5):
+        raise Wrong("the result for the same numbers differs when they are batched with other requests")
+    say(f"{MANY:,} requests, {IN_FLIGHT} in flight: {duration_text(seconds)}, {MANY / seconds:,.0f} per second")
+    say(f"{batches} batches, {MANY / max(1, batches):.0f} requests per batch on average")
+    return {"class": best, "requests": MANY, "batches": batches, "per_second": round(MANY / seconds)}
+
+
+def _batches(client: Client, model: str) -> int:
+    return sum(int(entry["execution_count"]) for entry in client.statistics(model)["model_stats"])
+
+
+def cnn(client: Client, say: Say) -> Found:
+    """Pictures in shared memory: only handles of them travel."""
+    pictures = client.empty((PICTURES, 3, 64, 64))
+    across = np.linspace(-1, 1, 64, dtype=np.float32)
+    for index, picture in enumerate(pictures):  # a bright disc that wanders from left to right
+        middle = -0.8 + 1.6 * index / (PICTURES - 1)
+        picture[:] = np.exp(-8 * (across[:, None] ** 2 + (across[None, :] - middle) ** 2))
+    result, took = _timed(client, "cnn", {"image": pictures[:1]})
+    alone = result["scores"]
+    say(f"image of 64 x 64 pixels: highest score for class {int(alone.argmax())} ({took})")
+    started = time.perf_counter()
+    futures = [client.submit("cnn", {"image": pictures[index : index + 1]}) for index in range(PICTURES)]
+    scores = np.concatenate([future.result()["scores"] for future in futures])
+    took = duration_text(time.perf_counter() - started)
+    if not np.allclose(scores[:1], alone, rtol=1e-3, atol=1e-4):
+        raise Wrong("the scores of the same image differ when it is batched with other images")
+    say(f"{PICTURES} images in one request, {pictures.nbytes // 1024} KiB in shared memory, not copied: {took}")
+    return {"classes": scores.argmax(axis=1).tolist()}
+
+
+def ocr_rec(client: Client, say: Say) -> Found:
+    picture = samples.sample_picture()
+    characters = samples.ocr_characters()
+    result, took = _timed(client, samples.OCR_MODEL, {samples.OCR_INPUT: samples.ocr_input(picture)})
+    text = samples.ocr_text(result[samples.OCR_OUTPUT], characters)
+    height, width = picture.shape[:2]
+    say(f"text found in {samples.EXAMPLES.name}/picture.png, {width} x {height} pixels ({took}):")
+    say(f'  "{text}"')
+    return {"text": text}
+
+
+TITLES = {
+    "add_sub": "a Python model, 1/model.py, with two inputs",
+    "mlp": "a small network; waiting requests are batched",
+    "cnn": "an image classifier with two instances",
+    "ocr_rec": "a network that recognizes a line of text",
+}
+SHOWS: dict[str, Callable[[Client, Say], Found]] = {"add_sub": add_sub, "mlp": mlp, "cnn": cnn, "ocr_rec": ocr_rec}

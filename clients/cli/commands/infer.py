@@ -1,0 +1,88 @@
+"""`shmserve infer`: one request, or the same one again and again, and its answer for a person, a program or a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.cli import inputs, output
+from shmserve.clients.cli.commands.base import Failed, Misuse, connected, print_json
+from shmserve.session import Raw
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+    from shmserve.session import Result
+
+
+def infer(args: argparse.Namespace) -> int:
+    if args.stream and args.repeat > 1:
+        raise Misuse("--stream and --repeat cannot be combined")
+    source = inputs.Source(args.input, args.file, args.random, args.batch, args.shape, args.seed)
+    try:
+        source.check()
+        with connected(args) as client:
+            metadata = client.metadata(args.model, args.version)
+            known = inputs.specs(metadata)
+            given = inputs.inputs(source, args.model, known, lambda: _largest(args, client))
+            dtypes = {spec["name"]: spec["datatype"] for spec in metadata["outputs"]}
+            if args.stream:
+                _stream(args, client, _typed(given, known), dtypes)
+                return 0
+            result, seconds = _run(args, client, _typed(given, known))
+            files = output.write(args.out, result, dtypes) if args.out is not None else {}
+            if args.json:
+                print_json(output.document(args.model, result.version, result, dtypes, files, seconds), indent=None)
+            else:
+                print(output.outputs_table(result, dtypes, files))
+                print()
+                print(f"{args.model} version {result.version}, {output.timing(seconds)}")
+    except inputs.Refused as error:
+        raise Misuse(str(error)) from error
+    except output.NotWritten as error:
+        raise Failed(str(error)) from error
+    return 0
+
+
+def _stream(args: argparse.Namespace, client: Client, given: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+    """Answers as they come: a table for each, or a JSON document on a line of its own."""
+    outputs = args.outputs.split(",") if args.outputs else None
+    started = time.perf_counter()
+    seconds: list[float] = []
+    with client.stream(args.model, given, outputs=outputs, version=args.version, timeout=args.timeout) as parts:
+        for part in parts:
+            seconds.append(time.perf_counter() - started)
+            folder = args.out / str(len(seconds)) if args.out is not None else None
+            files = output.write(folder, part, dtypes) if folder is not None else {}
+            if args.json:
+                document = output.document(args.model, part.version, part, dtypes, files, seconds[-1:])
+                print_json(document | {"part": len(seconds)}, indent=None)
+            else:
+                print(f"part {len(seconds)} after {output.timing(seconds[-1:])}")
+                print(f"{output.outputs_table(part, dtypes, files)}\n")
+            sys.stdout.flush()
+    if not args.json:
+        took = output.timing([time.perf_counter() - started])
+        print(f"{args.model}, {len(seconds)} part{'s' if len(seconds) != 1 else ''} in {took}")
+
+
+def _largest(args: argparse.Namespace, client: Client) -> int:
+    most: int = client.config(args.model, args.version)["max_batch_size"]
+    return most
+
+
+def _typed(given: inputs.Given, known: Mapping[str, inputs.Spec]) -> dict[str, Any]:
+    """The bits of BF16 say what they are; the dtype of every other array says it."""
+    return {name: Raw("BF16", value) if known[name]["datatype"] == "BF16" else value for name, value in given.items()}
+
+
+def _run(args: argparse.Namespace, client: Client, given: Mapping[str, Any]) -> tuple[Result, list[float]]:
+    outputs = args.outputs.split(",") if args.outputs else None
+    seconds = []
+    for _ in range(args.repeat):
+        started = time.perf_counter()
+        result = client.infer(args.model, given, outputs=outputs, version=args.version, timeout=args.timeout)
+        seconds.append(time.perf_counter() - started)
+    return result, seconds

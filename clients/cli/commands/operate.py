@@ -1,0 +1,219 @@
+"""The commands that change what is served: load, unload, restart. Several models go at the same time.
+
+The rule of the file: each model that fails is told with its reason, and the others are done all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.cli.commands.base import Misuse, connected, make_client, next_step, print_json
+from shmserve.clients.cli.tables import duration_text
+from shmserve.errors import ServeError
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+
+TOGETHER = 32
+"""Operations that wait for their answers at the same time; how many models load together is the server's to say."""
+TICK_S = 0.1
+ASK_S = 1.0
+SPINNER = "|/-\\"
+_CLEAR = "\r\x1b[K"
+
+Operation = Callable[["Client", str], "dict[str, Any]"]
+
+
+def load(args: argparse.Namespace) -> int:
+    if bool(args.model) is args.all:
+        raise Misuse("name one or more models, or use --all")
+    if (args.config_json is not None or args.file) and (args.all or len(args.model) > 1):
+        raise Misuse("--config-json and --file are for one model")
+    if args.file and args.config_json is None:
+        raise Misuse("--file needs --config-json: a model that is sent is not read from the repository")
+    if args.previous and (args.all or args.config_json is not None):
+        raise Misuse("--previous cannot be combined with --all or --config-json")
+    config = None if args.config_json is None else _config(args.config_json)
+    files = dict(map(_file, args.file)) or None
+
+    def one(client: Client, model: str) -> dict[str, Any]:
+        return client.load(model, config=config, files=files, previous=args.previous, timeout=args.timeout)
+
+    return _each(args, one, "loading", _loaded)
+
+
+def unload(args: argparse.Namespace) -> int:
+    def one(client: Client, model: str) -> dict[str, Any]:
+        return client.unload(
+            model, unload_dependents=args.dependents, wait=args.wait, force=args.force, timeout=args.timeout
+        )
+
+    return _each(args, one, "unloading", _unloaded if args.wait else _begun)
+
+
+def restart(args: argparse.Namespace) -> int:
+    if args.instance is not None and len(args.model) > 1:
+        raise Misuse("--instance is for one model")
+
+    def one(client: Client, model: str) -> dict[str, Any]:
+        return client.restart(model, version=args.version, instance=args.instance, timeout=args.timeout)
+
+    def told(found: Mapping[str, Any]) -> str:
+        if args.instance is not None:
+            return f"instance {args.instance} restarted"
+        return f"{f'version {args.version}' if args.version is not None else _versions(found)} restarted"
+
+    return _each(args, one, "restarting", told)
+
+
+def _config(name: str) -> dict[str, Any]:
+    """The JSON of a file, or of standard input."""
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text()
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise Misuse(f"cannot read a configuration from {name}: {reason}") from error
+    if not isinstance(found, dict):
+        raise Misuse(f"cannot read a configuration from {name}: it is not a JSON object")
+    return found
+
+
+def _file(text: str) -> tuple[str, Path]:
+    name, separator, path = text.partition("=")
+    if not name or not separator or not path:
+        raise Misuse(f"--file {text}: expected NAME=PATH, e.g. 1/model.onnx=./model.onnx")
+    if not Path(path).is_file():
+        raise Misuse(f"--file {text}: no such file")
+    return name, Path(path)
+
+
+# ------------------------------------------------------------------------------------------ all of them
+
+
+def _each(args: argparse.Namespace, one: Operation, doing: str, told: Callable[[Mapping[str, Any]], str]) -> int:
+    """0 if none failed, else 1."""
+    with connected(args) as client:
+        names = list(dict.fromkeys(args.model)) or sorted({entry["name"] for entry in client.models()})
+        pool = ThreadPoolExecutor(TOGETHER, "shmserve-operation")
+        try:
+            futures = {name: pool.submit(one, client, name) for name in names}
+            _watch(args, futures, doing)
+        except BaseException:
+            client.close()  # whoever waits for an answer is told at once
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return _tell(args, futures, told)
+
+
+def _tell(
+    args: argparse.Namespace, futures: Mapping[str, Future[dict[str, Any]]], told: Callable[[Mapping[str, Any]], str]
+) -> int:
+    done: dict[str, dict[str, Any]] = {}
+    failed: dict[str, ServeError] = {}
+    for name, future in futures.items():
+        try:
+            done[name] = future.result()
+        except ServeError as error:
+            failed[name] = error
+    if args.json:
+        print_json([done.get(name) or _as_json(name, failed[name]) for name in futures])
+    else:
+        for name, found in done.items():
+            print(f"{name}: {told(found)}")
+    for name, found in done.items():
+        for warning in found.get("warnings", ()):
+            _complain(args, f"warning: {name}: {warning}")
+    for name, failure in failed.items():
+        text = next_step(failure, args)
+        _complain(args, text if f"'{name}'" in text else f"{name}: {text}")
+    return 1 if failed else 0
+
+
+def _complain(args: argparse.Namespace, text: str) -> None:
+    print(f"shmserve {args.command}: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _as_json(name: str, error: ServeError) -> dict[str, Any]:
+    return {"model": name, "error": {"code": error.code, "message": str(error)}}
+
+
+def _loaded(found: Mapping[str, Any]) -> str:
+    states = []
+    for entry in found["versions"]:
+        seconds = f" after {duration_text(entry['seconds'])}" if found.get("changed", True) else ""
+        states.append(f"version {entry['version']} is {entry['state']}{seconds}")
+    unchanged = "" if found.get("changed", True) else "nothing has changed; "
+    return unchanged + (", ".join(states) or "it has no versions")
+
+
+def _unloaded(found: Mapping[str, Any]) -> str:
+    versions = _versions(found)
+    return f"{versions} unloaded" if versions else "nothing to unload"
+
+
+def _begun(found: Mapping[str, Any]) -> str:
+    versions = _versions(found)
+    return f"unloading {versions}" if versions else "nothing to unload"
+
+
+def _versions(found: Mapping[str, Any]) -> str:
+    numbers = [entry["version"] for entry in found["versions"]]
+    return f"version{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else ""
+
+
+# ------------------------------------------------------------------------------------------ while one waits
+
+
+def _watch(args: argparse.Namespace, futures: Mapping[str, Future[Any]], doing: str) -> None:
+    """Until all are done. On a terminal a line tells how far they are, which is asked on a connection of its own."""
+    if not sys.stderr.isatty() or args.json:
+        wait(futures.values())
+        return
+    started = time.monotonic()
+    try:
+        with make_client(args, timeout=ASK_S) as asking:
+            for turn in itertools.cycle(SPINNER):
+                if not wait(futures.values(), TICK_S).not_done:
+                    break
+                waiting = [name for name, future in futures.items() if not future.done()]
+                line = f"{turn} {doing} {_many(waiting)}, {time.monotonic() - started:.0f} s"
+                with contextlib.suppress(ServeError):  # the operation itself will tell what is wrong
+                    line += progress(asking.models(), waiting)
+                width = shutil.get_terminal_size().columns - 1
+                print(_CLEAR + line[:width], end="", file=sys.stderr, flush=True)
+    finally:
+        print(_CLEAR, end="", file=sys.stderr, flush=True)
+
+
+def _many(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def progress(index: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """How many processes of these models serve, of how many, where one can tell."""
+    ready, wanted = counts(instance for entry in index if entry["name"] in names for instance in instances_of(entry))
+    return f": {ready} of {wanted} instances" if wanted else ""
+
+
+def instances_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those that have not ended because they were to end."""
+    return [instance for instance in entry.get("instances") or () if instance["state"] != "stopped"]
+
+
+def counts(instances: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many are ready, and how many are meant to be."""
+    found = list(instances)
+    ready = sum(instance["state"] == "ready" and not instance.get("quarantined") for instance in found)
+    return ready, sum(instance["state"] != "stopping" for instance in found)

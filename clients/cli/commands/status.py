@@ -1,0 +1,289 @@
+"""The commands that ask and change nothing: models, stats, ready, config, version."""
+
+from __future__ import annotations
+
+import argparse
+import select
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import shmserve
+from shmserve.clients.cli.commands.base import Failed, Misuse, connected, make_client, print_json
+from shmserve.clients.cli.commands.operate import counts, instances_of
+from shmserve.clients.cli.tables import bytes_text, duration_text, table
+from shmserve.clients.waiting import degraded, failed_change, failed_changes, why_not_ready
+from shmserve.errors import Denied
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+
+US = 1000
+"""ns in it."""
+
+
+def models(args: argparse.Namespace) -> int:
+    if args.watch is not None and args.json:
+        raise Misuse("--watch cannot be combined with --json; call `shmserve models --json` repeatedly instead")
+    with connected(args) as client:
+        if args.watch is not None:
+            _watch(args, client)
+        found = _chosen(args.model, client.models())
+    if args.json:
+        print_json(found)
+    else:
+        print(models_text(found, args.instances))
+    return 0
+
+
+def _chosen(names: Sequence[str], index: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that were named; all, if none was."""
+    there = {entry["name"] for entry in index}
+    for name in names:
+        if name not in there:
+            near = get_close_matches(name, there, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else "; `shmserve models` lists the models"
+            raise Failed(f"unknown model '{name}'{hint}")
+    return [entry for entry in index if entry["name"] in names or not names]
+
+
+def _watch(args: argparse.Namespace, client: Client) -> NoReturn:
+    """The same again and again in the same place, until Ctrl-C. What is no terminal gets one after the other."""
+    terminal = sys.stdout.isatty()
+    while True:
+        text = models_text(_chosen(args.model, client.models()), args.instances)
+        if terminal:
+            columns, rows = shutil.get_terminal_size()
+            lines = [line[:columns] for line in text.split("\n")]
+            text = CLEAR + "\n".join(lines[: rows - 1])
+        print(text, flush=True)
+        select.select([], [], [], args.watch)
+
+
+CLEAR = "\x1b[H\x1b[2J"
+"""To the upper left corner, and nothing on the screen."""
+
+
+def models_text(found: Sequence[Mapping[str, Any]], instances: bool) -> str:
+    if not found:
+        return "no models: add one to the repository, which is read when the server starts"
+    if not instances:
+        return models_table(found)
+    rows = [row for entry in found for row in instance_rows(entry)]
+    made = table(INSTANCES, rows, right=[1, 4, 6, 7, 8]) if rows else "no model has a process"
+    return "\n".join([made, *last_words(found)])
+
+
+MODELS = [
+    "model", "version", "state", "instances", "queued", "in flight", "pid", "device", "memory", "loaded in", "reason",
+]  # fmt: skip
+INSTANCES = ["model", "version", "instance", "state", "in flight", "device", "pid", "memory", "restarts", "reason"]
+
+
+def models_table(index: Sequence[Mapping[str, Any]]) -> str:
+    """Where a model has several versions the default one is marked."""
+    counts = Counter(entry["name"] for entry in index)
+    rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
+    made = table(MODELS, rows, right=[1, 3, 4, 5, 8, 9])
+    marked = any(row[1].endswith("*") for row in rows)
+    return f"{made}\n\n* default version" if marked else made
+
+
+def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
+    instances = instances_of(entry)
+    ready, wanted = counts(instances)
+    pids = [str(instance["pid"]) for instance in instances if instance["pid"]]
+    memory = sum(instance["memory_bytes"] or 0 for instance in instances)
+    seconds = entry.get("loading_seconds") if entry["state"] in ("READY", "LOADING") else None
+    state = entry["state"] or "not loaded"
+    if entry.get("degraded"):
+        state += " (degraded)"
+    return [
+        entry["name"],
+        (entry["version"] or "-") + ("*" if several and entry.get("default") else ""),
+        f"{state} (reloading)" if entry.get("reloading") else state,
+        f"{ready}/{wanted}" if wanted else "-",
+        f"{entry.get('queued', 0):,}",
+        f"{entry.get('in_flight', 0):,}",
+        _few(pids),
+        _few(list(dict.fromkeys(map(_device, instances)))),
+        bytes_text(memory) if memory else "-",
+        duration_text(seconds) if seconds else "-",
+        _reason(entry),
+    ]
+
+
+def _reason(entry: Mapping[str, Any]) -> str:
+    failed = entry.get("last_failed_change")
+    changed = "changed on disk" if entry.get("changed_on_disk") else ""
+    busy = [f"{i['name']} {busy_text(i['busy_seconds'])}" for i in instances_of(entry) if i.get("busy_seconds")]
+    return "; ".join(text for text in (entry["reason"], *busy, failed and failed_change(failed), changed) if text)
+
+
+def busy_text(seconds: float) -> str:
+    return f"busy for {seconds:.0f} s"
+
+
+def _few(texts: Sequence[str]) -> str:
+    return " ".join(texts[:3]) + (f" +{len(texts) - 3}" if len(texts) > 3 else "") if texts else "-"
+
+
+def _device(instance: Mapping[str, Any]) -> str:
+    return f"gpu {instance['device']}" if instance["kind"] == "KIND_GPU" else "cpu"
+
+
+def instance_rows(entry: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            entry["name"],
+            entry["version"],
+            instance["name"],
+            _state(instance),
+            f"{instance.get('in_flight', 0):,}",
+            _device(instance),
+            str(instance["pid"] or "-"),
+            bytes_text(instance["memory_bytes"]) if instance["memory_bytes"] else "-",
+            f"{instance['restarts']:,}",
+            _attempt(instance),
+        ]
+        for instance in instances_of(entry)
+    ]
+
+
+def _state(instance: Mapping[str, Any]) -> str:
+    notes = [note for note in ("passive", "quarantined") if instance.get(note)]
+    notes += [busy_text(instance["busy_seconds"])] if instance.get("busy_seconds") else []
+    return f"{instance['state']} ({', '.join(notes)})" if notes else str(instance["state"])
+
+
+def _attempt(instance: Mapping[str, Any]) -> str:
+    seconds = instance.get("retry_seconds")
+    return f"{instance['reason']}; next attempt in {seconds:g} s" if seconds else str(instance["reason"])
+
+
+def last_words(index: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the processes of instances that do not serve now wrote before they ended."""
+    return [
+        "\n".join([f"\n{entry['name']} version {entry['version']}, {instance['name']}, last output:", *words])
+        for entry in index
+        for instance in instances_of(entry)
+        if (words := [f"  {line}" for line in instance.get("last_words", ())]) and instance["state"] != "ready"
+    ]
+
+
+def config(args: argparse.Namespace) -> int:
+    """For people with the origins; as JSON it is Triton's, so that what reads that can read this."""
+    if args.origins and not args.json:
+        raise Misuse("--origins needs --json; without --json the origins are always shown")
+    with connected(args) as client:
+        if not args.json:
+            print(client.origins(args.model, args.version)["text"].rstrip())
+        elif args.origins:
+            found = client.origins(args.model, args.version)
+            print_json({"config": found["config"], "origins": found["origins"]})
+        else:
+            print_json(client.config(args.model, args.version))
+    return 0
+
+
+def stats(args: argparse.Namespace) -> int:
+    if args.prometheus:
+        if args.model or args.version or args.json:
+            raise Misuse("--prometheus covers the whole server and cannot be combined with a model or --json")
+        with connected(args) as client:
+            print(client.metrics(), end="")
+        return 0
+    with connected(args) as client:
+        found = client.statistics(args.model, args.version)
+    if args.json:
+        print_json(found)
+        return 0
+    head = ["model", "version", "queued", "in flight", "requests", "failed", "batches", "mean batch", "queue us"]
+    head.append("compute us")
+    rows = [stats_row(entry) for entry in found["model_stats"]]
+    print(table([*head, "batches formed because"], rows, right=range(1, len(head))))
+    for entry in found["model_stats"]:
+        if entry.get("elements"):
+            print(f"{entry['name']} version {entry['version']}: {padding_text(entry)}")
+        for name, seconds in entry.get("busy", {}).items():
+            print(f"{entry['name']} version {entry['version']}: {name} is {busy_text(seconds)}")
+    return 0
+
+
+def padding_text(entry: Mapping[str, Any]) -> str:
+    """What padding costs, and what was done to pad less."""
+    share = entry["padded_elements"] / entry["elements"]
+    cut = entry.get("batch_reasons", {}).get("shape", 0)
+    elements = f"{entry['elements']:,} elements (rows x padded length)"
+    return f"{share:.1%} of {elements} were padding, {cut:,} batches were cut by shape"
+
+
+def stats_row(entry: Mapping[str, Any]) -> list[str]:
+    """Requests are those answered, well or not; a mean batch is in rows; times are means over those answered well."""
+    times = entry["inference_stats"]
+    good, failed, batches = times["success"]["count"], times["fail"]["count"], entry["execution_count"]
+    compute = sum(times[part]["ns"] for part in ("compute_input", "compute_infer", "compute_output"))
+    reasons = sorted(entry.get("batch_reasons", {}).items(), key=lambda item: -item[1])
+    return [
+        entry["name"],
+        entry["version"],
+        f"{entry.get('queued', 0):,}",
+        f"{entry.get('in_flight', 0):,}",
+        f"{good + failed:,}",
+        f"{failed:,}",
+        f"{batches:,}",
+        f"{entry['inference_count'] / batches:.1f}" if batches else "-",
+        f"{times['queue']['ns'] / good / US:,.0f}" if good else "-",
+        f"{compute / good / US:,.0f}" if good else "-",
+        ", ".join(f"{reason} {count:,}" for reason, count in reasons) or "-",
+    ]
+
+
+def ready(args: argparse.Namespace) -> int:
+    if args.wait is not None:
+        with make_client(args) as client:
+            client.wait_ready(args.model, timeout=args.wait)
+            warnings = _warnings(args.model, client)
+    else:
+        with connected(args) as client:
+            if not client.ready(args.model):
+                index = client.models()
+                raise Failed(_not_ready(args.model, index))
+            warnings = _warnings(args.model, client)
+    what = f"model '{args.model}'" if args.model else "the server"
+    print(f"{what} is ready")
+    for text in warnings:
+        print(f"shmserve ready: warning: {text}", file=sys.stderr)
+    return 0
+
+
+def _warnings(model: str | None, client: Client) -> list[str]:
+    try:
+        index = client.models()
+    except Denied:  # those who may only infer are not told
+        return []
+    return [*degraded(model, index), *failed_changes(model, index)]
+
+
+def _not_ready(model: str | None, index: list[dict[str, Any]]) -> str:
+    reasons = why_not_ready(model, index)
+    what = f"model '{model}'" if model else "the server"
+    return f"{what} is not ready" + (f": {'; '.join(reasons)}" if reasons else "; it is starting or stopping")
+
+
+def version(args: argparse.Namespace) -> int:
+    """Asks the server only if one is named: without it, nothing but the standard library is loaded."""
+    found = {"shmserve": shmserve.__version__}
+    if args.url is not None or args.runtime_dir is not None:
+        with connected(args) as client:
+            found["server"] = client.metadata()["version"]
+    if args.json:
+        print_json(found)
+    else:
+        print(f"shmserve {found['shmserve']}")
+        if "server" in found:
+            print(f"the server is version {found['server']}")
+    return 0

@@ -1,0 +1,361 @@
+"""Inputs of a model from what a person types, from files, and from a random generator.
+
+The rule of the file: dtype and shape are the model's; what does not fit them is refused by name, never bent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shmserve.clients.cli.output import from_bfloat16
+from shmserve.clients.cli.tables import shape_text
+from shmserve.dtypes import to_numpy
+from shmserve.protocol.messages import DIMS
+
+Spec = Mapping[str, Any]
+"""A tensor as the metadata describes it: name, datatype, shape."""
+Given = dict[str, NDArray[Any]]
+"""Input name -> array. BF16 is given as its bits, uint16."""
+
+FLOATS = ("FP16", "FP32", "FP64", "BF16")
+RANDOM_BELOW = 100
+RANDOM_LETTERS = 8
+SHOWN = 60
+"""So many characters of a refused value are shown."""
+
+
+class Refused(Exception):
+    """What was typed or read does not fit the model: one line for the user."""
+
+
+class Source(NamedTuple):
+    """Where a person says that inputs come from. `texts` and `shapes` are as they were typed."""
+
+    texts: Sequence[str] = ()
+    file: str | None = None
+    random: bool = False
+    batch: int | None = None
+    shapes: Sequence[str] = ()
+    seed: int | None = None
+
+    def check(self) -> None:
+        """Refuses what makes no sense whatever the model is."""
+        if not self.random:
+            for name, value in (("batch", self.batch), ("seed", self.seed), ("shape", self.shapes or None)):
+                if value is not None:
+                    raise Refused(f"--{name} is for random data: give --random too")
+
+
+def specs(metadata: Mapping[str, Any]) -> dict[str, Spec]:
+    return {spec["name"]: spec for spec in metadata["inputs"]}
+
+
+def describe(known: Mapping[str, Spec]) -> str:
+    return ", ".join(f"{name} ({spec['datatype']} {shape_text(spec['shape'])})" for name, spec in known.items())
+
+
+def _spec(known: Mapping[str, Spec], name: str) -> Spec:
+    spec = known.get(name)
+    if spec is None:
+        raise Refused(f"the model has no input '{name}'; it has {describe(known)}")
+    return spec
+
+
+# ------------------------------------------------------------------------------------------ where they come from
+
+
+def inputs(source: Source, model: str, known: Mapping[str, Spec], largest: Callable[[], int]) -> Given:
+    """All inputs of one request. `largest` says the model's max_batch_size, and is asked only where it matters."""
+    given: Given = {}
+    if source.file is not None:
+        given.update(from_json(source.file, known))
+    given.update(from_arguments(source.texts, known))
+    if source.random:
+        left = {name: spec for name, spec in known.items() if name not in given}
+        if source.batch is not None:
+            most = largest()
+            if source.batch > most:
+                raise Refused(f"--batch {source.batch}: the max_batch_size of model '{model}' is {most}")
+        given.update(random(left, source.batch, shapes_from(source.shapes, left), source.seed))
+    if known and not given:
+        example = next(iter(known))
+        raise Refused(
+            f"model '{model}' needs {describe(known)}: "
+            f"give --input {example}=VALUE, a JSON file, or --random for data without a meaning"
+        )
+    return given
+
+
+def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Given:
+    """Each text is NAME=VALUE or NAME=@FILE.npy."""
+    found: Given = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise Refused(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
+        spec = _spec(known, name)
+        found[name] = _from_npy(Path(value[1:]), spec) if value.startswith("@") else from_text(value, spec)
+    return found
+
+
+def from_json(file: str, known: Mapping[str, Spec]) -> Given:
+    """A JSON document: {"inputs": {NAME: VALUE}}, or the list of tensors of the KServe protocol. `-` is stdin."""
+    where = "standard input" if file == "-" else file
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+        document = json.loads(text, parse_float=_float)
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refused(f"cannot read inputs from {where}: {_reason(error)}") from error
+    inputs = document.get("inputs") if isinstance(document, dict) else None
+    if isinstance(inputs, dict):
+        return {name: from_value(value, _spec(known, name)) for name, value in inputs.items()}
+    if not isinstance(inputs, list):
+        raise Refused(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
+    found: Given = {}
+    for entry in inputs:
+        if not isinstance(entry, dict) or not {"name", "shape", "data"} <= entry.keys():
+            raise Refused(f"{where}: an input in a list needs name, shape and data")
+        name = str(entry["name"])
+        found[name] = from_value(entry["data"], _spec(known, name), shape=entry["shape"])
+    return found
+
+
+def random(
+    known: Mapping[str, Spec], batch: int | None, shapes: Mapping[str, tuple[int, ...]], seed: int | None
+) -> Given:
+    """Random data for these inputs. A dim of any size is 1; the first one is `batch`."""
+    generator = np.random.default_rng(seed)
+    return {name: _random(spec, shapes.get(name) or _shape(spec, batch), generator) for name, spec in known.items()}
+
+
+def shapes_from(texts: Sequence[str], known: Mapping[str, Spec]) -> dict[str, tuple[int, ...]]:
+    """Each text is NAME=D1,D2,...: the whole shape of an input, where random data shall not be 1 in its free dims."""
+    found = {}
+    for text in texts:
+        name, _, dims = text.partition("=")
+        spec = _spec(known, name)
+        if not re.fullmatch(r"\d+(,\d+)*", dims):
+            raise Refused(f"--shape {text}: write NAME=D1,D2,..., e.g. {name}=1,3,48,320")
+        shape = tuple(int(dim) for dim in dims.split(","))
+        if not _matches(shape, spec["shape"]):
+            raise Refused(f"--shape {text} does not fit input '{name}', which is {shape_text(spec['shape'])}")
+        found[name] = shape
+    return found
+
+
+def _shape(spec: Spec, batch: int | None) -> tuple[int, ...]:
+    shape = [1 if dim < 0 else dim for dim in spec["shape"]]
+    if batch is not None:
+        if not shape or spec["shape"][0] >= 0:
+            raise Refused(
+                f"input '{spec['name']}' is {shape_text(spec['shape'])}: the model takes no batches, leave out --batch"
+            )
+        shape[0] = batch
+    return tuple(shape)
+
+
+def _random(spec: Spec, shape: tuple[int, ...], generator: np.random.Generator) -> Any:
+    dtype = spec["datatype"]
+    if dtype == "BYTES":
+        letters = generator.integers(ord("a"), ord("z") + 1, (math.prod(shape), RANDOM_LETTERS), np.uint8)
+        return _objects([row.tobytes() for row in letters], shape)
+    if dtype == "BOOL":
+        return generator.integers(0, 2, shape).astype(np.bool_)
+    if dtype in FLOATS:
+        return _floats(generator.random(shape), spec)
+    return generator.integers(0, RANDOM_BELOW, shape).astype(to_numpy(dtype))
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+def from_text(text: str, spec: Spec) -> Any:
+    """A JSON literal, or words with commas or spaces between them; for BYTES, if it is neither, the text itself."""
+    try:
+        value = json.loads(text, parse_float=_float)
+    except (ValueError, RecursionError):
+        value = (
+            text if spec["datatype"] == "BYTES" else [_word(word, spec) for word in re.split(r"[,\s]+", text.strip())]
+        )
+    else:
+        if spec["datatype"] == "BYTES" and not isinstance(value, (str, list)):
+            value = text  # 42 is a fine string
+    return from_value(value, spec)
+
+
+def _word(word: str, spec: Spec) -> int | float | bool:
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for made in (int, _float):
+        try:
+            return made(word)
+        except ValueError:
+            continue
+    raise Refused(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
+
+
+def _float(text: str) -> float:
+    """ValueError for digits that only infinity would do justice to."""
+    value = float(text)
+    if math.isinf(value) and "inf" not in text.lower():
+        raise ValueError(f"{_short(text)} is too large for a number")
+    return value
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> Any:
+    """Numbers, strings or nested lists of them -> a tensor of the model's dtype and shape."""
+    flat: list[Any] = []
+    found = _flatten(value, flat, spec["name"], DIMS)
+    if shape is not None:
+        if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
+            raise Refused(f"input '{spec['name']}': shape {shape} is no list of sizes")
+        if math.prod(shape) != len(flat):
+            raise Refused(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
+        found = tuple(shape)
+    dtype = spec["datatype"]
+    if dtype == "BYTES":
+        _all_are(flat, (str,), "a string", spec)
+        array = _objects(flat, found)
+    elif dtype == "BOOL":
+        for item in flat:
+            if item not in (0, 1):
+                raise _unfit(item, "true or false", spec)
+        array = np.array(flat, np.bool_).reshape(found)
+    elif dtype in FLOATS:
+        _all_are(flat, (int, float), "a number", spec)
+        try:
+            array = np.array(flat, np.float64).reshape(found)
+        except OverflowError:
+            raise _unfit(max(flat, key=abs), f"within the range of {dtype}", spec) from None
+    else:
+        array = _integers(flat, spec).reshape(found)
+    array = fit(array, spec)
+    return _floats(array, spec) if dtype in FLOATS else array
+
+
+def _flatten(value: Any, flat: list[Any], name: str, dims: int) -> tuple[int, ...]:
+    """Appends the leaves to `flat`, and gives the shape. Lists of unequal lengths are no tensor."""
+    if not isinstance(value, list):
+        flat.append(value)
+        return ()
+    if not dims:
+        raise Refused(f"input '{name}': a tensor has at most {DIMS} dims")
+    shapes = {_flatten(item, flat, name, dims - 1) for item in value}
+    if len(shapes) > 1:
+        raise Refused(f"input '{name}': the lists in it have different lengths")
+    return (len(value), *(shapes.pop() if shapes else ()))
+
+
+def _all_are(flat: list[Any], kinds: tuple[type, ...], what: str, spec: Spec) -> None:
+    for item in flat:
+        if type(item) not in kinds:
+            raise _unfit(item, what, spec)
+
+
+def _unfit(item: Any, what: str, spec: Spec) -> Refused:
+    return Refused(f"input '{spec['name']}' ({spec['datatype']}): {_short(json.dumps(item))} is not {what}")
+
+
+def _integers(flat: list[Any], spec: Spec) -> NDArray[Any]:
+    info = np.iinfo(to_numpy(spec["datatype"]))
+    _all_are(flat, (int,), "an integer", spec)
+    for item in flat:
+        if not info.min <= item <= info.max:
+            raise _unfit(item, f"within {info.min} ... {info.max}", spec)
+    return np.array(flat, info.dtype)
+
+
+def _floats(values: NDArray[np.float64], spec: Spec) -> Any:
+    """In the model's precision; a finite number that it cannot hold is refused."""
+    dtype = spec["datatype"]
+    single = np.dtype(np.float32) if dtype == "BF16" else to_numpy(dtype)
+    with np.errstate(over="ignore"):
+        made = values.astype(single)
+    if dtype == "BF16":
+        bits = _bfloat16(made)
+        made = from_bfloat16(bits)
+    lost = np.isinf(made) & np.isfinite(values)
+    if lost.any():
+        raise _unfit(values[lost].flat[0].item(), f"within the range of {dtype}", spec)
+    return bits if dtype == "BF16" else made
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper half of each float, rounded to nearest, halves to even."""
+    wide = values.view(np.uint32).astype(np.uint64)
+    rounded = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def _objects(items: Sequence[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    array = np.empty(len(items), object)
+    array[:] = items
+    return array.reshape(shape)
+
+
+# ------------------------------------------------------------------------------------------ files and shapes
+
+
+def _from_npy(file: Path, spec: Spec) -> Any:
+    try:
+        array = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise Refused(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
+    if not isinstance(array, np.ndarray):
+        raise Refused(f"input '{spec['name']}': {file} is no .npy file")
+    dtype = spec["datatype"]
+    if dtype == "BYTES":
+        if array.dtype.kind not in "SU":
+            raise Refused(f"input '{spec['name']}' (BYTES): {file} holds {array.dtype}, not strings")
+        return fit(_objects(array.reshape(-1).tolist(), array.shape), spec)
+    if dtype == "BF16":
+        if array.dtype not in (np.dtype(np.uint16), np.dtype("V2")):
+            raise Refused(f"input '{spec['name']}' (BF16): {file} holds {array.dtype}, not 16-bit patterns (uint16)")
+        return fit(array.view(np.uint16), spec)
+    wanted = to_numpy(dtype)
+    if array.dtype != wanted:
+        raise Refused(f"input '{spec['name']}' ({dtype}): {file} holds {array.dtype}; save it with .astype('{wanted}')")
+    return fit(array, spec)
+
+
+def _matches(shape: Sequence[int], pattern: Sequence[int]) -> bool:
+    return len(shape) == len(pattern) and all(
+        free < 0 or size == free for size, free in zip(shape, pattern, strict=True)
+    )
+
+
+def fit(array: NDArray[Any], spec: Spec) -> NDArray[Any]:
+    """The array in the model's shape: as it is, as a batch of one, or, if it is flat, in the only shape that it can
+    have (its first dim 1 where that must be said)."""
+    pattern = spec["shape"]
+    if _matches(array.shape, pattern):
+        return array
+    if pattern and pattern[0] < 0 and _matches(array.shape, pattern[1:]):
+        return array[None]
+    if array.ndim <= 1:
+        for shape in (pattern, [1, *pattern[1:]] if pattern and pattern[0] < 0 else pattern):
+            if sum(dim < 0 for dim in shape) <= 1 and 0 not in shape:
+                known = math.prod(dim for dim in shape if dim >= 0)
+                if (array.size == known) if min(shape, default=0) >= 0 else (array.size and array.size % known == 0):
+                    return array.reshape(shape)
+    raise Refused(
+        f"input '{spec['name']}' ({spec['datatype']}): a value of shape {shape_text(array.shape)} does not fit "
+        f"{shape_text(pattern)}"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,125 @@
+"""The answer of a model for a person, a program or a file.
+
+The rule of the file: nothing is lost on the way but what the target cannot hold, and then it is said.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shmserve.clients.cli.tables import duration_text, plain_text, shape_text, table, values_text
+from shmserve.dtypes import from_numpy
+
+Outputs = Mapping[str, NDArray[Any]]
+Dtypes = Mapping[str, str]
+"""Output name -> wire type, as the model's metadata says."""
+Files = Mapping[str, Path]
+"""Output name -> where it was written to; empty where it was not."""
+
+
+class NotWritten(Exception):
+    """Outputs cannot be kept in files as they are: one line for the user."""
+
+
+def _dtype(name: str, array: NDArray[Any], dtypes: Dtypes) -> str:
+    return dtypes.get(name) or from_numpy(array.dtype)
+
+
+def _plain(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The array in a type that prints as numbers."""
+    return from_bfloat16(array) if dtype == "BF16" else array
+
+
+def from_bfloat16(bits: NDArray[Any]) -> NDArray[np.float32]:
+    """What 16 bits of each element mean; also for the arrays of ml_dtypes."""
+    wide = np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16
+    return wide.view(np.float32).reshape(bits.shape)
+
+
+def outputs_table(outputs: Outputs, dtypes: Dtypes, files: Files) -> str:
+    rows = []
+    for name, array in outputs.items():
+        dtype = _dtype(name, array, dtypes)
+        row = [name, dtype, shape_text(array.shape), values_text(_plain(array, dtype))]
+        rows.append([*row, str(files[name])] if files else row)
+    return table(["output", "dtype", "shape", "values", *(["file"] if files else [])], rows)
+
+
+def timing(seconds: Sequence[float]) -> str:
+    """One request: how long it took. More: median and 99th percentile, one after another."""
+    if len(seconds) == 1:
+        return duration_text(seconds[0])
+    median, p99 = statistics.median(seconds), percentile(seconds, 99)
+    return f"{len(seconds)} requests one after another: median {duration_text(median)}, p99 {duration_text(p99)}"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` percent of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
+
+
+def document(
+    model: str, version: int, outputs: Outputs, dtypes: Dtypes, files: Files, seconds: Sequence[float]
+) -> dict[str, Any]:
+    """For programs, as JSON."""
+    described = {}
+    for name, array in outputs.items():
+        dtype = _dtype(name, array, dtypes)
+        described[name] = entry = {"dtype": dtype, "shape": list(array.shape)}
+        if files:
+            entry["file"] = str(files[name])
+        else:
+            entry["data"] = as_json(_plain(array, dtype).tolist())
+    microseconds = [round(value * 1e6, 1) for value in seconds]
+    latency = {"requests": len(seconds), "median": round(statistics.median(microseconds), 1)}
+    latency["p99"] = percentile(microseconds, 99)
+    return {"model": model, "version": version, "outputs": described, "latency_us": latency}
+
+
+def as_json(value: Any) -> Any:
+    """JSON has no NaN and no bytes: they become strings."""
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return plain_text(value) if isinstance(value, bytes) else value
+
+
+def file_name(output: str) -> str:
+    """An output's name may hold slashes and more; its file stays in the directory."""
+    return re.sub(r"[^\w.-]", "_", output).lstrip(".") + ".npy"
+
+
+def write(folder: Path, outputs: Outputs, dtypes: Dtypes) -> dict[str, Path]:
+    """Each output in DIR/NAME.npy."""
+    files: dict[str, Path] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, array in outputs.items():
+            path = folder / file_name(name)
+            if path in files.values():
+                raise NotWritten(f"outputs would share the file {path}; choose one of them by --outputs")
+            np.save(path, storable(name, array, _dtype(name, array, dtypes)), allow_pickle=False)
+            files[name] = path
+    except OSError as error:
+        raise NotWritten(f"cannot write to {folder}: {error.strerror or error}") from error
+    return files
+
+
+def storable(name: str, array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """What .npy can hold without pickle: strings of one width, and the bits of BF16."""
+    if dtype == "BF16":
+        return np.ascontiguousarray(array).view(np.uint16).reshape(array.shape)
+    if dtype != "BYTES":
+        return array
+    if any(value.endswith(b"\0") for value in array.reshape(-1)):
+        raise NotWritten(f"output '{name}' has strings that end with a zero byte, which .npy cannot hold; use --json")
+    return array.astype(np.bytes_)

@@ -1,0 +1,176 @@
+"""A server for one command: started on sockets of its own, watched while it loads, and gone with the command.
+
+The rule of the file: nothing outlives the `with` block, however it is left, short of SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from shmserve.clients.cli.commands.base import Failed
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+
+STOP_S = 30.0
+CONNECT_S = 1.0
+LONGEST = 60
+"""Bytes: the path of a socket may have 107. Where temporary files have a longer place, ours do not go there."""
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_KEPT = ("SHMSERVE_BACKEND_CONFIG", "SHMSERVE_HOST_POLICY", "SHMSERVE_DISABLE_AUTO_COMPLETE_CONFIG")
+"""Settings that a model may need to load. The others are of another server: its log file, its sockets."""
+_OF_SERVER = ("SHMSERVE_MODEL_REPOSITORY", "SHMSERVE_MODEL_CONTROL_MODE", "SHMSERVE_MODEL_CONFIG_NAME")
+_FOR_MODELS = "SHMSERVE_MODEL_"
+
+
+class Private:
+    """A server of the repositories. `options` are those of `shmserve serve`."""
+
+    def __init__(self, repositories: Sequence[Path], options: Sequence[str] = ()) -> None:
+        self._repositories = repositories
+        self._options = options
+        self._ready = False
+
+    def __enter__(self) -> Private:
+        place = tempfile.gettempdir()
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="shmserve-check-", dir=place if len(os.fsencode(place)) <= LONGEST else "/tmp"
+        )
+        try:
+            self._start()
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._stop()
+        finally:
+            os.close(self._reader)
+            self._folder.cleanup()
+
+    def client(self, timeout: float) -> Client:
+        from shmserve.clients.client import Client
+
+        return Client(runtime_dir=self._runtime_dir, timeout=timeout, reconnect_timeout=CONNECT_S)
+
+    def ready(self, seconds: float) -> bool:
+        """Waits so long for the end of the first round of loading. Failed if the server has ended instead."""
+        if not self._ready and select.select([self._reader], [], [], seconds)[0]:
+            if os.read(self._reader, 16) != b"READY\n":
+                code = self._process.wait(STOP_S)
+                raise Failed(f"the temporary server exited with code {code}: {self.last_words}")
+            self._ready = True
+        return self._ready
+
+    @property
+    def log(self) -> str:
+        return self._log_file.read_text(errors="replace")
+
+    @property
+    def last_words(self) -> str:
+        lines = [line.strip() for line in self.log.split("\n") if line.strip()]
+        return "; ".join(lines[-3:]) or "it printed nothing"
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _start(self) -> None:
+        folder = Path(self._folder.name)
+        self._runtime_dir = folder / "run"
+        self._log_file = folder / "server.log"
+        command = [sys.executable, "-m", "shmserve.broker.main", "--runtime-dir", str(self._runtime_dir)]
+        for repository in self._repositories:
+            command += ["--model-repository", str(repository.resolve())]
+        command += ["--strict-readiness", "false", "--exit-on-error", "false", "--exit-timeout-secs", "0"]
+        command.append("--no-gateway")
+        self._reader, writer = os.pipe()
+        try:
+            with self._log_file.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, "--ready-fd", str(writer), *self._options],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[writer],
+                    env=_environment(),
+                    start_new_session=True,  # a terminal's Ctrl-C is for us, and we stop it
+                )
+        except BaseException:
+            os.close(self._reader)
+            raise
+        finally:
+            os.close(writer)
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except BaseException as error:  # also a second Ctrl-C: whoever is in a hurry leaves nothing behind either
+            workers = _children(self._process.pid)
+            self._process.kill()
+            self._process.wait()
+            _await_end(workers)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """In this block SIGTERM and SIGHUP end the program as Ctrl-C does: through every `finally`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _end) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _environment() -> dict[str, str]:
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("SHMSERVE_") or key in _KEPT or (key.startswith(_FOR_MODELS) and key not in _OF_SERVER)
+    }
+    return kept | {"ORT_DISABLE_TELEMETRY": "1"}
+
+
+def _children(pid: int) -> list[int]:
+    """Descriptors of the processes that a process has started."""
+    try:
+        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    opened = []
+    for child in pids:
+        try:
+            opened.append(os.pidfd_open(int(child)))
+        except ProcessLookupError:
+            continue
+    return opened
+
+
+def _await_end(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        try:
+            select.select([descriptor], [], [], STOP_S)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,335 @@
+"""A session and its link on an event loop. The rule of the file: nothing waits here but the loop itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import weakref
+from typing import Any
+
+from shmserve.clients.transport.address import Address, Incoming, Link, no_server, open_link
+from shmserve.clients.transport.threaded import CLOSED, PAUSE_MOST_S, PAUSE_S
+from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
+from shmserve.session import Packet, Session, Ticket
+
+BURST = 32
+"""Packets read before other things on the loop have their turn."""
+RETRY_S = 0.002
+"""ZeroMQ does not tell reliably when there is room again, so it is tried again after this."""
+
+monotonic = time.monotonic
+
+
+class LoopLink:
+    def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
+        self.address = address
+        self.closed = False
+        self._name = name
+        self._reconnect_timeout = reconnect_timeout
+        self._memory_bytes = memory_bytes
+        self._start()
+        _all.add(self)
+
+    def _start(self) -> None:
+        """Also for a forked child: nothing of the parent is used or given back there."""
+        self.session = self.make_session()
+        self.session.memory.frame_bytes = self.address.frame_bytes
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._link: Link | None = None
+        self._watched: list[int] = []
+        self._unsent: list[Packet] = []
+        self._writing = False
+        self._was_connected = False
+        self._connecting: asyncio.Task[None] | None = None
+        self._sending_soon = False
+        self.flushing_soon = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def make_session(self) -> Session:
+        return Session(self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)))
+
+    def bind(self) -> asyncio.AbstractEventLoop:
+        """The running loop. A client whose loop has been closed may go on in another."""
+        if self.closed:
+            raise Unavailable("the client is closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return loop
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise RuntimeError("this AsyncClient is used by another event loop; make one for each")
+            self._watched = []
+            self._lose(ConnectionLost("its event loop was closed"))
+            self.session.fail_all(ConnectionLost("the event loop was closed before the answer came"))
+            self._connecting = self._timer = None
+            self._sending_soon = self.flushing_soon = self._writing = False
+        self._loop = loop
+        return loop
+
+    # ------------------------------------------------------------------------------------ out
+
+    def send_soon(self, with_deadline: bool = False) -> None:
+        """Once in this turn of the loop, for all that is said in it."""
+        loop = self._loop
+        if loop is None:
+            return
+        if not self._sending_soon:
+            self._sending_soon = True
+            loop.call_soon(self._send)
+        if with_deadline:
+            self._arm()
+
+    def flush(self) -> None:
+        if self._link is not None and (self.session.outbox.messages or self.session.has_returns):
+            self._send()
+
+    def _send(self) -> None:
+        self._sending_soon = False
+        self.flushing_soon = False
+        if self.closed:
+            return
+        if self._link is None:
+            if self._connecting is None and self._loop is not None:
+                self._connecting = self._loop.create_task(self._connect())
+            return  # everything unanswered is sent then
+        self._unsent += self.session.take()
+        self._push()
+
+    def _push(self) -> None:
+        link, loop = self._link, self._loop
+        if link is None or loop is None:
+            return
+        try:
+            while self._unsent and link.send(self._unsent[0]):
+                del self._unsent[0]
+        except ConnectionLost as error:
+            self._lose(error)
+            return
+        if self.address.kind != "unix":
+            loop.call_soon(self._readable)  # sending may have swallowed the signal that something came
+        if bool(self._unsent) != self._writing:
+            self._writing = bool(self._unsent)
+            if self.address.kind != "unix":
+                self._writing = False
+                loop.call_later(RETRY_S, self._push)
+            elif self._writing:
+                loop.add_writer(link.descriptors()[0], self._push)
+            else:
+                loop.remove_writer(link.descriptors()[0])
+
+    # ------------------------------------------------------------------------------------ in
+
+    def _readable(self) -> None:
+        session = self.session
+        for _ in range(BURST):
+            link = self._link
+            if link is None:
+                return
+            try:
+                incoming = link.receive(0)
+                if incoming is None:
+                    break
+                session.receive(*incoming)
+            except ServeError as error:
+                self._lose(error)
+                return
+            if session.goodbye is not None:
+                self._lose(session.goodbye)
+                return
+        else:
+            if self._loop is not None:
+                self._loop.call_soon(self._readable)
+        if session.urgent or session.memory.drops.full:
+            self._send()
+
+    # ------------------------------------------------------------------------------------ time
+
+    def _arm(self) -> None:
+        deadline = self.session.deadline()
+        timer = self._timer
+        if timer is not None:
+            if deadline is not None and self._timer_at <= deadline:
+                return
+            timer.cancel()
+            self._timer = None
+        if deadline is not None and self._loop is not None:
+            self._timer_at = deadline
+            self._timer = self._loop.call_later(max(0.0, deadline - monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.session.tick(monotonic())
+        if self.session.outbox.messages:
+            self.send_soon()
+        self._arm()
+
+    def cancel(self, ticket: Ticket) -> None:
+        if self.session.cancel(ticket) and self._link is not None:
+            self.send_soon()
+
+    # ------------------------------------------------------------------------------------ connections
+
+    def _lose(self, error: ServeError) -> None:
+        link, self._link = self._link, None
+        if link is None:
+            return
+        self._unwatch(link)
+        ours = not isinstance(error, ConnectionLost)
+        if ours:  # over ZeroMQ the server would not notice
+            with contextlib.suppress(ConnectionLost):
+                link.send(self.session.bye())
+        link.close(linger=ours)
+        self.session.disconnected()
+        if self.closed:
+            self.session.fail_all(Cancelled(CLOSED))
+        elif self.session.goodbye is not None:
+            self.session.fail_all(self.session.goodbye)
+        elif self.session.tickets:
+            self.send_soon()
+
+    def _unwatch(self, link: Link) -> None:
+        self._unsent.clear()
+        if self._loop is not None and not self._loop.is_closed():
+            for descriptor in self._watched:
+                self._loop.remove_reader(descriptor)
+            if self._writing:
+                self._loop.remove_writer(link.descriptors()[0])
+        self._watched = []
+        self._writing = False
+
+    async def _connect(self) -> None:
+        limit = monotonic() + self._reconnect_timeout
+        pause = PAUSE_S
+        try:
+            while True:
+                try:
+                    link, welcome = await self._greet(limit)
+                    break
+                except ConnectionLost:
+                    if not self._was_connected or monotonic() + pause >= limit:
+                        raise
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, PAUSE_MOST_S)
+            self._adopt(link, welcome)
+        except ServeError as error:
+            self.session.fail_all(error)
+        except asyncio.CancelledError:
+            self.session.fail_all(Cancelled(CLOSED))
+            raise
+        finally:
+            self._connecting = None
+
+    def _adopt(self, link: Link, welcome: Incoming) -> None:
+        session = self.session
+        try:
+            session.receive(*welcome)
+            if not session.connected:
+                raise session.goodbye or ConnectionLost(f"{self.address.url} is no shmserve server")
+        except ServeError:
+            link.close()
+            raise
+        self._link = link
+        self._was_connected = True
+        self._watched = link.descriptors()
+        assert self._loop is not None
+        for descriptor in self._watched:
+            self._loop.add_reader(descriptor, self._readable)
+        self._send()
+
+    async def _greet(self, limit: float) -> tuple[Link, Incoming]:
+        loop = asyncio.get_running_loop()
+        link = open_link(self.address)
+        readable = asyncio.Event()
+        watched = link.descriptors()
+        try:
+            with contextlib.suppress(ConnectionLost):  # one that lets nobody in has said why: read that
+                link.send(self.session.hello(os.getpid(), self._name))
+            alarm = loop.call_later(max(0.0, limit - monotonic()) + 0.001, readable.set)
+            for descriptor in watched:
+                loop.add_reader(descriptor, readable.set)
+            try:
+                while True:
+                    incoming = link.receive(0)
+                    if incoming is not None:
+                        return link, incoming
+                    if monotonic() >= limit:
+                        raise no_server(self.address, "it does not answer")
+                    readable.clear()
+                    await readable.wait()
+            finally:
+                alarm.cancel()
+                for descriptor in watched:
+                    loop.remove_reader(descriptor)
+        except BaseException:
+            link.close()
+            raise
+
+    # ------------------------------------------------------------------------------------ the end
+
+    async def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        connecting = self._connecting
+        if connecting is not None:
+            connecting.cancel()
+            await asyncio.wait([connecting])
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        link, self._link = self._link, None
+        if link is not None:
+            try:
+                if not self._unsent:
+                    for packet in [*self.session.take(), self.session.bye()]:
+                        if not link.send(packet):
+                            break  # the end of the link says as much
+            except ConnectionLost:
+                pass  # it has ended first
+            self._unwatch(link)
+            link.close(linger=True)
+        self.session.fail_all(Cancelled(CLOSED))
+        self.session.disconnected()
+        self.session.close()
+
+    def forked(self) -> None:
+        link, session = self._link, self.session
+        self._start()
+        if link is not None:
+            link.abandon()
+        session.questions.close()
+        session.memory.close()
+
+    def __del__(self) -> None:
+        link = getattr(self, "_link", None)
+        if link is not None:
+            link.close()
+
+
+_all: weakref.WeakSet[LoopLink] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for link in list(_all):
+        link.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def flusher(link: weakref.ref[LoopLink]) -> Any:
+    """Gives much dropped memory back soon. Called within the collector, in any thread."""
+
+    def flush() -> None:
+        found = link()
+        if found is None or found.flushing_soon or found.closed:
+            return
+        loop = found._loop
+        if loop is not None and not loop.is_closed():
+            found.flushing_soon = True
+            loop.call_soon_threadsafe(found._send)
+
+    return flush

@@ -1,0 +1,160 @@
+"""The unix lane: a SEQPACKET socket. The rule of the file: one system call a packet where it can be.
+
+Waiting with a limit costs a second call per packet if it is done by poll, so the limit is set once as the socket's own
+(SO_RCVTIMEO) and kept while it serves: `receive` may return earlier than asked, never much later.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import select
+import socket
+import struct
+
+from shmserve.clients.transport.address import Address, Incoming, no_server
+from shmserve.errors import ConnectionLost, InvalidRequest, ProtocolError
+from shmserve.protocol.descriptors import ANCILLARY_BYTES, LOST, received
+from shmserve.protocol.messages import PACKET_BYTES
+from shmserve.session import Packet
+
+# Plain integers: the arithmetic of enums costs microseconds.
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_AT_ONCE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CTRUNC = int(socket.MSG_CTRUNC)
+_TIMEVAL = struct.Struct("ll")
+SEND_BUFFER = 1 << 20
+
+
+class Lane:
+    def __init__(self, address: Address) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(address.path)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EPERM or error.errno == errno.EACCES:
+                raise no_server(
+                    address, "this user may not open its socket; --socket-group of the server lets others in"
+                ) from error
+            if "too long" in str(error):
+                raise InvalidRequest(f"the path of {address.url} is too long for a socket (107 bytes)") from error
+            raise no_server(address, "nobody listens there") from error
+        self._set_up(sock)
+
+    def _set_up(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self._sock = sock
+        self._sock_send = sock.send
+        self._recvmsg_into = sock.recvmsg_into
+        self._limit: float | None = None
+        self._buffer = bytearray(PACKET_BYTES + 1)
+        self._buffers = [self._buffer]
+        self._view = memoryview(self._buffer)
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    # ------------------------------------------------------------------------------------ out
+
+    def send(self, packet: Packet) -> bool:
+        try:
+            if packet.descriptors:
+                rights = array.array("i", packet.descriptors)
+                self._sock.sendmsg([packet.data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], _SEND)
+            else:
+                self._sock_send(packet.data, _SEND)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error
+        return True
+
+    def in_use(self) -> bool:
+        return False  # a system call is not interrupted by the collector
+
+    def wait_writable(self, wait: float | None) -> None:
+        self._poll(select.POLLOUT, wait)
+
+    def _poll(self, events: int, wait: float | None, *others: int) -> None:
+        poll = select.poll()
+        poll.register(self._sock, events)
+        for other in others:
+            poll.register(other, select.POLLIN)
+        poll.poll(None if wait is None else max(0.0, wait) * 1000 + 1)
+
+    # ------------------------------------------------------------------------------------ in
+
+    def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
+        flags = _CLOEXEC
+        if to_send or wakeable:
+            self._wait(wait, to_send, wakeable)
+            flags = _AT_ONCE
+        elif wait is None:
+            if self._limit is not None:
+                self._set_limit(None)
+        elif wait <= 0:
+            flags = _AT_ONCE
+        else:
+            limit = self._limit
+            if limit is None or limit > wait or (limit < 0.5 and limit < wait * 0.25):
+                self._set_limit(wait if wait < 0.05 else wait * 0.5)
+        try:
+            size, ancillary, got, _ = self._recvmsg_into(self._buffers, ANCILLARY_BYTES, flags)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # told once, ahead of what the server still said before it ended
+            return self.receive(wait, to_send, wakeable)
+        except OSError as error:
+            raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error
+        descriptors = received(ancillary) if ancillary else []
+        if size == 0 or got & _CUT:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if got & _CTRUNC:
+                raise ConnectionLost(f"the connection to the server is made again: {LOST}")
+            if size:
+                raise ProtocolError(f"the server sent a packet over the limit of {PACKET_BYTES} bytes")
+            raise ConnectionLost("the connection to the server ended")
+        return self._view[:size], descriptors, []
+
+    def _set_limit(self, seconds: float | None) -> None:
+        microseconds = 0 if seconds is None else max(1, int(seconds * 1e6))
+        value = _TIMEVAL.pack(microseconds // 1_000_000, microseconds % 1_000_000)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._limit = seconds
+
+    def _wait(self, wait: float | None, to_send: bool, wakeable: bool) -> None:
+        events = select.POLLIN | (select.POLLOUT if to_send else 0)
+        if not wakeable:
+            self._poll(events, wait)
+            return
+        self._poll(events, wait, self._wakeup)
+        try:
+            os.eventfd_read(self._wakeup)
+        except BlockingIOError:
+            return  # nobody called
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
+
+    def descriptors(self) -> list[int]:
+        return [self._sock.fileno()]
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def interrupt(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended already
+
+    def close(self, linger: bool = False) -> None:
+        self._sock.close()
+        wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            os.close(wakeup)
+
+    def abandon(self) -> None:
+        self.close()

@@ -1,0 +1,264 @@
+"""The link of a client that several threads use, and what goes through it. The rule of the file: every method is called
+with the lock, and gives it up only while it waits for the kernel.
+
+One thread at a time is the leader: it connects or receives without the lock, while nobody else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+from shmserve.clients.transport.address import Address, Incoming, Link, no_server, open_link
+from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
+from shmserve.session import Packet, Session, Ticket
+
+INTERRUPTED = ConnectionLost("reading was interrupted")
+CLOSED = "the client was closed before the answer came"
+PAUSE_S = 0.01
+PAUSE_MOST_S = 0.25
+READ_EVERY = 16
+"""After so many packets sent with nothing read, what has come is taken in: else the server would wait for us."""
+
+monotonic = time.monotonic
+
+
+class Connection:
+    def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
+        self.address = address
+        self.uncollected = 0
+        """About how many answers have come whose result nobody has asked for yet."""
+        self.closed = False
+        self._name = name
+        self._reconnect_timeout = reconnect_timeout
+        self._memory_bytes = memory_bytes
+        self._start()
+
+    def _start(self) -> None:
+        """Also for a forked child: nothing of the parent is used or given back there."""
+        self.lock = threading.RLock()
+        self.session = Session(self.address.memory, memory_bytes=self._memory_bytes, on_full=self._on_full())
+        self.session.memory.frame_bytes = self.address.frame_bytes
+        self.outbox = self.session.outbox
+        self._unsent: list[Packet] = []
+        self._link: Link | None = None
+        self._dialed: Link | None = None
+        self._was_connected = False
+        self._leading = False
+        self._unread = 0
+        self._closing = threading.Event()
+
+    def _on_full(self) -> Any:
+        """What is called, maybe within the collector, when much memory of results was dropped."""
+        return None
+
+    # ------------------------------------------------------------------------------------ sending
+
+    def send_now(self, ticket: Ticket | None = None) -> None:
+        """With the lock: everything in the outbox goes out. Waits for room, within the ticket's deadline."""
+        if self.closed:
+            self.session.fail_all(Cancelled("the client is closed"))
+            raise Unavailable("the client is closed")
+        if self._link is None:
+            if self._leading:
+                return  # another thread is connecting; all that is unanswered will be sent then
+            self._connect(ticket.deadline if ticket is not None else None)
+            if self._link is None:
+                return
+        try:
+            if not self._unsent:
+                for packet in self.session.take():
+                    if self._unsent or not self._link.send(packet):
+                        self._unsent.append(packet)
+            else:
+                self._unsent += self.session.take()
+                self._push()
+        except ConnectionLost as error:
+            self._lose(error)
+            return
+        if self._unsent:
+            self._push_all(ticket)
+        self._unread += 1
+        if self._unread >= READ_EVERY and not self._leading:
+            self._read_what_is_there()
+
+    def _push(self) -> None:
+        link = self._link
+        while self._unsent and link is not None and link.send(self._unsent[0]):
+            del self._unsent[0]
+
+    def _push_all(self, ticket: Ticket | None) -> None:
+        """The link is full. What has come is read meanwhile: the server may be waiting for that."""
+        while self._unsent and self._link is not None and not self.closed:
+            deadline = ticket.deadline if ticket is not None else None
+            wait = None if deadline is None else deadline - monotonic()
+            if ticket is not None and wait is not None and wait <= 0:
+                self.session.expire(ticket)
+                return
+            try:
+                if self._leading:
+                    link = self._link
+                    self.lock.release()
+                    try:
+                        link.wait_writable(wait)
+                    finally:
+                        self.lock.acquire()
+                else:
+                    self._lead(wait, False)
+                self._push()
+            except ConnectionLost as error:
+                self._lose(error)
+
+    # ------------------------------------------------------------------------------------ reading
+
+    def _lead(self, wait: float | None, wakeable: bool) -> None:
+        """Receives one packet for all. The lock is free meanwhile."""
+        link = self._link
+        assert link is not None
+        to_send = bool(self._unsent)
+        self._leading = True
+        self.lock.release()
+        incoming: Incoming | ServeError | None = INTERRUPTED
+        try:
+            incoming = link.receive(wait, to_send, wakeable)
+        except ServeError as error:
+            incoming = error
+        finally:
+            self.lock.acquire()
+            self._leading = False
+            if link is not self._link:
+                link.close()  # it was given up meanwhile
+                incoming = None
+            elif isinstance(incoming, ServeError):
+                self._lose(incoming)  # also after KeyboardInterrupt, when a packet may have been read and lost
+        if incoming is not None and not isinstance(incoming, ServeError):
+            self._take_in(incoming)
+
+    def _take_in(self, incoming: Incoming) -> None:
+        session = self.session
+        self._unread = 0
+        try:
+            settled = session.receive(*incoming)
+        except ServeError as error:
+            self._lose(error)
+            return
+        if settled:
+            self.uncollected = settled
+        if session.goodbye is not None:
+            self._lose(session.goodbye)
+            return
+        if self._unsent:
+            try:
+                self._push()
+            except ConnectionLost as error:
+                self._lose(error)
+        if not self._unsent and (session.urgent or session.memory.drops.full):
+            self.send_now()
+
+    def _read_what_is_there(self) -> None:
+        """Whatever can be had without waiting."""
+        for _ in range(READ_EVERY):
+            link = self._link
+            if link is None or self._leading:
+                return
+            try:
+                incoming = link.receive(0)
+            except ServeError as error:
+                self._lose(error)
+                return
+            if incoming is None:
+                self._unread = 0
+                return
+            before = self.uncollected
+            self._take_in(incoming)
+            self.uncollected += before
+
+    # ------------------------------------------------------------------------------------ connections
+
+    def _lose(self, error: ServeError) -> None:
+        """The link has ended, or is of no use. What can be sent again waits for the next one, but not if the server
+        itself ended the link and said why."""
+        link, self._link = self._link, None
+        if link is None:
+            return
+        self._unsent.clear()
+        ours = error is INTERRUPTED or not isinstance(error, ConnectionLost)
+        if ours:  # over ZeroMQ the server would not notice
+            with contextlib.suppress(ConnectionLost):
+                link.send(self.session.bye())
+        self.session.disconnected()
+        if self._leading:
+            link.interrupt()  # the leader closes it
+        else:
+            link.close(linger=ours)
+        if self.closed:
+            self.session.fail_all(Cancelled(CLOSED))
+        elif self.session.goodbye is not None:
+            self.session.fail_all(self.session.goodbye)
+
+    def _connect(self, until: float | None) -> None:
+        """Makes a link, while others wait. Where it cannot, everything unanswered fails."""
+        end = monotonic() + self._reconnect_timeout
+        limit = end if until is None else min(end, until)
+        tired = False
+        failure: ServeError = ConnectionLost("connecting was interrupted")
+        found: tuple[Link, Incoming] | None = None
+        self._leading = True
+        self.lock.release()
+        try:
+            found = self._dial(limit)
+        except ServeError as error:
+            failure = error
+            early = limit < end and isinstance(error, ConnectionLost)
+            tired = early and (self._was_connected or monotonic() >= limit)
+        finally:
+            self.lock.acquire()
+            self._leading = False
+            self._dialed = None
+            if found is None and (self.closed or not tired):  # else only who led waits no longer
+                self.session.fail_all(Cancelled(CLOSED) if self.closed else failure)
+        if found is None:
+            return
+        try:
+            self.session.receive(*found[1])
+            if not self.session.connected:
+                raise self.session.goodbye or ConnectionLost(f"{self.address.url} is no shmserve server")
+            if self.closed:
+                raise Cancelled(CLOSED)
+        except ServeError as error:
+            found[0].close()
+            self.session.fail_all(error)
+            return
+        self._link = found[0]
+        self._was_connected = True
+
+    def _dial(self, limit: float) -> tuple[Link, Incoming]:
+        """A link, and the packet with its Welcome. A server that was there before is given time to come back."""
+        pause = PAUSE_S
+        while True:
+            try:
+                return self._greet(limit)
+            except ConnectionLost:
+                if not self._was_connected or monotonic() + pause >= limit or self.closed:
+                    raise
+            self._closing.wait(pause)
+            pause = min(2 * pause, PAUSE_MOST_S)
+
+    def _greet(self, limit: float) -> tuple[Link, Incoming]:
+        link = self._dialed = open_link(self.address)
+        try:
+            with contextlib.suppress(ConnectionLost):  # one that lets nobody in has said why: read that
+                link.send(self.session.hello(os.getpid(), self._name))
+            incoming = link.receive(limit - monotonic())
+            while incoming is None:
+                wait = limit - monotonic()
+                if wait <= 0:
+                    raise no_server(self.address, "it does not answer")
+                incoming = link.receive(wait)
+        except BaseException:
+            link.close()
+            raise
+        return link, incoming

@@ -1,0 +1,214 @@
+"""A ZeroMQ link: a DEALER, over ipc, or over tcp with CURVE. The rule of the file: the socket is touched only under its
+guard, as libzmq's sockets belong to one thread at a time; waiting happens outside, on its descriptor.
+
+libzmq reconnects by itself, behind one's back. The server's other end has then forgotten us, so the first loss of the
+connection, which the socket's monitor tells of, is the end of the link.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import threading
+import time
+from typing import Any
+
+import zmq
+
+from shmserve.clients.transport.address import Address, Incoming, no_server
+from shmserve.errors import ConnectionLost, Denied, ServeError, Unavailable
+from shmserve.protocol import zmq_frames
+from shmserve.session import Packet
+
+LINGER_MS = 500
+HEARTBEAT_MS = 2000
+"""Over tcp, a peer that vanishes without a word is noticed after three of these."""
+QUEUE = 4096
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+UNKNOWN_KEY = 400
+"""How ZAP says that somebody is not let in."""
+_EVENT = struct.Struct("=hi")
+
+
+class ZmqLink:
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._guard = threading.Lock()
+        self._established = False
+        self._ended = False
+        self._waiting = False
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+        self._told = True
+        """Its monitor may have something to say."""
+        try:
+            self._configure(self._socket)
+            self._socket.connect(address.url)
+        except zmq.ZMQError as error:
+            self.close()
+            raise no_server(address, error.strerror or "the address is wrong") from error
+        for descriptor in self.descriptors():
+            self._poll.register(descriptor, select.POLLIN)
+        self._poll.register(self._wakeup, select.POLLIN)
+
+    def _configure(self, socket: zmq.Socket[bytes]) -> None:
+        """Everything that must be set before connect."""
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, QUEUE)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        keys = self._address.keys
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret.encode())
+            socket.setsockopt(zmq.IPV6, "[" in self._address.path)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
+
+    # ------------------------------------------------------------------------------------ out
+
+    def send(self, packet: Packet) -> bool:
+        with self._guard:
+            if self._ended:
+                raise ConnectionLost("the connection to the server ended")
+            try:
+                zmq_frames.send(self._socket, (packet.data, *packet.frames))
+            except zmq.Again:
+                return False
+            # Sending may have swallowed the signal that something came, so whoever waits for it is told.
+            if self._waiting and self._events() & zmq_frames.IN:
+                os.eventfd_write(self._wakeup, 1)
+        return True
+
+    def in_use(self) -> bool:
+        return self._guard.locked()
+
+    def wait_writable(self, wait: float | None) -> None:
+        """libzmq's own threads make the room, and tell so on the same descriptor as everything else."""
+        poll = select.poll()
+        with self._guard:
+            if self._ended or self._events() & zmq_frames.OUT:
+                return
+            poll.register(self.descriptors()[0], select.POLLIN)
+        poll.poll(1 if wait is None else min(1.0, max(0.0, wait) * 1000))
+
+    # ------------------------------------------------------------------------------------ in
+
+    def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
+        end = None if wait is None else time.monotonic() + wait
+        while True:
+            with self._guard:
+                parts = self._take()
+                if parts is not None:
+                    return parts[0], [], parts[1:]
+                if self._told or (wait is not None and wait <= 0):
+                    self._heed_monitor()
+                if to_send:
+                    events = self._events()
+                    if events & zmq_frames.OUT:
+                        return None
+                    if events & zmq_frames.IN:
+                        continue  # asking has swallowed the signal for it
+                self._waiting = True
+            left = None if end is None else end - time.monotonic()
+            woken = False
+            try:
+                if left is not None and left <= 0:
+                    return None
+                for descriptor, _ in self._poll.poll(None if left is None else left * 1000 + 1):
+                    woken |= descriptor == self._wakeup
+                    self._told |= descriptor == self._monitor_fd
+            finally:
+                self._waiting = False
+            if woken:
+                os.eventfd_read(self._wakeup)
+                with self._guard:
+                    parts = self._take()
+                if parts is not None:
+                    return parts[0], [], parts[1:]
+                if wakeable:
+                    return None
+
+    def _take(self) -> list[Any] | None:
+        if self._ended:
+            raise ConnectionLost("the connection to the server ended")
+        if not zmq_frames.events(self._socket) & zmq_frames.IN:  # cheaper than to try
+            return None
+        return zmq_frames.receive(self._socket)
+
+    def _heed_monitor(self) -> None:
+        self._told = False
+        while zmq_frames.events(self._monitor) & zmq_frames.IN:
+            event, value = _EVENT.unpack(zmq_frames.receive(self._monitor)[0])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._established = True
+            elif event == zmq.EVENT_CONNECT_RETRIED and not self._established:
+                raise no_server(self._address, "nobody listens there")
+            elif event == zmq.EVENT_DISCONNECTED:
+                raise ConnectionLost("the connection to the server ended")
+            elif event != zmq.EVENT_CONNECT_RETRIED:
+                raise self._refused(event, value)
+
+    def _refused(self, event: int, value: int) -> ServeError:
+        """The handshake has failed. libzmq would try it again and again."""
+        url, keys = self._address.url, self._address.keys
+        if keys is None:
+            return ConnectionLost(f"the server at {url} refused the connection")
+        if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return Denied(
+                f"whoever listens at {url} does not have the server key {keys.server}, or takes no more connections: "
+                "is it the right server, and server_key= the public key that its operator has given you?"
+            )
+        if value != UNKNOWN_KEY:
+            return Unavailable(f"the server at {url} takes no more connections now; try again later")
+        return Denied(
+            f"the server at {url} does not know the key {keys.own.public}: its operator has to add the line of your "
+            "file NAME.pub to the file of --zmq-keys"
+        )
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
+
+    def descriptors(self) -> list[int]:
+        return [int(self._socket.getsockopt(zmq.FD)), self._monitor_fd]
+
+    def _events(self) -> int:
+        return zmq_frames.events(self._socket)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def interrupt(self) -> None:
+        self._ended = True
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self, linger: bool = False) -> None:
+        with self._guard:
+            self._ended = True
+            if not self._socket.closed:
+                self._socket.disable_monitor()
+                self._monitor.close(0)
+                self._socket.close(LINGER_MS if linger else 0)
+            wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            os.close(wakeup)
+            self._context.term()
+
+    def abandon(self) -> None:
+        """libzmq must not be called in a forked child at all, not even to close."""
+        _of_parents.append(self)
+
+
+_of_parents: list[ZmqLink] = []
+"""Links that this process inherited by a fork; kept, so that nobody tries to end them."""

@@ -1,0 +1,273 @@
+"""What a configuration leaves out: defaults, and what the model itself says about its inputs and outputs.
+
+The rule of the file: pure functions from one configuration to the next. Nothing that was given is changed, except
+that KIND_AUTO becomes the kind it stands for; what is wrong stays wrong, for validate to say so. Workers use it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from shmserve.dtypes import TO_CONFIG
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.config import schema
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput, ModelTensorReshape
+from shmserve.repo.gpus import Numbers
+
+ENSEMBLE = "ensemble"
+DEFAULT_MAX_BATCH = 4
+"""What an ONNX model with a dynamic first dimension gets when the configuration gives no max_batch_size."""
+SEQUENCE_IDLE_US = 1_000_000
+
+
+class Engine(NamedTuple):
+    """A backend that repositories name, its older platform name, and the file it expects in a version directory."""
+
+    backend: str
+    platform: str
+    file: str
+
+
+ENGINES = (
+    Engine("onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    Engine("python", "", "model.py"),
+    Engine("tensorrt", "tensorrt_plan", "model.plan"),
+    Engine("pytorch", "pytorch_libtorch", "model.pt"),
+    Engine("pytorch", "torch_aoti", "model.pt2"),
+    Engine("tensorflow", "tensorflow_graphdef", "model.graphdef"),
+    Engine("tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+    Engine("openvino", "", "model.xml"),
+    Engine("dali", "", "model.dali"),
+    Engine("paddle", "", "model.pdmodel"),
+)
+
+COMPLETING = frozenset({"onnxruntime", "python", "tensorrt", "tensorflow", "openvino"})
+"""Backends that can say what a model's inputs and outputs are."""
+_Entry = TypeVar("_Entry", ModelInput, ModelOutput)
+_OURS = frozenset({"", "identity", *(engine.backend for engine in ENGINES)})
+
+_NAME_IN_GROUP = 112
+"""How much of a very long model's name its groups take over, so that the names of instances stay within the limit."""
+
+_TWO_ON_CPU = frozenset({"onnxruntime", "tensorflow"})
+
+
+class TensorFacts(NamedTuple):
+    """What a model says of a tensor: wire data type, and dims with the batch dimension; -1 is any size."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+
+
+def is_ensemble(config: ModelConfig) -> bool:
+    return config.platform == ENSEMBLE or config.ensemble_scheduling is not None
+
+
+def can_complete(config: ModelConfig) -> bool:
+    """Whether the backend may know what the model's inputs and outputs are. Those of others may."""
+    if config.backend == "pytorch":
+        return config.default_model_filename.endswith(".pt2")
+    return config.backend in COMPLETING or config.backend not in _OURS
+
+
+def needs_completion(config: ModelConfig) -> bool:
+    """True when the model has to be asked for its inputs or outputs (complete_from_model)."""
+    return can_complete(config) and not (config.input and config.output)
+
+
+def complete(
+    config: ModelConfig,
+    name: str,
+    files: Collection[str] = (),
+    backends: Collection[str] = (),
+    gpus: Collection[int] = (),
+) -> ModelConfig:
+    """The configuration with every default filled in.
+
+    `files` are the names in the first version directory, `backends` those that the server has, `gpus` its devices.
+    """
+    config = replace(config, name=config.name or name, version_policy=_version_policy(config.version_policy))
+    if is_ensemble(config):
+        return config
+    config = _engine(config, files, backends)
+    return replace(
+        _batching(config), instance_group=_instance_groups(config, gpus), optimization=_pinned(config.optimization)
+    )
+
+
+def complete_from_model(
+    config: ModelConfig,
+    inputs: Sequence[TensorFacts],
+    outputs: Sequence[TensorFacts],
+    can_batch: bool | None = None,
+    default_max_batch: int = DEFAULT_MAX_BATCH,
+) -> ModelConfig:
+    """The configuration with what an ONNX model says of itself; unchanged when it gives inputs and outputs already.
+
+    The model can batch, unless `can_batch` says otherwise, when the first dimension of every tensor is dynamic. Then
+    that dimension is the batch, max_batch_size 0 becomes `default_max_batch`, and requests are batched dynamically.
+    """
+    if config.input and config.output:
+        return config
+    if can_batch is None:
+        can_batch = all(tensor.dims and tensor.dims[0] == -1 for tensor in (*inputs, *outputs))
+    if can_batch:
+        config = _batched(config, default_max_batch)
+    elif config.max_batch_size > 0:
+        raise InvalidRequest(_cannot_batch(config, inputs, outputs))
+    skip = 1 if config.max_batch_size > 0 else 0
+    if not config.input:
+        config = replace(config, input=tuple(_input(config, tensor, skip) for tensor in inputs))
+    if not config.output:
+        config = replace(config, output=tuple(_output(config, tensor, skip) for tensor in outputs))
+    return config
+
+
+def _batched(config: ModelConfig, default_max_batch: int) -> ModelConfig:
+    if config.max_batch_size == 0:
+        config = replace(config, max_batch_size=default_max_batch)
+    if config.max_batch_size > 1 and config.dynamic_batching is None and config.sequence_batching is None:
+        config = replace(config, dynamic_batching=schema.ModelDynamicBatching())
+    return _batching(config)
+
+
+def _cannot_batch(config: ModelConfig, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> str:
+    text = (
+        f"autofill failed for model '{config.name}': model does not support batching while non-zero max_batch_size "
+        "is specified"
+    )
+    fixed = next((tensor for tensor in (*inputs, *outputs) if not tensor.dims or tensor.dims[0] != -1), None)
+    if fixed is not None:
+        found = f"is {fixed.dims[0]}" if fixed.dims else "does not exist"
+        text += f"; the first dimension of tensor '{fixed.name}' {found}, a batch needs -1"
+    return f"{text}. Set max_batch_size: 0 (it is {config.max_batch_size})"
+
+
+def _dims(tensor: TensorFacts, skip: int) -> tuple[tuple[int, ...], ModelTensorReshape | None]:
+    dims = tuple(tensor.dims[skip:])
+    return (dims, None) if dims else ((1,), ModelTensorReshape())
+
+
+def _data_type(config: ModelConfig, tensor: TensorFacts) -> schema.DataType:
+    found = TO_CONFIG.get(tensor.dtype)
+    if found is None:
+        raise Unsupported(
+            f"model '{config.name}': tensor '{tensor.name}' has the data type {tensor.dtype}, not supported"
+        )
+    data_type: schema.DataType = found  # type: ignore[assignment]
+    return data_type
+
+
+def _input(config: ModelConfig, tensor: TensorFacts, skip: int) -> ModelInput:
+    dims, reshape = _dims(tensor, skip)
+    return ModelInput(name=tensor.name, data_type=_data_type(config, tensor), dims=dims, reshape=reshape)
+
+
+def _output(config: ModelConfig, tensor: TensorFacts, skip: int) -> ModelOutput:
+    dims, reshape = _dims(tensor, skip)
+    return ModelOutput(name=tensor.name, data_type=_data_type(config, tensor), dims=dims, reshape=reshape)
+
+
+def with_scalars(config: ModelConfig, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> ModelConfig:
+    """Dims of 1 stand for a tensor of the model that has none, as in Triton: the engine sees it without dims."""
+    if config.max_batch_size > 0:
+        return config
+    scalars = {tensor.name for tensor in (*inputs, *outputs) if not tensor.dims}
+    return replace(
+        config,
+        input=tuple(_scalar(entry) if entry.name in scalars else entry for entry in config.input),
+        output=tuple(_scalar(entry) if entry.name in scalars else entry for entry in config.output),
+    )
+
+
+def _scalar(entry: _Entry) -> _Entry:
+    stands_for_one = entry.reshape is None and set(entry.dims) == {1}
+    return replace(entry, reshape=ModelTensorReshape()) if stands_for_one else entry
+
+
+def _version_policy(policy: schema.ModelVersionPolicy | None) -> schema.ModelVersionPolicy:
+    if policy is None or (policy.latest is None and policy.all is None and policy.specific is None):
+        return schema.ModelVersionPolicy(latest=schema.ModelVersionPolicyLatest(num_versions=1))
+    if policy.latest is not None and policy.latest.num_versions == 0:
+        return replace(policy, latest=schema.ModelVersionPolicyLatest(num_versions=1))
+    return policy
+
+
+def _engine(config: ModelConfig, files: Collection[str], backends: Collection[str]) -> ModelConfig:
+    """Fills backend, platform and default_model_filename from one another, the files, and the model's name."""
+    if config.platform:
+        engine = next((known for known in ENGINES if known.platform == config.platform), None)
+    elif config.backend:
+        engine = _engine_of(config.backend, files)
+    else:
+        engine = next((known for known in ENGINES if known.file in files), None)
+        backend = engine.backend if engine else _from_name(config, backends)
+        config = replace(config, backend=backend)
+        engine = engine or _engine_of(backend, files)
+    backend = config.backend or (engine.backend if engine else "")
+    if engine is None or engine.backend != backend:
+        return replace(config, backend=backend)
+    return replace(
+        config,
+        backend=backend,
+        platform=config.platform or engine.platform,
+        default_model_filename=config.default_model_filename or engine.file,
+    )
+
+
+def _engine_of(backend: str, files: Collection[str]) -> Engine | None:
+    same = [known for known in ENGINES if known.backend == backend]
+    return next((known for known in same if known.file in files), same[0] if same else None)
+
+
+def _from_name(config: ModelConfig, backends: Collection[str]) -> str:
+    suffix = config.name.rpartition(".")[2] if "." in config.name else ""
+    return suffix if suffix in backends or any(known.backend == suffix for known in ENGINES) else ""
+
+
+def _batching(config: ModelConfig) -> ModelConfig:
+    """The defaults inside the scheduler's block."""
+    dynamic, sequence = config.dynamic_batching, config.sequence_batching
+    if dynamic is not None and not dynamic.preferred_batch_size and config.max_batch_size > 0:
+        return replace(config, dynamic_batching=replace(dynamic, preferred_batch_size=(config.max_batch_size,)))
+    if sequence is not None and sequence.max_sequence_idle_microseconds == 0:
+        idle = replace(sequence, max_sequence_idle_microseconds=SEQUENCE_IDLE_US)
+        return replace(config, sequence_batching=idle)
+    return config
+
+
+def _instance_groups(config: ModelConfig, gpus: Collection[int]) -> tuple[ModelInstanceGroup, ...]:
+    groups = config.instance_group or (ModelInstanceGroup(),)
+    return tuple(_instance_group(config, group, index, gpus) for index, group in enumerate(groups))
+
+
+def _instance_group(
+    config: ModelConfig, group: ModelInstanceGroup, index: int, gpus: Collection[int]
+) -> ModelInstanceGroup:
+    if group.kind == "KIND_AUTO":
+        able = not (isinstance(gpus, Numbers) and config.backend in gpus.not_for)
+        if gpus and able and all(gpu in gpus for gpu in group.gpus):
+            group = replace(group, kind="KIND_GPU")
+        else:
+            group = replace(group, kind="KIND_CPU", gpus=())
+    if group.kind == "KIND_GPU" and not group.gpus:
+        group = replace(group, gpus=tuple(sorted(gpus)))
+    default_count = 2 if group.kind == "KIND_CPU" and config.backend in _TWO_ON_CPU else 1
+    return replace(
+        group, name=group.name or f"{config.name[:_NAME_IN_GROUP]}_{index}", count=group.count or default_count
+    )
+
+
+def _pinned(optimization: schema.ModelOptimizationPolicy | None) -> schema.ModelOptimizationPolicy:
+    """Pinned staging is on unless it was turned off."""
+    found = optimization or schema.ModelOptimizationPolicy()
+    on = schema.ModelOptimizationPolicyPinnedMemoryBuffer(enable=True)
+    return replace(
+        found,
+        input_pinned_memory=found.input_pinned_memory or on,
+        output_pinned_memory=found.output_pinned_memory or on,
+    )

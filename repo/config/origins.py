@@ -1,0 +1,208 @@
+"""Where each value of a configuration comes from: the file, a load call's override, our defaults, or the model itself.
+
+The rule of the file: what is shown of a configuration is as_triton_json's; a leaf is a single value, a list of them, or
+a message or map with nothing in it. Paths are those of problems: `input[0].dims`, `parameters["x"].string_value`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from google.protobuf import text_encoding
+from google.protobuf.descriptor import FieldDescriptor
+
+from shmserve.repo.config import protos
+from shmserve.repo.config.schema import ModelConfig, as_triton_json
+
+DEFAULT, MODEL = "default", "model"
+
+_escape: Any = text_encoding.CEscape
+_NOTHING = object()
+"""Stands for what a configuration does not have."""
+
+
+class _Leaf(NamedTuple):
+    """`alone`: the only field of its message, so that giving the message gives the field."""
+
+    path: str
+    field: protos.Field
+    value: Any
+    given: Any
+    completed: Any
+    alone: bool
+
+
+def origins(given: ModelConfig, final: ModelConfig, completed: ModelConfig, source: str) -> dict[str, str]:
+    """The path of each leaf of `final` -> `source`, "default" or "model".
+
+    `source` ("file", "override") is where `given` says so; the rest of `completed` was filled in, and what `final` has
+    beyond that is from the model.
+    """
+    leaves = _leaves(protos.CONFIG, "", as_triton_json(final), as_triton_json(given), as_triton_json(completed))
+    return {leaf.path: _origin(leaf, source) for leaf in leaves}
+
+
+# -------------------------------------------------------------------------------------------------------- leaves
+
+
+def _leaves(descriptor: Any, path: str, value: Any, given: Any, completed: Any) -> Iterator[_Leaf]:
+    """Those of a message."""
+    for name, item in value.items():
+        field = descriptor.fields_by_name[name]
+        inner = f"{path}.{name}" if path else name
+        said, filled = _of(given, name), _of(completed, name)
+        alone = len(descriptor.fields) == 1
+        for place, at, parts in _parts(field, inner, item):
+            yield from _below(field, place, parts, _of(said, at), _of(filled, at), alone)
+
+
+def _below(field: protos.Field, path: str, value: Any, given: Any, completed: Any, alone: bool) -> Iterator[_Leaf]:
+    message = _message(field)
+    if message is not None and value and isinstance(value, dict):
+        yield from _leaves(message, path, value, given, completed)
+    else:
+        yield _Leaf(path, field, value, given, completed, alone)
+
+
+def _parts(field: protos.Field, path: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The path, key and value of each item of a map or a list of messages; else the value itself, with key None."""
+    if protos.is_map(field) and value:
+        textual = field.message_type.fields_by_name["key"].cpp_type == FieldDescriptor.CPPTYPE_STRING
+        for key, item in value.items():
+            yield f"{path}[{json.dumps(key, ensure_ascii=False) if textual else key}]", key, item
+    elif protos.is_repeated(field) and field.message_type is not None and value:
+        for index, item in enumerate(value):
+            yield f"{path}[{index}]", index, item
+    else:
+        yield path, None, value
+
+
+def _of(value: Any, key: Any) -> Any:
+    if key is None:
+        return value
+    if isinstance(value, dict):
+        return value.get(key, _NOTHING)
+    return value[key] if isinstance(value, list) and key < len(value) else _NOTHING
+
+
+def _message(field: protos.Field) -> Any:
+    """The message that a field, or an item of it, is; None for single values."""
+    if protos.is_map(field):
+        return field.message_type.fields_by_name["value"].message_type
+    return field.message_type
+
+
+def _origin(leaf: _Leaf, source: str) -> str:
+    # repr, as nan is not equal to itself.
+    value = repr(leaf.value)
+    if repr(leaf.given) == value and (leaf.alone or not _is_default(leaf.field, leaf.value)):
+        return source
+    return DEFAULT if repr(leaf.completed) == value else MODEL
+
+
+def _is_default(field: protos.Field, value: Any) -> bool:
+    """Whether protobuf has this value where nothing is given."""
+    if field.has_presence or (protos.is_map(field) and value not in ({}, [])):
+        return False
+    if field.enum_type is not None and isinstance(value, str):
+        return bool(value == field.enum_type.values_by_number[0].name)
+    return bool(value == type(value)())
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+
+def as_text(final: ModelConfig, origins: Mapping[str, str]) -> str:
+    """The configuration as a config.pbtxt, each value with its origin in a comment.
+
+    Left out is what protobuf has anyway and nobody gave. Read again, it is the same configuration.
+    """
+    lines: list[str] = []
+    _write(lines, protos.CONFIG, "", "", as_triton_json(final), origins)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _write(
+    lines: list[str], descriptor: Any, path: str, indent: str, value: dict[str, Any], origins: Mapping[str, str]
+) -> None:
+    """The fields of a message, one value a line."""
+    for name, item in value.items():
+        field = descriptor.fields_by_name[name]
+        for place, key, part in _parts(field, f"{path}.{name}" if path else name, item):
+            if protos.is_map(field):
+                if key is not None:
+                    _write_entry(lines, field, place, indent, key, part, origins)
+            elif field.message_type is not None:
+                if not (protos.is_repeated(field) and key is None):
+                    _write_block(lines, name, field.message_type, place, indent, part, origins)
+            elif not (_is_default(field, part) and origins.get(place, DEFAULT) in (DEFAULT, MODEL)):
+                if protos.is_repeated(field):
+                    if part:
+                        listed = ", ".join(_scalar(field, one) for one in part)
+                        lines.append(f"{indent}{name}: [ {listed} ]{_said(origins, place)}")
+                else:
+                    lines.append(f"{indent}{name}: {_scalar(field, part)}{_said(origins, place)}")
+
+
+def _write_block(
+    lines: list[str],
+    name: str,
+    message: Any,
+    path: str,
+    indent: str,
+    value: dict[str, Any],
+    origins: Mapping[str, str],
+) -> None:
+    inner: list[str] = []
+    _write(inner, message, path, indent + "  ", value, origins)
+    if inner:
+        lines += [f"{indent}{name} {{", *inner, f"{indent}}}"]
+    else:
+        # The origin of what is not written in it.
+        first = next((leaf.path for leaf in _leaves(message, path, value, None, None)), path)
+        lines.append(f"{indent}{name} {{ }}{_said(origins, first)}")
+
+
+def _write_entry(
+    lines: list[str], field: protos.Field, path: str, indent: str, key: str, value: Any, origins: Mapping[str, str]
+) -> None:
+    parts = field.message_type.fields_by_name
+    inner = indent + "  "
+    written = int(key) if parts["key"].cpp_type != FieldDescriptor.CPPTYPE_STRING else key
+    lines += [f"{indent}{field.name} {{", f"{inner}key: {_scalar(parts['key'], written)}"]
+    if parts["value"].message_type is not None:
+        _write_block(lines, "value", parts["value"].message_type, path, inner, value, origins)
+    else:
+        lines.append(f"{inner}value: {_scalar(parts['value'], value)}{_said(origins, path)}")
+    lines.append(f"{indent}}}")
+
+
+def _said(origins: Mapping[str, str], path: str) -> str:
+    origin = origins.get(path)
+    return f"  # {origin}" if origin else ""
+
+
+def _scalar(field: protos.Field, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value if field.enum_type is not None else f'"{_escape(value, as_utf8=value.isprintable())}"'
+    if isinstance(value, float) and math.isfinite(value) and field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT:
+        return _shortest(value)
+    return repr(value)
+
+
+def _shortest(value: float) -> str:
+    """The fewest digits that are this number in 32 bits."""
+    for digits in range(1, 10):
+        text = f"{value:.{digits}g}"
+        try:
+            if struct.unpack("f", struct.pack("f", float(text)))[0] == value:
+                return text
+        except OverflowError:
+            continue
+    return repr(value)

@@ -1,0 +1,273 @@
+"""A configuration that comes with a load call instead of a file: JSON in Triton's form, read as strictly as text.
+
+The rule of the file: nothing but ConfigError comes out, whatever the bytes are, and every problem has its field path.
+Names of fields may be snake_case or lowerCamelCase, names of enums in any case, and numbers may stand in quotes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from shmserve.repo.config import protos
+from shmserve.repo.config.lint import INTEGERS, expected
+from shmserve.repo.config.outline import DEPTH, TOKENS, shown
+from shmserve.repo.config.problems import Report, meant
+from shmserve.repo.load import decode_text
+
+OVERRIDE = "config override"
+"""Stands where the texts of problems name the file."""
+
+_LARGEST_FP32 = float.fromhex("0x1.fffffep+127")
+_FLOAT_WORDS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_SIGNS = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{},]', re.DOTALL)
+_INTEGER = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+
+
+class Override(NamedTuple):
+    """A configuration as given with a load call; scan_model takes it instead of the file."""
+
+    message: Message
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as it stands: a name may be in it twice."""
+
+
+class _Refused(Exception):
+    """The text may be JSON, but is not looked into."""
+
+
+def parse_override(data: bytes | str) -> Override:
+    """What the JSON says; ConfigError with all its problems."""
+    report = Report(OVERRIDE)
+    message = protos.new_config()
+    text = decode_text(data, report)
+    if text is not None:
+        _parse(text, message, report)
+    report.raise_problems()
+    return Override(message)
+
+
+def _parse(text: str, message: Message, report: Report) -> None:
+    try:
+        _look_over(text)
+        value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=_constant)
+    except json.JSONDecodeError as error:
+        report.problem("", f"not JSON: {error.msg}", (error.lineno, error.colno))
+    except (_Refused, ValueError, RecursionError) as error:
+        # ValueError: a number of very many digits.
+        report.problem("", f"not JSON that can be read: {shown(str(error), 200)}")
+    else:
+        if isinstance(value, _Pairs):
+            _message(value, message, "", report)
+        else:
+            report.problem("", f"found {_named(value)}, expected {{ }} with the fields of a ModelConfig")
+
+
+def _look_over(text: str) -> None:
+    """Refuses what is nested deeply or has very many values before all of it is built."""
+    depth = values = 0
+    for match in _SIGNS.finditer(text):
+        sign = match.group()
+        if sign in "[{":
+            depth += 1
+            values += 1
+        elif sign in "]}":
+            depth -= 1
+        elif sign == ",":
+            values += 1
+        if depth > DEPTH:
+            raise _Refused(f"nested deeper than {DEPTH} levels")
+        if values > TOKENS:
+            raise _Refused(f"more than {TOKENS} values")
+
+
+def _constant(word: str) -> Any:
+    raise _Refused(f"{word} is not a number of JSON; it may stand in quotes")
+
+
+def _named(value: Any) -> str:
+    """A value for a message."""
+    if isinstance(value, _Pairs):
+        return "{ }"
+    if isinstance(value, list):
+        return "[ ]"
+    return shown(json.dumps(value, ensure_ascii=False))
+
+
+# ------------------------------------------------------------------------------------------- messages and fields
+
+
+def _message(pairs: _Pairs, message: Message, path: str, report: Report) -> None:
+    descriptor: Any = message.DESCRIPTOR
+    fields = {field.camelcase_name: field for field in descriptor.fields} | dict(descriptor.fields_by_name)
+    given: dict[str, str] = {}
+    for key, value in pairs:
+        field = fields.get(key)
+        if field is None:
+            if not report.full:
+                text = f"{protos.local_name(descriptor)} has no such field; {meant(key, descriptor.fields_by_name)}"
+                report.problem(shown(f"{path}.{key}" if path else key), text)
+            continue
+        inner = f"{path}.{field.name}" if path else field.name
+        if value is None:
+            continue
+        group = field.containing_oneof.name if field.containing_oneof is not None else field.name
+        earlier = given.get(group)
+        if earlier is None:
+            given[group] = key
+            _field(value, message, field, inner, report)
+        elif fields[earlier].name == field.name:
+            report.problem(inner, "given twice")
+        else:
+            report.problem(inner, f'only one of "{earlier}" and "{key}" may be given')
+
+
+def _field(value: Any, message: Message, field: protos.Field, path: str, report: Report) -> None:
+    if protos.is_map(field):
+        _map(value, message, field, path, report)
+    elif protos.is_repeated(field):
+        _list(value, message, field, path, report)
+    elif field.message_type is not None:
+        target = getattr(message, field.name)
+        target.SetInParent()
+        _block(value, target, path, report)
+    else:
+        found = _scalar(value, field, path, report)
+        if found is not None:
+            setattr(message, field.name, found)
+
+
+def _list(value: Any, message: Message, field: protos.Field, path: str, report: Report) -> None:
+    if not isinstance(value, list) or isinstance(value, _Pairs):
+        report.problem(path, f"found {_named(value)}, expected a list in [ ]")
+        return
+    target = getattr(message, field.name)
+    for index, item in enumerate(value):
+        inner = f"{path}[{index}]"
+        if field.message_type is not None:
+            _block(item, target.add(), inner, report)
+        else:
+            found = _scalar(item, field, inner, report)
+            if found is not None:
+                target.append(found)
+
+
+def _map(value: Any, message: Message, field: protos.Field, path: str, report: Report) -> None:
+    if not isinstance(value, _Pairs):
+        report.problem(path, f'found {_named(value)}, expected {{ "key": value, .. }}')
+        return
+    target = getattr(message, field.name)
+    entry = field.message_type.fields_by_name
+    textual = entry["key"].cpp_type == FieldDescriptor.CPPTYPE_STRING
+    seen: set[object] = set()
+    for name, item in value:
+        inner = f"{path}[{shown(json.dumps(name, ensure_ascii=False)) if textual else shown(name)}]"
+        key = _scalar(name, entry["key"], inner, report)
+        if key is None:
+            continue
+        if key in seen:
+            report.problem(inner, "given twice")
+        elif entry["value"].message_type is not None:
+            _block(item, target[key], inner, report)
+        else:
+            found = _scalar(item, entry["value"], inner, report)
+            if found is not None:
+                target[key] = found
+        seen.add(key)
+
+
+def _block(value: Any, message: Message, path: str, report: Report) -> None:
+    if isinstance(value, _Pairs):
+        _message(value, message, path, report)
+    else:
+        report.problem(path, f"found {_named(value)}, expected {{ }} with {_inside(message.DESCRIPTOR)}")
+
+
+def _inside(descriptor: Any) -> str:
+    names = list(descriptor.fields_by_name)
+    return f"the fields {', '.join(names[:4])}{', ..' if len(names) > 4 else ''}" if names else "nothing in it"
+
+
+# ------------------------------------------------------------------------------------------------------- scalars
+
+
+def _scalar(value: Any, field: protos.Field, path: str, report: Report) -> Any:
+    """The value as protobuf takes it; None and a problem in the report."""
+    if field.enum_type is not None:
+        return _enum(value, field.enum_type, path, report)
+    kind = field.cpp_type
+    found: Any = None
+    if kind in INTEGERS:
+        found = _integer(value)
+        _, least, most = INTEGERS[kind]
+        found = found if found is not None and least <= found <= most else None
+    elif kind == FieldDescriptor.CPPTYPE_BOOL:
+        found = value if isinstance(value, bool) else None
+    elif kind == FieldDescriptor.CPPTYPE_STRING:
+        found = value if isinstance(value, str) and _is_text(value) else None
+    else:
+        found = _float(value)
+        if kind == FieldDescriptor.CPPTYPE_FLOAT and found is not None:
+            found = found if not math.isfinite(found) or abs(found) <= _LARGEST_FP32 else None
+    if found is None:
+        report.problem(path, f"found {_named(value)}, expected {expected(field)}")
+    return found
+
+
+def _enum(value: Any, enum: EnumDescriptor, path: str, report: Report) -> int | None:
+    if isinstance(value, str):
+        for name, known in enum.values_by_name.items():
+            if name.lower() == value.lower():
+                return int(known.number)
+        report.problem(path, f"found {_named(value)}, not a {enum.name}; {meant(value, enum.values_by_name)}")
+        return None
+    number = _integer(value)
+    if number is None or number not in enum.values_by_number:
+        report.problem(path, f"found {_named(value)}, expected one of {', '.join(enum.values_by_name)}")
+        return None
+    return number
+
+
+def _integer(value: Any) -> int | None:
+    """Whole numbers also as 8.0, and in quotes."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        return int(value) if _INTEGER.fullmatch(value) else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return value if isinstance(value, int) else None
+
+
+def _float(value: Any) -> float | None:
+    if isinstance(value, str):
+        if value in _FLOAT_WORDS:
+            return _FLOAT_WORDS[value]
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    # JSON has no infinity: 1e999 is a number that no double can hold.
+    return found if math.isfinite(found) else None
+
+
+def _is_text(value: str) -> bool:
+    """False for half a pair of surrogates, which JSON can write and UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

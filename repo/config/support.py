@@ -1,0 +1,244 @@
+"""What is done with each field of a configuration: honoured, accepted without effect, or refused.
+
+The rule of the file: a field whose absence could change an answer is refused until it is honoured. Every field of
+every message has its row; `python -m shmserve.repo.config.support` prints the table that docs/repository.md shows.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Status(Enum):
+    HONOURED = "honoured"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+class Support(NamedTuple):
+    """`note` says what is done, or why it is not: the text of the warning or the problem.
+
+    Nothing is said to a model of backend `only`: where that backend is, it decides.
+    """
+
+    status: Status
+    note: str
+    only: str = ""
+
+
+NOT_SUPPORTED = "not supported: "
+"""In front of the note in the problem of a refused field."""
+
+
+TABLE: dict[str, Support] = {}
+"""`Message.field` -> what is done with it. Nested messages are written `Outer.Inner.field`."""
+
+
+def _rows(message: str, status: Status, note: str, *fields: str, only: str = "") -> None:
+    for field in fields:
+        TABLE[f"{message}.{field}"] = Support(status, note, only)
+
+
+_Y, _N, _X = Status.HONOURED, Status.NO_EFFECT, Status.REFUSED
+_TENSORRT = "tensorrt"
+_ONNX = "onnxruntime"
+
+_rows("ModelConfig", _Y, "must equal the directory name; default: that name", "name")
+_rows("ModelConfig", _Y, "older form of `backend`", "platform")
+_rows("ModelConfig", _Y, "default: derived from the platform, the files or the model's name", "backend")
+_rows("ModelConfig", _X, "only the backend's own library can be loaded", "runtime")
+_rows("ModelConfig", _Y, "versions to serve; default: latest 1", "version_policy")
+_rows("ModelConfig", _Y, "0: tensors have no batch dimension", "max_batch_size")
+_rows("ModelConfig", _Y, "tensors of requests and responses", "input", "output")
+_rows("ModelConfig", _Y, "inputs computed from the shapes in the batch", "batch_input")
+_rows("ModelConfig", _Y, "outputs split by the shapes in the batch", "batch_output")
+_rows("ModelConfig", _Y, "see its fields", "optimization")
+_rows("ModelConfig", _Y, "requests are combined into batches", "dynamic_batching")
+_rows("ModelConfig", _Y, "requests with the same sequence id run in order on one instance", "sequence_batching")
+_rows(
+    "ModelConfig", _Y, "see its fields; parameters step[i].map and step[i].if are not in Triton", "ensemble_scheduling"
+)
+_rows("ModelConfig", _Y, "worker processes of the model", "instance_group")
+_rows("ModelConfig", _Y, "name of the model file in the version directory", "default_model_filename")
+_rows("ModelConfig", _N, "only TensorRT has files per compute capability", "cc_model_filenames", only=_TENSORRT)
+_rows("ModelConfig", _N, "metrics do not have model-specific labels yet", "metric_tags")
+_PARAMETERS = (
+    "passed to the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, retry_alone, crash_limit, "
+    "send_waits, stacked, strict_outputs and the padding parameters are not in Triton"
+)
+_rows("ModelConfig", _Y, _PARAMETERS, "parameters")
+_rows("ModelConfig", _Y, "run by every instance before it accepts requests", "model_warmup")
+_rows("ModelConfig", _Y, "see its fields", "model_operations", "model_transaction_policy", "response_cache")
+_rows(
+    "ModelConfig",
+    _X,
+    "repository agents are not available, and an agent could replace or reject the model's files",
+    "model_repository_agents",
+)
+_rows("ModelConfig", _Y, "see its fields", "model_metrics")
+
+_LIMITER = "with --rate-limit execution_count"
+_rows("ModelRateLimiter", _Y, _LIMITER, "resources", "priority")
+_rows("ModelRateLimiter.Resource", _Y, _LIMITER, "name", "global", "count")
+
+_rows("ModelInstanceGroup", _Y, "default: the model's name, `_` and the group's index", "name")
+_rows("ModelInstanceGroup", _Y, "KIND_AUTO is KIND_GPU where the server has these GPUs, else KIND_CPU", "kind")
+_rows("ModelInstanceGroup", _Y, "default: 1, or 2 for onnxruntime on the CPU", "count")
+_rows("ModelInstanceGroup", _Y, _LIMITER, "rate_limiter")
+_rows("ModelInstanceGroup", _Y, "default: all; each instance sees only its own", "gpus")
+_rows("ModelInstanceGroup", _N, "no backend uses a secondary device", "secondary_devices")
+_rows("ModelInstanceGroup", _X, "only TensorRT has optimization profiles", "profile", only=_TENSORRT)
+_rows("ModelInstanceGroup", _Y, "loaded, never scheduled", "passive")
+_rows(
+    "ModelInstanceGroup",
+    _Y,
+    "CPU cores of the policy; if the server has no such policy, all its cores",
+    "host_policy",
+)
+_SECONDARY = "with `ModelInstanceGroup.secondary_devices`"
+_rows("ModelInstanceGroup.SecondaryDevice", _N, _SECONDARY, "kind", "device_id")
+
+_RESHAPE = "clients see dims, the model sees this shape"
+_rows("ModelTensorReshape", _Y, "must have as many elements and as many -1s as dims", "shape")
+
+_rows("ModelInput", _Y, "checked in every request", "name", "data_type", "dims")
+_rows("ModelInput", _Y, "informational; image formats need 3 dims", "format")
+_rows("ModelInput", _Y, _RESHAPE, "reshape")
+_rows("ModelInput", _X, "only TensorRT has shape tensors", "is_shape_tensor", only=_TENSORRT)
+_rows("ModelInput", _Y, "requests of different shapes share a batch", "allow_ragged_batch")
+_rows("ModelInput", _Y, "requests may omit it", "optional")
+_rows("ModelInput", _X, "only TensorRT has non-linear formats", "is_non_linear_format_io", only=_TENSORRT)
+
+_rows("ModelOutput", _Y, "checked against what the model returns", "name", "data_type", "dims")
+_rows("ModelOutput", _Y, _RESHAPE, "reshape")
+_rows("ModelOutput", _Y, "file with one label per line, for classification results", "label_filename")
+_rows("ModelOutput", _X, "only TensorRT has shape tensors", "is_shape_tensor", only=_TENSORRT)
+_rows("ModelOutput", _X, "only TensorRT has non-linear formats", "is_non_linear_format_io", only=_TENSORRT)
+
+_rows("BatchInput", _Y, "not for models that receive requests one by one", "kind", "target_name", "data_type")
+_rows("BatchInput", _Y, "exactly one input", "source_input")
+_rows(
+    "BatchOutput",
+    _Y,
+    "uses the shapes of the input, including the batch dimension",
+    "target_name",
+    "kind",
+    "source_input",
+)
+
+_rows("ModelVersionPolicy", _Y, "the numerically highest versions", "latest")
+_rows("ModelVersionPolicy", _Y, "every version directory", "all")
+_rows("ModelVersionPolicy", _Y, "the listed versions that exist", "specific")
+_rows("ModelVersionPolicy.Latest", _Y, "0 counts as 1", "num_versions")
+_rows("ModelVersionPolicy.Specific", _Y, "a version without a directory causes a warning", "versions")
+
+_ON_GPU = "only TensorRT uses it"
+_MEMORY = "tensors are read in place, without staging buffers on the CPU"
+_rows("ModelOptimizationPolicy", _Y, "see its fields", "graph", "cuda", "execution_accelerators")
+_rows("ModelOptimizationPolicy", _N, _ON_GPU, "priority", "gather_kernel_buffer_threshold", only=_TENSORRT)
+_rows("ModelOptimizationPolicy", _N, _MEMORY, "input_pinned_memory", "output_pinned_memory", only=_TENSORRT)
+_rows("ModelOptimizationPolicy", _N, "a batch accepts requests until it starts", "eager_batching")
+_rows("ModelOptimizationPolicy.Graph", _Y, "ONNX Runtime: -1 basic, 0 all, 1 extended, 2 off", "level")
+_CUDA = ("graphs", "busy_wait_events", "graph_spec", "output_copy_stream")
+_rows("ModelOptimizationPolicy.Cuda", _N, _ON_GPU, *_CUDA, only=_TENSORRT)
+_GRAPH = ("batch_size", "input", "graph_lower_bound")
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec", _N, _ON_GPU, *_GRAPH, only=_TENSORRT)
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec.Shape", _N, _ON_GPU, "dim", only=_TENSORRT)
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound", _N, _ON_GPU, "batch_size", "input", only=_TENSORRT)
+_ACCELERATORS = "ModelOptimizationPolicy.ExecutionAccelerators"
+_PROVIDERS = "only ONNX Runtime has execution providers"
+_rows(_ACCELERATORS, _N, _PROVIDERS, "gpu_execution_accelerator", "cpu_execution_accelerator", only=_ONNX)
+_rows(_ACCELERATORS + ".Accelerator", _N, "see the list that contains it", "name", "parameters")
+_rows("ModelOptimizationPolicy.PinnedMemoryBuffer", _N, _MEMORY, "enable", only=_TENSORRT)
+
+_rows("ModelQueuePolicy", _Y, "REJECT, or DELAY: run when no other request is queued", "timeout_action")
+_rows("ModelQueuePolicy", _Y, "0: no limit", "default_timeout_microseconds", "max_queue_size")
+_rows("ModelQueuePolicy", _Y, "a request may set a shorter timeout", "allow_timeout_override")
+
+_rows("ModelDynamicBatching", _Y, "default: the largest batch", "preferred_batch_size")
+_rows(
+    "ModelDynamicBatching",
+    _Y,
+    "maximum time that the oldest request waits for a batch to fill",
+    "max_queue_delay_microseconds",
+)
+_rows("ModelDynamicBatching", _Y, "responses are sent in the order of the requests", "preserve_ordering")
+_rows("ModelDynamicBatching", _Y, "0: no priorities; level 1 is the highest", "priority_levels")
+_rows("ModelDynamicBatching", _Y, "level of requests without a priority", "default_priority_level")
+_rows("ModelDynamicBatching", _Y, "limits of the queue", "default_queue_policy", "priority_queue_policy")
+
+_rows("ModelSequenceBatching", _Y, "default: direct", "direct", "oldest")
+_rows(
+    "ModelSequenceBatching",
+    _Y,
+    "default: 1 s; the worker is notified when a sequence expires",
+    "max_sequence_idle_microseconds",
+)
+_rows("ModelSequenceBatching", _Y, "set by the worker, with the given values or type", "control_input")
+_rows("ModelSequenceBatching", _Y, "kept in the worker's memory", "state")
+_rows("ModelSequenceBatching", _Y, "a request may run many times", "iterative_sequence")
+_CONTROL = ("kind", "int32_false_true", "fp32_false_true", "bool_false_true", "data_type")
+_rows("ModelSequenceBatching.Control", _Y, "one control per tensor", *_CONTROL)
+_rows("ModelSequenceBatching.ControlInput", _Y, "an input of the model that requests do not have", "name", "control")
+_INITIAL = ("data_type", "dims", "zero_data", "data_file", "name")
+_rows("ModelSequenceBatching.InitialState", _Y, "state at the start of a sequence; default: zeros", *_INITIAL)
+_STATE = ("input_name", "output_name", "data_type", "dims", "initial_state")
+_rows("ModelSequenceBatching.State", _Y, "output that is the input of the next run", *_STATE)
+_BUFFERS = ("use_same_buffer_for_input_output", "use_growable_memory")
+_rows("ModelSequenceBatching.State", _N, "the worker decides where a state is stored", *_BUFFERS)
+_DIRECT = ("max_queue_delay_microseconds", "minimum_slot_utilization")
+_rows("ModelSequenceBatching.StrategyDirect", _Y, "when to run a batch with empty slots", *_DIRECT)
+_OLDEST = ("preferred_batch_size", "max_queue_delay_microseconds")
+_rows("ModelSequenceBatching.StrategyOldest", _Y, "default: 1; per instance", "max_candidate_sequences")
+_rows("ModelSequenceBatching.StrategyOldest", _Y, "as in dynamic_batching", *_OLDEST)
+_rows("ModelSequenceBatching.StrategyOldest", _N, "requests of a sequence always run in order", "preserve_ordering")
+
+_rows("ModelEnsembling", _Y, "a step runs when its inputs are available", "step")
+_AHEAD = "responses of a decoupled step in flight to the client; 0: at most 16"
+_rows("ModelEnsembling", _Y, _AHEAD, "max_inflight_requests")
+_rows("ModelEnsembling.Step", _Y, "-1 or 0: latest version", "model_version")
+_rows(
+    "ModelEnsembling.Step",
+    _Y,
+    "the model, and the tensors that it reads and writes",
+    "model_name",
+    "input_map",
+    "output_map",
+)
+_rows("ModelEnsembling.Step", _N, "model names are unique across all repositories", "model_namespace")
+
+_rows("ModelParameter", _Y, "passed to the backend unchanged", "string_value")
+
+_rows("ModelWarmup", _Y, "shown in the log", "name")
+_rows("ModelWarmup", _Y, "rows of the sample; 1 for a model that does not batch; 0: sample not run", "batch_size")
+_rows("ModelWarmup", _Y, "must have every input that is not optional", "inputs")
+_rows("ModelWarmup", _Y, "number of runs; 0 counts as 1", "count")
+_rows("ModelWarmup.Input", _Y, "must match the input", "data_type", "dims")
+_rows("ModelWarmup.Input", _Y, "zeros, or empty strings", "zero_data")
+_rows("ModelWarmup.Input", _Y, "random numbers, or empty strings", "random_data")
+_rows("ModelWarmup.Input", _Y, "file with raw bytes in the model's directory warmup", "input_data_file")
+
+_OPERATORS = "only ONNX Runtime has custom operator libraries"
+_rows("ModelOperations", _X, _OPERATORS, "op_library_filename", only=_ONNX)
+_rows("ModelTransactionPolicy", _Y, "a request may have any number of responses", "decoupled")
+_rows("ModelRepositoryAgents", _X, "with `ModelConfig.model_repository_agents`", "agents")
+_rows("ModelRepositoryAgents.Agent", _X, "with `ModelConfig.model_repository_agents`", "name", "parameters")
+_rows("ModelResponseCache", _Y, "needs a cache on the server (--cache-config)", "enable")
+
+_METRICS = "for nv_inference_first_response_histogram_ms, with --metrics-config histogram_latencies=true"
+_rows("ModelMetrics", _Y, _METRICS, "metric_control")
+_rows("ModelMetrics.MetricControl", _Y, _METRICS, "metric_identifier", "histogram_options")
+_rows("ModelMetrics.MetricControl.MetricIdentifier", _Y, _METRICS, "family")
+_rows("ModelMetrics.MetricControl.HistogramOptions", _Y, _METRICS, "buckets")
+
+
+def markdown() -> str:
+    """The table as docs/repository.md has it."""
+    lines = ["| Field | Support | |", "| --- | --- | --- |"]
+    lines += [f"| `{field}` | {entry.status.value} | {entry.note} |" for field, entry in TABLE.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

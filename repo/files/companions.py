@@ -1,0 +1,80 @@
+"""Files beside the versions that a configuration names: labels, warm-up data, first states of sequences.
+
+The rule of the file: whether a file is there is asked as its reader asks, within the model's directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
+from shmserve.errors import InvalidRequest
+from shmserve.repo.config.problems import nearest
+from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatchingInitialState
+from shmserve.repo.files.safe_paths import open_inside
+
+WARMUP = "warmup"
+INITIAL_STATE = "initial_state"
+
+
+class _Named(NamedTuple):
+    """A file that the configuration names at `path`; `least` bytes are needed."""
+
+    path: str
+    folder: str
+    name: str
+    what: str
+    least: int = 0
+
+
+def look_for_files(config: ModelConfig, folder: Path, problem: Callable[[str, str], None]) -> None:
+    """Reports each file that is not there, or that is too short."""
+    for named in _files(config):
+        below = f"{named.folder}/{named.name}" if named.folder else named.name
+        what = f"{named.what} '{below}'"
+        try:
+            descriptor = open_inside(folder, below, what)
+        except InvalidRequest as error:
+            near = nearest(named.name, _names(folder / named.folder))
+            problem(named.path, f'{error}; did you mean "{near}"?' if near and near != named.name else str(error))
+            continue
+        try:
+            size = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+        if size < named.least:
+            problem(named.path, f"{what} has {size} bytes, expected {named.least}")
+
+
+def _files(config: ModelConfig) -> Iterator[_Named]:
+    for index, output in enumerate(config.output):
+        if output.label_filename:
+            yield _Named(f"output[{index}].label_filename", "", output.label_filename, "label file")
+    for index, sample in enumerate(config.model_warmup):
+        for key, given in sample.inputs.items():
+            if given.input_data_file:
+                path = f'model_warmup[{index}].inputs["{key}"].input_data_file'
+                yield _Named(path, WARMUP, given.input_data_file, "warm-up data")
+    for index, state in enumerate(config.sequence_batching.state if config.sequence_batching is not None else ()):
+        for place, initial in enumerate(state.initial_state):
+            if initial.data_file:
+                path = f"sequence_batching.state[{index}].initial_state[{place}].data_file"
+                yield _Named(path, INITIAL_STATE, initial.data_file, "initial state", _size(initial))
+
+
+def _size(initial: ModelSequenceBatchingInitialState) -> int:
+    """Bytes of the state; 0 if that cannot be told."""
+    size = ITEM_BYTES.get(FROM_CONFIG.get(initial.data_type, ""), 0)
+    for dim in initial.dims:
+        size *= max(dim, 0)
+    return size
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if name.isprintable())
+    except OSError:
+        return []

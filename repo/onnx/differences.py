@@ -1,0 +1,165 @@
+"""A configuration held against what an ONNX file declares: the differences for which the engine would not load it, each
+with what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from shmserve.dtypes import FROM_CONFIG, TO_CONFIG
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.problems import nearest
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
+from shmserve.repo.onnx.header import Declared, Header
+
+
+class Difference(NamedTuple):
+    """`path` is the field of the configuration, `write` what it should be."""
+
+    path: str
+    text: str
+    write: str
+
+
+def differences(config: ModelConfig, header: Header) -> Iterator[Difference]:
+    """`config` is completed, but for what the model itself would add."""
+    made, made_outputs = _made_by_server(config)
+    flat = {entry.name for entry in config.input if entry.allow_ragged_batch}
+    cut = {name for entry in config.batch_output for name in entry.target_name}
+    yield from _batch(config, header, flat | cut)
+    if config.input:
+        yield from _tensors(config, "input", config.input, header.inputs, made, flat)
+        names = [tensor.name for tensor in header.inputs]
+        free = [name for name in names if name not in made and all(entry.name != name for entry in config.input)]
+        given = {entry.name if entry.name in names else _meant(entry.name, free) for entry in config.input} | made
+        for declared in header.inputs:
+            if declared.name not in given and declared.name not in header.initialized:
+                text = f'the model also needs input "{shown(declared.name)}"'
+                yield Difference("input", text, _entry(declared, config.max_batch_size > 0))
+    yield from _tensors(config, "output", config.output, header.outputs, made_outputs, cut)
+    for path, name, kind, known in _named_elsewhere(config, header):
+        if name not in known:
+            yield Difference(path, *_unknown(name, kind, known, _meant(name, known)))
+
+
+def _made_by_server(config: ModelConfig) -> tuple[set[str], set[str]]:
+    """Inputs and outputs of the model that are not in `input` and `output`."""
+    inputs = {name for entry in config.batch_input for name in entry.target_name}
+    sequence = config.sequence_batching
+    if sequence is None:
+        return inputs, set()
+    inputs |= {entry.name for entry in sequence.control_input} | {entry.input_name for entry in sequence.state}
+    return inputs, {entry.output_name for entry in sequence.state}
+
+
+def _named_elsewhere(config: ModelConfig, header: Header) -> Iterator[tuple[str, str, str, list[str]]]:
+    inputs, outputs = [tensor.name for tensor in header.inputs], [tensor.name for tensor in header.outputs]
+    for index, batched in enumerate(config.batch_input):
+        for at, name in enumerate(batched.target_name):
+            yield f"batch_input[{index}].target_name[{at}]", name, "input", inputs
+    sequence = config.sequence_batching
+    if sequence is not None:
+        for index, control in enumerate(sequence.control_input):
+            yield f"sequence_batching.control_input[{index}].name", control.name, "input", inputs
+        for index, state in enumerate(sequence.state):
+            yield f"sequence_batching.state[{index}].input_name", state.input_name, "input", inputs
+            yield f"sequence_batching.state[{index}].output_name", state.output_name, "output", outputs
+
+
+def _batch(config: ModelConfig, header: Header, flat: Collection[str]) -> Iterator[Difference]:
+    """With max_batch_size above 0 the first dimension of every tensor is the batch."""
+    if config.max_batch_size <= 0:
+        return
+    inputs = [entry.name for entry in config.input] or [tensor.name for tensor in header.inputs]
+    outputs = [entry.name for entry in config.output] or [tensor.name for tensor in header.outputs]
+    for kind, names, tensors in (("input", inputs, header.inputs), ("output", outputs, header.outputs)):
+        for tensor in tensors:
+            if (
+                tensor.name not in names
+                or tensor.name in flat
+                or tensor.dims is None
+                or tensor.name in header.initialized
+            ):
+                continue
+            if not tensor.dims or tensor.dims[0] != -1:
+                first = f"is {tensor.dims[0]}" if tensor.dims else "does not exist"
+                text = f'a batch needs a dynamic first dimension; that of {kind} "{shown(tensor.name)}" {first}'
+                write = (
+                    f"max_batch_size: 0, and the dims of all tensors as the model has them, here {_dims(tensor.dims)}"
+                )
+                yield Difference("max_batch_size", text, write)
+                return
+
+
+def _tensors(
+    config: ModelConfig,
+    kind: str,
+    entries: Sequence[ModelInput | ModelOutput],
+    tensors: Sequence[Declared],
+    made: Collection[str],
+    flat: Collection[str],
+) -> Iterator[Difference]:
+    known = {tensor.name: tensor for tensor in tensors}
+    given = {entry.name for entry in entries}
+    free = [name for name in known if name not in given and name not in made]
+    for index, entry in enumerate(entries):
+        path = f"{kind}[{index}]"
+        tensor = known.get(entry.name)
+        if tensor is None:
+            meant = _meant(entry.name, free)
+            yield Difference(f"{path}.name", *_unknown(entry.name, kind, known, meant))
+            if not meant:
+                continue
+            tensor = known[meant]
+        ours = TO_CONFIG.get(tensor.dtype, "")
+        if ours and tensor.dtype != FROM_CONFIG.get(entry.data_type):
+            text = f'{entry.data_type}, but {kind} "{shown(tensor.name)}" of the model is {ours}'
+            yield Difference(f"{path}.data_type", text, f"data_type: {ours}")
+        if tensor.dims is not None and entry.name not in flat:
+            yield from _shape(config, path, f'{kind} "{shown(tensor.name)}"', entry, tensor.dims)
+
+
+def _shape(
+    config: ModelConfig, path: str, what: str, entry: ModelInput | ModelOutput, dims: tuple[int, ...]
+) -> Iterator[Difference]:
+    if config.max_batch_size > 0:
+        if not dims or dims[0] != -1:  # which _batch reports
+            return
+        dims = dims[1:]
+    expected = entry.dims if entry.reshape is None else entry.reshape.shape
+    if len(expected) == len(dims) and all(
+        -1 in pair or pair[0] == pair[1] for pair in zip(expected, dims, strict=True)
+    ):
+        return
+    if not dims and entry.reshape is None and set(entry.dims) == {1}:  # stands for a scalar
+        return
+    batch = " behind the batch dimension" if config.max_batch_size > 0 else ""
+    text = f"{_dims(expected)}, but {what} of the model has {_dims(dims)}{batch}"
+    if entry.reshape is not None:
+        yield Difference(f"{path}.reshape", text, f"reshape: {{ shape: {_dims(dims)} }}")
+    elif dims:
+        yield Difference(f"{path}.dims", text, f"dims: {_dims(dims)}")
+    else:
+        yield Difference(f"{path}.dims", text, "dims: [ 1 ] reshape: { shape: [ ] }")
+
+
+def _meant(name: str, free: Sequence[str]) -> str:
+    """The tensor that was probably meant; "" if that cannot be told. `free`: those that nothing else stands for."""
+    return free[0] if len(free) == 1 else nearest(name, free) or ""
+
+
+def _unknown(name: str, kind: str, known: Collection[str], meant: str) -> tuple[str, str]:
+    """Text and what to write for a name that the model does not have."""
+    names = ", ".join(f'"{shown(one)}"' for one in [*known][:10]) + (", ..." if len(known) > 10 else "")
+    text = f'the model has no {kind} "{shown(name)}"; it has {names or "none"}'
+    return text, f'name: "{shown(meant)}"' if meant else ""
+
+
+def _entry(tensor: Declared, batched: bool) -> str:
+    data_type = TO_CONFIG.get(tensor.dtype, "...")
+    dims = _dims(tensor.dims[int(batched) :]) if tensor.dims is not None else "[ ... ]"
+    return f'{{ name: "{shown(tensor.name)}" data_type: {data_type} dims: {dims} }}'
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return f"[ {', '.join(map(str, dims))} ]" if dims else "[ ]"

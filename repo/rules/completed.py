@@ -1,0 +1,36 @@
+"""A configuration that a model has filled in: whether it holds, and what its owner may not have expected.
+
+The rule of the file: nothing here reads files of configurations, so that a worker can ask in an interpreter of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shmserve.repo.config.complete import complete, is_ensemble
+from shmserve.repo.config.problems import Report
+from shmserve.repo.config.schema import ModelConfig
+from shmserve.repo.rules.fields import Host, validate
+
+
+def verify(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
+    """A configuration that a model has filled in, with the defaults of that; ConfigError with all its problems."""
+    config = complete(config, config.name, (), backends, gpus)
+    report = Report(f"{config.name}, as completed by the model")
+    validate(config, Host(backends, gpus), report.problem)
+    report.raise_problems()
+    return config
+
+
+def surprises(given: ModelConfig, final: ModelConfig) -> list[str]:
+    """What the model made of its configuration that its owner may not have expected: texts for the log."""
+    if given.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
+        # A python model sets its own max_batch_size.
+        return []
+    dynamic = given.dynamic_batching is None and final.dynamic_batching is not None
+    batched = ", and requests are batched dynamically" if dynamic else ""
+    return [
+        f"max_batch_size was not given, or 0; the model can batch, so it is {final.max_batch_size} now{batched}. To "
+        f"choose, write max_batch_size in config.pbtxt (1 for no batching), or start the server with "
+        f"--backend-config={final.backend},default-max-batch-size=N"
+    ]

@@ -1,0 +1,98 @@
+"""The rules of the data that comes with a model: warm-up samples, and the names of files.
+
+The rule of the file: as in validate, a check reports and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shmserve.repo.config import schema
+from shmserve.repo.config.complete import is_ensemble, needs_completion
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.problems import meant
+from shmserve.repo.config.schema import ModelConfig, ModelInput
+
+_ProblemFunction = Callable[[str, str], None]
+
+_SOURCES = ("zero_data", "random_data", "input_data_file")
+
+
+def file_name(path: str, name: str, problem: _ProblemFunction) -> None:
+    """A file of the model stays in the model's directory."""
+    if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
+        problem(path, f'found "{shown(name)}", expected a file of the model, without .. or a / in front')
+
+
+def validate_warmup(config: ModelConfig, problem: _ProblemFunction) -> None:
+    if is_ensemble(config):
+        return
+    inputs = {tensor.name: tensor for tensor in config.input}
+    sequence = config.sequence_batching
+    controls = [control.name for control in sequence.control_input] if sequence is not None else []
+    for index, sample in enumerate(config.model_warmup):
+        path = f"model_warmup[{index}]"
+        _batch_size(config, f"{path}.batch_size", sample.batch_size, problem)
+        for key, given in sample.inputs.items():
+            here = f'{path}.inputs["{key}"]'
+            _input(here, given, problem)
+            if key in inputs:
+                _agrees(here, given, inputs[key], problem)
+            elif inputs and key not in controls:
+                problem(here, f'"{shown(key)}" is not an input; {meant(key, [*inputs, *controls])}')
+        # A sample without rows is not run.
+        if sample.batch_size and not needs_completion(config):
+            _all_there(path, sample.inputs, inputs, controls, problem)
+
+
+def _batch_size(config: ModelConfig, path: str, found: int, problem: _ProblemFunction) -> None:
+    if config.max_batch_size > 0:
+        if found > config.max_batch_size:
+            problem(path, f"found {found}, expected at most max_batch_size, which is {config.max_batch_size}")
+    elif found > 1 and not needs_completion(config):
+        # A model that still has to be asked may turn out to batch.
+        problem(path, f"found {found}, expected 1: the model does not batch, its max_batch_size is 0")
+
+
+def _input(path: str, given: schema.ModelWarmupInput, problem: _ProblemFunction) -> None:
+    """What holds for the data of any input."""
+    if given.data_type == "TYPE_INVALID":
+        problem(f"{path}.data_type", "not given; expected that of the input")
+    if not given.dims:
+        problem(f"{path}.dims", "not given; expected those of the data, without the batch dimension")
+    for index, dim in enumerate(given.dims):
+        if dim < 1:
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected 1 or more: data has a size")
+    if all(getattr(given, source) is None for source in _SOURCES):
+        problem(path, f"no data; expected one of {', '.join(_SOURCES)}")
+    elif given.input_data_file is not None:
+        if not given.input_data_file:
+            problem(f"{path}.input_data_file", "empty; expected a file in the model's directory warmup")
+        file_name(f"{path}.input_data_file", given.input_data_file, problem)
+
+
+def _agrees(path: str, given: schema.ModelWarmupInput, tensor: ModelInput, problem: _ProblemFunction) -> None:
+    if given.data_type not in ("TYPE_INVALID", tensor.data_type):
+        problem(f"{path}.data_type", f"found {given.data_type}, expected {tensor.data_type} as the input has")
+    if not given.dims or not tensor.dims:
+        return
+    if len(given.dims) != len(tensor.dims):
+        text = f"found {list(given.dims)}, expected {len(tensor.dims)} as the input has: {list(tensor.dims)}"
+        problem(f"{path}.dims", text)
+        return
+    for index, (dim, wanted) in enumerate(zip(given.dims, tensor.dims, strict=True)):
+        if wanted != -1 and dim >= 1 and dim != wanted:
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected {wanted} as the input has")
+
+
+def _all_there(
+    path: str,
+    given: Mapping[str, object],
+    inputs: Mapping[str, ModelInput],
+    controls: Sequence[str],
+    problem: _ProblemFunction,
+) -> None:
+    needed = [name for name, tensor in inputs.items() if not tensor.optional] + [name for name in controls if name]
+    for name in needed:
+        if name not in given:
+            problem(f"{path}.inputs", f'"{name}" is not given; a sample has every input that is not optional')

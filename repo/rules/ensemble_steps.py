@@ -1,0 +1,71 @@
+"""Steps of ensembles as the core follows them, and what we add to them: `step[i].map` and `step[i].if`.
+
+Both stand in the ensemble's `parameters`, so that the file stays one that Triton's parser takes. `map` names a tensor
+of the ensemble that the step reads: each row along its axis 0 becomes a request of its own, and the answers are put
+together again. `if` names a BOOL tensor of one element: where it is false, the step is not run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from shmserve.core.policy import StepPolicy
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.problems import meant
+from shmserve.repo.config.schema import ModelConfig, ModelEnsemblingStep
+
+MAP, IF = "map", "if"
+_KEY = re.compile(r"step\[([0-9]{1,6})\]\.(\w+)", re.ASCII)
+
+
+def steps_of(config: ModelConfig) -> Sequence[ModelEnsemblingStep]:
+    return config.ensemble_scheduling.step if config.ensemble_scheduling is not None else ()
+
+
+def added(config: ModelConfig, index: int, what: str) -> str:
+    """The tensor that the parameter names for this step; "" without one."""
+    found = config.parameters.get(f"step[{index}].{what}")
+    return found.string_value if found is not None else ""
+
+
+def compile_steps(config: ModelConfig) -> tuple[StepPolicy, ...] | None:
+    if config.ensemble_scheduling is None:
+        return None
+    return tuple(
+        StepPolicy(
+            step.model_name,
+            max(step.model_version, 0),
+            tuple(sorted(step.input_map.items())),
+            tuple(sorted(step.output_map.items())),
+            added(config, index, MAP),
+            added(config, index, IF),
+        )
+        for index, step in enumerate(config.ensemble_scheduling.step)
+    )
+
+
+def validate_added(config: ModelConfig, problem: Callable[[str, str], None]) -> None:
+    """The parameters of an ensemble that begin with `step[`."""
+    steps = steps_of(config)
+    made = {tensor.name for tensor in config.input} | {name for step in steps for name in step.output_map.values()}
+    for key, value in config.parameters.items():
+        if not key.startswith("step["):
+            continue
+        path, name = f'parameters["{key}"]', value.string_value
+        found = _KEY.fullmatch(key)
+        if found is None or found[2] not in (MAP, IF):
+            problem(path, f'found "{shown(key)}", expected "step[INDEX].{MAP}" or "step[INDEX].{IF}"')
+        elif int(found[1]) >= len(steps):
+            problem(path, f"there is no step {found[1]}; the steps are 0 to {len(steps) - 1}")
+        elif found[2] == MAP:
+            reads = steps[int(found[1])].input_map.values()
+            if name not in reads:
+                text = f'step {found[1]} does not read ensemble tensor "{shown(name)}"; {meant(name, reads)}'
+                problem(path, text)
+            if config.max_batch_size > 0:
+                text = f"expected max_batch_size 0, found {config.max_batch_size}: axis 0 of what is mapped is its own"
+                problem(path, text)
+        elif name not in made:
+            text = f'ensemble tensor "{shown(name)}" is neither an input nor made by a step; {meant(name, made)}'
+            problem(path, text)

@@ -1,0 +1,405 @@
+"""Whether the models that an ensemble names fit together: the rules that no configuration can keep alone.
+
+The rule of the file: pure, and every problem is found, in an order that is always the same (that of maps is not).
+What one configuration tells by itself (a tensor that is made twice, or by nobody) is validate_schedulers'; such tensors
+are passed over here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shmserve.repo.config.complete import is_ensemble
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.problems import meant, nearest
+from shmserve.repo.config.schema import ModelConfig, ModelEnsemblingStep, ModelInput, ModelOutput
+from shmserve.repo.rules.ensemble_steps import IF, MAP, added, steps_of
+
+_OF_ENSEMBLE = -1
+"""Stands for the number of a step where it is the ensemble itself."""
+
+
+class Member(NamedTuple):
+    """A model that a step may name.
+
+    `reason` says why it cannot be served, and is empty if it can; `config` is None if nothing is known of it.
+    `versions` are those that are served. `settled`: the model itself adds nothing to its configuration any more.
+    """
+
+    config: ModelConfig | None
+    versions: tuple[int, ...] = ()
+    reason: str = ""
+    settled: bool = True
+
+
+class GraphProblem(NamedTuple):
+    """`step` and `model` say where it is; -1 and "" for the ensemble itself. `path` is a field of the ensemble."""
+
+    step: int
+    model: str
+    path: str
+    text: str
+
+
+class _Tensor(NamedTuple):
+    """An ensemble tensor as it is made. `dims` is None where the model has not said yet."""
+
+    step: int
+    maker: str
+    data_type: str
+    dims: tuple[int, ...] | None
+    batches: bool
+    field: str = "dims"
+
+
+def check_graph(ensemble: ModelConfig, models: Mapping[str, Member]) -> list[GraphProblem]:
+    """What is wrong between the ensemble and the models of its steps. `models` are all that there are, by name."""
+    found = _Graph(ensemble, models)
+    for index in range(len(found.steps)):
+        found.check_step(index)
+    found.check_outputs()
+    found.check_flow()
+    return sorted(found.problems, key=lambda problem: problem.step if problem.step >= 0 else len(found.steps))
+
+
+def is_decoupled(name: str, models: Mapping[str, Member]) -> bool:
+    """Whether a model may answer a request more than once: an ensemble does so as soon as one of its steps does."""
+    return bool(decoupled_in(name, models))
+
+
+def decoupled_in(name: str, models: Mapping[str, Member]) -> set[str]:
+    """Of a model, or of the steps of an ensemble, and of theirs: those that are decoupled themselves."""
+    seen = {name}
+    waiting = [name]
+    found = set()
+    while waiting:
+        here = waiting.pop()
+        member = models.get(here)
+        if member is None or member.config is None:
+            continue
+        if not is_ensemble(member.config):
+            policy = member.config.model_transaction_policy
+            if policy is not None and policy.decoupled:
+                found.add(here)
+            continue
+        for step in steps_of(member.config):
+            if step.model_name not in seen:
+                seen.add(step.model_name)
+                waiting.append(step.model_name)
+    return found
+
+
+def way_to(goal: str, start: str, models: Mapping[str, Member]) -> list[str]:
+    """The shortest way from a model through the steps of ensembles to another, both named; empty if there is none."""
+    came_from = {start: ""}
+    waiting = [start]
+    while waiting and goal not in came_from:
+        following = []
+        for here in waiting:
+            member = models.get(here)
+            for step in steps_of(member.config) if member is not None and member.config is not None else ():
+                if step.model_name not in came_from:
+                    came_from[step.model_name] = here
+                    following.append(step.model_name)
+        waiting = following
+    way = []
+    here = goal if goal in came_from else ""
+    while here:
+        way.append(here)
+        here = came_from[here]
+    return way[::-1]
+
+
+class _Graph:
+    """One ensemble while it is checked. `made` has each tensor once, by its first maker."""
+
+    def __init__(self, ensemble: ModelConfig, models: Mapping[str, Member]) -> None:
+        self.ensemble = ensemble
+        self.models: dict[str, Member] = {**models, ensemble.name: Member(ensemble)}
+        self.steps = steps_of(ensemble)
+        self.problems: list[GraphProblem] = []
+        self.made: dict[str, _Tensor] = {}
+        batches = ensemble.max_batch_size > 0
+        for tensor in ensemble.input:
+            made = _Tensor(_OF_ENSEMBLE, "an input of the ensemble", tensor.data_type, _inner_dims(tensor), batches)
+            self.made.setdefault(tensor.name, made)
+        for index, step in enumerate(self.steps):
+            for key, name in sorted(step.output_map.items()):
+                self.made.setdefault(name, self._made_by(index, key))
+
+    def _problem(self, index: int, path: str, text: str) -> None:
+        if index == _OF_ENSEMBLE:
+            self.problems.append(GraphProblem(index, "", path, text))
+        else:
+            model = self.steps[index].model_name
+            self.problems.append(GraphProblem(index, model, f"ensemble_scheduling.step[{index}].{path}", text))
+
+    def _made_by(self, index: int, key: str) -> _Tensor:
+        step = self.steps[index]
+        maker = f'output "{shown(key)}" of step {index}, model "{shown(step.model_name)}"'
+        member = self.models.get(step.model_name)
+        if member is None or member.config is None:
+            return _Tensor(index, maker, "", None, False)
+        tensor = _named(member.config.output, key)
+        if tensor is None:
+            return _Tensor(index, maker, "", None, False)
+        batches = member.config.max_batch_size > 0 or bool(added(self.ensemble, index, MAP))
+        return _Tensor(index, maker, tensor.data_type, _known_dims(member, tensor), batches)
+
+    # ------------------------------------------------------------------------------------------- a step alone
+
+    def check_step(self, index: int) -> None:
+        step = self.steps[index]
+        if not step.model_name:  # which validate has told
+            return
+        member = self.models.get(step.model_name)
+        if member is None:
+            others = [name for name in self.models if name != self.ensemble.name]
+            text = f'found "{shown(step.model_name)}", not a model of the repository; {_meant_model(step, others)}'
+            self._problem(index, "model_name", text)
+            return
+        name = shown(step.model_name)
+        way = way_to(self.ensemble.name, step.model_name, self.models)
+        if way:
+            text = f'model "{name}" needs this ensemble itself: {" -> ".join(map(shown, [self.ensemble.name, *way]))}'
+            self._problem(index, "model_name", text)
+            return
+        if member.reason:
+            self._problem(index, "model_name", f'model "{name}" cannot be served: {member.reason}')
+        elif step.model_version > 0 and step.model_version not in member.versions:
+            there = ", ".join(map(str, member.versions)) or "none"
+            text = f'found {step.model_version}, but the versions of model "{name}" that are served are {there}'
+            self._problem(index, "model_version", text)
+        if member.config is None:
+            return
+        least, most = self.ensemble.max_batch_size, member.config.max_batch_size
+        if 0 < most < least:
+            text = (
+                f'max_batch_size of model "{name}" is {most}, expected 0 or at least {least}, which is the ensemble\'s'
+            )
+            self._problem(index, "model_name", text)
+        self._check_inputs(index, step, member, member.config)
+        self._check_output_names(index, step, member, member.config)
+
+    def _check_inputs(self, index: int, step: ModelEnsemblingStep, member: Member, config: ModelConfig) -> None:
+        model = shown(config.name)
+        for key, name in sorted(step.input_map.items()):
+            path = f'input_map["{key}"]'
+            tensor = _named(config.input, key)
+            if tensor is None:
+                if member.settled:
+                    names = [given.name for given in config.input]
+                    self._problem(index, path, f'model "{model}" has no input "{shown(key)}"; {meant(key, names)}')
+                continue
+            made = self.made.get(name)
+            if made is None:
+                continue
+            what = f'input "{shown(key)}" of model "{model}"'
+            batches = config.max_batch_size > 0 or name == added(self.ensemble, index, MAP)
+            wrong = _unlike(what, tensor.data_type, _known_dims(member, tensor), batches, name, made)
+            for text in wrong.values():
+                self._problem(index, path, text)
+        self._check_condition(index)
+        missing = [tensor.name for tensor in config.input if not tensor.optional and tensor.name not in step.input_map]
+        for name in missing:
+            text = f'input "{shown(name)}" of model "{model}" is not mapped, and it is not optional'
+            self._problem(index, "input_map", text)
+
+    def _check_condition(self, index: int) -> None:
+        made = self.made.get(added(self.ensemble, index, IF))
+        if made is not None and made.data_type not in ("", "TYPE_BOOL"):
+            path = f'parameters["step[{index}].{IF}"]'
+            text = f"expected a TYPE_BOOL of one element, but {made.maker} is {made.data_type}"
+            self.problems.append(GraphProblem(index, self.steps[index].model_name, path, text))
+
+    def _check_output_names(self, index: int, step: ModelEnsemblingStep, member: Member, config: ModelConfig) -> None:
+        names = [tensor.name for tensor in config.output]
+        for key in sorted(step.output_map) if member.settled else ():
+            if key not in names:
+                text = f'model "{shown(config.name)}" has no output "{shown(key)}"; {meant(key, names)}'
+                self._problem(index, f'output_map["{key}"]', text)
+
+    # ------------------------------------------------------------------------------------------- all together
+
+    def check_outputs(self) -> None:
+        """What the ensemble promises of its outputs is what the steps make."""
+        for index, tensor in enumerate(self.ensemble.output):
+            made = self.made.get(tensor.name)
+            if made is None or made.step == _OF_ENSEMBLE:
+                continue
+            what, dims = f'output "{shown(tensor.name)}" of the ensemble', _inner_dims(tensor)
+            wrong = _unlike(what, tensor.data_type, dims, self.ensemble.max_batch_size > 0, tensor.name, made)
+            for field, text in wrong.items():
+                self._problem(_OF_ENSEMBLE, f"output[{index}].{field}", text)
+
+    def check_flow(self) -> None:
+        """No step waits for itself, and what is done anew with each answer of a model is so for one model only."""
+        needs = {
+            index: {
+                self.made[name].step
+                for name in (*step.input_map.values(), added(self.ensemble, index, IF))
+                if name in self.made and self.made[name].step != _OF_ENSEMBLE
+            }
+            for index, step in enumerate(self.steps)
+        }
+        order, circles = _ordered(needs)
+        for way in circles:
+            reads = [
+                (f'ensemble_scheduling.step[{way[0]}].input_map["{key}"]', name)
+                for key, name in sorted(self.steps[way[0]].input_map.items())
+            ]
+            reads.append((f'parameters["step[{way[0]}].{IF}"]', added(self.ensemble, way[0], IF)))
+            path, name = next((p, n) for p, n in reads if n in self.made and self.made[n].step == way[1])
+            text = f'ensemble tensor "{shown(name)}" waits for itself: step {way[0]} needs '
+            text += ", which needs ".join(f"step {index}" for index in way[1:])
+            self.problems.append(GraphProblem(way[0], self.steps[way[0]].model_name, path, text))
+        self._check_decoupled(order)
+
+    def _check_decoupled(self, order: Iterable[int]) -> None:
+        """`source`: of each tensor the decoupled step that it comes from; `before`: of each such step, those before."""
+        source: dict[str, int] = {}
+        before: dict[int, tuple[int, ...]] = {}
+        for index in order:
+            step = self.steps[index]
+            condition = added(self.ensemble, index, IF)
+            sources: dict[int, str] = {}
+            for _, name in sorted(step.input_map.items()):
+                if name in source:
+                    sources.setdefault(source[name], name)
+            if condition in source:
+                sources.setdefault(source[condition], condition)
+            if len(sources) > 1:
+                text = f"step {index} receives inputs originated from different decoupled models"
+                self._problem(index, "input_map", f"{text}: {self._told_of(sources)}")
+            own = next(iter(sources), None)
+            decoupled = decoupled_in(step.model_name, self.models)
+            if decoupled:
+                before[index] = (*before[own], own) if own is not None else ()
+                self._check_source(index, before[index], decoupled)
+                own = index
+            if own is not None:
+                for name in step.output_map.values():
+                    source.setdefault(name, own)
+        outputs: dict[int, str] = {}
+        for tensor in self.ensemble.output:
+            if tensor.name in source:
+                outputs.setdefault(source[tensor.name], tensor.name)
+        last = max(outputs, key=lambda index: len(before[index]), default=0)
+        if any(index != last and index not in before[last] for index in outputs):
+            text = f"the outputs originate from different decoupled models: {self._told_of(outputs)}"
+            self._problem(_OF_ENSEMBLE, "output", text)
+
+    def _told_of(self, sources: Mapping[int, str]) -> str:
+        return ", ".join(
+            f'"{shown(name)}" from step {number}, model "{shown(self.steps[number].model_name)}"'
+            for number, name in sources.items()
+        )
+
+    def _check_source(self, index: int, before: Iterable[int], decoupled: set[str]) -> None:
+        """A step that answers many times, behind others that do so."""
+        name = self.steps[index].model_name
+        if added(self.ensemble, index, MAP):
+            path = f'parameters["step[{index}].{MAP}"]'
+            text = f'model "{shown(name)}" may answer a request many times: its answers to rows cannot be put together'
+            self.problems.append(GraphProblem(index, name, path, text))
+        for other in before:
+            both = sorted(decoupled & decoupled_in(self.steps[other].model_name, self.models))
+            if both:
+                text = f"step {index} needs what step {other} still makes"
+                text = f'model "{shown(both[0])}" would wait for itself: {text}'
+                self._problem(index, "model_name", text)
+
+
+def _meant_model(step: ModelEnsemblingStep, names: Sequence[str]) -> str:
+    near = nearest(step.model_name, names)
+    if near:
+        return f'did you mean "{near}"?'
+    return "put it there, or name another"
+
+
+def _named(tensors: Sequence[ModelInput | ModelOutput], name: str) -> ModelInput | ModelOutput | None:
+    return next((tensor for tensor in tensors if tensor.name == name), None)
+
+
+def _inner_dims(tensor: ModelInput | ModelOutput) -> tuple[int, ...]:
+    """Of a tensor of the ensemble itself, as its steps see it."""
+    return tensor.dims if tensor.reshape is None else tensor.reshape.shape
+
+
+def _known_dims(member: Member, tensor: ModelInput | ModelOutput) -> tuple[int, ...] | None:
+    """None for a model that may still turn out to take batches: its dims mean another thing then."""
+    assert member.config is not None
+    return tensor.dims if member.settled or member.config.max_batch_size > 0 else None
+
+
+def _unlike(
+    what: str, data_type: str, dims: tuple[int, ...] | None, batches: bool, name: str, made: _Tensor
+) -> dict[str, str]:
+    """How a tensor that is taken differs from the one that is made: data_type or dims -> the text."""
+    wrong = {}
+    tensor = f'ensemble tensor "{shown(name)}" ({made.maker})'
+    if made.data_type and data_type != made.data_type:
+        wrong["data_type"] = f"{what} is {data_type}, but {tensor} is {made.data_type}"
+    if dims is None or made.dims is None or _same(dims, made.dims):
+        return wrong
+    if batches == made.batches:
+        wrong["dims"] = f"{what} has dims {list(dims)}, but {tensor} has {list(made.dims)}"
+        return wrong
+    full, made_full = _full(dims, batches), _full(made.dims, made.batches)
+    if not _same(full, made_full):
+        text = f"{what} has dims {list(dims)}, but {tensor} has {list(made.dims)}; with the batch counted in, where"
+        wrong["dims"] = f"{text} there is one, {list(full)} and {list(made_full)}"
+    return wrong
+
+
+def _full(dims: tuple[int, ...], batches: bool) -> tuple[int, ...]:
+    return (-1, *dims) if batches else dims
+
+
+def _same(left: Sequence[int], right: Sequence[int]) -> bool:
+    return len(left) == len(right) and all(-1 in pair or pair[0] == pair[1] for pair in zip(left, right, strict=True))
+
+
+def _ordered(needs: Mapping[int, set[int]]) -> tuple[list[int], list[list[int]]]:
+    """The steps so that each comes after those it needs, without those in circles and behind them; and the circles.
+
+    A circle is [first, what it needs, .., first]. Circles that share a step are told as one.
+    """
+    left = {index: set(wanted) for index, wanted in needs.items()}
+    order = _take_free(left)
+    circles = []
+    while left:
+        here = min(left)
+        seen: dict[int, int] = {}
+        way: list[int] = []
+        while here not in seen:
+            seen[here] = len(way)
+            way.append(here)
+            here = min(left[here])
+        way = way[seen[here] :]
+        first = way.index(min(way))
+        circles.append([*way[first:], *way[:first], way[first]])
+        for index in way:
+            del left[index]
+        for wanted in left.values():
+            wanted.difference_update(way)
+        _take_free(left)
+    return order, circles
+
+
+def _take_free(left: dict[int, set[int]]) -> list[int]:
+    """Takes out what needs nothing that is left, again and again, and returns it in that order."""
+    users: dict[int, list[int]] = {}
+    for index, wanted in left.items():
+        for other in wanted:
+            users.setdefault(other, []).append(index)
+    order = [index for index, wanted in left.items() if not wanted]
+    for index in order:
+        for user in users.get(index, ()):
+            left[user].discard(index)
+            if not left[user]:
+                order.append(user)
+    for index in order:
+        del left[index]
+    return order

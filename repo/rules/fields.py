@@ -1,0 +1,307 @@
+"""The rules that a configuration must keep, beyond being well written: each one that is broken is reported.
+
+The rule of the file: a check reports and goes on; it never raises and never changes anything. Tensors, instance
+groups and the general rules are here, the schedulers' in validate_schedulers, those of data in validate_data.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
+from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
+from shmserve.repo.config.complete import ENGINES, ENSEMBLE, can_complete, is_ensemble, needs_completion
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.problems import meant, nearest
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from shmserve.repo.rules.data import file_name, validate_warmup
+from shmserve.repo.rules.padding import validate_padding
+from shmserve.repo.rules.schedulers import validate_scheduler
+
+MODEL_NAME = re.compile(r"(?![. ])[ -.0-\[\]-~]{1,128}(?<! )")
+"""Printable ASCII that is one safe name of a directory. What else Triton takes could forge lines of a log or a path."""
+NAME_RULE = f"1 to {NAME_LENGTH} printable ASCII characters, none of / and \\, no dot in front, no space at an end"
+PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
+"""What the name of a Python model may be: Triton makes the name of a process of it."""
+BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
+INSTANCES = 1024
+"""The most instances of one model: each is a process."""
+GROUP_NAME_LENGTH = NAME_LENGTH - 8
+"""Leaves room for the number that makes an instance's name of it."""
+EXECUTION_LIMIT = "execution_limit_secs"
+"""A model's parameter: a batch that runs for longer hangs; 0: no limit."""
+CRASH_LIMIT = "crash_limit"
+"""A model's parameter: crashes in a row after which an instance counts as broken; 0: never."""
+RETRY = "retry_alone"
+"""A model's parameter: false, if a request that lost its worker must not be run a second time."""
+MEMORY_LIMIT = "memory_limit_mb"
+"""A model's parameter: an instance whose process has more memory of its own is ended; 0: no limit."""
+GPU_MEMORY_LIMIT = "gpu_memory_limit_mb"
+"""A model's parameter: an instance whose process has more memory on GPUs is ended; 0: no limit."""
+ENVIRONMENT = "EXECUTION_ENV_PATH"
+"""A model's parameter: the interpreter that its workers run with, as a directory or an archive of one."""
+MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
+"""In front of a path: the directory of the model."""
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
+_COUNT = re.compile(r"[0-9]{1,6}", re.ASCII)
+_MEGABYTES = re.compile(r"[0-9]{1,9}", re.ASCII)
+_PLACE = re.compile(r"(/|\$\$TRITON_MODEL_DIRECTORY/)[^\0]+")
+_LARGEST = 2**63 - 1
+
+ProblemFunction = Callable[[str, str], None]
+"""Takes a field path and what is wrong there."""
+
+
+class Host(NamedTuple):
+    """What the server has: names of backends, numbers of GPUs."""
+
+    backends: Collection[str]
+    gpus: Collection[int] = ()
+
+
+def validate(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
+    """Reports every rule that a completed configuration breaks."""
+    if not MODEL_NAME.fullmatch(config.name):
+        problem("name", f'found "{shown(config.name)}", expected {NAME_RULE}')
+    elif config.backend == "python" and not PYTHON_NAME.fullmatch(config.name):
+        text = "a Python model's name has none of ; | & $ ` < > ( ) [ ] { } \" ' * ? ~ # !"
+        problem("name", f'found "{shown(config.name)}"; {BAD_STUB_NAME}: {text}')
+    _engine(config, host, problem)
+    if config.max_batch_size < 0:
+        problem("max_batch_size", f"found {config.max_batch_size}, expected 0 or more")
+    _tensors(config, "input", config.input, problem)
+    _tensors(config, "output", config.output, problem)
+    _batch_tensors(config, problem)
+    _instance_groups(config, host, problem)
+    validate_scheduler(config, problem)
+    validate_warmup(config, problem)
+    _own_parameters(config, problem)
+    _others(config, problem)
+
+
+def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
+    """Those that the server reads, not the backend."""
+    limit, retry = config.parameters.get(EXECUTION_LIMIT), config.parameters.get(RETRY)
+    if limit is not None and not _SECONDS.fullmatch(limit.string_value):
+        text = f'found "{shown(limit.string_value)}", expected seconds, such as "2.5", or "0" for no limit'
+        problem(f'parameters["{EXECUTION_LIMIT}"]', text)
+    if retry is not None and retry.string_value.lower() not in ("true", "false"):
+        problem(f'parameters["{RETRY}"]', f'found "{shown(retry.string_value)}", expected "true" or "false"')
+    crashes = config.parameters.get(CRASH_LIMIT)
+    if crashes is not None and not _COUNT.fullmatch(crashes.string_value):
+        text = f'found "{shown(crashes.string_value)}", expected a number of crashes, such as "5", or "0" for no limit'
+        problem(f'parameters["{CRASH_LIMIT}"]', text)
+    for key in (MEMORY_LIMIT, GPU_MEMORY_LIMIT):
+        memory = config.parameters.get(key)
+        if memory is not None and not _MEGABYTES.fullmatch(memory.string_value):
+            text = f'found "{shown(memory.string_value)}", expected MiB, such as "2048", or "0" for no limit'
+            problem(f'parameters["{key}"]', text)
+    validate_padding(config, config.max_batch_size == 0 and needs_completion(config), problem)
+    place = config.parameters.get(ENVIRONMENT)
+    if place is not None and not _PLACE.fullmatch(place.string_value):
+        text = f"expected an absolute path, or one that begins with {MODEL_DIRECTORY}/"
+        problem(f'parameters["{ENVIRONMENT}"]', f'found "{shown(place.string_value)}", {text}')
+
+
+def _engine(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
+    platforms = [engine.platform for engine in ENGINES if engine.platform]
+    if is_ensemble(config):
+        if config.backend:
+            problem("backend", f'found "{shown(config.backend)}", but an ensemble has no backend')
+        return
+    if config.platform and config.platform not in platforms:
+        text = f'found "{shown(config.platform)}", not a platform; {meant(config.platform, [*platforms, ENSEMBLE])}'
+        problem("platform", text)
+    for engine in ENGINES:
+        if engine.platform and engine.platform == config.platform and engine.backend != config.backend:
+            text = f'found "{shown(config.backend)}", but platform "{config.platform}" is backend "{engine.backend}"'
+            problem("backend", text)
+            return
+    if not config.backend:
+        if not config.platform:
+            files = ", ".join(engine.file for engine in ENGINES if engine.backend in host.backends)
+            text = "not given, and the version directory has no file that tells it"
+            problem("backend", f"{text}; name one of {_listed(host.backends)}, or bring one of {files}")
+    elif config.backend not in host.backends:
+        near = nearest(config.backend, host.backends)
+        hint = f'did you mean "{near}"?' if near else f"it has {_listed(host.backends)}"
+        problem("backend", f'found "{shown(config.backend)}", which this server does not have; {hint}')
+    elif not can_complete(config):
+        for field, tensors in (("input", config.input), ("output", config.output)):
+            if not tensors:
+                problem(field, f'not given, and backend "{config.backend}" cannot tell it')
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+# ------------------------------------------------------------------------------------------------------- tensors
+
+
+def _tensors(
+    config: ModelConfig, field: str, tensors: Sequence[ModelInput | ModelOutput], problem: ProblemFunction
+) -> None:
+    if len(tensors) > TENSORS:
+        problem(field, f"found {len(tensors)}, expected at most {TENSORS}")
+    first: dict[str, int] = {}
+    for index, tensor in enumerate(tensors):
+        path = f"{field}[{index}]"
+        _name(path, tensor.name, problem)
+        earlier = first.setdefault(tensor.name, index)
+        if earlier != index and tensor.name:
+            problem(f"{path}.name", f'"{tensor.name}" is the name of {field}[{earlier}] already')
+        if tensor.data_type == "TYPE_INVALID":
+            problem(f"{path}.data_type", f'"{tensor.name}" has none; expected one of {", ".join(FROM_CONFIG)}')
+        _dims(config, path, tensor, problem)
+        _reshape(path, tensor, problem)
+        if isinstance(tensor, ModelInput) and tensor.format != "FORMAT_NONE" and len(tensor.dims) != 3:
+            problem(f"{path}.format", f"{tensor.format} needs 3 dims, found {len(tensor.dims)}")
+        if tensor.is_non_linear_format_io and len(tensor.dims) != 3:
+            problem(f"{path}.is_non_linear_format_io", f"needs 3 dims, found {len(tensor.dims)}")
+        if isinstance(tensor, ModelInput) and tensor.allow_ragged_batch and config.max_batch_size == 0:
+            problem(f"{path}.allow_ragged_batch", "needs max_batch_size > 0")
+        if isinstance(tensor, ModelOutput):
+            file_name(f"{path}.label_filename", tensor.label_filename, problem)
+
+
+def _name(path: str, name: str, problem: ProblemFunction) -> None:
+    if not name:
+        problem(f"{path}.name", "not given")
+    elif len(name) > NAME_LENGTH:
+        problem(f"{path}.name", f"found {len(name)} characters, expected at most {NAME_LENGTH}")
+    elif not name.isprintable():
+        problem(f"{path}.name", f"{name!a} has characters that cannot be printed")
+
+
+def _dims(config: ModelConfig, path: str, tensor: ModelInput | ModelOutput, problem: ProblemFunction) -> None:
+    most = DIMS - (1 if config.max_batch_size > 0 else 0)
+    if not tensor.dims:
+        problem(f"{path}.dims", f'"{tensor.name}" must have dims, at least one')
+    elif len(tensor.dims) > most:
+        problem(f"{path}.dims", f"found {len(tensor.dims)}, expected at most {most}")
+    size = ITEM_BYTES.get(FROM_CONFIG.get(tensor.data_type, ""), 1) or 1
+    for index, dim in enumerate(tensor.dims):
+        if dim < 1 and dim != -1:
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected 1 or more, or -1 for any size")
+        elif dim > 0:
+            size *= dim
+    if size > _LARGEST:
+        problem(f"{path}.dims", f"the fixed dims alone make more than {_LARGEST} bytes")
+
+
+def _reshape(path: str, tensor: ModelInput | ModelOutput, problem: ProblemFunction) -> None:
+    if tensor.reshape is None:
+        return
+    shape = tensor.reshape.shape
+    wrong = [index for index, dim in enumerate(shape) if dim < 1 and dim != -1]
+    for index in wrong:
+        problem(f"{path}.reshape.shape[{index}]", f"found {shape[index]}, expected 1 or more, or -1 for any size")
+    if not shape:
+        # Also without batching, so that a model's scalar can be described at all.
+        if set(tensor.dims) != {1}:
+            problem(f"{path}.reshape", "empty, which needs dims of 1")
+    elif not wrong and _chunks(shape) != _chunks(tensor.dims):
+        text = f"{list(shape)} does not have as many elements as dims {list(tensor.dims)}"
+        if -1 in shape or -1 in tensor.dims:
+            text += ", counted between the -1s"
+        problem(f"{path}.reshape", text)
+
+
+def _chunks(dims: Sequence[int]) -> list[int]:
+    """The number of elements before, between and after the dims of any size."""
+    counts = [1]
+    for dim in dims:
+        if dim == -1:
+            counts.append(1)
+        else:
+            counts[-1] *= dim
+    return counts
+
+
+def _batch_tensors(config: ModelConfig, problem: ProblemFunction) -> None:
+    inputs = [tensor.name for tensor in config.input]
+    outputs = [tensor.name for tensor in config.output]
+    for index, made in enumerate(config.batch_input):
+        path = f"batch_input[{index}]"
+        if made.data_type not in ("TYPE_INT32", "TYPE_FP32"):
+            problem(f"{path}.data_type", f"found {made.data_type}, expected TYPE_INT32 or TYPE_FP32")
+        if not made.target_name:
+            problem(f"{path}.target_name", "not given; expected at least one")
+        _source(f"{path}.source_input", made.source_input, inputs, problem)
+    used: dict[str, str] = {}
+    for index, cut in enumerate(config.batch_output):
+        path = f"batch_output[{index}]"
+        if not cut.target_name:
+            problem(f"{path}.target_name", "not given; expected at least one")
+        for place, name in enumerate(cut.target_name):
+            target = f"{path}.target_name[{place}]"
+            if outputs and name not in outputs:
+                problem(target, f'"{name}" is not an output; {meant(name, outputs)}')
+            elif used.setdefault(name, target) != target:
+                problem(target, f'"{name}" is used already by {used[name]}')
+        _source(f"{path}.source_input", cut.source_input, inputs, problem)
+
+
+def _source(path: str, names: Sequence[str], inputs: Sequence[str], problem: ProblemFunction) -> None:
+    if len(names) != 1:
+        problem(path, f"found {len(names)}, expected exactly one")
+    for index, name in enumerate(names):
+        if inputs and name not in inputs:
+            problem(f"{path}[{index}]", f'"{name}" is not an input; {meant(name, inputs)}')
+
+
+# ---------------------------------------------------------------------------------------- instance groups, others
+
+
+def _instance_groups(config: ModelConfig, host: Host, problem: ProblemFunction) -> None:
+    if is_ensemble(config):
+        return
+    total = sum(group.count for group in config.instance_group if group.count > 0)
+    if total > INSTANCES:
+        problem("instance_group", f"{total} instances, each a process; expected at most {INSTANCES}")
+    for index, group in enumerate(config.instance_group):
+        _instance_group(f"instance_group[{index}]", group, host, problem)
+
+
+def _instance_group(path: str, group: ModelInstanceGroup, host: Host, problem: ProblemFunction) -> None:
+    if group.count < 0:
+        problem(f"{path}.count", f"found {group.count}, expected 1 or more")
+    if len(group.name) > GROUP_NAME_LENGTH or not group.name.isprintable():
+        text = f"found {len(group.name)} characters, expected printable ones, at most {GROUP_NAME_LENGTH}"
+        problem(f"{path}.name", text)
+    if group.kind in ("KIND_CPU", "KIND_MODEL") and group.gpus:
+        problem(f"{path}.gpus", f"{group.kind} has no gpus, found {list(group.gpus)}")
+    if group.kind == "KIND_GPU":
+        if not host.gpus:
+            problem(f"{path}.kind", "KIND_GPU, but this server runs models on the CPU only; use KIND_CPU or KIND_AUTO")
+        else:
+            for place, gpu in enumerate(group.gpus):
+                if gpu not in host.gpus:
+                    problem(f"{path}.gpus[{place}]", f"no GPU {gpu} here; there are {sorted(host.gpus)}")
+    for place, profile in enumerate(group.profile):
+        if not (profile.isascii() and profile.isdigit()):
+            problem(f"{path}.profile[{place}]", f'found "{shown(profile)}", expected a whole number, 0 or more')
+
+
+def _others(config: ModelConfig, problem: ProblemFunction) -> None:
+    decoupled = config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
+    if decoupled and config.response_cache is not None and config.response_cache.enable:
+        problem("response_cache.enable", "responses of a decoupled model cannot be cached")
+    for index, control in enumerate(config.model_metrics.metric_control if config.model_metrics else ()):
+        path = f"model_metrics.metric_control[{index}]"
+        if control.metric_identifier is None or not control.metric_identifier.family:
+            problem(f"{path}.metric_identifier.family", "not given")
+        buckets = control.histogram_options.buckets if control.histogram_options is not None else None
+        if buckets is not None and not buckets:
+            problem(f"{path}.histogram_options.buckets", "empty; expected at least one")
+        elif buckets and not all(math.isfinite(bucket) for bucket in buckets):
+            problem(f"{path}.histogram_options.buckets", "expected finite numbers")
+    file_name("default_model_filename", config.default_model_filename, problem)
+    for capability, name in config.cc_model_filenames.items():
+        file_name(f'cc_model_filenames["{capability}"]', name, problem)
+    for index, name in enumerate(config.model_operations.op_library_filename if config.model_operations else ()):
+        file_name(f"model_operations.op_library_filename[{index}]", name, problem)

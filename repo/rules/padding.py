@@ -1,0 +1,182 @@
+"""Padding, so that requests of different lengths share a batch: parameters of a model, as Triton has nothing like it.
+
+    padding: "input_ids attention_mask=0 boxes[1]=-1"     inputs, where they are padded, and with which value
+    padding_outputs: "tokens[0]"                          outputs that are cut back to each request's own length
+
+An axis is a place in the tensor's `dims`; without one it is the first dim of -1. The value is 0 or the empty string.
+Without `padding_outputs` each output is cut back whose dims have one -1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.problems import meant
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
+
+PADDING = "padding"
+OUTPUTS = "padding_outputs"
+LOOKAHEAD = "padding_lookahead"
+"""How many waiting requests the batcher chooses from, for requests of similar length."""
+MULTIPLE = "padding_multiple"
+"""Batches are padded to a multiple of this, for engines that prepare themselves for each new shape."""
+BATCH_COST = "padding_batch_cost"
+"""What a batch costs beside its elements (rows x padded length), in elements."""
+
+_NUMBERS = {LOOKAHEAD: (64, 1, 4096), MULTIPLE: (1, 1, 1 << 20), BATCH_COST: (128, 0, 1 << 40)}
+"""Default, least, most."""
+_ITEM = re.compile(r"(?P<name>[^\s=]+?)(?:\[(?P<axis>[0-9]{1,3})\])?(?:=(?P<value>\S*))?")
+_NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
+
+ProblemFunction = Callable[[str, str], None]
+
+
+class Padded(Struct, frozen=True):
+    """A tensor that is padded or cut back, along `axes` of its `dims`. `value` is as it is written."""
+
+    name: str
+    axes: tuple[int, ...]
+    value: str = ""
+
+
+class Padding(Struct, frozen=True):
+    """What a model says of it."""
+
+    inputs: tuple[Padded, ...]
+    outputs: tuple[Padded, ...]
+    lookahead: int
+    multiple: int
+    batch_cost: int
+
+
+def padding_of(config: ModelConfig) -> Padding | None:
+    """None where nothing is padded. The configuration is complete, and keeps the rules."""
+    if PADDING not in config.parameters:
+        return None
+    inputs = _tensors(_text(config, PADDING), config.input, _ignore)
+    if OUTPUTS in config.parameters:
+        outputs = _tensors(_text(config, OUTPUTS), config.output, _ignore)
+    else:
+        outputs = [Padded(entry.name, (entry.dims.index(-1),)) for entry in config.output if -1 in entry.dims]
+    numbers = [_number(config, key) for key in (LOOKAHEAD, MULTIPLE, BATCH_COST)]
+    return Padding(tuple(inputs), tuple(outputs), *numbers)
+
+
+def number_of(text: str, data_type: str) -> float | int | None:
+    """A padding value as a number of this type; None if it is none."""
+    if not text:
+        return 0
+    try:
+        if data_type in ("TYPE_FP16", "TYPE_FP32", "TYPE_FP64", "TYPE_BF16"):
+            return float(text)
+        if data_type == "TYPE_BOOL":
+            return {"0": 0, "1": 1, "false": 0, "true": 1}.get(text.lower())
+        value, bits = int(text), int(data_type.lstrip("TYPE_UIN"))
+    except ValueError:
+        return None
+    low, high = (0, 1 << bits) if "UINT" in data_type else (-(1 << (bits - 1)), 1 << (bits - 1))
+    return value if low <= value < high else None
+
+
+def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunction) -> None:
+    """`unknown`: the model still has to be asked for its tensors and its largest batch."""
+    keys = [key for key in (PADDING, OUTPUTS, *_NUMBERS) if key in config.parameters]
+    for key in keys:
+        text = _text(config, key)
+        if key in _NUMBERS:
+            _, least, most = _NUMBERS[key]
+            if not (_NUMBER.fullmatch(text) and least <= int(text) <= most):
+                problem(_path(key), f'found "{shown(text)}", expected a whole number from {least} to {most}')
+    if not keys:
+        return
+    if PADDING not in keys:
+        problem(_path(keys[0]), f'has no effect without the parameter "{PADDING}", which names the inputs to pad')
+        return
+    path = _path(PADDING)
+    if config.dynamic_batching is None and not unknown:
+        problem(path, "needs dynamic_batching: only requests that share a batch are padded")
+    elif config.max_batch_size <= 0 and not unknown:
+        problem(path, f"needs max_batch_size > 0, found {config.max_batch_size}")
+    if config.batch_input or config.batch_output:
+        problem(path, "does not go with batch_input or batch_output, which are for ragged batches")
+    if not _text(config, PADDING).split():
+        problem(path, 'is empty, expected the inputs to pad, such as "input_ids attention_mask"')
+    _check(PADDING, "input", _text(config, PADDING), config.input, problem)
+    if OUTPUTS in keys:
+        _check(OUTPUTS, "output", _text(config, OUTPUTS), config.output, problem)
+        return
+    for index, entry in enumerate(config.output):
+        if entry.dims.count(-1) > 1:
+            text = f'"{entry.name}" has several dims of -1; say in the parameter "{OUTPUTS}" along which it is cut back'
+            problem(f"output[{index}].dims", text)
+        elif -1 in entry.dims and entry.reshape is not None:
+            problem(f"output[{index}].reshape", f'"{entry.name}" is cut back, and cannot have a reshape')
+
+
+def _check(
+    key: str, kind: str, text: str, tensors: Sequence[ModelInput | ModelOutput], problem: ProblemFunction
+) -> None:
+    path = _path(key)
+    by_name = {entry.name: entry for entry in tensors}
+    found = _tensors(text, tensors, lambda what: problem(path, what))
+    for padded in found if tensors else ():
+        entry = by_name.get(padded.name)
+        if entry is None:
+            problem(path, f'"{shown(padded.name)}" is not an {kind}; {meant(padded.name, by_name)}')
+            continue
+        if entry.reshape is not None:
+            problem(path, f'{kind} "{entry.name}" has a reshape, and cannot be padded or cut back')
+        if isinstance(entry, ModelInput) and entry.allow_ragged_batch:
+            problem(path, f'{kind} "{entry.name}" has allow_ragged_batch: it is not padded but joined')
+        wrong = [axis for axis in padded.axes if axis >= len(entry.dims) or entry.dims[axis] != -1]
+        if wrong or not padded.axes:
+            where = f"axis {wrong[0]}" if wrong else "no axis"
+            text = f'{where} of {kind} "{entry.name}" can differ in length: expected a dim of -1 there, found dims'
+            problem(path, f"{text} {list(entry.dims)}")
+        if kind == "output" and padded.value:
+            problem(path, f'output "{entry.name}" has a value, "{shown(padded.value)}"; only inputs do')
+        elif entry.data_type != "TYPE_STRING" and number_of(padded.value, entry.data_type) is None:
+            problem(path, f'"{shown(padded.value)}" is not a value of input "{entry.name}", which is {entry.data_type}')
+
+
+def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Callable[[str], None]) -> list[Padded]:
+    """In the order of the text; one that is named for several axes stands once."""
+    dims = {entry.name: tuple(entry.dims) for entry in tensors}
+    found: dict[str, Padded] = {}
+    for item in text.split():
+        match = _ITEM.fullmatch(item)
+        if match is None:
+            problem(f'found "{shown(item)}", expected NAME, NAME=VALUE, NAME[AXIS] or NAME[AXIS]=VALUE')
+            continue
+        name, value = match["name"], match["value"] or ""
+        own = dims.get(name, ())
+        axis = int(match["axis"]) if match["axis"] else own.index(-1) if -1 in own else None
+        axes = () if axis is None else (axis,)
+        earlier = found.get(name)
+        if earlier is not None:
+            if axis in earlier.axes or (value and earlier.value and value != earlier.value):
+                problem(f'"{shown(name)}" is named twice')
+            axes, value = tuple(sorted({*earlier.axes, *axes})), value or earlier.value
+        found[name] = Padded(name, axes, value)
+    return list(found.values())
+
+
+def _text(config: ModelConfig, key: str) -> str:
+    return config.parameters[key].string_value
+
+
+def _number(config: ModelConfig, key: str) -> int:
+    found = config.parameters.get(key)
+    return int(found.string_value) if found is not None else _NUMBERS[key][0]
+
+
+def _path(key: str) -> str:
+    return f'parameters["{key}"]'
+
+
+def _ignore(text: str) -> None:
+    """What is wrong has been reported."""

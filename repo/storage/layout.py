@@ -1,0 +1,342 @@
+"""What can be said of a repository's files by looking at them: what is in the wrong place, cannot be read, or cannot
+be what it should be.
+
+The rule of the file: nothing is run, and nothing is said that the scan of the store says already.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
+from shmserve.errors import InvalidRequest
+from shmserve.repo.config.complete import ENGINES, is_ensemble
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.problems import nearest
+from shmserve.repo.config.schema import ModelConfig, ModelOutput
+from shmserve.repo.files.companions import WARMUP
+from shmserve.repo.files.labels import read_labels
+from shmserve.repo.files.safe_paths import open_inside
+from shmserve.repo.load import CONFIG_FILE
+from shmserve.repo.onnx.differences import differences
+from shmserve.repo.onnx.header import NotOnnx, TooLarge, read_header
+
+ERROR, WARNING = "error", "warning"
+ENTRIES = 10_000
+"""So many files of one model are looked at."""
+SOURCE_BYTES = 4 * 1024 * 1024
+"""The largest model.py that is looked into."""
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_ENGINE_FILES = frozenset(engine.file for engine in ENGINES)
+_CLASS = "TritonPythonModel"
+_SOURCE = "model.py"
+
+
+class Seen(NamedTuple):
+    """One thing that was found. `file` is below the repository; `path` is the field of the configuration, if it is
+    one; `hint` is what to do about it."""
+
+    severity: str
+    file: str
+    text: str
+    hint: str = ""
+    path: str = ""
+    line: int = 0
+    column: int = 0
+
+
+def printed(name: str, limit: int = 128) -> str:
+    """A file's name for people, whatever is in it."""
+    return shown(os.fsencode(name).decode("utf-8", "backslashreplace"), limit)
+
+
+# --------------------------------------------------------------------------------------------- a repository
+
+
+def look_at_root(root: Path) -> list[Seen]:
+    """What is beside the models. OSError if the directory cannot be read."""
+    found = []
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or os.path.isdir(entry.path):  # which no circle of links makes fail
+            continue
+        name = printed(entry.name)
+        if _dangles(entry):
+            text = f"a link to what is not there: {_target(entry.path)}"
+            found.append(Seen(ERROR, name, text, "make the link right, or remove it"))
+        elif not name.upper().startswith(("README", "LICENSE")):
+            hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
+            found.append(Seen(WARNING, name, "not a directory, ignored", hint))
+    return found
+
+
+def is_model(root: Path) -> bool:
+    """Whether this is the directory of one model, where a repository was expected."""
+    if (root / CONFIG_FILE).is_file():
+        return True
+    versions = (entry for entry in root.iterdir() if entry.name.isdigit() and os.path.isdir(entry))
+    return any((version / file).exists() for version in versions for file in _ENGINE_FILES)
+
+
+# -------------------------------------------------------------------------------------------------- a model
+
+
+def look_at_model(folder: Path, config: ModelConfig | None, selected: Sequence[int]) -> list[Seen]:
+    """`config` is the completed configuration, as far as it is known; `selected` are the versions to be served."""
+    found = list(_misplaced(folder, config))
+    found += _walk(folder, selected)
+    if config is not None and not is_ensemble(config):
+        found += _without_effect(folder, config, selected)
+        for version in selected:
+            found += _model_file(folder, version, config)
+        found += _labels(folder, config)
+        found += _warmup(folder, config)
+    return found
+
+
+def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Seen]:
+    """Files that are of the model, but where nobody looks for them."""
+    name = printed(folder.name)
+    expected = {*_ENGINE_FILES, (config.default_model_filename if config is not None else "")}
+    names = sorted(os.listdir(folder))
+    for entry in names:
+        here = f"{name}/{printed(entry)}"
+        path = folder / entry
+        if entry in expected:
+            yield Seen(WARNING, here, "not looked at here", f"move it into a version directory: {name}/1/{entry}")
+        elif entry.isdigit() and entry.isascii() and path.is_file():
+            hint = f"a version is a directory with the model's file in it: {here}/"
+            yield Seen(WARNING, here, "a file with the name of a version, ignored", hint)
+        elif CONFIG_FILE not in names and path.is_file() and nearest(entry, (CONFIG_FILE,)):
+            yield Seen(
+                WARNING, here, "not read", f"the configuration is in {name}/{CONFIG_FILE}; rename it if it is one"
+            )
+        elif entry.isdigit() and (path / CONFIG_FILE).is_file():
+            hint = f"it is the model's: move it to {name}/{CONFIG_FILE}"
+            yield Seen(WARNING, f"{here}/{CONFIG_FILE}", "not read: versions have no configuration of their own", hint)
+
+
+def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) -> Iterator[Seen]:
+    """Configurations that are served, but hardly as they are meant."""
+    groups = config.instance_group
+    if groups and all(group.passive for group in groups):
+        hint = "remove `passive` from one of its groups"
+        yield Seen(
+            WARNING, "", "all its instances are passive: no request of it will be answered", hint, "instance_group"
+        )
+    accelerators = config.optimization and config.optimization.execution_accelerators
+    kinds = {group.kind for group in groups}
+    if accelerators and config.backend == "onnxruntime":
+        for field, kind, there in (
+            ("gpu_execution_accelerator", "KIND_GPU", "no instance of the model runs on a GPU"),
+            ("cpu_execution_accelerator", "KIND_CPU", "no instance of the model runs on the CPU"),
+        ):
+            for index, accelerator in enumerate(getattr(accelerators, field)):
+                if kind not in kinds:
+                    path = f"optimization.execution_accelerators.{field}[{index}]"
+                    text = f'accelerator "{shown(accelerator.name)}" has no effect: {there}'
+                    yield Seen(WARNING, "", text, f"instance_group [ {{ kind: {kind} }} ] makes one", path)
+    if config.backend == "python" and not (config.input or config.output) and not says_more(folder, selected, config):
+        text = "the model has neither inputs nor outputs: there is no `input` or `output` in its configuration, and no "
+        hint = f"write them into {CONFIG_FILE}, or add auto_complete_config to the model"
+        yield Seen(WARNING, printed(folder.name), f"{text}auto_complete_config in its {_SOURCE}", hint)
+
+
+def _walk(folder: Path, selected: Collection[int]) -> Iterator[Seen]:
+    """Links that lead nowhere and what this user may not read. Links to directories are followed once, at the top."""
+    needed = {CONFIG_FILE, *map(str, selected)}
+    left = ENTRIES
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop()
+        for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
+            if entry.name.startswith(".") or entry.name == "__pycache__":
+                continue
+            left -= 1
+            if left < 0:
+                text = f"has more than {ENTRIES:,} files; the others were not looked at"
+                yield Seen(WARNING, printed(folder.name), text)
+                return
+            below = Path(entry.path).relative_to(folder)
+            severity = ERROR if below.parts[0] in needed else WARNING
+            name = "/".join(map(printed, (folder.name, *below.parts)))
+            if _dangles(entry):
+                text = f"a link to what is not there: {_target(entry.path)}"
+                yield Seen(severity, name, text, "make the link right, or remove it")
+            elif os.path.isdir(entry.path):
+                if not os.access(entry.path, os.R_OK | os.X_OK, effective_ids=True):
+                    yield Seen(severity, name, "cannot be read: Permission denied", _permit(entry, "rx"))
+                elif here == folder or not entry.is_symlink():
+                    waiting.append(Path(entry.path))
+            elif not os.access(entry.path, os.R_OK, effective_ids=True):
+                yield Seen(severity, name, "cannot be read: Permission denied", _permit(entry, "r"))
+
+
+def _permit(entry: os.DirEntry[str], rights: str) -> str:
+    return (
+        f"as its owner, uid {entry.stat().st_uid}: chmod u+{rights}; for another user that serves it: chmod a+{rights}"
+    )
+
+
+def _dangles(entry: os.DirEntry[str]) -> bool:
+    return entry.is_symlink() and not os.path.exists(entry.path)
+
+
+def _target(path: str) -> str:
+    return shown(os.fsencode(os.readlink(path)).decode("utf-8", "backslashreplace"), 200)
+
+
+# ------------------------------------------------------------------------------------------- the model's file
+
+
+def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Seen]:
+    path = folder / str(version) / config.default_model_filename
+    if path.is_dir():
+        path /= "model.onnx"
+    if not config.default_model_filename or not path.is_file() or not os.access(path, os.R_OK, effective_ids=True):
+        return
+    name = "/".join(map(printed, path.relative_to(folder.parent).parts))
+    with path.open("rb") as file:
+        start = file.read(SOURCE_BYTES + 1 if config.backend == "python" else 256)
+    if not start:
+        yield Seen(ERROR, name, "an empty file", "copy the model again")
+    elif start.startswith(_POINTER):
+        yield Seen(ERROR, name, "stands for a file that Git LFS has not brought here", "in its checkout: git lfs pull")
+    elif config.backend == "onnxruntime":
+        yield from _onnx(path, name, config)
+    elif config.backend == "python" and len(start) <= SOURCE_BYTES:
+        yield from _source(name, start)
+        if path.stat().st_mode & stat.S_IWOTH:
+            hint = "it is run by the server: chmod o-w"
+            yield Seen(WARNING, name, "every user of this machine may change it", hint)
+
+
+def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Seen]:
+    """What the file declares, held against the configuration."""
+    try:
+        with path.open("rb") as file:
+            header = read_header(file)
+    except NotOnnx as error:
+        yield Seen(ERROR, name, str(error), "copy the model again")
+        return
+    except TooLarge:
+        return
+    for path_, text, write in differences(config, header):
+        yield Seen(ERROR, "", text, f"write {write}" if write else "", path_)
+
+
+def _source(name: str, source: bytes) -> Iterator[Seen]:
+    """What Python says of it without running it, and whether the class is there."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except SyntaxError as error:
+        text = f"not Python: {shown(error.msg, 200)}"
+        yield Seen(ERROR, name, text, line=error.lineno or 0, column=error.offset or 0)
+        return
+    except (ValueError, RecursionError, MemoryError) as error:  # a NUL in it, or nested too deep
+        yield Seen(ERROR, name, f"not Python: {shown(str(error), 200)}")
+        return
+    found: ast.stmt | None = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == _CLASS:
+            found = node
+        elif isinstance(node, ast.ImportFrom) and any(name.name == "*" for name in node.names):
+            return
+    if found is None:
+        if _CLASS.encode() not in source:  # else it is imported, or assigned
+            yield Seen(ERROR, name, f"has no class {_CLASS}", f"the server looks for `class {_CLASS}` with `execute`")
+    elif isinstance(found, ast.ClassDef) and not found.bases and not found.decorator_list and not found.keywords:
+        if not any(_binds(statement, "execute") for statement in found.body):
+            text = f"class {_CLASS} has no execute method"
+            yield Seen(ERROR, name, text, "add `def execute(self, requests):`", line=found.lineno, column=1)
+
+
+def _binds(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement of a class may give it a method of this name."""
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+            return True
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.alias) and name in (node.name, node.asname):
+            return True
+    return False
+
+
+def says_more(folder: Path, versions: Sequence[int], config: ModelConfig) -> bool:
+    """Whether a python model may add to its configuration when it is loaded."""
+    for version in versions:
+        path = folder / str(version) / config.default_model_filename
+        if not path.is_file() or not os.access(path, os.R_OK, effective_ids=True):
+            return True
+        with path.open("rb") as file:
+            source = file.read(SOURCE_BYTES + 1)
+        if len(source) > SOURCE_BYTES or b"auto_complete_config" in source or b"import *" in source:
+            return True
+    return not versions
+
+
+# ------------------------------------------------------------------------------------- files that it names
+
+
+def _labels(folder: Path, config: ModelConfig) -> Iterator[Seen]:
+    for index, output in enumerate(config.output):
+        if not output.label_filename:
+            continue
+        path = f"output[{index}].label_filename"
+        try:
+            labels = read_labels(folder, output.label_filename)
+        except InvalidRequest as error:
+            yield Seen(ERROR, "", str(error), path=path)
+            continue
+        least, most = _classes(output)
+        there = f"label file '{shown(output.label_filename)}' has {len(labels)} labels"
+        if len(labels) < least:
+            what = f"at least {least}" if most is None else str(least)
+            text = f'{there}, but output "{shown(output.name)}" has {what} classes'
+            yield Seen(WARNING, "", text, f"classes from {len(labels)} on will have no label", path=path)
+        elif most is not None and len(labels) > most:
+            text = f'{there}, but output "{shown(output.name)}" has {most} classes'
+            yield Seen(
+                WARNING, "", text, "is it the file of this model? A label too many shifts those after it", path=path
+            )
+
+
+def _classes(output: ModelOutput) -> tuple[int, int | None]:
+    """The least and the most elements that one item of the output has; None: any number."""
+    least = 1
+    for dim in output.dims:
+        least *= max(dim, 1)
+    return least, None if -1 in output.dims else least
+
+
+def _warmup(folder: Path, config: ModelConfig) -> Iterator[Seen]:
+    """Data of fixed-size types is exactly as long as its tensor; strings tell their own length when they are read."""
+    for index, sample in enumerate(config.model_warmup):
+        for key, given in sample.inputs.items():
+            size = ITEM_BYTES.get(FROM_CONFIG.get(given.data_type, ""), 0)
+            if not given.input_data_file or not size or any(dim < 1 for dim in given.dims):
+                continue
+            for dim in given.dims:
+                size *= dim
+            below = f"{WARMUP}/{given.input_data_file}"
+            try:
+                descriptor = open_inside(folder, below, f"warm-up data '{below}'")
+            except InvalidRequest:  # which the scan has told
+                continue
+            try:
+                there = os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
+            if there != size:
+                path = f'model_warmup[{index}].inputs["{key}"].input_data_file'
+                text = f"warm-up data '{shown(below)}' has {there} bytes, expected {size}: {given.data_type} and dims "
+                yield Seen(ERROR, "", f"{text}{list(given.dims)} of one row", path=path)

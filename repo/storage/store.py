@@ -1,0 +1,360 @@
+"""The model repositories on disk: which models there are, which of their versions are served, and what is wrong.
+
+The rule of the file: one bad model never stops the others; what is wrong with it is in its own `problems`. Names of
+files in a text are relative to the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from google.protobuf.message import Message
+
+from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.repo.backends import BACKENDS
+from shmserve.repo.config.complete import is_ensemble
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.override import OVERRIDE, Override
+from shmserve.repo.config.problems import Place, Problem, nearest
+from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
+from shmserve.repo.load import CONFIG_BYTES, CONFIG_FILE, Examined, Setting, examine
+from shmserve.repo.rules.fields import MODEL_NAME, NAME_RULE
+
+_ONE_FILE = frozenset({"python", "pytorch"})
+CONFIG_FOLDER = "configs"
+"""In a model's directory: alternative configurations."""
+OVERRIDE_FILE = "override"
+"""Found.file of a configuration that came with a load call."""
+
+_LARGEST_VERSION = 2**63 - 1
+_NOT_VERSIONS = frozenset({CONFIG_FOLDER, "warmup", "initial_state"})
+
+
+class Found(NamedTuple):
+    """A model of a repository. With problems it cannot be served; `config` is then None.
+
+    `versions` are those that the version policy selects and whose file is there, ascending; `missing` are the others
+    that it selects, and why they cannot be served. `given` is what the file or the override says, nothing filled in,
+    None if that cannot be read. `file` is where it comes from, "" for nowhere.
+    `faults` and `remarks` are `problems` and `warnings` with their places; `places` is where each field stands.
+    """
+
+    name: str
+    path: Path
+    config: ModelConfig | None
+    versions: tuple[int, ...]
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    given: ModelConfig | None = None
+    file: str = ""
+    missing: Mapping[int, str] = MappingProxyType({})
+    faults: tuple[Problem, ...] = ()
+    remarks: tuple[Problem, ...] = ()
+    places: Mapping[str, Place] = MappingProxyType({})
+
+
+def scan(
+    roots: Sequence[Path], *, backends: Collection[str] = BACKENDS, gpus: Collection[int] = (), config_name: str = ""
+) -> list[Found]:
+    """Every model of the repositories, by name. InvalidRequest for a repository that is not a directory.
+
+    `config_name` chooses configs/<config_name>.pbtxt in the models that have it.
+    """
+    if config_name:
+        check_config_name(config_name)
+    found = []
+    for name, paths in model_names(roots).items():
+        if len(paths) > 1:
+            problem = Problem(name, 0, 0, "", _twice(name, len(paths)))
+            found.append(Found(name, paths[0], None, (), (problem.text,), (), faults=(problem,)))
+        else:
+            found.append(scan_model(paths[0], backends=backends, gpus=gpus, config_name=config_name))
+    return found
+
+
+def scan_model(
+    path: Path,
+    *,
+    backends: Collection[str] = BACKENDS,
+    gpus: Collection[int] = (),
+    config_name: str = "",
+    override: Override | None = None,
+) -> Found:
+    """The model in one directory. Its own configuration files are not read when there is an override."""
+    if config_name:
+        check_config_name(config_name)
+    return _Scan(path, backends, gpus).run(config_name, override)
+
+
+def model_names(roots: Sequence[Path]) -> dict[str, list[Path]]:
+    """The directories of each model, by its name; nothing in them is looked at."""
+    found: dict[str, list[Path]] = {}
+    for root in dict.fromkeys(root.resolve() for root in roots):
+        for path in _models(root):
+            found.setdefault(_printed(path.name, 128), []).append(path)
+    return {name: found[name] for name in sorted(found)}
+
+
+def find_model(roots: Sequence[Path], name: str) -> Path:
+    """The directory of a model. NotFound if there is none, InvalidRequest for two, or no name at all."""
+    if not name.strip():
+        raise InvalidRequest("Model name cannot be empty. Please enter a valid name to deploy.")
+    if "/" in name or name.strip() == "..":
+        text = f"model name must not contain path traversal characters; found '{shown(name)}', expected {NAME_RULE}"
+        raise InvalidRequest(text)
+    failed = f"failed to load '{shown(name)}', failed to poll from model repository"
+    if not MODEL_NAME.fullmatch(name) or not _is_model(name):
+        raise NotFound(f"{failed}: a model cannot have this name; expected {NAME_RULE}")
+    paths = [root / name for root in dict.fromkeys(root.resolve() for root in roots) if os.path.isdir(root / name)]
+    if len(paths) > 1:
+        raise InvalidRequest(f"{failed}: {_twice(name, len(paths))}")
+    if not paths:
+        try:
+            near = nearest(name, (known for known in model_names(roots) if MODEL_NAME.fullmatch(known)))
+        except InvalidRequest:  # it says where the repository is, which is not for everyone
+            text = f"{failed}: a model repository cannot be read now; check --model-repository"
+            raise Unavailable(text) from None
+        raise NotFound(f"{failed}: no model repository has it" + (f"; did you mean '{near}'?" if near else ""))
+    return paths[0]
+
+
+def select_versions(policy: ModelVersionPolicy, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Those of the version numbers that the policy serves, ascending."""
+    present = sorted(set(numbers))
+    if policy.specific is not None:
+        wanted = set(policy.specific.versions)
+        return tuple(number for number in present if number in wanted)
+    if policy.all is not None:
+        return tuple(present)
+    latest = policy.latest.num_versions if policy.latest is not None else 0
+    return tuple(present[-max(latest, 1) :])
+
+
+def check_config_name(name: str) -> str:
+    """The name if it can be that of a file in `configs`; else InvalidRequest."""
+    if not MODEL_NAME.fullmatch(name):
+        raise InvalidRequest(f"--model-config-name: found '{shown(name)}', expected {NAME_RULE}")
+    return name
+
+
+# ----------------------------------------------------------------------------------------------------- one model
+
+
+class _BadModel(Exception):
+    """Why a model cannot be served, and the file that is to blame."""
+
+    def __init__(self, text: str, file: str = "") -> None:
+        super().__init__(text)
+        self.file = file
+
+
+class _Scan:
+    """The look at one model: what is wrong with it is collected, and where it can go on, it does."""
+
+    def __init__(self, path: Path, backends: Collection[str], gpus: Collection[int]) -> None:
+        self._path = path
+        self._name = _printed(path.name, 128)
+        self._backends = backends
+        self._gpus = gpus
+        self._faults: list[Problem] = []
+        self._remarks: list[Problem] = []
+        self._missing: dict[int, str] = {}
+
+    def run(self, config_name: str, override: Override | None) -> Found:
+        examined: Examined | None = None
+        file = ""
+        versions: tuple[int, ...] = ()
+        try:
+            if not MODEL_NAME.fullmatch(self._path.name):
+                raise _BadModel(f"a model cannot have this name; expected {NAME_RULE}")
+            numbers = self._version_directories()
+            given, file = self._given(config_name, override)
+            examined = self._examine(given, file, numbers)
+            versions = self._select(examined, numbers)
+        except _BadModel as error:
+            file = error.file
+            self._fault(str(error), file)
+        except OSError as error:
+            self._fault(f"cannot be read: {error.strerror or type(error).__name__}")
+        return Found(
+            name=self._name,
+            path=self._path,
+            config=examined.config if examined is not None and not self._faults else None,
+            versions=versions if not self._faults else (),
+            problems=tuple(str(problem) for problem in self._faults),
+            warnings=tuple(str(problem) for problem in self._remarks),
+            given=examined.given if examined is not None else None,
+            file=file,
+            missing=self._missing,
+            faults=tuple(self._faults),
+            remarks=tuple(self._remarks),
+            places=examined.places if examined is not None else {},
+        )
+
+    def _fault(self, text: str, below: str = "") -> None:
+        self._faults.append(self._problem(text, below))
+
+    def _remark(self, text: str, below: str = "") -> None:
+        self._remarks.append(self._problem(text, below))
+
+    def _problem(self, text: str, below: str) -> Problem:
+        return Problem(f"{self._name}/{below}" if below else self._name, 0, 0, "", text)
+
+    def _given(self, config_name: str, override: Override | None) -> tuple[bytes | Message, str]:
+        """The configuration as it was given, and its file."""
+        if override is not None:
+            return override.message, OVERRIDE_FILE
+        files = [f"{CONFIG_FOLDER}/{config_name}.pbtxt", CONFIG_FILE] if config_name else [CONFIG_FILE]
+        for file in files:
+            data = _read(self._path, file)
+            if data is not None:
+                return data, file
+        return b"", ""
+
+    def _examine(self, given: bytes | Message, file: str, numbers: Sequence[int]) -> Examined:
+        listed = (_names_if_readable(self._path / str(number)) for number in numbers)
+        files = next((names for names in listed if names), ())
+        named = f"{self._name}/{file}" if file else f"{self._name} (no {CONFIG_FILE})"
+        setting = Setting(self._path.name, self._backends, files, self._gpus, self._path)
+        examined = examine(given, OVERRIDE if file == OVERRIDE_FILE else named, setting)
+        self._faults += examined.problems
+        self._remarks += examined.warnings
+        return examined
+
+    def _select(self, examined: Examined, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """The versions to be served. What others lack is the model's problem only if none is left."""
+        if examined.given is None and numbers:
+            return ()
+        policy = (examined.given and examined.given.version_policy) or ModelVersionPolicy()
+        for number in dict.fromkeys(policy.specific.versions if policy.specific is not None else ()):
+            if number not in numbers:
+                self._remark(f"version {number} is in the version policy, but has no directory")
+        selected = select_versions(policy, numbers)
+        if not selected:
+            self._fault(_no_version(self._name, numbers))
+        if examined.completed is None or examined.completed.backend not in {*self._backends, ""}:
+            return ()
+        for number in selected:
+            try:
+                why = _missing_file(self._path / str(number), examined.completed)
+            except OSError as error:
+                why = f"cannot be read: {error.strerror or type(error).__name__}"
+            if why:
+                self._missing[number] = why
+        served = tuple(number for number in selected if number not in self._missing)
+        for number, why in self._missing.items():
+            if served:
+                self._remark(f"not served: {why}", str(number))
+            else:
+                self._fault(why, str(number))
+        return served
+
+    def _version_directories(self) -> tuple[int, ...]:
+        numbers: list[int] = []
+        for entry in sorted(self._path.iterdir()):
+            name = entry.name
+            if name in _NOT_VERSIONS or name.startswith((".", "__")) or not os.path.isdir(entry):
+                continue
+            why = ""
+            if not (name.isascii() and name.isdigit()):
+                why = "its name is not an integer"
+            elif len(name) > 1 and name.startswith("0"):
+                why = "its name has leading zeros"
+            elif name == "0":
+                why = "0 stands for the default version"
+            elif int(name[:20]) > _LARGEST_VERSION:
+                why = f"above {_LARGEST_VERSION}"
+            if why:
+                self._remark(f"not a version directory, ignored: {why}", _printed(name))
+            else:
+                numbers.append(int(name))
+        return tuple(sorted(numbers))
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def _models(root: Path) -> list[Path]:
+    """The directories of a repository that are models."""
+    try:
+        # os.path.isdir, as Path's raises for a link into what may not be read.
+        return sorted(entry for entry in root.iterdir() if _is_model(entry.name) and os.path.isdir(entry))
+    except OSError as error:
+        raise InvalidRequest(f"model repository {root}: {error.strerror}; check --model-repository") from error
+
+
+def _is_model(name: str) -> bool:
+    return not name.startswith(".") and name != "__pycache__"
+
+
+def _twice(name: str, times: int) -> str:
+    return f"model appears in two or more repositories: '{name}' is in {times} of them; keep one"
+
+
+def _printed(name: str, limit: int = 60) -> str:
+    return shown(os.fsencode(name).decode("utf-8", "backslashreplace"), limit)
+
+
+def _names(directory: Path) -> tuple[str, ...]:
+    return tuple(sorted(os.listdir(directory)))
+
+
+def _names_if_readable(directory: Path) -> tuple[str, ...]:
+    """A version that cannot be read is not the one that tells the backend."""
+    try:
+        return _names(directory)
+    except OSError:
+        return ()
+
+
+def _missing_file(directory: Path, config: ModelConfig) -> str:
+    """Why the version lacks what its backend needs; "" if it does not."""
+    name = config.default_model_filename
+    if is_ensemble(config) or not name:
+        return ""
+    path = directory / name
+    if path.is_dir():
+        # A model in a directory of its own: weights apart from the graph, or a saved model.
+        if config.backend == "onnxruntime" and not (path / "model.onnx").is_file():
+            return f"'{shown(name)}' is a directory, but has no file 'model.onnx'"
+        return f"'{name}' is a directory, expected a file" if config.backend in _ONE_FILE else ""
+    if path.is_file():
+        return ""
+    if path.is_symlink():
+        return f"'{shown(name)}' is a link to a file that is not there"
+    names = _names(directory)
+    if not names:
+        return f"has no file '{shown(name)}': the directory is empty"
+    near = nearest(name, (known for known in names if known.isprintable()))
+    return f"has no file '{shown(name)}'" + (f"; did you mean '{near}'?" if near else "")
+
+
+def _no_version(name: str, numbers: Collection[int]) -> str:
+    there = f"there are {', '.join(map(str, numbers))}" if numbers else "there is no version directory, such as 1"
+    return f"at least one version must be available under the version policy of model '{name}'; {there}"
+
+
+def _read(folder: Path, name: str) -> bytes | None:
+    """The configuration file's bytes; None when there is none."""
+    try:
+        # Non-blocking, as a FIFO of that name would wait for a writer.
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise _BadModel("not a regular file", name)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(CONFIG_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > CONFIG_BYTES:
+        size = max(state.st_size, len(data))
+        raise _BadModel(f"{size} bytes, expected at most {CONFIG_BYTES}", name)
+    return data

@@ -1,0 +1,114 @@
+"""Questions that the core passes on: answered at once, or when what they wait for is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.broker.admin.queries import Control, Shared
+from shmserve.broker.admin.readiness_probes import Probes
+from shmserve.broker.models.operations import Operations
+from shmserve.protocol.messages import Answer, Ask, Cancel
+
+NOTIFIED = 64
+"""Questions that have waited and are answered in one turn."""
+
+Waiting = dict[int, list[Ask]]
+"""Questions by peer."""
+
+
+class Answers:
+    """`roles_of` gives the roles of a peer, bits of shmserve.protocol.roles."""
+
+    def __init__(
+        self, control: Control, probes: Probes, tell: Callable[[int, Any], None], roles_of: Callable[[int], int]
+    ) -> None:
+        self._roles_of = roles_of
+        self._control = control
+        self._probes = probes
+        self._tell = tell
+        self._shared: Shared | None = None
+        """Answers built in this turn, in which nothing changes that they say. None between turns."""
+        self._awaiting: Waiting = {}
+        """Asked to be notified when all is loaded."""
+        self._models: Waiting = {}
+        """Wait for a look at the disk."""
+        self._due: Waiting = {}
+        """What they waited for is known."""
+        self._held: Waiting = {}
+        """Due as well, but the peer is behind."""
+        self._behind: set[int] = set()
+
+    def begin(self) -> None:
+        self._shared = {}
+
+    def end(self) -> None:
+        self._shared = None
+
+    def notify(self) -> None:
+        """Sending puts an event, so another turn follows for those that are left."""
+        if self._awaiting and not self._control.is_loading():
+            self._move(self._awaiting)
+        if self._due:
+            shared: Shared = {}
+            for _ in range(NOTIFIED):
+                if not self._due:
+                    break
+                peer = next(iter(self._due))
+                asks = self._due.pop(peer)
+                ask = asks.pop(0)
+                if asks:
+                    self._due[peer] = asks  # behind the others
+                self._answer(peer, ask, shared)
+
+    def query(self, peer: int, ask: Ask | Cancel, operations: Operations) -> None:
+        if isinstance(ask, Cancel):
+            operations.cancelled(peer, ask.request)
+        elif ask.what == "models":
+            self._models.setdefault(peer, []).append(ask)
+            operations.look_at_disk(self._models_known)
+        elif ask.what == "loaded" and self._control.is_loading():
+            self._awaiting.setdefault(peer, []).append(ask)
+        elif ask.what == "ready" and ask.model:
+            instances = self._control.serving(ask)
+            if not self._probes.ask(instances, lambda ready: self._answer_ready(peer, ask, ready)):
+                self._answer(peer, ask)
+        elif not operations.asked(peer, ask):
+            self._answer(peer, ask)
+
+    def fell_behind(self, peer: int) -> None:
+        self._behind.add(peer)
+        if peer in self._due:
+            self._held[peer] = self._due.pop(peer)
+
+    def caught_up(self, peer: int) -> None:
+        self._behind.discard(peer)
+        if peer in self._held:
+            self._due[peer] = self._held.pop(peer)
+
+    def gone(self, peer: int) -> None:
+        self._behind.discard(peer)
+        for waiting in (self._awaiting, self._models, self._due, self._held):
+            waiting.pop(peer, None)
+
+    def _models_known(self) -> None:
+        self._move(self._models)
+        self.notify()
+
+    def _move(self, waiting: Waiting) -> None:
+        for peer, asks in waiting.items():
+            due = self._held if peer in self._behind else self._due
+            due.setdefault(peer, []).extend(asks)
+        waiting.clear()
+
+    def _answer_ready(self, peer: int, ask: Ask, ready: bool) -> None:
+        if ready:  # as far as the model knows
+            self._answer(peer, ask)
+        else:
+            self._tell(peer, Answer(ask.request, b'{"ready":false}'))
+
+    def _answer(self, peer: int, ask: Ask, shared: Shared | None = None) -> None:
+        if shared is None:
+            shared = self._shared if self._shared is not None else {}
+        for message in self._control.answer(ask, self._roles_of(peer), shared):
+            self._tell(peer, message)

@@ -1,0 +1,403 @@
+"""Answers to questions about the server and its models. Reads the core's tables, changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from shmserve.broker.models.catalog import Catalog
+from shmserve.core.core import Core
+from shmserve.core.models.deployment import UNLOADED
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Model, Version
+from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.stats import activity
+from shmserve.errors import InvalidRequest, NotFound, ServeError
+from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
+from shmserve.protocol.roles import OPERATE, OPERATIONS
+from shmserve.repo.config.schema import as_triton_json
+from shmserve.system import procfs
+
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "parameters",
+    "sequence",
+    "statistics",
+    "trace",
+    "logging",
+)
+"""Of the KServe protocol: what of them is here."""
+METRICS_PERIOD_S = 1.0
+METRICS_SHARE = 0.05
+"""Of the broker's time, what building metrics may take."""
+CHUNK = FIELD_BYTES // 2
+Shared = dict[tuple[str, str, int, bool], list[bytes]]
+
+
+class Control:
+    def __init__(self, core: Core, catalog: Catalog, name: str, version: str, strict: bool) -> None:
+        self.process_of: Callable[[int], int] = lambda peer: 0
+        """The pid of a worker."""
+        self.differences: Container[int] = ()
+        """The sources of versions that differ from what is in the repository."""
+        self.failed = False
+        """The server could not be initialized: it runs so that its operator can ask why, and is not live."""
+        self.metrics: Callable[[], str] = lambda: ""
+        """Builds the text."""
+        self.metrics_budget = True
+        """Building it takes at most a twentieth of the time: beyond that, clients get the last one."""
+        self.clock: Callable[[], float] = time.monotonic
+        self._metrics = msgspec.Raw(b'""')
+        self._metrics_spent = 0.0
+        """Seconds, since the budget was last renewed."""
+        self._metrics_renewal = 0.0
+        self._core = core
+        self._catalog = catalog
+        self._name = name
+        self._version = version
+        self._strict = strict
+        self._answers: dict[str, Callable[[Ask], Any]] = {
+            "live": lambda ask: {"live": not (self.failed or self._core.state.draining)},
+            "ready": self._ready,
+            "loaded": lambda ask: {"loaded": True},
+            "models": self._models,
+            "metadata": self._metadata,
+            "config": self._config,
+            "origins": self._origins,
+            "statistics": self._statistics,
+            "metrics": self._kept_metrics,
+        }
+
+    def add(self, answers: Mapping[str, Callable[[Ask], Any]]) -> None:
+        """Questions, and small operations, that others answer."""
+        self._answers.update(answers)
+
+    def answer(self, ask: Ask, roles: int, shared: Shared) -> list[Answer | Fail]:
+        """The messages of the answer, in order. `shared`: answers that were built while nothing could change; equal
+        questions get the same."""
+        operator = bool(roles & OPERATE)
+        key = (ask.what, ask.model, ask.version, operator)
+        pieces = shared.get(key)
+        if pieces is None:
+            try:
+                pieces = self._build(ask, operator)
+            except ServeError as error:
+                return [Fail(ask.request, error.code, error.message)]
+            if ask.what not in OPERATIONS:
+                shared[key] = pieces
+        return [Answer(ask.request, piece, number < len(pieces)) for number, piece in enumerate(pieces, 1)]
+
+    def _build(self, ask: Ask, operator: bool) -> list[bytes]:
+        if ask.more:
+            raise InvalidRequest(f"the body of '{ask.what}' is too long")
+        answer = self._answers.get(ask.what)
+        if answer is None:
+            known = ", ".join(self._answers)
+            raise InvalidRequest(f"unknown question '{ask.what}'; expected one of: {known}")
+        found = answer(ask)
+        if ask.what == "models" and not operator:
+            _leave_out_words(found)
+        body = msgspec.json.encode(found)
+        return [body[start : start + CHUNK] for start in range(0, len(body), CHUNK)]
+
+    # ------------------------------------------------------------------------------------ the questions
+
+    def server_ready(self) -> bool:
+        """With strict readiness every version must be READY; without it, loading must only have ended. A version that
+        is loaded beside others of its model, which are served, is not waited for."""
+        states = [
+            version.state
+            for model in self._core.state.models.values()
+            for version in model.versions.values()
+            if version.reason != UNLOADED and not (version.state is VersionState.LOADING and model.is_served_meanwhile)
+        ]
+        if self.failed or self._core.state.draining or VersionState.LOADING in states:
+            return False
+        # One that goes on as before, because what should replace it cannot be read, is served.
+        refused = any(model.reason and model.default() is None for model in self._core.state.models.values())
+        return not self._strict or (not refused and all(state is VersionState.READY for state in states))
+
+    def is_loading(self) -> bool:
+        """Something is loaded that was not served before: who asks whether all is loaded has to wait."""
+        models = self._core.state.models.values()
+        return any(
+            version.state is VersionState.LOADING
+            for model in models
+            if model.default() is None
+            for version in model.versions.values()
+        )
+
+    def _kept_metrics(self, ask: Ask) -> msgspec.Raw:
+        began = self.clock()
+        if began >= self._metrics_renewal:
+            self._metrics_renewal, self._metrics_spent = began + METRICS_PERIOD_S, 0.0
+        if self._metrics_spent < METRICS_SHARE * METRICS_PERIOD_S or not self.metrics_budget:
+            self._metrics = msgspec.Raw(msgspec.json.encode(self.metrics()))
+            took = self.clock() - began
+            self._metrics_spent += took
+            self._metrics_renewal = max(self._metrics_renewal, began + took / METRICS_SHARE)
+        return self._metrics
+
+    def _versions(self) -> list[Version]:
+        return [version for model in self._core.state.models.values() for version in model.versions.values()]
+
+    def _ready(self, ask: Ask) -> Any:
+        if not ask.model:
+            ready = self.server_ready()
+            return {"ready": ready, "settled": ready or self._are_settled(self._core.state.models.values())}
+        found = self._find(ask)
+        ready = any(version.healthy for version in found)
+        model = self._core.state.models[ask.model]
+        # An ensemble may become READY when any other model does.
+        ensemble = not self._core.state.ensembles.keys().isdisjoint(model.versions.values())
+        others = self._core.state.models.values() if ensemble else (model,)
+        failed = model.default() is None and _has_failed(model)
+        return {"ready": ready, "settled": ready or (failed and self._are_settled(others))}
+
+    def _are_settled(self, models: Iterable[Model]) -> bool:
+        """Nothing is being loaded, restarted or unloaded: what is not READY stays so without an operation."""
+        moving = (VersionState.LOADING, VersionState.UNLOADING)
+        return not self._core.state.draining and not any(
+            model.operation is not None
+            or any(version.state in moving or version.recovering for version in model.generations())
+            for model in models
+        )
+
+    def serving(self, ask: Ask) -> list[int]:
+        """The workers that run the model that is asked about."""
+        try:
+            found = self._find(ask)
+        except NotFound:
+            return []
+        return [
+            instance.peer
+            for version in found
+            for instance in version.instances
+            if instance.state is InstanceState.READY and not instance.spec.passive
+        ]
+
+    def _models(self, ask: Ask) -> Any:
+        known = self._core.state.models
+        index: list[dict[str, Any]] = [
+            {"name": name, "version": "", "state": "", "reason": ""}
+            for name in self._catalog.names
+            if name not in known
+        ]
+        for model in known.values():
+            default = model.default()
+            shown = [version for version in model.versions.values() if self._is_of_interest(version)]
+            if not shown and (model.reason or model.name in self._catalog.names):
+                state = "UNAVAILABLE" if model.reason else ""
+                index.append({"name": model.name, "version": "", "state": state, "reason": model.reason})
+            for version in sorted(shown, key=lambda version: version.number):
+                entry: dict[str, Any] = {
+                    "name": model.name,
+                    "version": str(version.number),
+                    "state": version.state.value,
+                    "reason": version.reason or self._degraded(version),
+                    "degraded": version.state is VersionState.READY and bool(version.trouble),
+                    "default": version is default,
+                    "loading_seconds": self._loading_seconds(version),
+                    "reloading": version.number in model.coming,
+                    "changed_on_disk": version.state is VersionState.READY and version.source in self.differences,
+                    "last_failed_change": _failed_change(model) if version.state is VersionState.READY else None,
+                }
+                made = [version, *[other for other in model.generations() if other.number == version.number]]
+                generations = list(dict.fromkeys(made))
+                entry["queued"] = activity.queued(generations)
+                entry["in_flight"] = activity.in_flight(generations)
+                entry["instances"] = [self._instance(made, i) for made in generations for i in made.instances]
+                index.append(entry)
+        return sorted(index, key=lambda entry: entry["name"])
+
+    def _degraded(self, version: Version) -> str:
+        """Of a version that is READY without some of its instances: how many serve, and why the others do not."""
+        trouble = version.trouble if version.state is VersionState.READY else ""
+        ready, wanted = version.counts
+        return f"degraded, {ready} of {wanted} instances: {trouble}" if trouble else ""
+
+    def _is_of_interest(self, version: Version) -> bool:
+        """What was unloaded is, as long as it could be loaded again."""
+        return version.reason != UNLOADED or version.model in self._catalog.names
+
+    def _loading_seconds(self, version: Version) -> float:
+        if version.state is VersionState.LOADING:
+            return round((time.monotonic_ns() - version.began) / 1e9, 3)
+        return round(version.took_ns / 1e9, 3)
+
+    def _instance(self, version: Version, instance: Instance) -> dict[str, Any]:
+        pid = self.process_of(instance.peer) if instance.peer else 0
+        return {
+            "name": instance.spec.name,
+            "state": instance.state.value,
+            "kind": instance.spec.kind,
+            "device": instance.spec.device,
+            "passive": instance.spec.passive,
+            "pid": pid,
+            "memory_bytes": procfs.usage(pid).resident_bytes if pid else 0,
+            "restarts": instance.restarts,
+            "in_flight": activity.running(instance),
+            "busy_seconds": round(activity.busy_ns(version, instance, time.monotonic_ns()) / 1e9, 3),
+            "quarantined": instance.quarantined,
+            "retry_seconds": self._retry_seconds(instance),
+            "reason": instance.reason,
+            "last_words": instance.last_words.splitlines(),
+        }
+
+    def _retry_seconds(self, instance: Instance) -> float:
+        """Until it is restarted; 0: no restart is planned."""
+        if instance.state is not InstanceState.BACKOFF:
+            return 0.0
+        return round(max(instance.retry_at - time.monotonic_ns(), 0) / 1e9, 1)
+
+    def _find(self, ask: Ask) -> list[Version]:
+        model = self._core.state.models.get(ask.model)
+        if model is None:
+            known = ask.model in self._catalog.names
+            hint = f", but it is in the repository: load it first (shmserve load {ask.model})" if known else ""
+            raise NotFound(f"Request for unknown model: '{ask.model}' is not found{hint}")
+        if not ask.version:
+            default = model.default()
+            return [default] if default else list(model.versions.values())
+        version = model.versions.get(ask.version)
+        if version is None:
+            raise NotFound(f"Request for unknown model: '{ask.model}' version {ask.version} is not found")
+        return [version]
+
+    def _one(self, ask: Ask) -> Version:
+        found = self._find(ask)
+        if not found:
+            reason = self._core.state.models[ask.model].reason
+            raise NotFound(f"Request for unknown model: '{ask.model}' has no available versions: {reason}")
+        latest = max(found, key=lambda version: version.number)
+        if latest.reason == UNLOADED:
+            raise NotFound(
+                f"Request for unknown model: '{ask.model}' has no available versions: it was unloaded; load it first "
+                f"(shmserve load {ask.model})"
+            )
+        return latest
+
+    def _metadata(self, ask: Ask) -> Any:
+        if not ask.model:
+            return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
+        version = self._one(ask)
+        config = self._catalog.config(version.source)
+        policy = version.policy
+        assert policy is not None
+        models = self._core.state.models[version.model].versions
+        served = sorted(number for number, other in models.items() if other.state is VersionState.READY)
+        lead = (-1,) if policy.max_batch else ()
+        return {
+            "name": version.model,
+            "versions": [str(number) for number in served or [version.number]],
+            "platform": config.platform or config.backend,
+            "inputs": [{"name": t.name, "datatype": t.dtype, "shape": lead + t.dims} for t in policy.inputs],
+            "outputs": [{"name": t.name, "datatype": t.dtype, "shape": lead + t.dims} for t in policy.outputs],
+        }
+
+    def _config(self, ask: Ask) -> Any:
+        version = self._one(ask)
+        return as_triton_json(self._catalog.config(version.source))
+
+    def _origins(self, ask: Ask) -> Any:
+        version = self._one(ask)
+        origins, text = self._catalog.origins(version.source)
+        return {"config": as_triton_json(self._catalog.config(version.source)), "origins": origins, "text": text}
+
+    def _statistics(self, ask: Ask) -> Any:
+        found = self._find(ask) if ask.model else self._versions()
+        if ask.model and not ask.version:
+            loaded = [
+                one for one in self._core.state.models[ask.model].versions.values() if one.state is VersionState.READY
+            ]
+            found = sorted(loaded, key=lambda version: version.number) or found
+        return {"model_stats": [self._of(version) for version in found]}
+
+    def _resident_bytes(self, version: Version) -> int:
+        """Of all processes that run this version now."""
+        peers = [instance.peer for instance in version.instances if instance.peer]
+        return sum(procfs.usage(self.process_of(peer)).resident_bytes for peer in peers)
+
+    def _of(self, version: Version) -> dict[str, Any]:
+        counted = version.statistics
+        made = self._core.state.models[version.model].generations()
+        generations = [other for other in made if other.number == version.number]
+        last_ns = 0
+        if counted.last_inference_ns:  # from the monotonic clock to that on the wall
+            last_ns = time.time_ns() - (time.monotonic_ns() - counted.last_inference_ns)
+        return {
+            "name": version.model,
+            "version": str(version.number),
+            "last_inference": last_ns // 1_000_000,
+            "inference_count": counted.inference_count,
+            "execution_count": counted.execution_count,
+            "inference_stats": {
+                "success": _duration(counted.success_count, counted.success_ns),
+                "fail": _duration(counted.fail_count, counted.fail_ns),
+                "queue": _duration(counted.success_count, counted.queue_ns),
+                "compute_input": _duration(counted.success_count, counted.input_ns),
+                "compute_infer": _duration(counted.success_count, counted.infer_ns),
+                "compute_output": _duration(counted.success_count, counted.output_ns),
+                "cache_hit": _duration(counted.cache_hits, counted.cache_hit_ns),
+                "cache_miss": _duration(counted.cache_misses, counted.cache_miss_ns),
+            },
+            "response_stats": {
+                str(index): {name: _duration(*getattr(count, name)) for name in count.__struct_fields__}
+                for index, count in enumerate(counted.responses)
+            },
+            "batch_stats": [
+                {
+                    "batch_size": rows,
+                    "compute_input": _duration(batch.count, batch.input_ns),
+                    "compute_infer": _duration(batch.count, batch.infer_ns),
+                    "compute_output": _duration(batch.count, batch.output_ns),
+                }
+                for rows, batch in sorted(counted.batches.items())
+            ],
+            "memory_usage": [{"type": "CPU", "id": 0, "byte_size": self._resident_bytes(version)}],
+            "batch_reasons": {reason.value: count for reason, count in counted.reasons.items()},
+            "elements": counted.elements,
+            "padded_elements": counted.padded_elements,
+            "rejected": counted.rejected,
+            "cancelled": counted.cancelled,
+            "queued": activity.queued(generations),
+            "in_flight": activity.in_flight(generations),
+            "busy": {
+                instance.spec.name: round(ns / 1e9, 3)
+                for made in generations
+                for instance in made.instances
+                if (ns := activity.busy_ns(made, instance, time.monotonic_ns()))
+            },
+        }
+
+
+def _has_failed(model: Model) -> bool:
+    """Something of it was to be served, and none of that can be."""
+    wanted = [version for version in model.versions.values() if version.reason != UNLOADED]
+    return bool(model.reason or wanted) and all(version.state is VersionState.UNAVAILABLE for version in wanted)
+
+
+def _failed_change(model: Model) -> dict[str, Any] | None:
+    """When the last change of a model failed, in seconds since 1970, and why. None: it has succeeded."""
+    if model.failed is None:
+        return None
+    seconds_ago = (time.monotonic_ns() - model.failed.at) / 1e9
+    return {"time": round(time.time() - seconds_ago, 3), "reason": model.failed.reason}
+
+
+def _duration(count: int, ns: int) -> dict[str, int]:
+    return {"count": count, "ns": ns}
+
+
+def _leave_out_words(index: Any) -> None:
+    """What a model printed may be about any user's request: it is for operators."""
+    for entry in index:
+        for instance in entry.get("instances", ()):
+            instance["last_words"] = []

@@ -1,0 +1,71 @@
+"""What models say themselves of whether they are ready: their workers are asked, and have so long to answer.
+
+The rule of the file: every question is answered once, whatever its workers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.protocol.messages import Probe, Probed
+
+LIMIT_S = 5.0
+"""A model that does not answer for so long is not ready."""
+
+
+class _Question(Struct, eq=False):
+    asked: set[int]
+    answer: Callable[[bool], None]
+    timer: Any = None
+
+
+class Probes:
+    """`send(peer, message)` tells a worker."""
+
+    def __init__(self, loop: Any, send: Callable[[int, Probe], None]) -> None:
+        self._loop = loop
+        self._send = send
+        self._able: set[int] = set()
+        self._numbers = 0
+        self._open: dict[int, _Question] = {}
+
+    def ask(self, peers: Iterable[int], answer: Callable[[bool], None]) -> bool:
+        """Asks those of these workers whose models have something to say. False: there are none."""
+        asked = self._able.intersection(peers)
+        if not asked:
+            return False
+        self._numbers += 1
+        question = self._open[self._numbers] = _Question(asked, answer)
+        question.timer = self._loop.call_later(LIMIT_S, self._settle, self._numbers, False)
+        for peer in sorted(asked):
+            self._send(peer, Probe(self._numbers))
+        return True
+
+    def said(self, peer: int, message: Probed) -> None:
+        if not message.number:
+            self._able.add(peer)
+            return
+        question = self._open.get(message.number)
+        if question is None or peer not in question.asked:
+            return
+        question.asked.discard(peer)
+        if not message.ready or not question.asked:
+            self._settle(message.number, message.ready)
+
+    def gone(self, peer: int) -> None:
+        self._able.discard(peer)
+        for number, question in list(self._open.items()):
+            if peer in question.asked:
+                self._settle(number, False)
+
+    def close(self) -> None:
+        for number in list(self._open):
+            self._settle(number, False)
+
+    def _settle(self, number: int, ready: bool) -> None:
+        question = self._open.pop(number)
+        question.timer.cancel()
+        question.answer(ready)

@@ -1,0 +1,391 @@
+"""The server's settings: command line, then SHMSERVE_* in the environment, then the file, then the defaults.
+
+The rule of the file: what is wrong is said before anything starts, all of it, with the nearest name; exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shmserve.broker.config.flag import ENVIRONMENT, Flag
+from shmserve.broker.config.flags import (
+    BY_NAME,
+    FLAGS,
+    GROUPS,
+    REQUIRED,
+    from_environment,
+    from_text,
+    from_toml,
+    nearest,
+    unknown,
+    written,
+)
+from shmserve.broker.config.triton_flags import notes, refusals
+from shmserve.broker.listeners.access import Access
+from shmserve.broker.observability.log_throttle import Rate
+from shmserve.broker.observability.metric_settings import MetricSettings, metric_settings
+from shmserve.broker.processes import cpus
+from shmserve.broker.processes.gateways import Doors, arguments_of
+from shmserve.broker.processes.gpus import INTERVAL_S
+from shmserve.broker.processes.resources import Terms
+from shmserve.core.limits import Limits
+from shmserve.paths import environments_dir, server_runtime_dir
+from shmserve.repo.backends import DIRECTORY, not_usable
+
+if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
+    import tomllib
+else:
+    import tomli as tomllib
+
+OUTPUT_LIMIT = "worker-output-bytes"
+NEAR_LIMIT = "cuda-memory-pool-byte-size"
+PINNED_LIMIT = "pinned-memory-pool-byte-size"
+"""The key under which workers are told their limit."""
+_OTHERS = frozenset(
+    (
+        "SHMSERVE_URL", "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE", "SHMSERVE_THREADS", "SHMSERVE_REWRITE",
+        "SHMSERVE_EXPLORE",
+    )
+)  # fmt: skip
+"""Variables that are not the server's. Those that begin with SHMSERVE_MODEL_ are for the models."""
+_MODELS = "SHMSERVE_MODEL_"
+_SURELY = 0.9
+"""How alike a variable for models must be to one of the server's to be taken for it."""
+
+_EPILOG = """
+Each flag is also an environment variable, SHMSERVE_MODEL_REPOSITORY=DIR1:DIR2, and a key of the --config file,
+model-repository = ["DIR1", "DIR2"]. Precedence: flags, environment, configuration file. If a flag is repeated, the
+last value counts, unless it may be given several times. BOOL is true or false; the flag without a value is true.
+
+examples:
+  shmserve serve --model-repository ./models
+      serve all models of ./models until Ctrl-C; try `shmserve models` and `shmserve infer MODEL --random`
+  shmserve serve --model-repository ./models --model-control-mode poll
+      also follow changes in the repository
+  shmserve serve --model-repository ./models --model-control-mode explicit --load-model mlp
+      start with one model; `shmserve load` and `shmserve unload` change the set
+  shmserve serve --model-repository ./models --host-policy cpu,cpu-cores=2-7 --exit-on-error true
+      keep models off cores 0 and 1, and exit if a model fails to load
+  shmserve serve --config ./shmserve.toml --log-verbose 1
+      read the settings from a file, and raise the log level
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"shmserve serve: {message}\n`shmserve serve --help` explains the flags\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Its namespace has what was given, and no defaults."""
+    found = _Parser(
+        prog="shmserve serve",
+        usage="shmserve serve --model-repository DIR [FLAG ...]",
+        description="Serve the models of one or more repositories to clients on this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    groups = {name: found.add_argument_group(name) for name in GROUPS}
+    for flag in FLAGS:
+        more: dict[str, Any] = {"action": "append"} if flag.repeatable else {}
+        if flag.kind == "boolean":
+            more = {"nargs": "?", "const": True}
+        groups[flag.group].add_argument(
+            f"--{flag.name}",
+            *([f"--{flag.alias}"] if flag.alias else []),
+            dest=flag.dest,
+            type=_reader(flag),
+            metavar=flag.metavar or "BOOL",
+            help=_help(flag),
+            **more,
+        )
+    return found
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The settings, by the names of the flags with underscores; `warnings` and `notes` are texts for the log,
+    `failed` those that keep it from serving any model.
+
+    Wrong use ends the process with code 2 and says what is wrong.
+    """
+    found = parser()
+    given, rest = found.parse_known_args(argv)
+    problems = [_stray(word) for word in _strays(rest)]
+    from_variables, warnings = _environment(os.environ, problems)
+    config = vars(given).get("config", from_variables.get("config"))
+    from_file = _file(config, problems) if config is not None else {}
+    chosen: dict[str, Any] = {}
+    for source, where in ((from_file, str(config)), (from_variables, "the environment"), (vars(given), "")):
+        warnings += _renamed(source, where)
+        chosen |= source
+    values = _defaults(chosen.get("triton_compatible", False)) | chosen
+    settings = argparse.Namespace(**values, warnings=warnings, notes=notes(values))
+    settings.failed = _missing_repositories(settings, "exit_on_error" in chosen, problems)
+    _check(settings, problems)
+    if problems:
+        found.error("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
+    if settings.runtime_dir is None:
+        settings.runtime_dir = server_runtime_dir()
+    if access(settings).for_others and settings.socket_group is None:
+        text = "--access has rules for other users, but without --socket-group they cannot connect"
+        settings.warnings.append(text)
+    return settings
+
+
+def _defaults(compatible: bool) -> dict[str, Any]:
+    """`compatible`: Triton's where they differ."""
+    flags = [flag for flag in FLAGS if not flag.instead]
+    found = {flag.dest: copy(flag.default) for flag in flags}
+    if compatible:
+        found |= {flag.dest: flag.compatible for flag in flags if flag.compatible is not None}
+    return found
+
+
+def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems: list[str]) -> list[str]:
+    """Why the server runs without serving a model: with --exit-on-error=false on the command line, as in Triton, a
+    missing repository does not end it. Elsewhere one is a problem."""
+    texts = [f"--model-repository {root} is not a directory" for root in settings.model_repository if not root.is_dir()]
+    if is_given and not settings.exit_on_error:
+        return texts
+    problems += texts
+    return []
+
+
+def access(settings: argparse.Namespace) -> Access:
+    """Who has which roles."""
+    return Access(settings.access, settings.socket_group)
+
+
+def limits(settings: argparse.Namespace) -> Limits:
+    """Of the core: those of --limit, and those that have a flag of their own. Given twice, the last counts."""
+    return Limits(
+        loading=settings.model_load_thread_count,
+        load_retries=settings.model_load_retry_count,
+        crashes=settings.crash_limit,
+        execution_ns=round(settings.execution_limit_secs * 1e9),
+        load_ns=round(settings.load_limit_secs * 1e9),
+        exit_ns=round(settings.exit_timeout_secs * 1e9),
+        cache_bytes=settings.cache_config or settings.response_cache_byte_size,
+        rate_limit=settings.rate_limit == "execution_count",
+        resources=tuple(settings.rate_limit_resource),
+        summaries=metrics(settings).summary_latencies,
+        first_responses=metrics(settings).histogram_latencies,
+        **dict(settings.limit),
+    )
+
+
+def metrics(settings: argparse.Namespace) -> MetricSettings:
+    return metric_settings(settings.metrics_config, settings.allow_cpu_metrics, metrics_interval_s(settings))
+
+
+def metrics_interval_s(settings: argparse.Namespace) -> float:
+    return settings.metrics_interval_ms / 1000 or INTERVAL_S
+
+
+def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
+    """For the workers: 'backend,key' -> value, ',key' -> value for all backends, and what is for workers themselves."""
+    found = dict(settings.backend_config)
+    found[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
+    found[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
+    if settings.cuda_memory_pool_byte_size:
+        found[NEAR_LIMIT] = ",".join(f"{gpu}:{size}" for gpu, size in settings.cuda_memory_pool_byte_size)
+    if settings.disable_auto_complete_config:
+        found["disable-auto-complete-config"] = "true"
+    if settings.backend_directory is not None:
+        found[DIRECTORY] = str(settings.backend_directory.absolute())
+    return found
+
+
+def log_rate(settings: argparse.Namespace) -> Rate:
+    """How much of what one child process prints is logged."""
+    return Rate(settings.log_worker_lines, settings.log_worker_bytes)
+
+
+def terms(settings: argparse.Namespace) -> Terms:
+    """Of worker processes, where models say nothing else."""
+    place = settings.environment_dir or environments_dir(settings.runtime_dir)
+    return Terms(
+        settings.instance_memory_limit,
+        unpacked=str(place.absolute()),
+        gpu_memory=settings.instance_gpu_memory_limit,
+    )
+
+
+def doors(settings: argparse.Namespace) -> Doors:
+    """The gateways that are to be started."""
+    if settings.no_gateway:
+        return Doors(0, ())
+    given = {flag.gateway: getattr(settings, flag.dest) for flag in FLAGS if flag.gateway and _is_told(flag, settings)}
+    return Doors(settings.gateways, arguments_of(given, _more(settings)))
+
+
+def _is_told(flag: Flag, settings: argparse.Namespace) -> bool:
+    """Whether a gateway has to be told, as it was given and is not so anyway."""
+    value = getattr(settings, flag.dest)
+    return not (value is None or value == [] or (value is False and flag.shown == "false"))
+
+
+def _more(settings: argparse.Namespace) -> list[str]:
+    """Raises ValueError."""
+    return shlex.split(settings.gateway_args or "")
+
+
+def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    """The CPU cores of each host policy."""
+    return cpus.resolve(settings.host_policy)
+
+
+# ------------------------------------------------------------------------------------------- the command line
+
+
+def _reader(flag: Flag) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return from_text(flag, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _help(flag: Flag) -> str:
+    if flag.private:
+        return argparse.SUPPRESS
+    text = f"deprecated: {flag.help}" if flag.instead else flag.help
+    if flag.default_text:
+        text += f" ({'' if flag.default_text == REQUIRED else 'default: '}{flag.default_text})"
+    return text.replace("%", "%%")
+
+
+def _strays(rest: Sequence[str]) -> list[str]:
+    """Without the values of flags that are unknown, which only look like words of their own."""
+    return [word for at, word in enumerate(rest) if word.startswith("-") or not at or not _is_bare(rest[at - 1])]
+
+
+def _is_bare(word: str) -> bool:
+    return word.startswith("--") and "=" not in word
+
+
+def _stray(word: str) -> str:
+    if not word.startswith("-"):
+        return f"'{word}' is not a flag; for a model repository use --model-repository {word}"
+    shown = word.partition("=")[0]
+    return unknown(shown.lstrip("-"), shown)
+
+
+# ------------------------------------------------------------------------------------------- environment and file
+
+
+def _environment(environment: Mapping[str, str], problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values, and warnings about variables that nobody reads. They are no errors: a container's host may set some
+    of its own for a service that has our name."""
+    values: dict[str, Any] = {}
+    warnings: list[str] = []
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith(ENVIRONMENT) or variable in _OTHERS:
+            continue
+        name = variable.removeprefix(ENVIRONMENT).lower().replace("_", "-")
+        flag = BY_NAME.get(name)
+        if flag is not None and not flag.private:
+            if text:
+                _take(values, flag, partial(from_environment, flag, text), problems, variable)
+        elif not variable.startswith(_MODELS):
+            warnings.append(unknown(name, variable, ENVIRONMENT))
+        elif close := nearest(name, _SURELY):
+            warnings.append(f"{variable} is for models; did you mean {ENVIRONMENT}{written(close, ENVIRONMENT)}?")
+    return values, warnings
+
+
+def _file(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"is not TOML: {error}"
+        problems.append(f"--config {path}: {why}")
+        return {}
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        flag = BY_NAME.get(key)
+        if flag is None or flag.private:
+            problems.append(f"{path}: {unknown(key, key, '')}")
+        elif flag.name == "config":
+            problems.append(f"{path}: config cannot be set in the file itself")
+        else:
+            _take(values, flag, partial(from_toml, flag, value, path.parent), problems, f"{path}: {key}")
+    return values
+
+
+def _take(values: dict[str, Any], flag: Flag, read: Callable[[], Any], problems: list[str], where: str) -> None:
+    try:
+        found = read()
+    except ValueError as error:
+        problems.append(f"{where}: {error}")
+        return
+    # An alias beside the name: both count where there may be several.
+    values[flag.dest] = [*values.get(flag.dest, ()), *found] if flag.repeatable else found
+
+
+# ------------------------------------------------------------------------------------------- what they mean together
+
+
+def _renamed(source: dict[str, Any], where: str) -> list[str]:
+    """Moves values of deprecated flags to the flags of now, and warns."""
+    warnings = []
+    for flag in FLAGS:
+        if flag.instead and flag.dest in source:
+            value, now = source.pop(flag.dest), BY_NAME[flag.instead]
+            if now.repeatable:
+                source[now.dest] = [*value, *source.get(now.dest, ())]
+            else:
+                source.setdefault(now.dest, value)
+            at = f" (in {where})" if where else ""
+            use = f"--{flag.instead} {flag.setting}=" if flag.setting else f"--{flag.instead}"
+            warnings.append(f"--{flag.name} is deprecated{at}; use {use}")
+    return warnings
+
+
+def _check(settings: argparse.Namespace, problems: list[str]) -> None:
+    wrong = problems.append
+    problems += refusals(vars(settings))
+    if not settings.model_repository and not problems:
+        wrong("missing --model-repository: the directory that holds the models")
+    if settings.backend_directory is not None:
+        if fault := not_usable(settings.backend_directory):
+            wrong(f"--backend-directory {fault}")
+    if settings.load_model and settings.model_control_mode != "explicit":
+        wrong(
+            "Use of '--load-model' requires setting '--model-control-mode=explicit' as well; the mode is "
+            f"{settings.model_control_mode}"
+        )
+    if "*" in settings.load_model and len(settings.load_model) > 1:
+        wrong(
+            "Wildcard model name '*' must be the ONLY startup model if specified at all; --load-model was given "
+            f"{len(settings.load_model)} times"
+        )
+    if settings.model_namespacing:
+        wrong("--model-namespacing true is not supported: model names must be unique across all repositories")
+    if not re.fullmatch(r"[^/\x00]*", settings.model_config_name) or settings.model_config_name in (".", ".."):
+        wrong(f"--model-config-name {settings.model_config_name}: expected a file name without .pbtxt")
+    if not settings.id.isprintable() or len(settings.id) > 128:
+        wrong("--id must have at most 128 printable characters")
+    try:
+        _more(settings)
+    except ValueError as error:
+        wrong(f"--gateway-args: {error}")
+    try:
+        cpus.resolve(settings.host_policy)
+    except ValueError as error:
+        wrong(f"--host-policy: {error}")

@@ -1,0 +1,105 @@
+"""The broker's own memory: an arena for tensors that come in frames, and one for each audience of what the response
+cache keeps.
+
+The rule of the file: what one audience may read never shares a segment with what another may, and nobody but the broker
+ever writes to what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+
+from shmserve.broker.segments import Segments
+from shmserve.core.ledger import INTERNAL
+from shmserve.core.requests.cache import Placed
+from shmserve.errors import Unavailable
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map
+from shmserve.shm.arena import Arena, Segment
+from shmserve.shm.extents import memfd
+
+
+class Own:
+    """`announce` is told of segments for frames, before the first of these is put there."""
+
+    def __init__(
+        self, segments: Segments, frames_bytes: int, kept_bytes: int, announce: Callable[[Map], object]
+    ) -> None:
+        self._segments = segments
+        self._numbers = count(1)
+        self._announce = announce
+        self._kept_bytes = kept_bytes
+        self._kept: dict[str, Arena] = {}
+        self._homes: dict[int, Arena] = {}
+        """By the segments."""
+        self._new: Map | None = None
+        self.frames = Arena(
+            0,
+            memfd.create,
+            limit_bytes=frames_bytes,
+            announce=lambda segment: announce(self._lend(self.frames, segment, INTERNAL)),
+            knob="broker-arena-bytes",
+            numbers=self._numbers,
+        )
+
+    def _lend(self, arena: Arena, segment: Segment, audience: str) -> Map:
+        message = segment.map(audience)
+        self._segments.lend(message, segment.fd)
+        self._homes[segment.id] = arena
+        return message
+
+    # ------------------------------------------------------------------------------------ what is kept
+
+    def read(self, parts: Sequence[Handle]) -> bytes | None:
+        found = []
+        for part in parts:
+            own = self._homes.get(part.segment) if not part.segment >> OWNER_SHIFT else None
+            data = self._segments.copy(part) if own is None else bytes(own.look(part))
+            if data is None:
+                return None
+            found.append(data)
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def place(self, data: bytes, audience: str) -> Placed | None:
+        if audience.startswith("posix:"):  # these map by name, and what is kept has none
+            return None
+        arena = self._kept.get(audience) or self._arena_for(audience)
+        try:
+            block = arena.allocate(len(data))
+        except Unavailable:
+            return None
+        block.memory()[: len(data)] = data
+        new, self._new = self._new, None
+        return Placed(block.handle(), new)
+
+    def _arena_for(self, audience: str) -> Arena:
+        def announce(segment: Segment) -> None:
+            self._new = self._lend(arena, segment, audience)
+
+        arena = self._kept[audience] = Arena(
+            0, self._make, limit_bytes=self._kept_bytes, announce=announce, knob="cache-config", numbers=self._numbers
+        )
+        return arena
+
+    def _make(self, size: int) -> memfd.MemfdExtent:
+        """What is kept counts once; that of many audiences lies in more segments than it would fill."""
+        if size + sum(arena.committed for arena in self._kept.values()) > 2 * self._kept_bytes:
+            raise Unavailable(f"cached responses occupy twice the {self._kept_bytes} bytes of --cache-config")
+        return memfd.create(size, seal_future_write=True)
+
+    # ------------------------------------------------------------------------------------ what is over
+
+    def free(self, handles: Iterable[Handle]) -> None:
+        for handle in handles:
+            self._homes[handle.segment].free(handle.segment, handle.offset)
+
+    def trim(self) -> list[int]:
+        """Gives up the segments in which nothing is; says which."""
+        gone = [number for arena in (self.frames, *self._kept.values()) for number in arena.trim(keep_one=False)]
+        for number in gone:
+            del self._homes[number]
+        return gone
+
+    def close(self) -> None:
+        for arena in (self.frames, *self._kept.values()):
+            arena.close()

@@ -1,0 +1,108 @@
+"""Who has which roles on this machine: the table that the doors of the broker ask about those who come through them.
+
+The rule of the file: rules are looked up in the machine's lists of users and groups once, at start; what is asked later
+is numbers that the kernel vouches for. Callers from the network, and the keys they have, are the gateway's matter.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from shmserve.protocol.roles import EVERYTHING, INFER, NOBODY, OBSERVE, roles_of
+
+FORM = "WHO=ROLE,ROLE with WHO one of uid:N, gid:N, user:NAME, group:NAME, *"
+_MOST_ID = 2**32 - 2
+
+
+class Principal(Struct, frozen=True):
+    """Who is at the other end."""
+
+    uid: int
+    groups: frozenset[int] = frozenset()
+
+
+class Rule(Struct, frozen=True):
+    """`kind` is uid, gid or *; `who` the number."""
+
+    kind: str
+    who: int | str
+    roles: int
+
+
+class Access:
+    """The server's own user and root may do everything, whatever the rules say: the processes are theirs. The members
+    of the sockets' group may infer and observe. Others have what rules give them, all of it together."""
+
+    def __init__(self, rules: Iterable[Rule] = (), socket_group: int | None = None) -> None:
+        self.socket_group = socket_group
+        self._masters = frozenset((0, os.geteuid()))
+        self._roles: dict[tuple[str, int | str], int] = {}
+        for rule in rules:
+            self._add(rule)
+        if socket_group is not None:
+            self._add(Rule("gid", socket_group, INFER | OBSERVE))
+
+    def _add(self, rule: Rule) -> None:
+        place = rule.kind, rule.who
+        self._roles[place] = self._roles.get(place, NOBODY) | rule.roles
+
+    @property
+    def for_others(self) -> bool:
+        """Whether there are rules for users other than those who may do everything anyway."""
+        return any(kind != "uid" or who not in self._masters for kind, who in self._roles)
+
+    def roles_of(self, principal: Principal) -> int:
+        if principal.uid in self._masters:
+            return EVERYTHING
+        known = self._roles
+        roles = known.get(("*", ""), NOBODY) | known.get(("uid", principal.uid), NOBODY)
+        for group in principal.groups:
+            roles |= known.get(("gid", group), NOBODY)
+        return roles
+
+
+def rule(text: str) -> Rule:
+    """A value of --access. Raises ValueError."""
+    who, given, roles = text.rpartition("=")
+    if not given:
+        raise ValueError(f"'{text}' is not {FORM}")
+    bits = roles_of(roles)
+    if who == "*":
+        return Rule("*", "", bits)
+    kind, _, name = who.partition(":")
+    match kind:
+        case "uid" | "gid":
+            return Rule(kind, _id(name, who), bits)
+        case "user":
+            return Rule("uid", user_id(name), bits)
+        case "group":
+            return Rule("gid", group_id(name), bits)
+        case "key":
+            raise ValueError(f"'{text}': ZeroMQ keys and their roles are set by --zmq-keys of the gateway")
+    raise ValueError(f"'{text}' is not {FORM}")
+
+
+def user_id(name: str) -> int:
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except (KeyError, ValueError):
+        raise ValueError(f"this machine has no user '{name}'") from None
+
+
+def group_id(name: str) -> int:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except (KeyError, ValueError):
+        raise ValueError(f"this machine has no group '{name}'") from None
+
+
+def _id(text: str, shown: str) -> int:
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > _MOST_ID:
+        raise ValueError(f"'{shown}' has no valid user or group ID")
+    return int(text)

@@ -1,0 +1,174 @@
+"""A client's SEQPACKET link: like a worker's, but its input is taken in fair turns, and only while it reads."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.broker.link import MANY, Link
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, SHARE, Turns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, Backlog
+from shmserve.errors import Unavailable
+from shmserve.protocol import codec as wire
+from shmserve.protocol.descriptors import LOST
+from shmserve.protocol.messages import Goodbye
+
+log = logging.getLogger("shmserve")
+
+PACKETS = 8
+"""Read at most so many in a row."""
+_PEEK = int(socket.MSG_PEEK | socket.MSG_TRUNC | socket.MSG_DONTWAIT)
+_one_byte = bytearray(1)
+
+
+class ClientLink(Link):
+    """Invariant: while messages are left over, the link waits in `turns` (or is paused or behind) and its socket is not
+    read."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: int,
+        user: str,
+        codec: wire.Codec,
+        deliver: Callable[[int, list[Any], list[int]], None],
+        ended: Callable[[int, str], None],
+        loop: Any,
+        outbox_bytes: int,
+        turns: Turns,
+        backlog: Backlog,
+    ) -> None:
+        super().__init__(sock, peer, codec, deliver, ended, loop, outbox_bytes)
+        self.user = user
+        self._turns = turns
+        self._backlog = backlog
+        self._behind = False
+        """It does not read: the socket is not read either, until it has caught up."""
+        self._left_over: list[Any] = []
+        self._queued = False
+        self._draining = False
+        """The peer has ended: event loops do not report such a socket, so it is read in turns until its end."""
+
+    def hear(self) -> None:
+        self._queued = False
+        if not self._may_read():
+            return
+        if self._take_share():
+            self._wait()
+        elif self._may_read():
+            self._listen()
+
+    def _may_read(self) -> bool:
+        return self._sock is not None and self._waiting is None and not self._behind and self._parting is None
+
+    def _readable(self) -> None:
+        if self._take_share():
+            self._wait()
+
+    def _take_share(self) -> bool:
+        """Delivers this link's share of the turn. True: there is more."""
+        turns = self._turns
+        share = turns.share()
+        if not share:
+            return True
+        crowded = share < SHARE
+        for _ in range(PACKETS):
+            descriptors: list[int] = []
+            if self._left_over:
+                messages, self._left_over = self._left_over[:share], self._left_over[share:]
+            else:
+                draining, self._draining = self._draining, False
+                packet = self._receive()  # sets _draining if it finds that the peer has ended
+                if packet is None:
+                    return self._draining
+                self._draining = draining
+                messages, descriptors = packet
+                turns.charge(self._size // BYTES)
+                if len(messages) > share and not descriptors:  # which belong to Maps anywhere in the packet
+                    messages, self._left_over = messages[:share], messages[share:]
+            turns.charge(len(messages))
+            share -= len(messages)
+            self._deliver(self.peer, messages, descriptors)
+            if not self._may_read():
+                return False
+            if self._left_over or self._draining:
+                return True
+            if share <= 0 and crowded:
+                return True  # without a look: to register with the event loop again costs more than to wait in vain
+            if len(messages) < MANY or share <= 0:
+                return False
+        return False
+
+    def _wait(self) -> None:
+        if not self._queued:
+            self._queued = True
+            self._loop.remove_reader(self._fd)
+            self._turns.wait(self, self._is_heavy())
+
+    def _is_heavy(self) -> bool:
+        """The size of the next packet, without reading it."""
+        if self._left_over or self._sock is None:
+            return True
+        try:
+            return self._sock.recv_into(_one_byte, 1, _PEEK) > CHEAP_BYTES
+        except OSError:
+            return False
+
+    def _listen(self) -> None:
+        if self._behind:
+            return
+        if self._left_over or self._draining:
+            self._wait()
+        else:
+            super()._listen()
+
+    def _hear_nothing(self) -> None:
+        super()._hear_nothing()
+        self._left_over = []
+        if self._queued:
+            self._queued = False
+            self._turns.leave(self)
+
+    def _lost_descriptors(self) -> None:
+        """The client connects again and announces its segments again."""
+        log.error("client %d disconnected: %s", self.peer, LOST)
+        text = "the server has too many open files to map this client's shared memory; try again later"
+        self.outbox.append(Goodbye(Unavailable.code, text))
+        self.closing = True
+        self.flush(lambda segment: None)
+
+    def drain(self) -> None:
+        self._draining = True
+        if self._may_read():
+            self._wait()
+
+    # ------------------------------------------------------------------------------------ out
+
+    def _keep(self, packet: bytes, descriptors: list[int]) -> None:
+        super()._keep(packet, descriptors)
+        if self._parting is None:
+            self._backlog.add(self, len(packet))
+        if self._unsent_bytes > BEHIND_BYTES and not self._behind and self._parting is None:
+            self._behind = True
+            self._loop.remove_reader(self._fd)
+            if self._queued:
+                self._queued = False
+                self._turns.leave(self)
+            self._backlog.changed(self.peer, True)
+
+    def _writable(self) -> None:
+        before = self._unsent_bytes
+        super()._writable()
+        if self._unsent_bytes < before:
+            self._backlog.read(self, before - self._unsent_bytes)
+        if self._behind and self._unsent_bytes <= BEHIND_BYTES // 2 and self._sock is not None:
+            self._behind = False
+            self._backlog.changed(self.peer, False)
+            if self._may_read():
+                self._listen()
+
+    def _drop_unsent(self) -> None:
+        super()._drop_unsent()
+        self._backlog.removed(self)

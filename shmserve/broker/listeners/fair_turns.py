@@ -1,0 +1,80 @@
+"""Fair turns between clients: in one turn of the broker, at most SHARE messages of a client and MESSAGES of all.
+
+A link that has more to deliver waits in a queue, and each turn serves that queue first: users in turn, and the links of
+a user in turn. So the wait of a client depends on how many users have input, then on how many links its own user has,
+but not on how much input they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from shmserve.core.fair_queue import FairQueue
+
+MESSAGES = 256
+"""Per turn, of all clients: about 3 ms of work. A request needs two or three turns."""
+SHARE = 128
+"""Per turn and client, or less if many wait. More than the requests of one packet that could run as one batch."""
+BYTES = 2048
+"""Decoding so many bytes costs about as much as processing a message, and is charged as one."""
+CHEAP_BYTES = 4096
+"""A link whose next packet is no larger goes before others of its user."""
+
+
+class Source(Protocol):
+    """The input of one client. `hear` delivers what has come, up to `turns.share()` messages; it calls `wait` if there
+    is more."""
+
+    user: str
+
+    def hear(self) -> None: ...
+
+
+class Turns:
+    """`due` is called when a turn must follow though nothing has been delivered."""
+
+    def __init__(self, due: Callable[[], None]) -> None:
+        self._due = due
+        self._left = MESSAGES
+        self._waiting: FairQueue[Source] = FairQueue()
+        self._next: dict[Source, bool] | None = None
+        """Wait for the next turn, since they have been heard in the one that begins. None: none begins."""
+        self._share = SHARE
+
+    def share(self) -> int:
+        """Messages that a client may deliver now; 0: it must `wait`."""
+        return self._share if self._left > 0 else 0
+
+    def charge(self, messages: int) -> None:
+        self._left -= messages
+
+    def wait(self, source: Source, heavy: bool) -> None:
+        """It has more to deliver, and is not waiting yet."""
+        if self._next is not None:
+            self._next[source] = heavy
+        else:
+            self._waiting.add(source.user, source, heavy)
+        self._due()
+
+    def leave(self, source: Source) -> None:
+        if self._next is None or self._next.pop(source, None) is None:
+            self._waiting.remove(source.user, source)
+
+    def begin(self) -> bool:
+        """A turn begins with those that wait. True: some still do, so another one must follow."""
+        self._left = MESSAGES
+        waiting = self._waiting
+        following: dict[Source, bool] = {}
+        self._next = following
+        counts = waiting.counts()
+        while waiting and self._left > 0:
+            source = waiting.pop()
+            self._share = max(1, min(SHARE, MESSAGES // len(counts) // counts[source.user]))
+            self._left -= 1
+            source.hear()
+        self._share = SHARE
+        self._next = None
+        for source, heavy in following.items():
+            waiting.add(source.user, source, heavy)
+        return bool(waiting)

@@ -1,0 +1,145 @@
+"""The lane's door: a SEQPACKET socket in the runtime directory, and who comes in through it, by the kernel's word.
+
+The rule of the file: nobody can connect before the socket has the mode and the group that it is to have, whatever the
+umask is.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shmserve.broker.link import close_all
+from shmserve.broker.listeners.access import Access, Principal
+from shmserve.errors import Denied, Unavailable
+from shmserve.protocol import codec
+from shmserve.protocol.messages import Goodbye
+
+log = logging.getLogger("shmserve")
+
+BACKLOG = 512
+AGAIN_S = 1.0
+"""How long nobody is let in after the process ran out of descriptors or memory."""
+SO_PEERGROUPS = 59  # which the socket module does not know
+_CREDENTIALS = struct.Struct("3i")
+_GROUPS_BYTES = 1024
+"""As much as can be asked for: 256 groups."""
+OWN_DESCRIPTORS = 1024
+"""What the broker needs beside those of clients and segments."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+SPARE = 4
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class LaneDoor:
+    """`opened(socket, uid, roles)` gets each connection."""
+
+    def __init__(
+        self, path: Path, loop: Any, access: Access, opened: Callable[[socket.socket, int, int], None]
+    ) -> None:
+        self._loop = loop
+        self._access = access
+        self._opened = opened
+        self._again: Any = None
+        self._spare = _spare()
+        """Descriptors kept for refusing connections when the process has no other left."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._socket.bind(str(path))
+        give(path, access.socket_group, 0o600)
+        self._socket.listen(BACKLOG)  # until here a connect is refused
+        loop.add_reader(self._socket.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            log.error("cannot accept a connection: %s", error.strerror)
+            if error.errno in _NO_DESCRIPTORS:
+                self._refuse_waiting()
+            if error.errno in _SHORT_OF:  # it would be told again at once: the others go on meanwhile
+                self._loop.remove_reader(self._socket.fileno())
+                self._again = self._loop.call_later(AGAIN_S, self._go_on)
+            return
+        principal = peer(sock)
+        self._opened(sock, principal.uid, self._access.roles_of(principal))
+
+    def _refuse_waiting(self) -> None:
+        """Connections that wait are refused with the reason; otherwise their callers would wait for a descriptor."""
+        close_all(self._spare)
+        packet = codec.encode([Goodbye(Unavailable.code, "the server has too many open files; try again later")])
+        with contextlib.suppress(OSError):  # none waits any more, or another thread was faster to take a descriptor
+            for _ in range(BACKLOG):
+                sock, _ = self._socket.accept()
+                with sock, contextlib.suppress(OSError):
+                    sock.send(packet, socket.MSG_DONTWAIT)
+                    sock.shutdown(socket.SHUT_RDWR)
+        self._spare = _spare()
+
+    def _go_on(self) -> None:
+        self._again = None
+        self._loop.add_reader(self._socket.fileno(), self._accept)
+
+    def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        close_all(self._spare)
+
+
+def _spare() -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # fewer for now
+        while len(found) < SPARE:
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    return found
+
+
+def room_for(descriptors: int) -> None:
+    """What services get by default is far less than what the limits of clients and segments add up to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def peer(sock: socket.socket) -> Principal:
+    """Who connected, as it was at that moment: the kernel keeps it with the connection."""
+    _, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    groups = array.array("I", (gid & 0xFFFFFFFF,))
+    try:
+        groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES))
+    except OSError as error:
+        log.warning("a user is in too many groups; only the first one counts: %s", error.strerror)
+    return Principal(uid & 0xFFFFFFFF, frozenset(groups))
+
+
+def give(path: Path, group: int | None, mode: int) -> None:
+    """The owner's alone with `mode`; with a group also its members', who may use it like the owner."""
+    os.chmod(path, mode)
+    if group is not None:
+        try:
+            os.chown(path, -1, group)
+        except PermissionError:
+            raise Denied(
+                f"cannot give the sockets to group {group} (--socket-group): the server's user is not a member"
+            ) from None
+        os.chmod(path, mode | (mode & 0o600) >> 3)
+
+
+def open_to_group(runtime_dir: Path, group: int | None) -> None:
+    """The members of the group may enter, and see what is there; it stays the owner's to change."""
+    if group is not None:
+        give(runtime_dir, group, 0o700)
+        os.chmod(runtime_dir, 0o750)

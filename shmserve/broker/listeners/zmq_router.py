@@ -1,0 +1,471 @@
+"""The ZeroMQ door: a ROUTER on ipc. Every identity is a client; a message is [packet, frame, frame, ...].
+
+Frames are tensors' bytes. They are copied once, into the broker's own arena (or inline, if small), on their way in;
+and out of a worker's segment on their way out, for clients that asked for frames. The socket is the owner's alone, as
+ZeroMQ does not tell who is at the other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+from msgspec.structs import replace
+
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, Turns
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, Backlog
+from shmserve.broker.segments import Segments
+from shmserve.core.events import Framed, Garbled
+from shmserve.core.requests.client import Client
+from shmserve.errors import InvalidRequest, ProtocolError, ServeError, Unavailable
+from shmserve.protocol import codec, zmq_frames
+from shmserve.protocol.messages import (
+    FRAME_BYTES,
+    INLINE_BYTES,
+    PACKET_BYTES,
+    PACKET_MESSAGES,
+    ClientMessage,
+    Fail,
+    Goodbye,
+    Handle,
+    Hello,
+    Infer,
+    Part,
+    Reply,
+    Tensor,
+)
+from shmserve.shm.arena import Arena
+from shmserve.shm.extents import posix
+
+MESSAGE_BYTES = 8 * 1024 * 1024
+"""What libzmq takes at all: above it, it ends the connection. Between FRAME_BYTES and this we can say what is wrong."""
+QUEUE = 128
+"""Messages that libzmq keeps for a client that does not read, and of a client that we have not read yet."""
+SWEEP_S = 1.0
+"""A connection may end before its process, and a worker may still be about to open what a request of its names."""
+BURST = 64
+BURST_NS = 1_000_000
+"""So many messages, or as many as take so long, are read before the others have their turn."""
+UNHEARD = 250
+UNHEARD_BYTES = 4 * MESSAGE_BYTES
+"""So much is kept of a client that is not heard for a while."""
+FREED = 16
+"""Messages that are given up in one go: each may have hundreds of frames."""
+SENT_AWAY = 4096
+"""Identities that are remembered of clients that have been sent away."""
+
+
+class Outbox:
+    """One ZeroMQ client's. It has the same face as a Link, so that the loop need not know the difference."""
+
+    def __init__(self, door: ZmqDoor, identity: bytes, peer: int, user: str) -> None:
+        self.peer = peer
+        self.identity = identity
+        self.user = user
+        self.outbox: list[Any] = []
+        self.maps = False
+        self.closing = False
+        self.unsent: deque[list[bytes]] = deque()
+        self.unsent_bytes = 0
+        self.behind = False
+        """It does not read: what it sends is kept until it has caught up."""
+        self.heard = True
+        self.frames = False
+        """It said in its Hello that large outputs are to come as frames."""
+        self.watch: int | None = None
+        """A pidfd of the client's process, once it has said which it is."""
+        self.pid = 0
+        self.heard_from = 0
+        self.unheard: deque[list[bytes]] = deque()
+        """What has come since it was told to wait."""
+        self.unheard_bytes = 0
+        self.waiting: Any = None
+        self.left_over: list[Any] = []
+        """Messages that did not fit into its share of a turn."""
+        self.queued = False
+        """It waits for its next turn."""
+        self._door = door
+
+    def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
+        messages, self.outbox = self.outbox, []
+        self.maps = False
+        if messages:
+            for packet in codec.pack(messages):
+                self._door.send(self, [packet])
+        if self.closing:
+            self.close("")
+
+    def send_with_frames(self, message: Any, frames: list[bytes]) -> None:
+        """At once, behind what is in the outbox: frames belong to one message."""
+        before, self.outbox = self.outbox, []
+        for packet in codec.pack(before) if before else []:
+            self._door.send(self, [packet])
+        self._door.send(self, [codec.encode([message]), *frames])
+
+    def pause(self, until: int) -> None:
+        self._door.pause(self, until)
+
+    def hear(self) -> None:
+        self._door.hear(self)
+
+    def cut_off(self, behind: str) -> None:
+        self.close(f"it does not read its responses: {behind}")
+
+    def close(self, reason: str) -> None:
+        self._door.drop(self, reason)
+
+
+class ZmqDoor:
+    """`opened() -> peer`, `deliver(peer, messages, [])`, `ended(peer, reason)` are the loop's."""
+
+    def __init__(
+        self,
+        path: Path,
+        loop: Any,
+        segments: Segments,
+        arena: Arena,
+        opened: Callable[[Outbox], int],
+        deliver: Callable[[int, list[Any], list[int]], None],
+        ended: Callable[[int, str], None],
+        user: str,
+        outbox_bytes: int,
+        turns: Turns,
+        backlog: Backlog,
+    ) -> None:
+        self._user = user
+        self._turns = turns
+        self._backlog = backlog
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        before = os.umask(0o177)  # it listens as soon as it is bound: nobody else may come in between
+        try:
+            self._socket.bind(f"ipc://{path}")
+        finally:
+            os.umask(before)
+        self._outbox_bytes = outbox_bytes
+        self._loop = loop
+        self._segments = segments
+        self._arena = arena
+        self._opened = opened
+        self._deliver = deliver
+        self._ended = ended
+        self._decode = codec.Codec(ClientMessage, PACKET_MESSAGES).decode
+        self._outboxes: dict[bytes, Outbox] = {}
+        self._stuck: set[Outbox] = set()
+        self._unswept: set[int] = set()
+        self._sent_away: dict[bytes, None] = {}
+        self._fd = self._socket.getsockopt(zmq.FD)
+        loop.add_reader(self._fd, self._readable)
+
+    # ------------------------------------------------------------------------------------ in
+
+    def _readable(self) -> None:
+        """The descriptor tells only that something changed, so read until there is nothing."""
+        socket, now = self._socket, time.monotonic_ns
+        end = now() + BURST_NS
+        for number in range(BURST):
+            if (
+                number == 1 and not zmq_frames.events(socket) & zmq_frames.IN
+            ):  # cheaper than to try, which is right for more
+                break
+            try:
+                parts = zmq_frames.receive_from(socket)
+            except zmq.Again:
+                break
+            self._take(parts)
+            if now() > end or not self._turns.share():
+                self._loop.call_soon(self.look)
+                return
+        else:
+            self._loop.call_soon(self.look)
+            return
+        if self._stuck:
+            self._retry()
+
+    def look(self) -> None:
+        """Sending may have swallowed the signal that something came; so the loop asks after each turn that sent."""
+        if not self._socket.closed and zmq_frames.events(self._socket) & zmq_frames.IN:
+            self._readable()
+
+    def _take(self, parts: list[bytes]) -> None:
+        identity = parts[0]
+        outbox = self._outboxes.get(identity)
+        if outbox is None:
+            if identity in self._sent_away and not self._comes_again(parts):
+                return
+            outbox = self._outboxes[identity] = Outbox(self, identity, 0, self._user)
+            outbox.peer = self._opened(outbox)
+        outbox.heard = True
+        if outbox.waiting is not None or outbox.queued or outbox.behind:
+            outbox.unheard.append(parts)
+            outbox.unheard_bytes += sum(map(len, parts))
+            if len(outbox.unheard) > UNHEARD or outbox.unheard_bytes > UNHEARD_BYTES:
+                self._send_away(outbox)
+            return
+        self._receive(outbox, parts)
+
+    def _comes_again(self, parts: list[bytes]) -> bool:
+        """Has one that was sent away understood? Otherwise it is not told again, which would cost us more than it."""
+        try:
+            return any(isinstance(message, Hello) for message in self._decode(parts[1] if len(parts) > 1 else b""))
+        except ProtocolError:
+            return False
+
+    def _receive(self, outbox: Outbox, parts: list[bytes]) -> None:
+        packet = parts[1] if len(parts) > 1 else b""
+        try:
+            messages = self._decode(packet)
+        except ProtocolError as error:
+            messages = [codec.Refused(0, error.message)]
+        self._turns.charge(len(packet) // BYTES)
+        share = max(1, self._turns.share())
+        if len(parts) > 2:
+            frames = parts[2:]
+            messages = [self._with_frames(message, frames) if isinstance(message, Infer) else message
+                        for message in messages]  # fmt: skip
+        elif len(messages) > share:
+            messages, outbox.left_over = messages[:share], messages[share:]
+        self._pass_on(outbox, messages)
+
+    def _pass_on(self, outbox: Outbox, messages: list[Any]) -> None:
+        self._turns.charge(len(messages))
+        self._deliver(outbox.peer, messages, [])
+        self._wait_for_turn(outbox)
+
+    def _wait_for_turn(self, outbox: Outbox) -> None:
+        """If it has more to be processed, and may."""
+        known = self._outboxes.get(outbox.identity) is outbox
+        may_read = outbox.waiting is None and not outbox.behind
+        if known and not outbox.queued and may_read and (outbox.left_over or outbox.unheard):
+            outbox.queued = True
+            size = 0 if outbox.left_over else sum(map(len, outbox.unheard[0]))
+            self._turns.wait(outbox, bool(outbox.left_over) or size > CHEAP_BYTES)
+
+    def hear(self, outbox: Outbox) -> None:
+        """Its turn has come."""
+        outbox.queued = False
+        if outbox.waiting is not None or outbox.behind:
+            return
+        share = self._turns.share()
+        if outbox.left_over:
+            messages, outbox.left_over = outbox.left_over[:share], outbox.left_over[share:]
+            self._pass_on(outbox, messages)
+        elif outbox.unheard:
+            parts = outbox.unheard.popleft()
+            outbox.unheard_bytes -= sum(map(len, parts))
+            self._receive(outbox, parts)
+
+    def pause(self, outbox: Outbox, until: int) -> None:
+        """Nothing of this client is looked at before that time. All clients have one socket: what it sends is kept."""
+        outbox.heard_from = max(outbox.heard_from, until)
+        if outbox.waiting is None and self._outboxes.get(outbox.identity) is outbox:
+            delay = (until - time.monotonic_ns()) / 1e9
+            outbox.waiting = self._loop.call_later(delay, self._go_on, outbox)
+
+    def _go_on(self, outbox: Outbox) -> None:
+        outbox.waiting = None
+        left = outbox.heard_from - time.monotonic_ns()
+        if left > 0:
+            outbox.waiting = self._loop.call_later(left / 1e9, self._go_on, outbox)
+        else:
+            self._wait_for_turn(outbox)
+
+    def _send_away(self, outbox: Outbox) -> None:
+        text = (
+            f"this client has sent more than {UNHEARD} packets or {UNHEARD_BYTES} bytes while it was throttled, for "
+            f"protocol errors (client_errors) or to wait for its turn; wait for responses before sending more"
+        )
+        self._try(outbox, [codec.encode([Goodbye(Unavailable.code, text)])])
+        outbox.closing = True
+        self.drop(outbox, text)
+
+    def _with_frames(self, infer: Infer, frames: Sequence[bytes]) -> Any:
+        """The Infer with handles, or bytes, in the place of frame numbers."""
+        total = sum(map(len, frames))
+        if total > FRAME_BYTES:
+            text = f"{total} bytes of frames in one message exceed the limit of {FRAME_BYTES}; use shared memory"
+            return Garbled(infer.request, text, InvalidRequest.code)
+        placed: dict[int, Handle] = {}
+        try:
+            for tensor in infer.inputs:
+                number = tensor.data
+                if not isinstance(number, int) or not 0 <= number < len(frames):
+                    continue
+                if len(frames[number]) <= INLINE_BYTES:
+                    tensor.data = bytes(frames[number])
+                    continue
+                if number not in placed:  # several tensors may name one frame
+                    placed[number] = self._place(frames[number])
+                tensor.data = (placed[number],)
+        except ServeError as error:
+            free(self._arena, placed.values())
+            return Garbled(infer.request, error.message, error.code)
+        return Framed(infer, tuple(placed.values())) if placed else infer
+
+    def _place(self, frame: bytes) -> Handle:
+        block = self._arena.allocate(len(frame))
+        block.memory()[: len(frame)] = frame
+        return block.handle()
+
+    # ------------------------------------------------------------------------------------ out
+
+    def reply(self, outbox: Outbox, reply: Reply | Part) -> None:
+        """An answer to a client that takes frames."""
+        frames: list[bytes] = []
+        outputs = []
+        total = 0
+        for tensor in reply.outputs:
+            if isinstance(tensor.data, tuple):
+                total += sum(handle.size for handle in tensor.data)
+                if total > FRAME_BYTES:
+                    text = (
+                        f"the response has more than {FRAME_BYTES} bytes, the limit for frames; request fewer "
+                        f"outputs, or connect with outputs in shared memory"
+                    )
+                    outbox.outbox.append(Fail(reply.request, InvalidRequest.code, text))
+                    return
+                frame = b"".join([self._segments.read(handle) for handle in tensor.data])
+                outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, len(frames)))
+                frames.append(frame)
+            else:
+                outputs.append(tensor)
+        if frames:
+            outbox.send_with_frames(replace(reply, outputs=tuple(outputs)), frames)
+        else:
+            outbox.outbox.append(reply)
+
+    def send(self, outbox: Outbox, parts: list[bytes]) -> None:
+        if outbox.unsent or not self._try(outbox, parts):
+            if self._outboxes.get(outbox.identity) is outbox:
+                self._keep(outbox, parts)
+
+    def _keep(self, outbox: Outbox, parts: list[bytes]) -> None:
+        size = sum(map(len, parts))
+        outbox.unsent.append(parts)
+        outbox.unsent_bytes += size
+        self._stuck.add(outbox)
+        limit, waiting = self._outbox_bytes, outbox.unsent_bytes
+        self._backlog.add(outbox, size)
+        if self._outboxes.get(outbox.identity) is not outbox:
+            return  # the backlog has disconnected it
+        if waiting > limit:
+            outbox.cut_off(f"{waiting} unsent bytes, over the limit of {limit} (client_outbox_bytes)")
+        elif waiting > BEHIND_BYTES and not outbox.behind:
+            outbox.behind = True
+            if outbox.queued:
+                outbox.queued = False
+                self._turns.leave(outbox)
+            self._backlog.changed(outbox.peer, True)
+
+    def _try(self, outbox: Outbox, parts: list[bytes]) -> bool:
+        try:
+            zmq_frames.send(self._socket, (outbox.identity, *parts))
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._loop.call_soon(outbox.close, "disconnected")
+        return True
+
+    def _retry(self) -> None:
+        for outbox in list(self._stuck):
+            while outbox.unsent and self._try(outbox, outbox.unsent[0]):
+                size = sum(map(len, outbox.unsent.popleft()))
+                outbox.unsent_bytes -= size
+                self._backlog.read(outbox, size)
+            if not outbox.unsent:
+                self._stuck.discard(outbox)
+            if outbox.behind and outbox.unsent_bytes <= BEHIND_BYTES // 2:
+                outbox.behind = False
+                self._backlog.changed(outbox.peer, False)
+                self._wait_for_turn(outbox)
+
+    # ------------------------------------------------------------------------------------ coming and going
+
+    def watch(self, outbox: Outbox, pid: int) -> None:
+        """The client has said which process it is: its end is known at once. Without that, silence is what tells."""
+        with contextlib.suppress(OSError):  # another pid name space, say
+            if outbox.watch is None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
+                outbox.watch = os.pidfd_open(pid)
+                outbox.pid = pid
+                self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has exited")
+
+    def silent(self, clients: Mapping[int, Client]) -> tuple[list[Outbox], list[Outbox]]:
+        """(to ping, to give up). One whose process is watched may be too busy to answer; but if it has gone without
+        that process ending, the ping cannot be delivered, and that is told at once. A client whose Hello has not been
+        processed is not pinged: the first message that it gets is Welcome."""
+        ask: list[Outbox] = []
+        lost: list[Outbox] = []
+        for outbox in self._outboxes.values():
+            client = clients.get(outbox.peer)
+            if not outbox.closing and (client is None or not client.outputs):
+                continue
+            (ask if outbox.heard or outbox.watch is not None else lost).append(outbox)
+            outbox.heard = False
+        self._retry()
+        return ask, lost
+
+    def drop(self, outbox: Outbox, reason: str) -> None:
+        if self._outboxes.get(outbox.identity) is not outbox:  # dropped already; another may have come in its name
+            return
+        del self._outboxes[outbox.identity]
+        self._stuck.discard(outbox)
+        self._backlog.removed(outbox)
+        self._free(outbox.unheard)
+        if outbox.queued:
+            outbox.queued = False
+            self._turns.leave(outbox)
+        if outbox.waiting is not None:
+            outbox.waiting.cancel()
+        if outbox.closing:
+            self._sent_away[outbox.identity] = None
+            if len(self._sent_away) > SENT_AWAY:
+                del self._sent_away[next(iter(self._sent_away))]
+        if outbox.watch is not None:
+            self._loop.remove_reader(outbox.watch)
+            os.close(outbox.watch)
+            if outbox.pid not in self._unswept:
+                self._unswept.add(outbox.pid)
+                self._loop.call_later(SWEEP_S, self._sweep, outbox.pid)
+        self._ended(outbox.peer, reason)
+
+    def _free(self, unheard: deque[list[bytes]]) -> None:
+        """Not all at once, for which the others would wait."""
+        for _ in range(min(FREED, len(unheard))):
+            unheard.popleft()
+        if unheard:
+            self._loop.call_soon(self._free, unheard)
+
+    def _sweep(self, pid: int) -> None:
+        """Of one that has gone: if its process was killed, its named segments are still there."""
+        self._unswept.discard(pid)
+        posix.sweep(pid)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        for outbox in list(self._outboxes.values()):
+            self.drop(outbox, "")
+        for pid in list(self._unswept):
+            self._sweep(pid)
+        self._socket.close()
+        self._context.term()
+
+
+def free(arena: Arena, handles: Iterable[Handle]) -> None:
+    for handle in handles:
+        arena.free(handle.segment, handle.offset)
+
+
+assert MESSAGE_BYTES > FRAME_BYTES + PACKET_BYTES

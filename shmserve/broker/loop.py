@@ -1,0 +1,499 @@
+"""The broker's loop: what comes in goes to the core, what the core wants is done, one timer is armed.
+
+A turn of the loop takes all that has come since the last one. If a line here decides something about requests,
+models or memory, it is in the wrong file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmserve.broker.admin.answers import Answers
+from shmserve.broker.admin.queries import Control
+from shmserve.broker.admin.readiness_probes import Probes
+from shmserve.broker.frame_arena import Own
+from shmserve.broker.link import Link, close_all
+from shmserve.broker.listeners.access import Access, Principal
+from shmserve.broker.listeners.client_link import ClientLink
+from shmserve.broker.listeners.fair_turns import Turns
+from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneDoor, open_to_group, room_for
+from shmserve.broker.listeners.output_backlog import Backlog
+from shmserve.broker.listeners.zmq_router import Outbox, ZmqDoor
+from shmserve.broker.models.catalog import Catalog, read_descriptor
+from shmserve.broker.models.operations import Operations
+from shmserve.broker.observability import logs
+from shmserve.broker.observability.log_throttle import Rate
+from shmserve.broker.observability.logs import say
+from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
+from shmserve.broker.observability.metrics import Metrics
+from shmserve.broker.observability.model_metrics import Tallies
+from shmserve.broker.processes.cgroups import groups
+from shmserve.broker.processes.workers import Workers
+from shmserve.broker.segments import Segments
+from shmserve.core import effects, events
+from shmserve.core.core import Core
+from shmserve.core.effects import Effect, Send
+from shmserve.core.events import Event
+from shmserve.core.internal_errors import SIGN
+from shmserve.core.state import WORKERS_FROM
+from shmserve.core.states import VersionState
+from shmserve.errors import ServeError
+from shmserve.paths import BROKER, LANE
+from shmserve.protocol import codec
+from shmserve.protocol.messages import (
+    PACKET_MESSAGES,
+    Answer,
+    ClientMessage,
+    Counted,
+    Fail,
+    Hello,
+    Loaded,
+    LoadFailed,
+    Map,
+    Part,
+    Ping,
+    Probed,
+    Reply,
+)
+from shmserve.repo.storage.generation import ALL_DESCRIPTORS
+
+log = logging.getLogger("shmserve")
+
+PING_S = 10.0
+"""How often silent ZeroMQ clients are asked whether they live, and unused memory of the broker's own is given back."""
+
+_client_codec = codec.Codec(ClientMessage, PACKET_MESSAGES)
+
+
+class Broker:
+    def __init__(
+        self,
+        loop: Any,
+        runtime_dir: Path,
+        core: Core,
+        catalog: Catalog,
+        control: Control,
+        arena_bytes: int,
+        access: Access,
+        prepared: bool = True,
+        log_rate: Rate | None = None,
+        shown: MetricSettings = DEFAULTS,
+        variables: Sequence[str] = (),
+    ) -> None:
+        self.core = core
+        self.drained: Callable[[], None] = lambda: None
+        """Called when the last worker has gone after a drain."""
+        self.operations: Operations
+        """Set before the loop runs."""
+        self.traced: Callable[[effects.Traced], None] = lambda effect: None
+        """Called with each request of a sample that has been answered."""
+        self.turned: Callable[[], None] | None = None
+        """Called after each turn, while somebody wants to watch models load."""
+        self._loop = loop
+        self._catalog = catalog
+        self._control = control
+        self._segments = Segments()
+        limits = core.state.limits
+        self._own = Own(
+            self._segments, arena_bytes, limits.cache_bytes, lambda message: self._put(0, events.OwnSegment(message))
+        )
+        core.copy_with(self._own, time.monotonic_ns)
+        self.read = self._own.read
+        metrics = Metrics(core.state, self._own.frames, arena_bytes, self.process_of, control.server_ready, shown)
+        self._tallies = Tallies(lambda name: any(one.model == name for one, _ in core.state.instances.values()))
+        self._probes = Probes(loop, self.tell)
+        self._answers = Answers(control, self._probes, self.tell, core.roles_of)
+        control.metrics = lambda: metrics.text() + self._tallies.text()
+        self._workers = Workers(loop, self._deliver, self._worker_exited, say, groups, prepared, log_rate, variables)
+        self._peers = count(1)
+        self._links: dict[int, Link | Outbox] = {}
+        self._dirty: dict[Link | Outbox, None] = {}
+        self._inbox: list[Event] = []
+        self._turn_is_due = False
+        self._turns = Turns(self._schedule)
+        self._backlog = Backlog(core.state.limits.outbox_bytes, self._backlog_changed)
+        self._carrying_out = False
+        self._timer: Any = None
+        self._timer_at = 0
+        self._forgotten: list[int] = []
+        room_for(limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS)
+        self._outbox_bytes = limits.client_outbox_bytes
+        self._zmq_user = os.geteuid()
+        self._zmq_roles = access.roles_of(Principal(self._zmq_user))
+        self._door = self._zmq_door(runtime_dir)
+        self._door_used = False
+        self._lane = LaneDoor(runtime_dir / LANE, loop, access, self._lane_opened)
+        open_to_group(runtime_dir, access.socket_group)
+        self._pings = count(1)
+        self._keepalive = loop.call_later(PING_S, self._ping_silent)
+        self._actions = self._all_actions()
+
+    def _zmq_door(self, runtime_dir: Path) -> ZmqDoor:
+        return ZmqDoor(
+            runtime_dir / BROKER,
+            self._loop,
+            self._segments,
+            self._own.frames,
+            self._zmq_opened,
+            self._deliver,
+            self._ended,
+            f"uid:{self._zmq_user}",
+            self._outbox_bytes,
+            self._turns,
+            self._backlog,
+        )
+
+    def _all_actions(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            Send: self._send,
+            effects.Spawn: self._spawn,
+            effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
+            effects.Close: self._close,
+            effects.Pause: self._pause,
+            effects.Free: lambda effect: self._own.free(effect.handles),
+            effects.Forget: lambda effect: self._forgotten.append(effect.segment),
+            effects.Log: lambda effect: say(effect.level, effect.text, effect.fields),
+            effects.Traced: lambda effect: self.traced(effect),
+            effects.Compose: self._compose,
+            effects.Settled: lambda effect: self.operations.settled(effect),
+            effects.Query: lambda effect: self._answers.query(effect.peer, effect.ask, self.operations),
+            effects.Drained: lambda effect: self.drained(),
+        }
+
+    def use_gpus(self, uuids: Mapping[int, str], used: Callable[[int], int]) -> None:
+        """Workers that are started from now on see the one that is theirs. `used`: what a process has on GPUs."""
+        self._workers.gpus = uuids
+        self._workers.used_on_gpu = used
+
+    def processes(self) -> dict[int, str]:
+        """The names of workers by pid."""
+        return self._workers.names()
+
+    def waited_elsewhere(self, pids: Set[int]) -> None:
+        """Of children that are no workers: as long as they are in the set, somebody else waits for their end."""
+        self._workers.others = pids
+
+    # ------------------------------------------------------------------------------------ doors
+
+    def _lane_opened(self, sock: socket.socket, uid: int, roles: int) -> None:
+        peer = next(self._peers)
+        user = f"uid:{uid}"
+        self._links[peer] = ClientLink(
+            sock,
+            peer,
+            user,
+            _client_codec,
+            self._deliver,
+            self._ended,
+            self._loop,
+            self._outbox_bytes,
+            self._turns,
+            self._backlog,
+        )
+        self._put(0, events.Opened(peer, user, "lane", roles))
+
+    def _zmq_opened(self, outbox: Outbox) -> int:
+        peer = next(self._peers)
+        self._links[peer] = outbox
+        self._door_used = True
+        self._put(0, events.Opened(peer, f"uid:{self._zmq_user}", "zmq", self._zmq_roles))
+        return peer
+
+    def _ended(self, peer: int, reason: str) -> None:
+        if reason:
+            say("info", f"client {peer}: {reason}", {"client": peer})
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._dirty.pop(link, None)
+        self.operations.gone(peer)
+        self._answers.gone(peer)
+        self._put(0, events.Closed(peer, reason))
+
+    def _backlog_changed(self, peer: int, behind: bool) -> None:
+        if behind:
+            self._answers.fell_behind(peer)
+        else:
+            self._answers.caught_up(peer)
+        self._put(0, events.Behind(peer, behind))
+
+    def _ping_silent(self) -> None:
+        ask, lost = self._door.silent(self.core.state.clients)
+        for outbox in ask:
+            self._send(Send(outbox.peer, Ping(next(self._pings))))
+        for outbox in lost:
+            outbox.close("no answer to two pings")
+        for segment in self._own.trim():
+            self._put(0, events.OwnSegmentGone(segment))
+        self._flush()
+        logs.flush()
+        self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
+
+    # ------------------------------------------------------------------------------------ in
+
+    def _put(self, peer: int, message: Any) -> None:
+        self._inbox.append((peer, message))
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._loop.call_soon(self._turn)
+
+    def put(self, event: Any) -> None:
+        """Something that happened to the broker as a whole."""
+        self._put(0, event)
+
+    def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
+        """Messages of a packet. Those that carry a descriptor, or none that can be read, are seen to first."""
+        inbox = self._inbox
+        for message in messages:
+            kind = type(message)
+            if kind is codec.Refused:
+                message = events.Garbled(message.request, message.text)
+            elif kind is Map or kind is Loaded or kind is Hello:
+                message = self._prepare(peer, message, descriptors)
+            elif kind is Counted:
+                self._count(peer, message, descriptors)
+                continue
+            elif kind is Probed:
+                self._probes.said(peer, message)
+                continue
+            inbox.append((peer, message))
+        if descriptors:
+            close_all(descriptors)
+        if not self._turn_is_due:
+            if len(inbox) == 1 and len(self.core.state.requests) <= 1 and not self._carrying_out:
+                self._turn()  # nothing else is under way that could come in the same turn: save the trip round the loop
+                return
+            self._schedule()
+
+    def _prepare(self, peer: int, message: Map | Loaded | Hello, descriptors: list[int]) -> Any:
+        """Takes the descriptor that belongs to the message. `descriptors` loses it; what is left over is closed."""
+        if isinstance(message, Hello):
+            link = self._links.get(peer)
+            if isinstance(link, Outbox):
+                link.frames = message.outputs == "frames"
+                self._door.watch(link, message.pid)
+            return message
+        if isinstance(message, Map) and message.name is not None:
+            if peer >= WORKERS_FROM:
+                self._segments.named(message, self.process_of(peer))
+            return message
+        if not descriptors:
+            return events.Garbled(0, f"{type(message).__name__} without a file descriptor")
+        descriptor = descriptors.pop(0)
+        try:
+            if isinstance(message, Map):
+                self._segments.add(peer, message, descriptor)
+                return message
+            return self._compiled(peer, read_descriptor(descriptor))
+        except ServeError as error:
+            return events.Garbled(0, error.message, error.code)
+
+    def _count(self, peer: int, message: Counted, descriptors: list[int]) -> None:
+        worker = self._workers.get(peer)
+        if worker is None or not descriptors:
+            return
+        try:
+            self._tallies.add(peer, worker.about["model"], descriptors.pop(0), message.size)
+        except ServeError as error:
+            log.warning("%s: cannot read its metrics: %s", worker.name, error)
+
+    def _compiled(self, peer: int, config: bytes) -> Any:
+        worker = self.core.state.instances.get(peer)
+        if worker is None:
+            return events.Garbled(0, "Loaded from a client that is not a worker")
+        version, _ = worker
+        try:
+            policy, surprises = self._catalog.complete(version.source, config)
+            for text in surprises:
+                log.warning("%s: %s", version.label, text)
+            return events.Compiled(policy)
+        except (ServeError, msgspec.MsgspecError) as error:
+            self._workers.kill(peer, "its completed configuration is invalid")
+            return LoadFailed("INVALID_ARG", f"invalid completed configuration: {error}")
+
+    # ------------------------------------------------------------------------------------ the turn
+
+    def _turn(self) -> None:
+        self._turn_is_due = True  # what links deliver now is part of this turn
+        again = self._turns.begin()
+        inbox, self._inbox = self._inbox, []
+        self._turn_is_due = False
+        if again:
+            self._schedule()
+        self._carry_out(self.core.handle(inbox, time.monotonic_ns()))
+
+    def _tick(self) -> None:
+        self._timer = None
+        # A timer may fire a hair early by this clock; it must count as fired all the same.
+        self._carry_out(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
+
+    def _carry_out(self, wanted: list[Effect]) -> None:
+        """All of it before the next turn: what a later turn says must not overtake what this one has said."""
+        self._carrying_out = True  # the ZeroMQ door looks for messages whenever something is sent
+        try:
+            self._answers.begin()
+            self._act(wanted)
+            self._answers.end()
+            self._flush()
+        finally:
+            self._carrying_out = False
+        for segment in self._forgotten:
+            self._segments.forget(segment)
+        self._forgotten.clear()
+        if self.operations.untidy and not self._inbox:  # a Deploy in there names sources that the core has not seen
+            self.operations.tidy()
+        self._arm()
+        self._answers.notify()
+        if self.turned is not None:
+            self.turned()
+
+    def _act(self, wanted: list[Effect]) -> None:
+        actions = self._actions
+        left = iter(wanted)
+        while True:
+            try:
+                for effect in left:
+                    actions[type(effect)](effect)
+                return
+            except Exception:
+                log.critical("%s, please report it: carrying out %s", SIGN, type(effect).__name__, exc_info=True)
+
+    def _send(self, effect: Send) -> None:
+        link = self._links.get(effect.peer)
+        if link is None:
+            return
+        message = effect.message
+        kind = type(message)
+        if kind is Map:
+            link.maps = True
+        elif (kind is Reply or kind is Part) and type(link) is Outbox and link.frames:
+            self._door.reply(link, message)
+            self._dirty[link] = None
+            return
+        link.outbox.append(message)
+        self._dirty[link] = None
+
+    def _flush(self) -> None:
+        dirty = self._dirty
+        if not dirty:
+            return
+        self._dirty = {}
+        descriptor_of = self._segments.descriptor
+        for link in dirty:
+            try:
+                link.flush(descriptor_of)
+            except Exception:
+                log.critical("%s, please report it: sending to peer %d", SIGN, link.peer, exc_info=True)
+                link.close(f"{SIGN} while sending to it")
+        if self._door_used:
+            self._door.look()
+
+    def _arm(self) -> None:
+        """One timer, moved only if the core's deadline has."""
+        at = self.core.deadline()
+        if at is None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        if self._timer is not None:
+            if at == self._timer_at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_later(max(0, at - time.monotonic_ns()) / 1e9, self._tick)
+
+    # ------------------------------------------------------------------------------------ effects
+
+    def _spawn(self, effect: effects.Spawn) -> None:
+        """Whatever fails here, Exited follows: the core waits for the end of every process that it has asked for."""
+        reason = f"{SIGN} while starting its process"
+        try:
+            self._start_worker(effect)
+            reason = ""
+        except OSError as error:
+            reason = f"cannot start a process: {error.strerror}"
+        finally:
+            if reason and self._workers.get(effect.peer) is None:
+                self._put(0, events.Exited(effect.peer, reason))
+            elif reason:
+                self._workers.kill(effect.peer, reason)
+
+    def _start_worker(self, effect: effects.Spawn) -> None:
+        load, descriptor = self._catalog.load_order(effect)
+        try:
+            worker = self._workers.spawn(effect, self._catalog.terms(effect))
+            self._links[effect.peer] = worker.link
+            worker.link.send_now([load], [descriptor])
+        finally:
+            os.close(descriptor)
+
+    def _compose(self, effect: effects.Compose) -> None:
+        models = self.core.state.models.values()
+        served = [v for model in models for v in model.versions.values() if v.state is VersionState.READY]
+        problem = self._catalog.compose(effect.source, served)
+        self._put(0, events.Composed(effect.source, effect.number, problem))
+
+    def _worker_exited(self, peer: int, pid: int, reason: str, loading_error: str, detail: str) -> None:
+        self._links.pop(peer, None)
+        self._segments.worker_ended(pid)
+        self._tallies.gone(peer)
+        self._probes.gone(peer)
+        self._answers.gone(peer)
+        self._put(0, events.Exited(peer, reason, loading_error, detail))
+        self.operations.untidy = True
+        self.operations.gone(peer)  # its model may have asked for something
+
+    def _close(self, effect: effects.Close) -> None:
+        link = self._links.get(effect.peer)
+        if link is not None:
+            link.closing = True
+            self._dirty[link] = None
+
+    def _pause(self, effect: effects.Pause) -> None:
+        link = self._links.get(effect.peer)
+        if link is not None:
+            link.pause(effect.until)
+
+    def tell(self, peer: int, message: Any) -> None:
+        """A message that no request is answered by."""
+        kind = type(message)
+        if kind is Fail or (kind is Answer and not message.more):
+            # Ahead of all that the peer sends once it has the answer: flushing may read from the ZeroMQ socket.
+            self._put(0, events.Answered(peer, message.request))
+        self._send(Send(peer, message))
+        self._flush()
+
+    def process_of(self, peer: int) -> int:
+        """The pid of a worker, 0 if it has none any more."""
+        worker = self._workers.get(peer)
+        return worker.pid if worker is not None else 0
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Everything that is open. The workers have gone."""
+        self.operations.close()
+        self._tallies.close()
+        self._probes.close()
+        self._workers.close()
+        self._keepalive.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._lane.close()
+        for link in [link for peer, link in self._links.items() if peer < WORKERS_FROM]:
+            link.close("")
+        self._door.close()
+        self._segments.close()
+        self._own.close()

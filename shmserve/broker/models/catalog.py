@@ -1,0 +1,453 @@
+"""The models that there are: what was read from the repositories, what of it is deployed, and what workers completed
+it to.
+
+The rule of the file: reading (`read`, `read_all`) touches nothing but disk, and runs in a thread; everything else
+belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, count
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shmserve.broker.models.differences import Loaded
+from shmserve.broker.models.overrides import Given
+from shmserve.broker.processes.resources import NOTHING, Terms, terms_of
+from shmserve.core.batching.rate_limiter import lacking
+from shmserve.core.effects import Spawn
+from shmserve.core.events import Deploy, Event, Refuse, Target
+from shmserve.core.models.version import Version
+from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.errors import InvalidRequest, NotFound, ServeError
+from shmserve.protocol.messages import Load
+from shmserve.repo.backends import DIRECTORY, installed
+from shmserve.repo.check import Finding
+from shmserve.repo.check import notes as check_notes
+from shmserve.repo.compile import Cores, compile_instances, compile_policy, environment, unknown_policies
+from shmserve.repo.config.complete import is_ensemble
+from shmserve.repo.config.origins import as_text, origins
+from shmserve.repo.config.schema import ModelConfig, decode_config, encode_config
+from shmserve.repo.rules.completed import surprises, verify
+from shmserve.repo.rules.ensembles import Member, check_graph
+from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
+from shmserve.repo.storage.snapshot import Snapshot, take
+from shmserve.repo.storage.store import Found, find_model, model_names, scan_model
+
+PINS = "pins"
+"""The setting that names the file with the looks of files that are not copies."""
+
+
+class Reading(NamedTuple):
+    """A model as it was on disk, and the files of each version, kept. `snapshot` None: it could not be looked at, or is
+    in two repositories. `findings`: what its owner should know, whether it can be served or not."""
+
+    found: Found
+    snapshot: Snapshot | None = None
+    override: Given | None = None
+    generations: Mapping[int, Generation] = MappingProxyType({})
+    findings: tuple[Finding, ...] = ()
+
+
+class Source(Struct, eq=False):
+    """What one version is made of. `generation` has its files; None: there are none, or they are read where they are.
+    `completed` is what its worker made of the configuration; `mark` tells whether something else would be made of what
+    is there now."""
+
+    number: int
+    model: str
+    version: int
+    origin: Path
+    generation: Generation | None
+    given: ModelConfig
+    config: ModelConfig
+    kind: str
+    digest: str
+    mark: object = None
+    completed: ModelConfig | None = None
+    configuration: str = ""
+    """Digest of the configuration files; "": it does not come from there."""
+    target: Target | None = None
+    """How it was deployed last."""
+    kept: Kept | None = None
+    """What a later load without a configuration takes over."""
+
+
+class Kept(NamedTuple):
+    """The configuration that came with a load call, valid until the model's files change: `looks` is their digest."""
+
+    given: Given
+    looks: str
+
+
+class Catalog:
+    def __init__(
+        self,
+        repositories: Sequence[Path],
+        settings: dict[str, str],
+        cores: Cores,
+        config_name: str = "",
+        generations: Generations | None = None,
+        resources: Sequence[tuple[str, int, int]] | None = None,
+        terms: Terms = NOTHING,
+        gpus: Collection[int] = (),
+    ) -> None:
+        """`settings` go to the workers; `cores` are divided among them. `generations` keeps the files of versions as
+        they are read; None: workers read the repositories. `resources`: what the rate limiter was given; None: there is
+        none. `terms`: of the processes of models that say nothing else. `gpus`: the numbers of those that models may
+        use."""
+        self._cores = cores
+        self._gpus = gpus
+        self._terms = terms
+        self._resources = resources
+        self._repositories = repositories
+        self._settings = settings
+        self._config_name = config_name
+        self._generations = generations
+        self._backends = installed(settings.get(DIRECTORY, ""))
+        self._numbers = count(1)
+        self._sources: dict[int, Source] = {}
+        self._latest: dict[tuple[str, int], int] = {}
+        """Model and version -> the source that it was last to be made of."""
+        self._previous: dict[str, tuple[int, ...]] = {}
+        """Model -> the sources that were served before the last load."""
+        self._rejected: dict[str, frozenset[int]] = {}
+        """Model -> the sources that a rollback has replaced."""
+        self.names: Collection[str] = ()
+        """The models in the repositories, when they were last looked at."""
+
+    # ------------------------------------------------------------------------------------ reading, in a thread
+
+    def names_on_disk(self) -> dict[str, list[Path]]:
+        return model_names(self._repositories)
+
+    def names_now(self) -> Collection[str]:
+        """The names on disk; those of the last look, while a repository cannot be read."""
+        try:
+            return self.names_on_disk()
+        except (ServeError, OSError):
+            return self.names
+
+    def read(self, name: str, given: Given | None = None, kept: Kept | None = None) -> Reading:
+        """The model of that name, or what was given in its place. Errors are those of `find_model`."""
+        if given is not None and given.folder is not None:
+            return self.read_folder(given.folder, given)
+        folder = find_model(self._repositories, name)
+        if given is None and kept is not None:
+            looks = _look(folder)
+            given = kept.given if looks is not None and looks.digest() == kept.looks else None
+        return self.read_folder(folder, given)
+
+    def read_folder(self, folder: Path, given: Given | None = None) -> Reading:
+        """What is read twice with nothing changed between is consistent; what changes all the time is seen as it is."""
+        override = given.config if given is not None else None
+        generation: Generation | None = None
+        if given is not None and given.folder is not None and self._generations is not None:
+            generation = self._generations.adopt(given.folder)
+        before = _look(folder)
+        for left in (2, 1, 0):
+            found = scan_model(
+                folder, backends=self._backends, gpus=self._gpus, config_name=self._config_name, override=override
+            )
+            kept: Mapping[int, Generation] = {}
+            try:
+                if generation is not None:
+                    kept = dict.fromkeys(found.versions, generation)
+                elif before is not None:
+                    kept = self._keep(found, before, strict=left > 0)
+            except FilesChanged:
+                if not left:
+                    found = _refused(found, "its files changed while they were read")
+            except OSError as error:
+                found = _refused(found, f"cannot copy its files to the runtime directory: {error.strerror}")
+            after = _look(folder)
+            if after == before:
+                break
+            before = after
+        findings = check_notes(found, backends=self._backends, gpus=self._gpus)
+        return Reading(found, before, given, kept, findings)
+
+    def _keep(self, found: Found, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
+        if self._generations is None or found.config is None or is_ensemble(found.config):
+            return {}
+        interpreter = environment(found.config, str(found.path))
+        return {
+            number: self._generations.keep(found.path, number, snapshot, interpreter, strict)
+            for number in found.versions
+        }
+
+    def read_all(self) -> list[Reading]:
+        readings = []
+        for name, folders in self.names_on_disk().items():
+            readings.append(self.read_folder(folders[0]) if len(folders) == 1 else self.read_doubled(name, folders))
+        return readings
+
+    def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
+        text = f"model appears in two or more repositories: '{name}' is in {len(folders)} of them; keep one"
+        return Reading(Found(name, folders[0], None, (), (text,), ()))
+
+    # ------------------------------------------------------------------------------------ deploying
+
+    def adopt(self, reading: Reading, operation: int = 0) -> list[Event]:
+        """What the core is to be told. Of a model that cannot be served: why, for who asks for it."""
+        found = reading.found
+        reason = self._why_not(found)
+        if found.config is None or reason:
+            return [(0, Refuse(found.name, version, reason)) for version in found.versions or (0,)]
+        instances = compile_instances(found.config, self._cores)
+        targets = tuple(self._target(reading, found.config, number, instances) for number in found.versions)
+        self._rejected.pop(found.name, None)
+        self._wanted(found.name, targets)
+        events: list[Event] = [(0, Deploy(found.name, targets, operation))]
+        events += [(0, Refuse(found.name, number, text)) for number, text in found.missing.items()]
+        return events
+
+    def _why_not(self, found: Found) -> str:
+        """Why the model cannot be served; "" if it can."""
+        reason = why_not(found)
+        if reason or found.config is None or self._resources is None:
+            return reason
+        return lacking(compile_instances(found.config, self._cores), self._resources)
+
+    def failed_load(self, found: Found) -> str:
+        """The error of a load of this; "" if it can be served. Triton's words, which tell a bad configuration from
+        versions that cannot be loaded."""
+        reason = self._why_not(found)
+        if not reason:
+            return ""
+        if found.missing and len(found.problems) == len(found.missing):
+            whys = (f"version {number} is at UNAVAILABLE state: {why}" for number, why in found.missing.items())
+            return f"load failed for model '{found.name}': {'; '.join(whys)}"
+        return f"failed to load '{found.name}': {reason}"
+
+    def _target(
+        self, reading: Reading, config: ModelConfig, number: int, instances: tuple[InstanceSpec, ...]
+    ) -> Target:
+        source = self._sources[self._source(reading, number)]
+        if is_ensemble(config):
+            source.completed = config
+            policy = compile_policy(config, number, _folder_of(source))
+            source.target = Target(number, source.number, (), policy)
+        else:
+            source.target = Target(number, source.number, instances)
+        return source.target
+
+    def _wanted(self, model: str, targets: Iterable[Target]) -> None:
+        for key in [key for key in self._latest if key[0] == model]:
+            del self._latest[key]
+        self._latest.update({(model, target.number): target.source for target in targets})
+
+    def loaded(self) -> list[Loaded]:
+        """What is made of files of the repository."""
+        return [
+            Loaded(source.number, source.origin, source.version, source.digest, source.configuration)
+            for source in self._sources.values()
+            if source.digest and (source.generation is None or source.generation.folder != source.origin)
+        ]
+
+    # ------------------------------------------------------------------------------------ going back
+
+    def replaced(self, model: str, sources: Iterable[int]) -> None:
+        """A load has succeeded; these sources were served before. They are kept until the next one."""
+        self._previous[model] = tuple(source for source in sources if source in self._sources)
+
+    def previous(self, model: str, operation: int, served: Iterable[int]) -> Deploy:
+        """What was served before the last load. `served`: the sources that it takes the place of."""
+        sources = self._previous.get(model)
+        if not sources:
+            raise NotFound(f"failed to load '{model}': it has no previous generation")
+        self._rejected[model] = frozenset(served)
+        targets = [target for source in sources if (target := self._sources[source].target) is not None]
+        self._wanted(model, targets)
+        return Deploy(model, tuple(targets), operation)
+
+    def is_rejected(self, reading: Reading) -> bool:
+        """Whether this is what a rollback has replaced."""
+        rejected, found = self._rejected.get(reading.found.name), reading.found
+        if not rejected or found.config is None:
+            return False
+        known = [self._known(found.name, number, _mark(reading, number)) for number in found.versions]
+        return {source.number if source is not None else 0 for source in known} == rejected
+
+    def compose(self, number: int, versions: Iterable[Version]) -> str:
+        """Why an ensemble cannot be run with the models that are served now; "" if it can."""
+        source = self._sources.get(number)
+        if source is None:
+            return "it has been replaced meanwhile"
+        members: dict[str, Member] = {}
+        for version in sorted(versions, key=lambda version: version.number):  # the latest counts
+            made = self._sources.get(version.source)
+            if made is not None and made.completed is not None:
+                others = members[version.model].versions if version.model in members else ()
+                members[version.model] = Member(made.completed, (*others, version.number))
+        problems = check_graph(source.config, members)
+        return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
+
+    def warnings(self, reading: Reading) -> list[tuple[str, str]]:
+        """What its owner should know, though it may be served, and what to do about it ("" where the text says it)."""
+        found = [(finding.relative, finding.hint) for finding in reading.findings]
+        config = reading.found.config
+        policies = unknown_policies(config, self._cores) if config is not None else ()
+        text = "unknown host policy '{}' (--host-policy): its instances use all cores"
+        return found + [(text.format(name), "") for name in policies]
+
+    def _source(self, reading: Reading, version: int) -> int:
+        """The number of what the version is made of: the same as before, if that has not changed."""
+        found, given = reading.found, reading.override
+        assert found.config is not None
+        assert found.given is not None
+        digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
+        configuration = reading.snapshot.of_configuration() if reading.snapshot is not None and given is None else ""
+        mark = _mark(reading, version)
+        kind = "override" if given is not None else "file" if found.file else ""
+        kept = None
+        if given is not None and given.folder is None and reading.snapshot is not None:
+            kept = Kept(given, reading.snapshot.digest())
+        source = self._known(found.name, version, mark)
+        if source is not None:
+            source.configuration, source.kind, source.kept = configuration, kind, kept
+            source.config, source.given = found.config, found.given
+            source.completed = source.completed and _regrouped(source.completed, found.config)
+            return source.number
+        number = next(self._numbers)
+        generation = reading.generations.get(version)
+        self._sources[number] = Source(
+            number, found.name, version, found.path, generation, found.given, found.config, kind, digest, mark
+        )
+        self._sources[number].configuration = configuration
+        self._sources[number].kept = kept
+        return number
+
+    def _known(self, model: str, version: int, mark: object) -> Source | None:
+        """The source that is made of this already: the last one, or one that goes on because the last one failed."""
+        same = [
+            source
+            for source in self._sources.values()
+            if source.mark == mark and source.version == version and source.model == model
+        ]
+        return same[-1] if same else None
+
+    def prune(self, live: Collection[int]) -> None:
+        """Forgets sources that nothing is made of any more, and with them their files."""
+        wanted = {*self._latest.values(), *live, *chain.from_iterable(self._previous.values())}
+        for number in [number for number in self._sources if number not in wanted]:
+            del self._sources[number]
+
+    def is_override(self, number: int) -> bool:
+        """A load call brought it, or its configuration."""
+        source = self._sources.get(number)
+        return source is not None and source.kind == "override"
+
+    def kept_of(self, sources: Iterable[int]) -> Kept | None:
+        """What a load without a configuration keeps of these sources, all of them versions of one model."""
+        found = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]
+        return found[0] if found and found.count(found[0]) == len(found) else None
+
+    def forget(self, model: str) -> None:
+        """It is not served any more: when it is loaded again, it is read anew."""
+        for key in [key for key in self._latest if key[0] == model]:
+            del self._latest[key]
+        self._previous.pop(model, None)
+        self._rejected.pop(model, None)
+        for source in self._sources.values():
+            if source.model == model:
+                source.mark = None
+
+    # ------------------------------------------------------------------------------------ workers
+
+    def load_order(self, spawn: Spawn) -> tuple[Load, int]:
+        """The Load for a new worker, and the descriptor that goes with it, which the caller closes."""
+        source = self._sources[spawn.source]
+        settings = self._settings
+        if source.generation is not None and source.generation.pins:
+            settings = settings | {PINS: source.generation.pins}
+        folder = str(_folder_of(source))
+        load = Load(spawn.peer, spawn.model, spawn.version, spawn.instance.name, folder, settings)
+        return load, config_descriptor(source.config)
+
+    def terms(self, spawn: Spawn) -> Terms:
+        source = self._sources[spawn.source]
+        return terms_of(source.config, _folder_of(source), self._terms)
+
+    def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
+        """Takes what a worker has completed the configuration to. Also what its owner may not have expected."""
+        source = self._sources[number]
+        config = verify(decode_config(data), backends=self._backends, gpus=self._gpus)
+        if config.name != source.model:
+            raise InvalidRequest(f"the model changed its own name to '{config.name}', which is not allowed")
+        policy = compile_policy(config, source.version)
+        said = source.completed is not None
+        source.completed = config
+        return policy, [] if said else surprises(source.given, config)
+
+    # ------------------------------------------------------------------------------------ questions
+
+    def config(self, number: int) -> ModelConfig:
+        source = self._sources.get(number)
+        if source is None or source.completed is None:
+            raise NotFound("the configuration of a model is available only after it has loaded")
+        return source.completed
+
+    def origins(self, number: int) -> tuple[dict[str, str], str]:
+        """Where each value of the configuration comes from, and all of it as text that says so."""
+        final = self.config(number)
+        source = self._sources[number]
+        found = origins(source.given, final, source.config, source.kind or "file")
+        return found, as_text(final, found)
+
+
+def why_not(found: Found) -> str:
+    """Why the model cannot be served; "" if it can."""
+    if found.problems:
+        return "; ".join(found.problems)
+    return "" if found.config is not None else "it has no configuration"
+
+
+def _mark(reading: Reading, version: int) -> object:
+    """Equal for readings of which the same would be made."""
+    assert reading.found.config is not None
+    content = replace(reading.found.config, instance_group=(), version_policy=None)
+    digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
+    return encode_config(content), digest, str(reading.found.path)
+
+
+def _refused(found: Found, problem: str) -> Found:
+    return found._replace(config=None, versions=(), problems=(*found.problems, problem))
+
+
+def _folder_of(source: Source) -> Path:
+    """The model's directory, as its workers see it."""
+    return source.generation.folder if source.generation is not None else source.origin
+
+
+def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
+    """What a worker completed, with the parts that change in place as they are now."""
+    return replace(completed, instance_group=config.instance_group, version_policy=config.version_policy)
+
+
+def _look(folder: Path) -> Snapshot | None:
+    try:
+        return take(folder)
+    except (OSError, InvalidRequest):  # the scan says what is wrong with it
+        return None
+
+
+def config_descriptor(config: ModelConfig) -> int:
+    """A memfd with the configuration: it may be larger than any message."""
+    descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
+    os.pwrite(descriptor, encode_config(config), 0)
+    return descriptor
+
+
+def read_descriptor(descriptor: int, limit: int = 4 << 20) -> bytes:
+    """All of a memfd that a worker has sent, and closes it."""
+    try:
+        return os.pread(descriptor, limit, 0)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,501 @@
+"""Operations on models: asked for by clients or seen on disk, read in a thread, decided in the core, answered.
+
+The rule of the file: the loop never waits for a disk. One thread reads, one model after another, so that what was asked
+first is deployed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.broker.models.catalog import Catalog, Kept, Reading
+from shmserve.broker.models.differences import Differences
+from shmserve.broker.models.ensemble_members import Companions, Together, needs
+from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload, decode_body
+from shmserve.broker.models.poller import Changes, Poll
+from shmserve.broker.observability.logs import say
+from shmserve.core import effects, events
+from shmserve.core.core import Core
+from shmserve.core.models.deployment import UNLOADED
+from shmserve.core.models.version import Model
+from shmserve.core.states import VersionState
+from shmserve.core.stats import activity
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
+
+log = logging.getLogger("shmserve")
+
+OPERATIONS = frozenset({"load", "unload", "restart", "rollback"})
+ALWAYS = frozenset({"restart", "rollback"})
+"""Allowed in every mode: they serve nothing that was not served before."""
+UPLOADS = 16
+"""Bodies that come at the same time, of all clients together."""
+CHUNK = FIELD_BYTES // 2
+
+REFUSED = "explicit model load / unload is not allowed if polling is enabled"
+
+T = TypeVar("T")
+
+
+class _Job(Struct):
+    """An operation that somebody waits for."""
+
+    peer: int
+    ask: Ask
+    began: float
+    warnings: tuple[str, ...] = ()
+    changed: bool = True
+
+
+class Operations:
+    """`put` tells the core an event, `send` a client a message. `place` is a directory for what load calls bring."""
+
+    def __init__(
+        self,
+        loop: Any,
+        core: Core,
+        catalog: Catalog,
+        put: Callable[[Any], None],
+        send: Callable[[int, Any], None],
+        place: Path,
+        mode: str = "none",
+        override_bytes: int = 1 << 30,
+    ) -> None:
+        self._loop = loop
+        self._core = core
+        self._catalog = catalog
+        self._put = put
+        self._send = send
+        self._place = place
+        self._mode = mode
+        self._override_bytes = override_bytes
+        self._reader = ThreadPoolExecutor(1, "reader")
+        self._numbers = count(1)
+        self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._replacing: dict[int, tuple[str, set[int]]] = {}
+        """Operation -> the model, and the sources that were served when it began."""
+        self._poll: Poll | None = None
+        self._poll_timer: Any = None
+        self._poll_s = 0.0
+        self._looking = False
+        self._name_waiters: list[Callable[[], None]] = []
+        self._names_running = False
+        self._closed = False
+        self.untidy = False
+        """Versions may have gone: `tidy` is to be called when the core has handled all events."""
+        self._companions = Companions()
+        self._together = Together()
+        self.differences = Differences(loop, catalog.loaded)
+
+    # ------------------------------------------------------------------------------------ asked by clients
+
+    def asked(self, peer: int, ask: Ask) -> bool:
+        """Sees to an operation, or to a part of its body. False: it is none."""
+        begun = self._uploads.pop((peer, ask.request), None)
+        if begun is None and ask.what not in OPERATIONS:
+            return not ask.what  # more of a body that was refused already
+        upload = None
+        try:
+            first, upload = begun or (ask, self._begin(ask.what))
+            upload.add(ask.body)
+            if ask.more:
+                self._uploads[peer, ask.request] = (first, upload)
+                return True
+            self._start(_Job(peer, first, time.monotonic()), upload, ask.body if begun is None else None)
+        except ServeError as error:
+            if upload is not None:
+                upload.close()
+            self._send(peer, Fail(ask.request, error.code, error.message))
+        return True
+
+    def _begin(self, what: str) -> Upload:
+        """Refused at the first piece, before hundreds of megabytes have come."""
+        if what not in ALWAYS and not self.explicit:
+            raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
+        if len(self._uploads) >= UPLOADS:
+            raise Unavailable(
+                f"{UPLOADS} load calls are already being received; try again when one of them is complete"
+            )
+        return Upload(self._place, self._override_bytes)
+
+    def cancelled(self, peer: int, request: int) -> None:
+        """The rest of this body will not come."""
+        begun = self._uploads.pop((peer, request), None)
+        if begun is not None:
+            begun[1].close()
+
+    def gone(self, peer: int) -> None:
+        """A client has gone. What it had asked for completely is done all the same."""
+        for key in [key for key in self._uploads if key[0] == peer]:
+            self._uploads.pop(key)[1].close()
+
+    def _start(self, job: _Job, upload: Upload, body: bytes | None) -> None:
+        what, model = job.ask.what, job.ask.model
+        if what == "load":
+            kept = self._catalog.kept_of(self._served(model))
+            self._in_thread(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
+            return
+        upload.close()
+        if body is None:
+            raise InvalidRequest(f"the body of '{what}' is too long")
+        if what == "restart":
+            instance: str = decode_body(body, RestartBody).instance
+            self._put(events.Restart(model, job.ask.version, instance, self._register(job)))
+            return
+        if what == "rollback":
+            decode_body(body, RollbackBody)
+            self._in_thread(lambda: None, lambda _: self._roll_back(job), job)
+            return
+        options: UnloadBody = decode_body(body, UnloadBody)
+        # By way of the thread, behind the loads that were asked for before.
+        self._in_thread(lambda: None, lambda _: self._unload(job, options), job)
+
+    def _unload(self, job: _Job, options: UnloadBody) -> None:
+        number = self._register(job)
+        alone = self._companions.unloaded(job.ask.model)
+        for name in [job.ask.model, *(alone if options.unload_dependents else ())]:
+            self._catalog.forget(name)
+            self._put(events.Unload(name, number if name == job.ask.model else 0, options.force))
+        if not options.wait:
+            self.settled(effects.Settled(number))
+        elif options.timeout is not None:
+            left = max(0.0, job.began + options.timeout - time.monotonic())
+            self._loop.call_later(left, self._unload_late, number, options.timeout)
+
+    def _unload_late(self, number: int, seconds: float) -> None:
+        job = self._jobs.pop(number, None)
+        if job is None:
+            return
+        name = job.ask.model
+        model = self._core.state.models.get(name)
+        waits = activity.waits_for(model.generations(), time.monotonic_ns()) if model is not None else "nothing"
+        text = (
+            f"unload of '{name}' did not finish within {seconds:g} s and continues: waiting for {waits}; "
+            f"to end them now, unload with force (shmserve unload --force {name})"
+        )
+        self._send(job.peer, Fail(job.ask.request, "DEADLINE_EXCEEDED", text))
+
+    def _roll_back(self, job: _Job) -> None:
+        """To what was served before the last load."""
+        number = self._register(job)
+        try:
+            deploy = self._catalog.previous(job.ask.model, number, self._served(job.ask.model))
+        except ServeError as error:
+            self.settled(effects.Settled(number, error.code, error.message))
+            return
+        self._put_deploy(deploy)
+
+    def _put_deploy(self, deploy: events.Deploy) -> None:
+        """Remembers what it takes the place of."""
+        served = self._served(deploy.model)
+        if served and served != {target.source for target in deploy.targets}:
+            self._replacing[deploy.operation] = (deploy.model, served)
+        self._put(deploy)
+
+    def _served(self, name: str) -> set[int]:
+        """The sources of what is served."""
+        model = self._core.state.models.get(name)
+        versions = model.versions.values() if model is not None else ()
+        return {version.source for version in versions if version.state is VersionState.READY}
+
+    def _register(self, job: _Job) -> int:
+        number = next(self._numbers)
+        self._jobs[number] = job
+        return number
+
+    def _read(self, model: str, upload: Upload, kept: Kept | None) -> tuple[Reading, list[tuple[str, Reading]]]:
+        """The model, and what it needs if it is an ensemble."""
+        try:
+            reading = self._catalog.read(model, upload.unpack(self._place, model), kept)
+        finally:
+            upload.close()
+        return reading, list(needs(reading, self._catalog.read))
+
+    def _bring(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
+        """Models that ensembles need are served too. Those that are already go on as they are. Gives the operations
+        under way."""
+        found: set[int] = set()
+        for ensemble, reading in needed:
+            model = self._core.state.models.get(reading.found.name)
+            if model is not None and (model.operation is not None or model.default() is not None):
+                self._companions.needed(model.name, ensemble)
+                found.update(model.operation.numbers[-1:] if model.operation is not None else ())
+            else:
+                log.info("also loading model '%s', which '%s' needs", reading.found.name, ensemble)
+                self._companions.brought(reading, ensemble)
+                found |= self._adopt(reading)
+        return found
+
+    def _deploy(self, job: _Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
+        """What was read is to be served, and somebody waits for it."""
+        found = reading.found
+        self._warn(reading)
+        text = self._catalog.failed_load(found)
+        if text:
+            for _, event in self._catalog.adopt(reading):
+                self._put(event)
+            say("error", text, {"model": found.name})
+            self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
+            return
+        self._companions.asked(reading)
+        others = self._bring(needed)
+        job.warnings = tuple(text for text, _ in self._catalog.warnings(reading))
+        number = self._register(job)
+        self._together.add(number, others)
+        adopted = [event for _, event in self._catalog.adopt(reading, number)]
+        job.changed = self._is_news(adopted[0])
+        self._put_all(adopted)
+
+    def _put_all(self, adopted: Collection[Any]) -> None:
+        for event in adopted:
+            if isinstance(event, events.Deploy):
+                self._put_deploy(event)
+            else:
+                self._put(event)
+
+    def _is_news(self, deploy: events.Deploy) -> bool:
+        served = self._served(deploy.model)
+        return any(target.source not in served for target in deploy.targets)
+
+    def _warn(self, reading: Reading) -> None:
+        for text, hint in self._catalog.warnings(reading):
+            more = f" -> {hint}" if hint else ""
+            say("warning", f"model '{reading.found.name}': {text}{more}", {"model": reading.found.name})
+
+    def settled(self, effect: effects.Settled) -> None:
+        """The core says that an operation is over. The load of an ensemble is when those of its models are too."""
+        for over in self._together.over(effect):
+            self._report(over)
+
+    def _report(self, effect: effects.Settled) -> None:
+        job = self._jobs.pop(effect.operation, None)
+        model_and_sources = self._replacing.pop(effect.operation, None)
+        if model_and_sources is not None and not effect.code:
+            self._catalog.replaced(*model_and_sources)
+        self.untidy = True
+        if job is None:
+            return
+        if effect.code:
+            self._send(job.peer, Fail(job.ask.request, effect.code, effect.text))
+            return
+        model = self._core.state.models.get(job.ask.model)
+        seconds = time.monotonic() - job.began
+        versions = [
+            {"version": str(version.number), "state": version.state.value, "seconds": round(version.took_ns / 1e9, 3)}
+            for version in sorted(model.versions.values() if model else (), key=lambda version: version.number)
+        ]
+        text = f"{job.ask.what} of model '{job.ask.model}' finished in {seconds:.2f} s"
+        say("info", text, {"model": job.ask.model, "operation": job.ask.what})
+        answer = {"model": job.ask.model, "versions": versions, "changed": job.changed, "warnings": job.warnings}
+        body = msgspec.json.encode(answer)
+        for start in range(0, len(body), CHUNK):
+            self._send(job.peer, Answer(job.ask.request, body[start : start + CHUNK], start + CHUNK < len(body)))
+
+    def tidy(self) -> None:
+        """Forgets what no version is made of any more. Not while a Deploy waits to be handled: no version is made of
+        its sources yet."""
+        self.untidy = False
+        if self._closed:
+            return
+        versions = (version for model in self._core.state.models.values() for version in model.generations())
+        live = {v.source for v in versions if not (v.gone and v.state is VersionState.UNAVAILABLE)}
+        self._catalog.prune(live)
+
+    def discard(self, folder: Path) -> None:
+        """Removes a directory that nothing is made of any more. In any thread."""
+        with suppress(RuntimeError):  # the server stops, and removes all of them
+            self._reader.submit(shutil.rmtree, folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------ seen on disk
+
+    def begin(self, readings: Collection[Reading]) -> None:
+        """The first round: all that is to be served at start."""
+        for reading in readings:
+            self._companions.asked(reading)
+            self._adopt(reading)
+        if self.explicit:
+            named = {reading.found.name for reading in readings}
+            needed = [found for reading in readings for found in needs(reading, self._catalog.read)]
+            self._bring([(ensemble, found) for ensemble, found in needed if found.found.name not in named])
+
+    def _adopt(self, reading: Reading) -> set[int]:
+        """Gives the operations that it begins."""
+        self._warn(reading)
+        adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
+        refused = {event.reason for event in adopted if isinstance(event, events.Refuse)}
+        for reason in refused.difference(reading.found.missing.values()):  # of which _warn has told
+            say("error", f"model '{reading.found.name}' is not served: {reason}", {"model": reading.found.name})
+        self._put_all(adopted)
+        return {event.operation for event in adopted if isinstance(event, events.Deploy)}
+
+    def poll(self, poll: Poll, every_s: float, first_s: float) -> None:
+        """From now on, look for changes."""
+        self._poll, self._poll_s = poll, every_s
+        self._poll_timer = self._loop.call_later(min(first_s, every_s), self._look)
+
+    def _look(self) -> None:
+        poll = self._poll
+        assert poll is not None
+        self._poll_timer = self._loop.call_later(self._poll_s, self._look)
+        if not self._looking:  # else the disk is slower than we are impatient
+            self._looking = True
+            self._in_thread(poll.look, self._changed, None)
+
+    def _changed(self, changes: Changes) -> None:
+        self._looking = False
+        for text in changes.troubles:
+            log.error("%s", text)
+        for reading in changes.readings:
+            say("info", f"model '{reading.found.name}' has changed in the repository", {"model": reading.found.name})
+            self._adopt(reading)
+        for name in changes.gone:
+            say("info", f"model '{name}' was removed from the repository", {"model": name})
+            self._catalog.forget(name)
+            self._put(events.Unload(name))
+        self._catalog.names = changes.names
+        self.untidy = True
+        if changes.again_s < self._poll_s:
+            self._poll_timer.cancel()
+            self._poll_timer = self._loop.call_later(changes.again_s, self._look)
+
+    # ------------------------------------------------------------------------------------ looked at when told to
+
+    def reread(self, then: Callable[[], None]) -> None:
+        """The operator says that the repositories are to be looked at now. `then`: what is new is on its way."""
+        if self._poll is not None:
+            self._in_thread(self._poll.look, self._changed, None)
+        elif self._mode == "explicit":
+            served = [model.name for model in self._core.state.models.values() if self._is_of_disk(model)]
+            self._in_thread(lambda: self._read_again(served), lambda readings: self._renew(readings, None), None)
+        else:
+            self._in_thread(self._read_everything, lambda found: self._renew(*found), None)
+        self._in_thread(lambda: None, lambda _: then(), None)  # behind it in the same thread, whatever became of it
+
+    def _is_of_disk(self, model: Model) -> bool:
+        """Something of it is to be served, and as the repository has it: what a load call brought stays as it is."""
+        versions = (*model.versions.values(), *model.coming.values())
+        served = [version.source for version in versions if version.reason != UNLOADED]
+        return bool(model.reason or served) and not any(map(self._catalog.is_override, served))
+
+    def _read_again(self, names: Collection[str]) -> list[Reading]:
+        readings = []
+        for name in names:
+            try:
+                readings.append(self._catalog.read(name))
+            except (ServeError, OSError) as error:
+                say("warning", f"cannot reread model '{name}', which is served unchanged: {error}", {"model": name})
+        return readings
+
+    def _read_everything(self) -> tuple[list[Reading], Collection[str] | None]:
+        try:
+            return self._catalog.read_all(), self._catalog.names_on_disk()
+        except (ServeError, OSError) as error:
+            log.error("cannot reread the repositories; all models are served unchanged: %s", error)
+            return [], None
+
+    def _renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
+        """`names`: of all models that there are, if others are not to be served any more."""
+        for reading in readings:
+            if not self._catalog.is_rejected(reading):
+                self._adopt(reading)
+        if names is not None:
+            for model in self._core.state.models.values():
+                if model.name not in names and self._is_of_disk(model):
+                    say("info", f"model '{model.name}' was removed from the repository", {"model": model.name})
+                    self._catalog.forget(model.name)
+                    self._put(events.Unload(model.name))
+            self._catalog.names = names
+        self.untidy = True
+
+    # ------------------------------------------------------------------------------------ the thread
+
+    def _in_thread(self, work: Callable[[], T], then: Callable[[T], None], job: _Job | None) -> None:
+        """`then` is called on the loop. What goes wrong is told to whoever waits."""
+        self._reader.submit(work).add_done_callback(
+            lambda future: self._loop.call_soon_threadsafe(self._back, future, then, job)
+        )
+
+    def _back(self, future: Future[T], then: Callable[[T], None], job: _Job | None) -> None:
+        if self._closed:
+            return
+        try:
+            then(future.result())
+        except Exception as error:
+            if job is None:
+                self._looking = False
+                log.error("polling the repositories failed; the next poll runs as usual", exc_info=error)
+            else:
+                self._failed(job, error)
+
+    def _failed(self, job: _Job, error: Exception) -> None:
+        if isinstance(error, ServeError):
+            code, text = error.code, error.message
+        elif isinstance(error, OSError):
+            code, text = "UNAVAILABLE", f"disk error: {error.strerror}"
+        else:
+            log.error("%s of model '%s' failed", job.ask.what, job.ask.model, exc_info=error)
+            self._jobs = {number: known for number, known in self._jobs.items() if known is not job}
+            code, text = "INTERNAL", "internal error; the server's log has the details"
+        if not text.startswith("failed to"):
+            text = f"failed to {job.ask.what} '{job.ask.model}': {text}"
+        self._send(job.peer, Fail(job.ask.request, code, text))
+
+    @property
+    def explicit(self) -> bool:
+        return self._mode == "explicit"
+
+    def look_at_disk(self, then: Callable[[], None]) -> None:
+        """Looks which models there are, where only the disk knows, and which have changed; then calls `then`."""
+        if self.explicit:
+            self.names(lambda: self.differences.look(then))
+        else:
+            self.differences.look(then)
+
+    def names(self, then: Callable[[], None]) -> None:
+        """Lists the models on disk, then calls `then`. One listing at a time, which serves all that asked before it
+        began: the thread is also the one that loads."""
+        self._name_waiters.append(then)
+        if not self._names_running:
+            self._list_names()
+
+    def _list_names(self) -> None:
+        waiters, self._name_waiters = self._name_waiters, []
+        self._names_running = True
+
+        def known(names: Collection[str]) -> None:
+            self._names_running = False
+            self._catalog.names = names
+            for then in waiters:
+                then()
+            if self._name_waiters and not self._names_running:
+                self._list_names()
+
+        self._in_thread(self._names_now, known, None)
+
+    def _names_now(self) -> Collection[str]:
+        try:
+            return self._catalog.names_now()
+        except Exception:
+            log.exception("cannot list the repositories; using the names from the last listing")
+            return self._catalog.names
+
+    def close(self) -> None:
+        self._closed = True
+        self.differences.close()
+        if self._poll_timer is not None:
+            self._poll_timer.cancel()
+        for _, upload in self._uploads.values():
+            upload.close()
+        self._reader.shutdown()

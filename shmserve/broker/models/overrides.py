@@ -1,0 +1,190 @@
+"""What comes with a load call: a configuration, and files that stand in for the model's directory.
+
+    {"config": {...}, "files": [["1/model.onnx", 5120]]}\n      then the bytes of the files, one after another
+
+The rule of the file: files are written only below a new directory of ours, under names that cannot lead out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.repo.config.outline import shown
+from shmserve.repo.config.override import Override, parse_override
+from shmserve.repo.rules.fields import BAD_STUB_NAME, MODEL_NAME, NAME_RULE
+
+HEADER_BYTES = 2 << 20
+"""The line before the bytes: a configuration and the names of files."""
+IN_MEMORY = 1 << 20
+"""A body larger than this is kept in a file until it is complete."""
+FILES = 4096
+LEVELS = 32
+"""Directories in a file's name."""
+_COPY = 1 << 20
+_NAME = 1024
+_PART = 255
+"""The most bytes that file systems take for one name."""
+_WRONG = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What the decoder raises for bytes that are not what was expected."""
+
+
+class UnloadBody(Struct, forbid_unknown_fields=True):
+    unload_dependents: bool = False
+    wait: bool = True
+    force: bool = False
+    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """Seconds from its arrival until the caller is told what it waits for."""
+
+
+class RestartBody(Struct, forbid_unknown_fields=True):
+    instance: str = ""
+
+
+class RollbackBody(Struct, forbid_unknown_fields=True):
+    """It has no options."""
+
+
+class Header(Struct, forbid_unknown_fields=True):
+    config: msgspec.Raw = msgspec.Raw(b"")
+    files: Annotated[
+        list[tuple[Annotated[str, Meta(max_length=_NAME)], Annotated[int, Meta(ge=0, le=1 << 62)]]],
+        Meta(max_length=FILES),
+    ] = []
+
+
+class Given(NamedTuple):
+    """`folder`: the model's directory made of the files; None: the repository's."""
+
+    config: Override
+    folder: Path | None
+
+
+class Upload:
+    """A body that comes piece by piece. `close` it, whatever became of it."""
+
+    def __init__(self, place: Path, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=str(place))  # noqa: SIM115
+
+    def add(self, piece: bytes) -> None:
+        self._size += len(piece)
+        if self._size > self._limit + HEADER_BYTES:
+            raise InvalidRequest(f"the files of a load call exceed the limit of {self._limit} bytes (--override-bytes)")
+        try:
+            self._file.write(piece)
+        except OSError as error:
+            raise _disk(error) from None
+
+    @property
+    def empty(self) -> bool:
+        return not self._size
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what a full disk did not take is not wanted any more
+            self._file.close()
+
+    def unpack(self, place: Path, model: str) -> Given | None:
+        """None: nothing was given. Files are written below a new directory in `place`. In a thread."""
+        if self.empty:
+            return None
+        try:
+            return self._unpack(place, model)
+        except OSError as error:
+            raise _disk(error) from None
+
+    def _unpack(self, place: Path, model: str) -> Given | None:
+        self._file.seek(0)
+        line = self._file.readline(HEADER_BYTES + 1)
+        try:
+            header = msgspec.json.decode(line, type=Header)
+        except _WRONG as error:
+            text = "cannot be read" if len(line) <= HEADER_BYTES else f"is longer than {HEADER_BYTES} bytes"
+            raise InvalidRequest(f"the first line of the load call's body {text}: {error}") from None
+        config = bytes(header.config)
+        if not config:
+            if header.files:
+                raise InvalidRequest("the load call has files but no config; give both")
+            return None
+        override = parse_override(config)
+        if not header.files:
+            return Given(override, None)
+        sizes = _checked(model, header.files)
+        expected = len(line) + sum(sizes.values())
+        if expected != self._size:
+            raise InvalidRequest(f"expected {expected - len(line)} bytes of files in the load call; "
+                                 f"received {self._size - len(line)}")  # fmt: skip
+        made = Path(tempfile.mkdtemp(prefix="model-", dir=place))
+        try:
+            for name, size in sizes.items():
+                _write(self._file, made / model / name, size)
+        except BaseException:
+            shutil.rmtree(made)
+            raise
+        return Given(override, made / model)
+
+
+_FROM_THE_MODEL = re.compile(r"/\d+/")
+"""Triton joins its temporary directory and the name as texts, so that clients write `file:/1/model.py` too."""
+
+
+def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
+    """Both the model's name and those of the files become paths."""
+    if not MODEL_NAME.fullmatch(model):
+        text = "model name must not contain path traversal characters"
+        if MODEL_NAME.fullmatch(model.replace("\\", "")):
+            text = BAD_STUB_NAME  # of Triton's rule for Python models, the only character that no model may have here
+        raise InvalidRequest(f"{text}; found '{shown(model)}', expected {NAME_RULE}")
+    sizes: dict[str, int] = {}
+    folders: set[str] = set()
+    for given, size in files:
+        name = given.removeprefix("/") if _FROM_THE_MODEL.match(given) else given
+        parts = name.split("/")
+        if not 1 < len(parts) <= LEVELS or not all(_harmless(part) for part in parts):
+            raise InvalidRequest(
+                f"file '{shown(name, 100)}' of the load call: expected VERSION/NAME below the model's directory, such "
+                f"as 1/model.onnx, of at most {LEVELS} parts, none of them empty, hidden, '..' or overlong"
+            )
+        above = {name[:at] for at, char in enumerate(name) if char == "/"}
+        if name in sizes or name in folders or not above.isdisjoint(sizes):
+            raise InvalidRequest(f"file '{shown(name, 100)}' of the load call conflicts with another one")
+        sizes[name] = size
+        folders |= above
+    return sizes
+
+
+def _harmless(part: str) -> bool:
+    return not part.startswith(".") and part.isprintable() and "\\" not in part and 0 < len(part.encode()) <= _PART
+
+
+def _write(source: IO[bytes], path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as target:
+        while size:
+            piece = source.read(min(size, _COPY))
+            target.write(piece)
+            size -= len(piece)
+
+
+def _disk(error: OSError) -> Unavailable:
+    return Unavailable(f"cannot store the files of the load call: disk error: {error.strerror}")
+
+
+def decode_body(body: bytes, kind: Any) -> Any:
+    """The JSON of an operation that has no files."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except _WRONG as error:
+        raise InvalidRequest(f"invalid body of the operation: {error}") from None

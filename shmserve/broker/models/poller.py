@@ -1,0 +1,111 @@
+"""Looking for changes in the repositories. The rule of the file: a model is read only when it has been left alone for
+long enough, and was the same before and after it was read; what is half copied waits for the next look.
+
+Runs in a thread; what it knows is touched by that thread alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.errors import ServeError
+from shmserve.repo.storage.snapshot import Snapshot, take
+
+
+class Changes(NamedTuple):
+    """What has to be deployed, what has gone, what went wrong; `again_s` until the next look makes sense."""
+
+    readings: list[Reading]
+    gone: list[str]
+    names: Collection[str]
+    troubles: list[str]
+    again_s: float
+
+
+class _Unsettled(NamedTuple):
+    digest: str
+    since: float
+
+
+class Poll:
+    """`wall` and `clock` are time.time and time.monotonic."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        settle_s: float,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._catalog = catalog
+        self._settle_s = settle_s
+        self._wall = wall
+        self._clock = clock
+        self._known: dict[str, str] = {}
+        """Model -> what it looked like when it was read."""
+        self._unsettled: dict[str, _Unsettled] = {}
+        self._trouble = ""
+
+    def look(self) -> Changes:
+        try:
+            found = self._catalog.names_on_disk()
+        except ServeError as error:  # the repository itself cannot be read, now
+            troubles = [] if error.message == self._trouble else [error.message]
+            self._trouble = error.message
+            return Changes([], [], list(self._known), troubles, float("inf"))
+        self._trouble = ""
+        readings = [reading for name, folders in found.items() if (reading := self._model(name, folders)) is not None]
+        gone = [name for name in self._known if name not in found]
+        for name in gone:
+            del self._known[name]
+        self._unsettled = {name: entry for name, entry in self._unsettled.items() if name in found}
+        again = self._settle_s if self._unsettled else float("inf")
+        return Changes(readings, gone, found, [], again)
+
+    def _model(self, name: str, folders: list[Path]) -> Reading | None:
+        if len(folders) > 1:
+            digest = f"in {len(folders)} repositories"
+            if self._known.get(name) == digest:
+                return None
+            self._known[name] = digest
+            return self._catalog.read_doubled(name, folders)
+        snapshot: Snapshot | None = None
+        try:
+            snapshot = take(folders[0])
+            digest, newest = snapshot.digest(), snapshot.newest
+        except (FileNotFoundError, NotADirectoryError):  # it is just coming or going
+            self._unsettled[name] = _Unsettled("", self._clock())
+            return None
+        except (OSError, ServeError) as error:  # who reads it will say what is wrong
+            digest, newest = f"cannot be read: {error}", -1
+        if self._known.get(name) == digest:
+            self._unsettled.pop(name, None)
+            return None
+        if not self._is_still(name, digest, newest):
+            return None
+        reading = self._catalog.read_folder(folders[0])
+        after = reading.snapshot
+        if after is None or snapshot is None:
+            same = after is snapshot
+        else:
+            same = after.files == snapshot.files
+        if not same:
+            self._unsettled[name] = _Unsettled("", self._clock())
+            return None
+        self._unsettled.pop(name, None)
+        self._known[name] = digest
+        return reading
+
+    def _is_still(self, name: str, digest: str, newest: int) -> bool:
+        """By the time of its last change; where clocks differ, as on a network's disk, by looking twice."""
+        if 0 <= newest <= (self._wall() - self._settle_s) * 1e9:
+            return True
+        seen = self._unsettled.get(name)
+        if seen is None or seen.digest != digest:
+            self._unsettled[name] = _Unsettled(digest, self._clock())
+            return False
+        return self._clock() - seen.since >= self._settle_s

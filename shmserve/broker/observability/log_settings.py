@@ -1,0 +1,91 @@
+"""The settings of the log that can be changed while the server runs, by Triton's names.
+
+The rule of the file: of a change all is done or nothing, and where the log goes is not changed from afar.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmserve.broker.observability.logs import FORMATS, say, set_up
+from shmserve.errors import InvalidRequest, Unsupported
+
+MOST_VERBOSE = 2**31 - 1
+_NAMES = ("log_file", "log_info", "log_warning", "log_error", "log_verbose_level", "log_format")
+
+
+class LogSettings:
+    """`tracing` is told whether each batch is to be logged."""
+
+    def __init__(self, settings: argparse.Namespace, tracing: Callable[[bool], None]) -> None:
+        self._settings = argparse.Namespace(**vars(settings))
+        self._tracing = tracing
+
+    def document(self) -> dict[str, Any]:
+        """As Triton has it; of the file only its name, as directories are nobody's business."""
+        now = self._settings
+        return {
+            "log_file": Path(now.log_file).name if now.log_file is not None else "",
+            "log_info": now.log_info,
+            "log_warning": now.log_warning,
+            "log_error": now.log_error,
+            "log_verbose_level": now.log_verbose,
+            "log_format": now.log_format,
+        }
+
+    def change(self, body: bytes) -> dict[str, Any]:
+        """`body`: the settings that change, as JSON. Raises InvalidRequest and Unsupported."""
+        changes = {}
+        for name, value in setting_names(body, "log", _NAMES).items():
+            if value is not None:
+                changes[name] = _checked(name, value)
+        if "log_verbose_level" in changes:
+            changes["log_verbose"] = changes.pop("log_verbose_level")
+        wanted = argparse.Namespace(**vars(self._settings) | changes)
+        if vars(wanted) != vars(self._settings):
+            try:
+                set_up(wanted)
+            except OSError as error:
+                raise InvalidRequest(f"cannot reopen the log file: {error.strerror}") from None
+            self._settings = wanted
+            self._tracing(wanted.log_verbose > 1)
+            told = ", ".join(f"{name} {value}" for name, value in changes.items())
+            say("info", f"log settings changed: {told}", changes)
+        return self.document()
+
+
+def setting_names(body: bytes, what: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+    """The JSON object of a change, if it has no other names than these."""
+    try:
+        found = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"settings of the {what} must be a JSON object: {error}") from None
+    for name in found:
+        if name not in known:
+            raise InvalidRequest(f"unknown setting '{name[:80]}' of the {what}; expected one of: {', '.join(known)}")
+    return found
+
+
+def _checked(name: str, value: Any) -> Any:
+    match name:
+        case "log_file":
+            raise Unsupported("log file location can not be updated through network protocol; --log-file names it")
+        case "log_verbose_level":
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_VERBOSE:
+                raise InvalidRequest(f"expect int32 for '{name}', from 0 on")
+        case "log_format":
+            if not isinstance(value, str):
+                raise InvalidRequest(f"expect string for '{name}'")
+            if value not in FORMATS:
+                raise InvalidRequest(
+                    f"invalid argument for log_format, got: {value[:80]}; expected one of {', '.join(FORMATS)}"
+                )
+        case _:
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"expect boolean for '{name}'")
+    return value

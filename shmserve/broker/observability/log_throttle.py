@@ -1,0 +1,102 @@
+"""Limits how much of a child process's output is logged: identical consecutive lines are counted, not repeated, and
+within a second at most so many lines and bytes pass.
+
+Pure: the caller passes the time. A window of one second, not a token bucket: what is logged is then contiguous, and
+one line says what the rest of that second was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from shmserve.clients.cli.tables import bytes_text
+
+WINDOW_S = 1.0
+
+
+class Rate(Struct, frozen=True):
+    """What is logged of one child in a second (--log-worker-lines, --log-worker-bytes). 0: no limit."""
+
+    lines: int = 200
+    bytes: int = 1 << 20
+
+    def __str__(self) -> str:
+        limits = [f"{self.lines:,} lines (--log-worker-lines)"] if self.lines else []
+        limits += [f"{bytes_text(self.bytes)} (--log-worker-bytes)"] if self.bytes else []
+        return f"{' and '.join(limits)} per second"
+
+
+class Throttle:
+    def __init__(self, rate: Rate) -> None:
+        self.trailing = 0
+        """Lines dropped since the last one that passed."""
+        self._rate = rate
+        self._until = float("-inf")
+        """End of the window."""
+        self._lines = self._bytes = 0
+        self._full = False
+        self._dropped = self._dropped_bytes = 0
+        self._last: bytes | None = None
+        self._repeats = 0
+
+    @property
+    def pending(self) -> bool:
+        """There is something to be said by `flush`."""
+        return bool(self._dropped or self._repeats)
+
+    def admit(self, lines: Sequence[bytes], now: float) -> Iterator[bytes | str]:
+        """What is to be logged: lines (bytes), and notices about others (str)."""
+        if now >= self._until:
+            yield from self.flush()
+            self._until = now + WINDOW_S
+            self._lines = self._bytes = 0
+            self._full = False
+        for number, line in enumerate(lines):
+            if line == self._last:
+                self._repeats += 1
+                continue
+            if self._repeats:
+                yield from self._repeated()
+            if self._is_over(len(line)):
+                self._full = True
+                self.drop(len(lines) - number, sum(map(len, lines[number:])) + len(lines) - number)
+                return
+            self._last = line
+            self._bytes += len(line)
+            self._lines += 1
+            self.trailing = 0
+            yield line
+
+    def is_full(self, now: float) -> bool:
+        """Nothing passes until the window ends."""
+        return self._full and now < self._until
+
+    def drop(self, lines: int, size: int) -> None:
+        self._last = None
+        self._dropped += lines
+        self._dropped_bytes += size
+        self.trailing += lines
+
+    def _is_over(self, size: int) -> bool:
+        rate = self._rate
+        return bool((rate.lines and self._lines >= rate.lines) or (rate.bytes and self._bytes + size > rate.bytes))
+
+    def flush(self) -> Iterator[str]:
+        """Notices about what has not been logged since the last call."""
+        yield from self._repeated()
+        if self._dropped:
+            dropped = f"{self._dropped:,} lines ({bytes_text(self._dropped_bytes)}) of output were dropped"
+            yield f"{dropped}; the limit is {self._rate}"
+            self._dropped = self._dropped_bytes = 0
+
+    def _repeated(self) -> Iterator[str]:
+        if self._repeats:
+            yield repeated(self._repeats)
+            self._lines += 1
+            self._repeats = 0
+
+
+def repeated(count: int) -> str:
+    return f"last message repeated {count:,} time{'' if count == 1 else 's'}"

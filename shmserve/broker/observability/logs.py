@@ -1,0 +1,283 @@
+"""The server's log: levels, format, and the handler that writes to stderr or a file.
+
+Invariant: a record is one line that begins with its time, whatever its text, so none can be forged. Only a traceback
+follows it, line by line and indented. As JSON it is the line alone. A log that cannot be written (disk full, reader
+gone) never raises, prints tracebacks or blocks: it costs one notice when that begins and one when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import logging
+import os
+import select
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.broker.observability.log_throttle import repeated
+
+FORMATS = ("default", "ISO8601", "json")
+UNESCAPED = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
+"""Environment variable of Triton's: 0 leaves messages as they are."""
+INDENT = "    "
+TRACEBACK = "traceback"
+"""The field with the traceback of a model."""
+
+_WAIT_S = 0.1
+"""How long a pipe, socket or terminal may take to accept a record before the record is lost."""
+_WAIT_SHARE = 0.1
+"""The part of our time that is spent on such waits at most."""
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+_log = logging.getLogger("shmserve")
+
+
+def set_up(settings: argparse.Namespace) -> None:
+    """Replaces what was set up before. Raises OSError if the file cannot be opened."""
+    handler = Handler(Path(settings.log_file) if settings.log_file is not None else None)
+    triton = settings.triton_compatible and settings.log_format != "json"
+    handler.setFormatter((TritonFormatter if triton else Formatter)(settings.log_format))
+    levels = _levels(settings)
+    handler.addFilter(lambda record: record.levelno in levels)
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(min(levels, default=logging.CRITICAL + 1))
+
+
+def flush() -> None:
+    """Logs the count of repeats that have been collapsed so far. To be called now and then."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+class _Outage(Struct):
+    """Since when, and why, the log cannot be written."""
+
+    began: float
+    reason: str
+    lost: int = 0
+
+
+class Handler(logging.Handler):
+    """Appends to a file, which is opened again when it was renamed or removed (log rotation), or writes to stderr.
+    Identical consecutive records are counted, not repeated."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self._path = path.absolute() if path is not None else None
+        self._descriptor = 2
+        self._open()
+        self._last: tuple[int, str] | None = None
+        self._repeats = 0
+        self._outage: _Outage | None = None
+        self._no_wait_until = 0.0
+        self._torn = False
+        """The last record was written in part only."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            key = None if record.exc_info else (record.levelno, record.getMessage())
+            if key is not None and key == self._last:
+                self._repeats += 1
+                return
+            self.flush()
+            self._last = key
+            self._write(record)
+        except Exception:  # a fault of ours in formatting
+            self.handleError(record)
+
+    def flush(self) -> None:
+        self.acquire()
+        try:
+            if self._repeats and self._last is not None:
+                count, self._repeats = self._repeats, 0
+                self._write(_record(self._last[0], f"{repeated(count)}: {self._last[1]}"))
+        finally:
+            self.release()
+
+    def close(self) -> None:
+        self.flush()
+        if self._path is not None and self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        super().close()
+
+    # ------------------------------------------------------------------------------------ the target
+
+    def _open(self) -> None:
+        """Raises OSError."""
+        if self._path is not None:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if self._descriptor > 2:
+                os.close(self._descriptor)
+            self._descriptor = descriptor
+        self._poll: select.poll | None = None
+        try:
+            state = os.fstat(self._descriptor)
+        except OSError:  # stderr is closed: writing to it fails
+            return
+        self._place = state.st_dev, state.st_ino
+        if not stat.S_ISREG(state.st_mode):
+            self._poll = select.poll()
+            self._poll.register(self._descriptor, select.POLLOUT)
+
+    def _follow(self) -> None:
+        """Opens the file again if another one, or none, has its name now."""
+        if self._path is None:
+            return
+        try:
+            state = os.stat(self._path)
+            moved = (state.st_dev, state.st_ino) != self._place
+        except FileNotFoundError:
+            moved = True
+        if moved:
+            self._open()
+
+    def _write(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        try:
+            self._follow()
+            if self._outage is not None:
+                text = f"{self.format(self._over(self._outage))}\n{text}"
+            self._put(f"{text}\n")
+        except OSError as error:
+            self._failed(error)
+        else:
+            self._outage = None
+
+    def _put(self, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")
+        if self._torn:
+            data = b"\n" + data
+        while data:
+            if self._poll is None:
+                written = os.write(self._descriptor, data)
+            elif self._is_writable(self._poll):
+                written = os.write(self._descriptor, data[: select.PIPE_BUF])  # what poll says will not block
+            else:
+                raise BlockingIOError(errno.EAGAIN, "the reader does not read")
+            data = data[written:]
+            self._torn = bool(data)
+
+    def _is_writable(self, poll: select.poll) -> bool:
+        began = time.monotonic()
+        if poll.poll(0):
+            return True
+        if began < self._no_wait_until:
+            return False
+        found = bool(poll.poll(_WAIT_S * 1000))
+        ended = time.monotonic()
+        self._no_wait_until = ended + (ended - began) / _WAIT_SHARE
+        return found
+
+    def _failed(self, error: OSError) -> None:
+        if self._outage is None:
+            self._outage = _Outage(time.monotonic(), error.strerror or type(error).__name__)
+            if self._path is not None:
+                text = f"shmserve: cannot write the log: {self._outage.reason}; records are lost until it works again\n"
+                with contextlib.suppress(OSError):
+                    if select.select([], [2], [], 0)[1]:
+                        os.write(2, text.encode())
+        self._outage.lost += 1
+
+    def _over(self, outage: _Outage) -> logging.LogRecord:
+        seconds = time.monotonic() - outage.began
+        text = f"could not write the log for {seconds:.1f} s ({outage.reason}); {outage.lost:,} record(s) were lost"
+        return _record(logging.WARNING, text)
+
+
+def _record(level: int, text: str) -> logging.LogRecord:
+    return logging.LogRecord(_log.name, level, __file__, 0, "%s", (text,), None)
+
+
+def say(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
+    """A record about what `fields` name: model, version, instance, client and more, for programs."""
+    _log.log(_LEVELS[level], "%s", text, extra={"fields": fields} if fields else None, stacklevel=2)
+
+
+def printable(text: str) -> str:
+    """A line that cannot forge another: control characters are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+class Formatter(logging.Formatter):
+    """`default`: local time, level, message. `ISO8601`: the same with the time in UTC. `json`: an object, for programs,
+    with time (in UTC), level, message, and what the record is about."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._json = form == "json"
+        if form != "default":
+            self.converter = time.gmtime
+            self.default_time_format = "%Y-%m-%dT%H:%M:%S"
+            self.default_msec_format = "%s.%03dZ"
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record)
+        fields: Mapping[str, Any] = getattr(record, "fields", None) or {}
+        traceback = self.formatException(record.exc_info) if record.exc_info else fields.get(TRACEBACK, "")
+        if record.stack_info:
+            traceback += f"\n{record.stack_info}"
+        if self._json:
+            found = {"time": record.asctime, "level": record.levelname.lower(), "message": record.message}
+            if traceback:
+                found["traceback"] = traceback
+            return json.dumps(found | {name: value for name, value in fields.items() if name not in found})
+        lines = [self._line(record)]
+        lines += [INDENT + printable(line) for line in traceback.splitlines()]
+        return "\n".join(lines)
+
+    def _line(self, record: logging.LogRecord) -> str:
+        return printable(self.formatMessage(record))
+
+
+class TritonFormatter(Formatter):
+    """`default` and `ISO8601` as Triton writes them, with the process and the place in the source, and the message as a
+    JSON string: for programs that parse Triton's logs. As with Triton, an operator may turn the escaping off."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(form)
+        self._default = form == "default"
+        self._escape = os.environ.get(UNESCAPED) != "0"
+
+    def _line(self, record: logging.LogRecord) -> str:
+        letter = "E" if record.levelno >= logging.ERROR else "W" if record.levelno == logging.WARNING else "I"
+        moment = self.converter(record.created)
+        if self._default:
+            begin = f"{letter}{time.strftime('%m%d %H:%M:%S', moment)}.{int(record.created % 1 * 1e6):06}"
+        else:
+            begin = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', moment)} {letter}"
+        message = record.message
+        if self._escape:
+            message = json.dumps(message, ensure_ascii=not message.isprintable())
+        return f"{begin} {record.process} {record.filename}:{record.lineno}] {message}"
+
+
+def _levels(settings: argparse.Namespace) -> frozenset[int]:
+    wanted = {
+        logging.DEBUG: settings.log_verbose > 0,
+        logging.INFO: settings.log_info,
+        logging.WARNING: settings.log_warning,
+        logging.ERROR: settings.log_error,
+        logging.CRITICAL: settings.log_error,
+    }
+    return frozenset(level for level, shown in wanted.items() if shown)

@@ -1,0 +1,214 @@
+"""The metrics: their names, kinds, labels and meaning, and the text in which Prometheus reads them.
+
+The rule of the file: a metric is a row of FAMILIES, and docs/metrics.md has its tables from here. Rows that begin with
+nv_ have Triton's names and meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from shmserve.broker.observability.logs import printable
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+VERSION = ("model", "version")
+INSTANCE = ("model", "version", "model_instance")
+"""Prometheus has a label `instance` of its own: where it has read."""
+
+
+class Family(Struct, frozen=True):
+    name: str
+    kind: str  # counter, gauge, histogram or summary
+    labels: tuple[str, ...]
+    help: str
+    group: str
+
+
+MODEL, BATCHES, MEMORY, SERVER, MACHINE = "Requests", "Batches", "Memory", "Server and instances", "Machine"
+GPU = ("gpu_uuid",)
+GROUPS = (MODEL, BATCHES, MEMORY, SERVER, MACHINE)
+
+
+def _rows(group: str, *rows: tuple[str, str, tuple[str, ...], str]) -> Iterator[Family]:
+    for name, kind, labels, text in rows:
+        yield Family(name, kind, labels, text, group)
+
+
+_SUMMARY = "(--metrics-config summary_latencies=true)"
+FAMILIES = (
+    *_rows(
+        MODEL,
+        ("nv_inference_request_success", "counter", VERSION, "requests answered well"),
+        ("nv_inference_request_failure", "counter", ("model", "reason", "version"),
+         "requests not answered well: REJECTED by a limit or a policy, CANCELED by the caller, BACKEND: by the model "
+         "or the end of its process, OTHER: a deadline, or the stop of the server"),
+        ("nv_inference_pending_request_count", "gauge", VERSION, "requests that no instance has begun yet"),
+        ("nv_inference_request_duration_us", "counter", VERSION, "microseconds from arrival to answer, summed"),
+        ("nv_inference_queue_duration_us", "counter", VERSION, "microseconds from arrival to the batch, summed"),
+        ("nv_inference_compute_input_duration_us", "counter", VERSION, "microseconds for making inputs ready, summed"),
+        ("nv_inference_compute_infer_duration_us", "counter", VERSION, "microseconds in the model, summed"),
+        ("nv_inference_compute_output_duration_us", "counter", VERSION, "microseconds for placing outputs, summed"),
+        ("nv_inference_first_response_histogram_ms", "histogram", VERSION,
+         "milliseconds from arrival to the first response (--metrics-config histogram_latencies=true)"),
+        ("nv_inference_request_summary_us", "summary", VERSION,
+         f"microseconds from arrival to answer, not of models with a response cache {_SUMMARY}"),
+        ("nv_inference_queue_summary_us", "summary", VERSION, f"microseconds from arrival to the batch {_SUMMARY}"),
+        ("nv_inference_compute_input_summary_us", "summary", VERSION,
+         f"microseconds for making inputs ready {_SUMMARY}"),
+        ("nv_inference_compute_infer_summary_us", "summary", VERSION, f"microseconds in the model {_SUMMARY}"),
+        ("nv_inference_compute_output_summary_us", "summary", VERSION,
+         f"microseconds for placing outputs {_SUMMARY}"),
+        ("nv_cache_hit_summary_per_model", "summary", VERSION,
+         f"microseconds from arrival to answer of hits {_SUMMARY}"),
+        ("nv_cache_miss_summary_per_model", "summary", VERSION,
+         f"microseconds for lookup and storing the answer of misses {_SUMMARY}"),
+        ("shmserve_request_duration_seconds", "histogram", VERSION,
+         "time from arrival to response, successful requests only"),
+        ("shmserve_queue_duration_seconds", "histogram", VERSION,
+         "time from arrival until an instance starts the batch"),
+        ("nv_cache_num_hits_per_model", "counter", VERSION, "requests answered from the cache"),
+        ("nv_cache_num_misses_per_model", "counter", VERSION, "requests computed whose answer was to be kept"),
+        ("nv_cache_hit_duration_per_model", "counter", VERSION, "microseconds from arrival to answer of hits, summed"),
+        ("nv_cache_miss_duration_per_model", "counter", VERSION,
+         "microseconds for lookup and storing the answer of misses, summed"),
+        ("shmserve_model_requests_in_flight", "gauge", VERSION,
+         "requests that an instance has started and not finished"),
+        ("shmserve_queue_bytes", "gauge", VERSION, "bytes inside messages of queued requests"),
+        ("shmserve_requests_in_flight", "gauge", (), "requests without a response, or whose inputs an "
+         "instance still reads"),
+        ("shmserve_requests_refused_total", "counter", ("reason",),
+         "requests refused at admission, by the limit they would have exceeded or by error code"),
+    ),
+    *_rows(
+        BATCHES,
+        ("nv_inference_count", "counter", VERSION, "rows computed, a request without a batch dimension being one"),
+        ("nv_inference_exec_count", "counter", VERSION, "batches run"),
+        ("shmserve_batch_duration_seconds", "histogram", VERSION, "execution time of batches"),
+        ("shmserve_batch_rows", "histogram", VERSION, "rows per batch"),
+        ("shmserve_batches_total", "counter", (*VERSION, "reason"), "batches run, by the reason each was formed"),
+        ("shmserve_batch_elements_total", "counter", VERSION,
+         "for models with padded inputs: rows x padded length, summed over the batches run"),
+        ("shmserve_batch_padded_elements_total", "counter", VERSION, "padding elements in the batches run"),
+    ),
+    *_rows(
+        MEMORY,
+        ("shmserve_instance_memory_bytes", "gauge", INSTANCE, "resident memory of the process, including shared pages"),
+        ("shmserve_instance_arena_bytes", "gauge", INSTANCE, "shared memory allocated for outputs"),
+        ("shmserve_segments", "gauge", ("owner",), "shared memory segments, by the kind of process that created them"),
+        ("shmserve_segment_bytes", "gauge", ("owner",), "bytes of the shared memory segments"),
+        ("shmserve_broker_arena_used_bytes", "gauge", (), "bytes in use of the memory for tensors received inside "
+         "messages (frames)"),
+        ("shmserve_broker_arena_committed_bytes", "gauge", (),
+         "bytes of this memory that are allocated from the operating system"),
+        ("shmserve_broker_arena_limit_bytes", "gauge", (), "limit of this memory (--broker-arena-bytes)"),
+        ("shmserve_held_bytes", "gauge", (), "bytes of responses in shared memory that clients hold"),
+        ("shmserve_cache_bytes", "gauge", (), "bytes of cached responses and their keys (--cache-config)"),
+        ("shmserve_cache_entries", "gauge", (), "cached responses"),
+        ("shmserve_cache_evictions_total", "counter", (), "cached responses evicted to make room"),
+        ("shmserve_client_held_bytes", "gauge", ("client", "name"),
+         "the same for each of the largest holders; client 'other' is the sum of all others"),
+        ("shmserve_client_requests", "gauge", ("client", "name"), "requests in flight, for the same clients"),
+    ),
+    *_rows(
+        SERVER,
+        ("shmserve_info", "gauge", ("version",), "always 1"),
+        ("shmserve_ready", "gauge", (), "1 if the server is ready"),
+        ("shmserve_clients", "gauge", ("plane",), "connections, by kind"),
+        ("shmserve_model_state", "gauge", (*VERSION, "state"), "1 for the current state"),
+        ("nv_model_load_duration_secs", "gauge", VERSION, "how long the last load took; 0: there was none yet"),
+        ("shmserve_model_loads_total", "counter", ("model", "result"), "loads of versions, by result: done or failed"),
+        ("shmserve_model_load_seconds_total", "counter", ("model",), "total time of successful loads"),
+        ("shmserve_model_instances", "gauge", (*VERSION, "state"),
+         "configured instances, by state: ready, loading (for the first time), lost or quarantined"),
+        ("shmserve_instance_state", "gauge", (*INSTANCE, "state"), "always 1; the label is the current state"),
+        ("shmserve_instance_busy_seconds", "gauge", INSTANCE,
+         "how long the current batch has run, if it takes longer than usual; else 0"),
+        ("shmserve_instance_restarts_total", "counter", INSTANCE,
+         "number of times the process has exited and was restarted"),
+        ("shmserve_instance_cpu_seconds_total", "counter", INSTANCE, "CPU time of the process"),
+        ("shmserve_gateway_restarts_total", "counter", (), "restarts of gateways of `shmserve serve`"),
+        ("process_cpu_seconds_total", "counter", (), "CPU time of the broker"),
+        ("process_resident_memory_bytes", "gauge", (), "resident memory of the broker"),
+        ("process_open_fds", "gauge", (), "open file descriptors of the broker"),
+        ("process_start_time_seconds", "gauge", (), "start time of the broker, in seconds since the epoch"),
+    ),
+    *_rows(
+        MACHINE,
+        ("nv_cpu_utilization", "gauge", (), "from 0 to 1, all cores together, over --metrics-interval-ms or more"),
+        ("nv_cpu_memory_total_bytes", "gauge", (), "memory of the machine"),
+        ("nv_cpu_memory_used_bytes", "gauge", (), "of that, what is not available to others"),
+        ("nv_gpu_utilization", "gauge", GPU, "from 0 to 1, of the time in which anything ran on the GPU"),
+        ("nv_gpu_memory_total_bytes", "gauge", GPU, "memory of the GPU"),
+        ("nv_gpu_memory_used_bytes", "gauge", GPU, "of that, what is in use, by all processes"),
+        ("nv_gpu_power_usage", "gauge", GPU, "watts"),
+        ("nv_gpu_power_limit", "gauge", GPU, "watts at most, as is enforced"),
+        ("nv_energy_consumption", "counter", GPU, "joules since the driver was loaded"),
+    ),
+)  # fmt: skip
+RESERVED = (
+    "nv_pinned_memory_pool_total_bytes",
+    "nv_pinned_memory_pool_used_bytes",
+)
+"""Triton's names for what is not here. They stand for nothing else."""
+
+
+def label(text: str) -> str:
+    """A label's value between its quotes. It may be anything that a client or a directory is called."""
+    return printable(text).replace("\\", "\\\\").replace('"', '\\"')
+
+
+def labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """`a="x",b="y"`"""
+    return ",".join(f'{name}="{label(value)}"' for name, value in zip(names, values, strict=True))
+
+
+class Page:
+    """Collects samples in any order; the text has those of a metric together."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[str]] = {
+            family.name: [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
+            for family in FAMILIES
+        }
+
+    def add(self, name: str, value: float, labels: str = "") -> None:
+        """One sample; `labels` are written out, without braces."""
+        self._lines[name].append(f"{name}{{{labels}}} {value}" if labels else f"{name} {value}")
+
+    def histogram(self, name: str, edges: list[str], counts: list[int], count: int, total: float, labels: str) -> None:
+        """`counts` are cumulative, one for each edge; `count` is of all, also of those beyond the last edge."""
+        lines = self._lines[name]
+        lines += [f'{name}_bucket{{{labels},le="{edge}"}} {below}' for edge, below in zip(edges, counts, strict=True)]
+        lines.append(f'{name}_bucket{{{labels},le="+Inf"}} {count}')
+        lines.append(f"{name}_sum{{{labels}}} {total}")
+        lines.append(f"{name}_count{{{labels}}} {count}")
+
+    def summary(self, name: str, quantiles: list[tuple[str, float]], count: int, total: int, labels: str) -> None:
+        """`quantiles`: what their label says, and the value, which may be nan."""
+        lines = self._lines[name]
+        for quantile, value in quantiles:
+            shown = "NaN" if math.isnan(value) else value
+            lines.append(f'{name}{{{labels},quantile="{quantile}"}} {shown}')
+        lines.append(f"{name}_sum{{{labels}}} {total}")
+        lines.append(f"{name}_count{{{labels}}} {count}")
+
+    def text(self) -> str:
+        """Metrics without any sample are left out."""
+        return "".join("\n".join(lines) + "\n" for lines in self._lines.values() if len(lines) > 2)
+
+
+def page() -> str:
+    """The tables of docs/metrics.md."""
+    lines: list[str] = []
+    for group in GROUPS:
+        lines += [f"### {group}", "", "| Metric | Type | Labels | Meaning |", "| --- | --- | --- | --- |"]
+        for family in FAMILIES:
+            if family.group == group:
+                named = " ".join(f"`{name}`" for name in family.labels)
+                lines.append(f"| `{family.name}` | {family.kind} | {named} | {family.help} |".replace("|  |", "| |"))
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,312 @@
+"""What the server counts, as Prometheus reads it. Made when somebody asks; nothing is gathered in between.
+
+The rule of the file: it reads the core's tables and the kernel's, and changes neither. Of a version that has several
+generations at a time, or of an instance with two processes, there is one sample.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from heapq import nlargest
+from itertools import accumulate
+
+from msgspec import Struct
+
+from shmserve.broker.observability.metric_definitions import INSTANCE, VERSION, Page, labels
+from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Model, Version
+from shmserve.core.state import WORKERS_FROM, State
+from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.stats import activity, histogram
+from shmserve.core.stats.statistics import Failure, Statistics
+from shmserve.protocol.messages import OWNER_SHIFT
+from shmserve.shm.arena import Arena
+from shmserve.system import procfs
+from shmserve.version import version as installed
+
+SHOWN_CLIENTS = 20
+"""Each client is a series that goes with it: so many are named, and only while they hold something."""
+FIRST_BUCKET, LAST_BUCKET = 14, 36
+"""From 16 us to 69 s."""
+
+_EDGES = [f"{histogram.edge(bucket) / 1e9:.12g}" for bucket in range(FIRST_BUCKET, LAST_BUCKET + 1)]
+_VERSION_STATES = [(state, f',state="{state.value}"') for state in VersionState]
+_INSTANCE_STATES = {state: f',state="{state.value}"' for state in InstanceState}
+_TIMES = (
+    ("nv_inference_request_duration_us", "success_ns"),
+    ("nv_inference_queue_duration_us", "queue_ns"),
+    ("nv_inference_compute_input_duration_us", "input_ns"),
+    ("nv_inference_compute_infer_duration_us", "infer_ns"),
+    ("nv_inference_compute_output_duration_us", "output_ns"),
+)
+_REQUESTS = "nv_inference_request_summary_us"
+_HITS, _MISSES = "nv_cache_hit_summary_per_model", "nv_cache_miss_summary_per_model"
+_SUMMARIES = (
+    (_REQUESTS, "request", "success_ns"),
+    ("nv_inference_queue_summary_us", "queue", "queue_ns"),
+    ("nv_inference_compute_input_summary_us", "input", "input_ns"),
+    ("nv_inference_compute_infer_summary_us", "infer", "infer_ns"),
+    ("nv_inference_compute_output_summary_us", "output", "output_ns"),
+    (_HITS, "hit", "cache_hit_ns"),
+    (_MISSES, "miss", "cache_miss_ns"),
+)
+"""Metric, the window of Summaries that it shows, and the sum."""
+_COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
+"""Of the other summaries it is that of successful requests."""
+
+
+class _Place(Struct):
+    """What the instances of one name have together, while one takes over from another."""
+
+    state: InstanceState
+    current: bool
+    memory: int = 0
+    cpu: float = 0.0
+    arena: int = 0
+    restarts: int = 0
+    busy_ns: int = 0
+
+
+class Metrics:
+    """`process_of` gives the pid of a worker, 0 for none; `ready` says whether the server is."""
+
+    def __init__(
+        self,
+        state: State,
+        arena: Arena,
+        arena_limit: int,
+        process_of: Callable[[int], int],
+        ready: Callable[[], bool],
+        settings: MetricSettings = DEFAULTS,
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._arena = arena
+        self._arena_limit = arena_limit
+        self._process_of = process_of
+        self._ready = ready
+        self._cores = procfs.Cores(settings.interval_s)
+        self._started = procfs.boot_time() + procfs.usage(os.getpid()).started
+
+    def text(self) -> str:
+        page = Page()
+        arenas = self._segments(page)
+        for model in self._state.models.values():
+            self._model(page, model, arenas)
+        self._clients(page)
+        self._server(page)
+        if self._settings.cpu:
+            self._machine(page)
+        return page.text()
+
+    # ------------------------------------------------------------------------------------ models
+
+    def _model(self, page: Page, model: Model, arenas: dict[int, int]) -> None:
+        add = page.add
+        named = labels(("model",), (model.name,))
+        add("shmserve_model_loads_total", model.loads.done, f'{named},result="done"')
+        add("shmserve_model_loads_total", model.loads.failed, f'{named},result="failed"')
+        add("shmserve_model_load_seconds_total", model.loads.done_ns / 1e9, named)
+        generations = model.generations()
+        for number, version in model.versions.items():
+            named = labels(VERSION, (model.name, str(number)))
+            add("nv_model_load_duration_secs", version.took_ns / 1e9, named)
+            for state, label in _VERSION_STATES:
+                add("shmserve_model_state", int(version.state is state), named + label)
+            for name, count in _served_by(version).items() if version.graph is None else ():
+                add("shmserve_model_instances", count, f'{named},state="{name}"')
+            same = [other for other in generations if other.number == number and other is not version]
+            counted = version.statistics
+            _counts(page, counted, version.policy.max_batch if version.policy is not None else 0, named)
+            for why in Failure:  # Triton's tests look for the labels in this order
+                failed = labels(("model", "reason", "version"), (model.name, why.name, str(number)))
+                add("nv_inference_request_failure", counted.failures[why], failed)
+            if version.cached:
+                add("nv_cache_num_hits_per_model", counted.cache_hits, named)
+                add("nv_cache_num_misses_per_model", counted.cache_misses, named)
+            self._latencies(page, counted, version.cached, named)
+            _queue(page, [version, *same], named)
+            self._instances(page, [version, *same], arenas)
+
+    def _latencies(self, page: Page, counted: Statistics, cached: bool, named: str) -> None:
+        """Those that --metrics-config selects."""
+        if self._settings.counter_latencies:
+            for name, attribute in _TIMES:
+                page.add(name, getattr(counted, attribute) // 1000, named)
+            if cached:
+                page.add("nv_cache_hit_duration_per_model", counted.cache_hit_ns // 1000, named)
+                page.add("nv_cache_miss_duration_per_model", counted.cache_miss_ns // 1000, named)
+        first, summaries = counted.first, counted.summaries
+        if first is not None:
+            edges = [f"{edge:.12g}" for edge in first.edges_ms]
+            *below, count = accumulate(first.counts)
+            name = "nv_inference_first_response_histogram_ms"
+            page.histogram(name, edges, below, count, first.sum_ns // 1_000_000, named)
+        if summaries is None:
+            return
+        shares = self._settings.summary_quantiles
+        for name, window, attribute in _SUMMARIES:
+            if (not cached and name in _COUNTS) or (cached and name == _REQUESTS):
+                continue
+            count = getattr(counted, _COUNTS.get(name, "success_count"))
+            values = getattr(summaries, window).quantiles(shares, self._state.now)
+            quantiles = [(f"{share:.12g}", value) for share, value in zip(shares, values, strict=True)]
+            page.summary(name, quantiles, count, getattr(counted, attribute) // 1000, named)
+
+    def _instances(self, page: Page, generations: list[Version], arenas: dict[int, int]) -> None:
+        """The first generation is the one that serves."""
+        places: dict[str, _Place] = {}
+        served = generations[0]
+        for version in generations:
+            for instance in version.instances:
+                self._gather(places, version, instance, version is served and not instance.over, arenas)
+        for name, restarts in served.statistics.restarts.items():
+            if name in places:
+                places[name].restarts = restarts
+        for name, place in places.items():
+            named = labels(INSTANCE, (served.model, str(served.number), name))
+            add = page.add
+            add("shmserve_instance_state", 1, named + _INSTANCE_STATES[place.state])
+            add("shmserve_instance_memory_bytes", place.memory, named)
+            add("shmserve_instance_arena_bytes", place.arena, named)
+            add("shmserve_instance_cpu_seconds_total", place.cpu, named)
+            add("shmserve_instance_restarts_total", place.restarts, named)
+            add("shmserve_instance_busy_seconds", place.busy_ns / 1e9, named)
+
+    def _gather(
+        self, places: dict[str, _Place], version: Version, instance: Instance, current: bool, arenas: dict[int, int]
+    ) -> None:
+        name = instance.spec.name
+        place = places.get(name)
+        if place is None:
+            place = places[name] = _Place(instance.state, current)
+        elif current and not place.current:
+            place.state, place.current = instance.state, current
+        place.busy_ns = max(place.busy_ns, activity.busy_ns(version, instance, time.monotonic_ns()))
+        peer = instance.peer
+        if peer:
+            used = procfs.usage(self._process_of(peer) or -1)
+            place.memory += used.resident_bytes
+            place.cpu += used.cpu_seconds
+            place.arena += arenas.get(peer, 0)
+
+    # ------------------------------------------------------------------------------------ memory and clients
+
+    def _segments(self, page: Page) -> dict[int, int]:
+        """Gives the bytes of the segments of each worker."""
+        found: dict[int, int] = {}
+        counts = {"client": 0, "worker": 0, "broker": 0}
+        sizes = dict(counts)
+        for number, segment in self._state.ledger.segments.items():
+            owner = number >> OWNER_SHIFT
+            kind = "worker" if owner >= WORKERS_FROM else "client" if owner else "broker"
+            counts[kind] += 1
+            sizes[kind] += segment.size
+            if owner >= WORKERS_FROM:
+                found[owner] = found.get(owner, 0) + segment.size
+        for kind, count in counts.items():
+            page.add("shmserve_segments", count, f'owner="{kind}"')
+            page.add("shmserve_segment_bytes", sizes[kind], f'owner="{kind}"')
+        page.add("shmserve_broker_arena_used_bytes", self._arena.used)
+        page.add("shmserve_broker_arena_committed_bytes", self._arena.committed)
+        page.add("shmserve_broker_arena_limit_bytes", self._arena_limit)
+        return found
+
+    def _clients(self, page: Page) -> None:
+        clients = self._state.clients.values()
+        planes = {"lane": 0, "zmq": 0}
+        for client in clients:
+            planes[client.plane] = planes.get(client.plane, 0) + 1
+        for plane, count in planes.items():
+            page.add("shmserve_clients", count, labels(("plane",), (plane,)))
+        held = self._state.ledger.held_bytes
+        in_flight = sum(len(client.requests) for client in clients)
+        page.add("shmserve_held_bytes", held)
+        page.add("shmserve_requests_in_flight", len(self._state.requests))
+        holding = [client for client in clients if client.held_bytes]
+        for client in nlargest(SHOWN_CLIENTS, holding, key=lambda client: client.held_bytes):
+            named = labels(("client", "name"), (str(client.number), client.name))
+            page.add("shmserve_client_held_bytes", client.held_bytes, named)
+            page.add("shmserve_client_requests", len(client.requests), named)
+            held -= client.held_bytes
+            in_flight -= len(client.requests)
+        page.add("shmserve_client_held_bytes", held, 'client="other",name=""')
+        page.add("shmserve_client_requests", in_flight, 'client="other",name=""')
+
+    # ------------------------------------------------------------------------------------ the server
+
+    def _server(self, page: Page) -> None:
+        add = page.add
+        add("shmserve_info", 1, labels(("version",), (installed(),)))
+        add("shmserve_ready", int(self._ready()))
+        for reason, count in self._state.refused.items():
+            add("shmserve_requests_refused_total", count, labels(("reason",), (reason,)))
+        cache = self._state.cache
+        if cache.limit:
+            add("shmserve_cache_bytes", cache.bytes)
+            add("shmserve_cache_entries", len(cache))
+            add("shmserve_cache_evictions_total", cache.evictions)
+        used = procfs.usage(os.getpid())
+        add("process_cpu_seconds_total", used.cpu_seconds)
+        add("process_resident_memory_bytes", used.resident_bytes)
+        add("process_open_fds", procfs.descriptors())
+        add("process_start_time_seconds", self._started)
+
+    def _machine(self, page: Page) -> None:
+        total, used = procfs.memory()
+        page.add("nv_cpu_utilization", round(self._cores.share(), 4))
+        page.add("nv_cpu_memory_total_bytes", total)
+        page.add("nv_cpu_memory_used_bytes", used)
+
+
+def _counts(page: Page, counted: Statistics, max_batch: int, named: str) -> None:
+    add = page.add
+    add("nv_inference_request_success", counted.success_count, named)
+    add("nv_inference_count", counted.inference_count, named)
+    add("nv_inference_exec_count", counted.execution_count, named)
+    for reason, count in counted.reasons.items():
+        add("shmserve_batches_total", count, f'{named},reason="{reason.value}"')
+    if counted.elements:
+        add("shmserve_batch_elements_total", counted.elements, named)
+        add("shmserve_batch_padded_elements_total", counted.padded_elements, named)
+    if counted.success_count:
+        _times(page, "shmserve_request_duration_seconds", counted.request_times, counted.success_ns, named)
+        _times(page, "shmserve_queue_duration_seconds", counted.queue_times, counted.queue_ns, named)
+    if counted.execution_count:
+        spent = sum(batch.input_ns + batch.infer_ns + batch.output_ns for batch in counted.batches.values())
+        _times(page, "shmserve_batch_duration_seconds", counted.batch_times, spent, named)
+        _sizes(page, counted, max([1, max_batch, *counted.batches]), named)
+
+
+def _times(page: Page, name: str, counts: list[int], ns: int, named: str) -> None:
+    below = histogram.cumulative(counts, FIRST_BUCKET, LAST_BUCKET)
+    page.histogram(name, _EDGES, below, sum(counts), ns / 1e9, named)
+
+
+def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
+    """In buckets that double, up to the first that holds the largest."""
+    sizes = counted.batches
+    count = sum(batch.count for batch in sizes.values())
+    rows = sum(rows * batch.count for rows, batch in sizes.items())
+    edges = [1 << bits for bits in range((largest - 1).bit_length() + 1)]
+    below = [sum(batch.count for rows, batch in sizes.items() if rows <= edge) for edge in edges]
+    page.histogram("shmserve_batch_rows", [str(edge) for edge in edges], below, count, rows, named)
+
+
+def _served_by(version: Version) -> dict[str, int]:
+    """How many of its instances are in which shape."""
+    counts = {"ready": 0, "loading": 0, "lost": 0, "quarantined": 0}
+    for instance in version.instances:
+        if not (instance.over or instance.spec.passive or instance.replaces):
+            shape = "loading" if not instance.loaded else "lost" if instance.degraded else "ready"
+            counts["quarantined" if instance.quarantined else shape] += 1
+    return counts
+
+
+def _queue(page: Page, generations: list[Version], named: str) -> None:
+    page.add("nv_inference_pending_request_count", activity.queued(generations), named)
+    page.add("shmserve_model_requests_in_flight", activity.in_flight(generations), named)
+    page.add("shmserve_queue_bytes", sum(version.queue.bytes for version in generations), named)

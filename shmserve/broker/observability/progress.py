@@ -1,0 +1,78 @@
+"""What a person sees while models load: a line for each version that is READY, then what to try."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shmserve.core.core import Core
+from shmserve.core.models.version import Version
+from shmserve.core.states import VersionState
+
+_HINTS = """
+try it from another terminal:
+
+  {command} demo{where}
+
+or from Python:
+
+  import numpy as np, shmserve
+  with shmserve.Client({url}) as client:
+      a = np.arange(4, dtype=np.float32)
+      result = client.infer("add_sub", {{"INPUT0": a, "INPUT1": a}})
+      print(result["OUTPUT0"], result["OUTPUT1"])
+{doors}
+Ctrl-C stops the server.
+"""
+_HTTP = """
+or over HTTP:
+
+  curl localhost:{port}/v2/models/add_sub
+  curl localhost:{port}/v2/models/add_sub/infer -d '{{"inputs": [
+    {{"name": "INPUT0", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]}},
+    {{"name": "INPUT1", "datatype": "FP32", "shape": [4], "data": [10, 20, 30, 40]}}]}}'
+"""
+
+
+class Progress:
+    """Called after each turn of the loop until the first round of loading has ended, then calls `ended(failed)`."""
+
+    def __init__(self, core: Core, ended: Callable[[int], None], show: Callable[[str], None]) -> None:
+        self._core = core
+        self._ended = ended
+        self._show = show
+        self._told: set[Version] = set()
+        self._started = time.monotonic()
+
+    def versions(self) -> list[Version]:
+        return [version for model in self._core.state.models.values() for version in model.versions.values()]
+
+    def look(self) -> bool:
+        """True: nothing is loading any more, and the end has been told."""
+        versions = self.versions()
+        for version in versions:
+            if version.state is not VersionState.LOADING and version not in self._told:
+                self._told.add(version)
+                if version.state is VersionState.READY:  # of others the log says why they are not
+                    seconds = time.monotonic() - self._started
+                    self._show(f"[{len(self._told)}/{len(versions)}] {version.label} READY after {seconds:.1f} s")
+        if len(self._told) < len(versions):
+            return False
+        failed = sum(version.state is not VersionState.READY for version in versions)
+        failed += sum(bool(model.reason) for model in self._core.state.models.values())
+        self._ended(failed)
+        return True
+
+
+def hints(runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:
+    beside = Path(sys.executable).with_name("shmserve")
+    command = "shmserve"
+    if beside.exists():
+        here = Path.cwd()
+        command = str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+    where = "" if is_default else f" --runtime-dir {runtime_dir}"
+    url = "" if is_default else f'runtime_dir="{runtime_dir}"'
+    doors = _HTTP.format(port=ports["http"]) if "http" in ports else ""
+    return _HINTS.format(command=command, where=where, url=url, doors=doors)

@@ -1,0 +1,69 @@
+"""Tensors in the file of traces, in Triton's form: numbers as text, separated by commas."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from shmserve.protocol.messages import Handle, Tensor
+
+ELEMENTS = 1000
+"""More of a tensor are not written: a large one would keep the broker from its requests."""
+STRING_BYTES = 65536
+"""Of a tensor of strings."""
+_CODES = {
+    "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i",
+    "INT64": "q", "FP16": "e", "FP32": "f", "FP64": "d", "BF16": "H",
+}  # fmt: skip
+
+Read = Callable[[tuple[Handle, ...]], bytes | None]
+"""The bytes of a tensor's parts; None if the broker cannot read them: they have a name, or are on a GPU."""
+
+
+def activities(number: int, activity: str, tensors: Iterable[Tensor], read: Read) -> Iterator[dict[str, Any]]:
+    for tensor in tensors:
+        shape = ",".join(map(str, tensor.shape))
+        about = {"name": tensor.name, "data": _data(tensor, read), "shape": shape, "dtype": tensor.dtype}
+        yield {"id": number, "activity": activity, "tensor": about}
+
+
+def _data(tensor: Tensor, read: Read) -> str:
+    """The first elements. "": it cannot be read."""
+    code = _CODES.get(tensor.dtype)
+    most = struct.calcsize(f"<{ELEMENTS}{code}") if code else STRING_BYTES
+    if isinstance(tensor.data, bytes):
+        data: bytes | None = tensor.data[:most]
+    else:
+        assert not isinstance(tensor.data, int)
+        data = read(_first(tensor.data, most))
+    if not data:
+        return ""
+    if code is None:
+        return ",".join(_strings(data))
+    values: Iterable[Any] = struct.unpack(f"<{len(data) // struct.calcsize(f'<{code}')}{code}", data)
+    if tensor.dtype == "BF16":
+        values = [struct.unpack("<f", struct.pack("<I", value << 16))[0] for value in values]
+    if tensor.dtype.startswith(("FP", "BF")):
+        return ",".join(f"{value:g}" for value in values)
+    return ",".join(str(int(value)) for value in values)
+
+
+def _first(parts: tuple[Handle, ...], most: int) -> tuple[Handle, ...]:
+    found = []
+    for part in parts:
+        if most <= 0:
+            break
+        found.append(part if part.size <= most else Handle(part.segment, part.offset, most))
+        most -= part.size
+    return tuple(found)
+
+
+def _strings(data: bytes) -> Iterator[str]:
+    at = 0
+    while at + 4 <= len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        if at + 4 + size > len(data):
+            return
+        yield data[at + 4 : at + 4 + size].decode(errors="replace")
+        at += 4 + size

@@ -1,0 +1,315 @@
+"""Samples of requests, traced: their settings, by Triton's names, and the file that they are written to, in its format.
+
+The rule of the file: while nothing is sampled, the core's table of samples is empty, and requests pay nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.broker.observability.log_settings import setting_names
+from shmserve.broker.observability.logs import say
+from shmserve.broker.observability.trace_tensors import Read, activities
+from shmserve.core.effects import Traced
+from shmserve.core.requests.trace import PER_SECOND, Sample
+from shmserve.errors import InvalidRequest, Unsupported
+
+NAMES = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency", "trace_mode")
+LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+_OLD_LEVELS = {"MIN": "TIMESTAMPS", "MAX": "TIMESTAMPS"}
+"""Names that Triton's flags take as well."""
+OFF = ("OFF",)
+MOST = 2**31 - 1
+FLUSH_S = 0.2
+"""How long a trace waits for others before all of them are written."""
+_LEAST = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
+_KEYS = {"rate": "trace_rate", "count": "trace_count", "level": "trace_level", "mode": "trace_mode"}
+_FILE_KEYS = {"file": "trace_file", "log-frequency": "log_frequency"}
+_TIMES = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
+_encode = msgspec.json.Encoder().encode
+
+
+class Setting(Struct):
+    """None: as the wider one has it."""
+
+    trace_level: tuple[str, ...] | None = None
+    trace_rate: int | None = None
+    trace_count: int | None = None
+    log_frequency: int | None = None
+
+    def under(self, other: Setting) -> Setting:
+        """The same, with what it leaves open taken from the other."""
+        names = self.__struct_fields__
+        return Setting(*(getattr(other if getattr(self, name) is None else self, name) for name in names))
+
+
+DEFAULTS = Setting(OFF, 1000, -1, 0)
+
+
+class TraceSettings:
+    """`samples` is the core's table, kept as the settings say. `known` gives the names of the models that there are."""
+
+    def __init__(
+        self, given: Mapping[str, Any], samples: dict[str, Sample], known: Callable[[], Collection[str]]
+    ) -> None:
+        self._samples = samples
+        self._known = known
+        self._file = str(given.get("trace_file", ""))
+        at_start = {name: value for name, value in given.items() if name not in ("trace_file", "trace_mode")}
+        self._server = self._at_start = Setting(**at_start).under(DEFAULTS)
+        self._models: dict[str, Setting] = {}
+        self._made_of: dict[str, Setting] = {}
+        """Model -> what its sample was made of."""
+        self._arrange()
+
+    def of(self, model: str) -> Setting:
+        """What counts for the model; "" is for those without settings of their own."""
+        return self._models.get(model, Setting()).under(self._server)
+
+    def document(self, model: str) -> dict[str, Any]:
+        """In Triton's form, where numbers are texts. The count is of what is left."""
+        if model:
+            self._find(model)
+        now = self.of(model)
+        sample = self._samples.get(model) or self._samples.get("")
+        return {
+            "trace_level": list(now.trace_level or OFF),
+            "trace_rate": str(now.trace_rate),
+            "trace_count": str(now.trace_count if sample is None or now.trace_level == OFF else sample.left),
+            "log_frequency": str(now.log_frequency),
+            "trace_file": Path(self._file).name,
+            "trace_mode": "triton",
+        }
+
+    def change(self, model: str, body: bytes) -> dict[str, Any]:
+        """`body`: the settings that change, as JSON; null: the wider one counts again. Raises InvalidRequest and
+        Unsupported."""
+        if model:
+            self._find(model)
+        found = {name: _checked(name, value) for name, value in setting_names(body, "traces", NAMES).items()}
+        found.pop("trace_mode", None)
+        before = self._models.get(model, Setting()) if model else self._server
+        after = Setting(**{name: found.get(name, getattr(before, name)) for name in before.__struct_fields__})
+        if not model:
+            self._server = after.under(self._at_start)
+        elif after == Setting():
+            self._models.pop(model, None)
+        else:
+            self._models[model] = after
+        if found:
+            self._made_of.pop(model, None)  # what is set counts from now on, even if it was so before
+        self._arrange()
+        if found:
+            whose = f"of model '{model}'" if model else "of the server"
+            say("info", f"trace settings {whose} changed", {"model": model} if model else None)
+        return self.document(model)
+
+    def _find(self, model: str) -> None:
+        if model not in self._known():
+            raise InvalidRequest(f"Request for unknown model : {model}")
+
+    def _arrange(self) -> None:
+        """Samples of which the settings have changed begin anew, others go on."""
+        wanted = {model: self.of(model) for model in ("", *self._models)}
+        if all(setting.trace_level == OFF for setting in wanted.values()):
+            wanted.clear()
+        for model in self._samples.keys() - wanted.keys():
+            del self._samples[model]
+        for model, setting in wanted.items():
+            if model not in self._samples or self._made_of.get(model) != setting:
+                count = 0 if setting.trace_level == OFF else setting.trace_count
+                assert count is not None
+                assert setting.trace_rate is not None
+                level = setting.trace_level or OFF
+                self._samples[model] = Sample(
+                    setting.trace_rate, count, timestamps="TIMESTAMPS" in level, tensors="TENSORS" in level
+                )
+        self._made_of = wanted
+
+
+class TraceFile:
+    """Where traces go: to the log if there is no file. With a frequency each so many of them fill a file of their own,
+    FILE.0, FILE.1 and so on. A file is JSON at any time."""
+
+    def __init__(self, loop: Any, path: Path | None, frequency: Callable[[str], int], read: Read) -> None:
+        self._loop = loop
+        self._read = read
+        self._path = path
+        self._frequency = frequency
+        self._lines: list[bytes] = []
+        """Not written yet."""
+        self._ends: dict[Path, int] = {}
+        """File -> where its array goes on."""
+        self._now = path
+        """The file that is written to."""
+        self._in_file = 0
+        self._files = 0
+        self._timer: Any = None
+        self._second = 0
+        self._in_second = 0
+
+    def write(self, traced: Traced) -> None:
+        if traced.log is not None:
+            say(traced.log.level, traced.log.text, traced.log.fields)
+        if self._path is None:
+            self._log(traced)
+            return
+        frequency = self._frequency(traced.model)
+        place = self._path.with_name(f"{self._path.name}.{self._files}") if frequency else self._path
+        if place != self._now:
+            self._flush()
+            self._now, self._in_file = place, 0
+        self._lines += lines(traced, self._read)
+        if not traced.parent:  # a step or call stands with the trace of its request
+            self._in_file += 1
+        if frequency and self._in_file >= frequency:
+            self._flush()
+            del self._ends[place]
+            self._files += 1
+        elif self._timer is None:
+            self._timer = self._loop.call_later(FLUSH_S, self._flush_soon)
+
+    def _log(self, traced: Traced) -> None:
+        """Not more than some in a second: logs are read by people."""
+        second = traced.answered // 1_000_000_000
+        if second != self._second:
+            self._second, self._in_second = second, 0
+        self._in_second += 1
+        if self._in_second <= PER_SECOND:
+            fields = {name: value for name, value in traced.fields.items() if value != ""}
+            told = ", ".join(f"{name} {value}" for name, value in fields.items())
+            parent = f" of {traced.parent}" if traced.parent else ""
+            say("info", f"sample {traced.number}{parent}: {told}", fields)
+
+    def _flush_soon(self) -> None:
+        self._timer = None
+        self._flush()
+
+    def _flush(self) -> None:
+        found, self._lines = self._lines, []
+        if not found or self._now is None:
+            return
+        end = self._ends.setdefault(self._now, 0)
+        data = (b",\n" if end else b"[\n") + b",\n".join(found)
+        try:
+            descriptor = os.open(self._now, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if end else os.O_TRUNC), 0o600)
+            try:
+                os.pwrite(descriptor, data + b"\n]\n", end)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            say("error", f"cannot write {len(found)} lines of traces: {error.strerror}")
+        else:
+            self._ends[self._now] = end + len(data)
+
+    def close(self) -> None:
+        """What has not been written is written now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._flush()
+
+
+def lines(traced: Traced, read: Read) -> list[bytes]:
+    """Of one trace, as Triton writes it: who it was, then its times, in nanoseconds of the monotonic clock, and its
+    tensors."""
+    fields, number = traced.fields, traced.number
+    who: dict[str, Any] = {"id": number, "model_name": fields["model"], "model_version": fields["version"]}
+    if "id" in fields:
+        who["request_id"] = fields["id"]
+    if traced.parent:
+        who["parent_id"] = traced.parent
+    found = [_encode(who)]
+    if traced.tensors is not None:
+        inputs, outputs = traced.tensors
+        found += map(_encode, activities(number, "TENSOR_QUEUE_INPUT", inputs, read))
+        found += map(_encode, activities(number, "TENSOR_BACKEND_OUTPUT", outputs, read))
+    if not traced.timestamps:
+        return found
+    times = [("REQUEST_START", traced.arrived), ("QUEUE_START", traced.arrived)]
+    times += zip(_TIMES, traced.times, strict=False)
+    times += [("INFER_RESPONSE_COMPLETE", traced.answered), ("REQUEST_END", traced.answered)]
+    return found + [_encode({"id": number, "timestamps": [{"name": name, "ns": ns}]}) for name, ns in times]
+
+
+# ---------------------------------------------------------------------------------------- values
+
+
+def config(text: str) -> tuple[str, Any]:
+    """A value of --trace-config: `triton,file=PATH`, `triton,log-frequency=N`, `level=L`, `rate=N`, `count=N` or
+    `mode=triton`, as setting and value. Raises ValueError."""
+    name, comma, rest = text.rpartition(",")
+    key, equals, value = rest.partition("=")
+    keys = _FILE_KEYS if comma else _KEYS
+    if (comma and name != "triton") or not equals or key not in keys:
+        known = ", ".join([*(f"triton,{key}=" for key in _FILE_KEYS), *(f"{key}=" for key in _KEYS)])
+        raise ValueError(f"unknown trace setting '{text}'; expected one of {known}")
+    try:
+        if key == "file":
+            if not value:
+                raise InvalidRequest("missing file name")
+            return keys[key], value
+        return keys[key], _checked(keys[key], [_OLD_LEVELS.get(value, value)] if key == "level" else value)
+    except (InvalidRequest, Unsupported) as error:
+        raise ValueError(str(error)) from None
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "trace_file":
+        raise Unsupported(
+            "trace file location can not be updated through network protocol; --trace-config triton,file= names it"
+        )
+    if isinstance(value, list) and name != "trace_level":  # as gRPC has all values
+        if len(value) > 1:
+            raise InvalidRequest(f"expect only 1 value for '{name}'")
+        value = value[0] if value else None
+    if value is None or value == []:
+        return None
+    match name:
+        case "trace_level":
+            return _level([value] if isinstance(value, str) else value)
+        case "trace_mode":
+            if value != "triton":
+                raise Unsupported(f"trace mode '{str(value)[:80]}' is not supported; expected 'triton'")
+            return value
+    return _number(name, value)
+
+
+def merged(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Those of --trace-config together. Levels add up, as in Triton; of the rest the last counts."""
+    found = dict(values)
+    levels = [level for name, value in values if name == "trace_level" for level in value or OFF]
+    if levels:
+        found["trace_level"] = tuple(dict.fromkeys(level for level in levels if level != "OFF")) or OFF
+    return found
+
+
+def _level(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise InvalidRequest("Unable to parse 'trace_level': expected a list of OFF, or of TIMESTAMPS and TENSORS")
+    for value in values:
+        if value not in LEVELS:
+            raise InvalidRequest(f"Unable to parse 'trace_level', got: {value[:80]}; expected {', '.join(LEVELS)}")
+    if "OFF" in values and len(values) > 1:
+        raise InvalidRequest("Expect only one trace level 'OFF' is specified")
+    return tuple(dict.fromkeys(values))
+
+
+def _number(name: str, value: Any) -> int:
+    least = _LEAST[name]
+    try:
+        found = int(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
+    except ValueError:
+        found = None
+    if found is None:
+        raise InvalidRequest(f"Unable to parse '{name}', got: {str(value)[:80]}")
+    if not least <= found <= MOST:
+        raise InvalidRequest(
+            f"Unable to parse '{name}', value is out of range [ {least}, {MOST} ], got: {str(value)[:80]}"
+        )
+    return found

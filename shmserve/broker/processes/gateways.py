@@ -1,0 +1,283 @@
+"""The gateways of this server, which are its doors to the network: started, heard, started anew, ended before it.
+
+The rule of the file: at the start a door that cannot be opened ends the server, as nobody would notice otherwise; later
+a gateway may die as often as it likes, and comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.broker.observability.log_throttle import Rate
+from shmserve.broker.observability.metric_definitions import Page
+from shmserve.broker.processes import children
+from shmserve.core.models.lifecycle import pause_ns
+from shmserve.paths import python
+
+log = logging.getLogger("shmserve")
+
+MODULE = "shmserve.clients.cli.main"
+PORTS = ("http", "grpc", "metrics")
+"""Doors with a port that can be any: which one was found is kept when their gateway is started anew."""
+PAUSES_NS = 1_000_000_000, 30_000_000_000
+"""Before the second start in a row, and at most."""
+STEADY_S = 60.0
+"""Who has lived so long has not failed in a row."""
+OPEN_S = 60.0
+"""So long one may take to open its doors."""
+GRACE_S = 1.0
+"""Beyond the time that requests have at a stop; less than `deadline.KILL_S`."""
+_LEVELS = {level: level for level in ("debug", "info", "warning", "error", "critical")}
+_PASSED_ON = ("SSL_", "OPENSSL_")
+"""How variables begin that a gateway gets, beside those of every child. It parses bytes from the network."""
+
+
+class Doors(Struct, frozen=True):
+    """What gateways are started with: `words` are options of `shmserve gateway`."""
+
+    count: int
+    words: tuple[str, ...]
+
+
+class _Gateway(Struct, eq=False):
+    """`process` None: it is to be started, when the timer says."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    pidfd: int = -1
+    output: children.Output | None = None
+    told: int = -1
+    """Where it says that its doors are open."""
+    is_open: bool = False
+    began: float = 0.0
+    deaths: int = 0
+    timer: Any = None
+
+
+class Gateways:
+    """`opened(ports)` is called once, when all of them listen; `failed(code, text)` instead, if one cannot. `say` is
+    for what they write, limited to `rate`."""
+
+    def __init__(
+        self,
+        loop: Any,
+        doors: Doors,
+        url: str,
+        exit_timeout_s: float,
+        opened: Callable[[Mapping[str, int]], None],
+        failed: Callable[[int, str], None],
+        say: Callable[[str, str, dict[str, Any]], None],
+        rate: Rate | None = None,
+    ) -> None:
+        self.pids: set[int] = set()
+        """Of those that run: nobody else is to wait for them."""
+        self.ports: dict[str, int] = {}
+        """Door -> where it listens."""
+        self._restarts = 0
+        self._loop = loop
+        self._opened = opened
+        self._failed = failed
+        self._say = say
+        self._rate = rate
+        self._all = [_Gateway(number) for number in range(doors.count)]
+        self._options = ["--url", url, "--exit-timeout-secs", f"{max(exit_timeout_s, 0.01):g}", *doors.words]
+        if doors.count > 1:
+            self._options.append("--reuse-port")
+        self._begun = False
+        """All of them have listened once."""
+        self._ended: Callable[[], None] | None = None
+        """Set at a stop."""
+
+    def start(self) -> None:
+        """The first one. The others follow when it says which ports there are."""
+        if self._all:
+            self._start(self._all[0])
+        else:
+            self._begun = True
+            self._loop.call_soon(self._opened, self.ports)
+
+    # ------------------------------------------------------------------------------------ one of them
+
+    def _start(self, gateway: _Gateway) -> None:
+        gateway.timer = None
+        told, telling = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        output = children.Output(self._loop, _LEVELS, partial(self._log, gateway.number), self._rate)
+        ports = [word for door, port in self.ports.items() if door in PORTS for word in (f"--{door}-port", str(port))]
+        words = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(telling), *self._options, *ports]
+        try:
+            process = subprocess.Popen(
+                [*python(), "-m", MODULE, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output.written,
+                stderr=output.written,
+                pass_fds=[telling],
+                env=children.environment(*_PASSED_ON),
+                start_new_session=True,  # a terminal's Ctrl-C is for the broker, which ends them in order
+            )
+        except OSError as error:
+            os.close(told)
+            output.close()
+            self._gone(gateway, 1, f"cannot start a process: {error.strerror}")
+            return
+        finally:
+            os.close(telling)
+            os.close(output.written)
+        gateway.process, gateway.output, gateway.told = process, output, told
+        gateway.pidfd = os.pidfd_open(process.pid)
+        gateway.began = self._loop.time()
+        gateway.is_open = False
+        self.pids.add(process.pid)
+        self._loop.add_reader(told, self._hear, gateway)
+        self._loop.add_reader(gateway.pidfd, self._end, gateway)
+        gateway.timer = self._loop.call_later(OPEN_S, self._late, gateway)
+
+    def _hear(self, gateway: _Gateway) -> None:
+        said = os.read(gateway.told, 4096).split()
+        self._stop_hearing(gateway)
+        if said[:1] != [b"READY"]:
+            return  # it is about to end
+        gateway.is_open = True
+        if gateway.timer is not None:
+            gateway.timer.cancel()
+            gateway.timer = None
+        for word in said[1:]:
+            door, _, port = word.decode("ascii", "replace").partition("=")
+            if port.isdecimal():
+                self.ports[door] = int(port)
+        if self._begun or self._ended is not None:
+            return
+        later = next((other for other in self._all if other.process is None), None)
+        if later is not None:
+            self._start(later)
+        elif all(other.is_open for other in self._all):
+            self._begun = True
+            self._opened(self.ports)
+
+    def _stop_hearing(self, gateway: _Gateway) -> None:
+        if gateway.told >= 0:
+            self._loop.remove_reader(gateway.told)
+            os.close(gateway.told)
+            gateway.told = -1
+
+    def _late(self, gateway: _Gateway) -> None:
+        gateway.timer = None
+        log.error("gateway %d did not start listening within %g s", gateway.number, OPEN_S)
+        self._kill(gateway)
+
+    def _log(self, number: int, level: str, text: str) -> None:
+        self._say(level, f"[gateway] {text}", {"gateway": number})
+
+    def _end(self, gateway: _Gateway) -> None:
+        """Its process has ended."""
+        assert gateway.process is not None
+        assert gateway.output is not None
+        code = gateway.process.wait()
+        gateway.output.finish()
+        last_words = gateway.output.last_words()
+        self._drop(gateway)
+        self._gone(gateway, code, last_words)
+
+    def _drop(self, gateway: _Gateway) -> None:
+        assert gateway.process is not None
+        assert gateway.output is not None
+        self._stop_hearing(gateway)
+        gateway.output.close()
+        self._loop.remove_reader(gateway.pidfd)
+        os.close(gateway.pidfd)
+        if gateway.timer is not None:
+            gateway.timer.cancel()
+            gateway.timer = None
+        self.pids.discard(gateway.process.pid)
+        gateway.process = None
+
+    def _gone(self, gateway: _Gateway, code: int, last_words: str) -> None:
+        if self._ended is not None:
+            self._look_for_end()
+        elif not self._begun:
+            self._ended = _nothing  # what follows is no failure of its own
+            why = last_words.removeprefix("shmserve gateway: ") or children.ended_with(code)
+            self._failed(2 if code == 2 else 1, f"cannot start the gateway: {why}")
+        else:
+            lived = self._loop.time() - gateway.began if gateway.is_open else 0.0
+            self._restarts += 1
+            gateway.deaths = 1 if lived > STEADY_S else gateway.deaths + 1
+            pause = pause_ns(gateway.deaths, *PAUSES_NS) / 1e9
+            again = f"in {pause:g} s" if pause else "immediately"
+            text = f"gateway {gateway.number} exited ({children.ended_with(code)}); restarting it {again}"
+            self._say("error", text, {"gateway": gateway.number})
+            gateway.timer = self._loop.call_later(pause, self._start, gateway)
+
+    def _kill(self, gateway: _Gateway) -> None:
+        if gateway.process is not None:
+            signal.pidfd_send_signal(gateway.pidfd, signal.SIGKILL)
+
+    def names(self) -> dict[int, str]:
+        """Of the processes that run, by pid."""
+        running = ((gateway.process, gateway.number) for gateway in self._all)
+        return {process.pid: f"gateway {number}" for process, number in running if process is not None}
+
+    def metrics(self) -> str:
+        """For Prometheus; "" if there are no gateways."""
+        page = Page()
+        if self._all:
+            page.add("shmserve_gateway_restarts_total", self._restarts, "")
+        return page.text()
+
+    def reread(self) -> None:
+        """Certificates and tokens are to be read again."""
+        for gateway in self._all:
+            if gateway.process is not None and gateway.is_open:  # others read them only now
+                signal.pidfd_send_signal(gateway.pidfd, signal.SIGHUP)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def stop(self, limit_s: float, ended: Callable[[], None]) -> None:
+        """They take no more requests, and answer those that they have. `ended` is called when the last has gone."""
+        self._ended = ended
+        for gateway in self._all:
+            if gateway.timer is not None:
+                gateway.timer.cancel()
+                gateway.timer = None
+            if gateway.process is not None:
+                signal.pidfd_send_signal(gateway.pidfd, signal.SIGTERM)
+                gateway.timer = self._loop.call_later(limit_s + GRACE_S, self._kill, gateway)
+        self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        if self._ended is not None and all(gateway.process is None for gateway in self._all):
+            ended, self._ended = self._ended, _nothing
+            ended()
+
+    def close(self) -> None:
+        """Those that still run are ended now."""
+        self._ended = _nothing
+        for gateway in self._all:
+            if gateway.process is not None:
+                self._kill(gateway)
+                select.select([gateway.pidfd], [], [])
+                gateway.process.wait()
+                self._drop(gateway)
+            elif gateway.timer is not None:
+                gateway.timer.cancel()
+
+
+def _nothing() -> None:
+    """It has been told."""
+
+
+def arguments_of(given: Mapping[str, Any], rest: Sequence[str]) -> tuple[str, ...]:
+    """The command line of a gateway from its options that were given to the server, and more words for it."""
+    words: list[str] = []
+    for name, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            words.append(f"--{name}" if one is True else f"--{name}={'false' if one is False else one}")
+    return (*words, *rest)

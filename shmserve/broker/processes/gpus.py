@@ -1,0 +1,130 @@
+"""What the GPUs do, for the metrics, and what each process has there, for its limit: asked for every two seconds, in a
+thread of its own.
+
+The rule of the file: whoever wants to know never waits for a driver, and what a GPU does not tell is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shmserve.broker.observability.metric_definitions import Page, labels
+from shmserve.repo.gpus import Gpu
+
+INTERVAL_S = 2.0
+PATIENCE_S = 2.0
+
+Sample = tuple[str, str, float]
+"""Name of the metric, uuid of the GPU, value."""
+
+
+class GpuMetrics:
+    """`start` where there are GPUs, `close` at the end."""
+
+    def __init__(self, gpus: Sequence[Gpu], shown: bool = True, interval_s: float = INTERVAL_S) -> None:
+        """`shown`: the metrics are wanted."""
+        self._gpus = gpus
+        self._shown = shown
+        self._asked = False
+        self._used: dict[int, int] = {}
+        self._interval_s = interval_s
+        self._samples: list[Sample] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._nvml: Any = None
+
+    def start(self) -> None:
+        """The first samples are there when it returns."""
+        if not self._gpus:
+            return
+        self._nvml = importlib.import_module("pynvml")
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError:
+            self._nvml = None
+            return  # it was there when the GPUs were looked for: there is nothing to be told
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="gpu-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(PATIENCE_S)
+            if self._thread.is_alive():
+                return  # a driver that does not answer keeps nobody from the end
+            self._thread = None
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+            self._nvml = None
+
+    def text(self) -> str:
+        """What was seen last, as Prometheus reads it."""
+        page = Page()
+        for name, uuid, value in self._samples:
+            page.add(name, value, labels(("gpu_uuid",), (uuid,)))
+        return page.text()
+
+    def used_by(self, pid: int) -> int:
+        """Bytes on all GPUs, as they were seen last. Nobody looks before it was asked for the first time."""
+        self._asked = True
+        return self._used.get(pid, 0)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._look()
+
+    def _look(self) -> None:
+        if self._shown:
+            self._samples = self._sample()
+        if self._asked:
+            self._used = self._processes()
+
+    def _processes(self) -> dict[int, int]:
+        """One that is on several GPUs has the sum of it; one that is listed twice, as under MPS, has it once."""
+        nvml, found = self._nvml, dict[int, int]()
+        for gpu in self._gpus:
+            here: dict[int, int] = {}
+            for ask in _LISTS:
+                try:
+                    listed = getattr(nvml, ask)(nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal))
+                except (nvml.NVMLError, AttributeError):
+                    continue  # an older library, or a GPU that does not tell
+                for process in listed:
+                    here[process.pid] = max(here.get(process.pid, 0), process.usedGpuMemory or 0)
+            for pid, used in here.items():
+                found[pid] = found.get(pid, 0) + used
+        return found
+
+    def _sample(self) -> list[Sample]:
+        nvml, found = self._nvml, []
+        for gpu in self._gpus:
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal)
+            except nvml.NVMLError:
+                continue  # it has fallen off the bus: its series ends
+            for names, ask in _QUESTIONS:
+                try:
+                    values = ask(nvml, handle)
+                except nvml.NVMLError:
+                    continue  # not every GPU tells everything
+                found += [(name, gpu.uuid, value) for name, value in zip(names, values, strict=True)]
+        return found
+
+
+def _memory(nvml: Any, handle: Any) -> tuple[float, ...]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return memory.total, memory.used
+
+
+_LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses")
+_QUESTIONS: tuple[tuple[tuple[str, ...], Callable[[Any, Any], tuple[float, ...]]], ...] = (
+    (("nv_gpu_utilization",), lambda nvml, handle: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,)),
+    (("nv_gpu_memory_total_bytes", "nv_gpu_memory_used_bytes"), _memory),
+    (("nv_gpu_power_usage",), lambda nvml, handle: (nvml.nvmlDeviceGetPowerUsage(handle) / 1000,)),
+    (("nv_gpu_power_limit",), lambda nvml, handle: (nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,)),
+    (("nv_energy_consumption",), lambda nvml, handle: (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,)),
+)

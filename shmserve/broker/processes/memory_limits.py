@@ -1,0 +1,121 @@
+"""The memory that each worker may have: held to by the kernel, where groups can be had, else watched by us, as that on
+GPUs is always.
+
+The rule of the file: what counts is the memory that is a process's own. Tensors of others that it has mapped, and files
+that it shares with other workers, are no reason to end it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.broker.processes.cgroups import CannotHave, Group, Groups
+from shmserve.system import procfs
+
+log = logging.getLogger("shmserve")
+
+LOOK_S = 1.0
+NEAR_S = 0.1
+"""How often one is looked at that has most of what it may have."""
+NEAR = 0.75
+KNOBS = "--instance-memory-limit, memory_limit_mb"
+GPU_KNOBS = "--instance-gpu-memory-limit, gpu_memory_limit_mb"
+
+
+class Watched(Struct):
+    peer: int
+    pid: int
+    limit: int
+
+
+class Memory:
+    """`kill(peer, reason)` ends a worker that has too much. One of these is for the memory of the host, one for that of
+    GPUs."""
+
+    def __init__(
+        self,
+        loop: Any,
+        kill: Callable[[int, str], None],
+        used: Callable[[int], int] = procfs.own_bytes,
+        make: Callable[[], Groups] | None = None,
+        what: str = "private memory",
+        knobs: str = KNOBS,
+    ) -> None:
+        """`make` divides our control group, where that can be done. `what`, `knobs`: how people call it."""
+        self._what = what
+        self._knobs = knobs
+        self._loop = loop
+        self._kill = kill
+        self._used = used
+        self._watched: dict[int, Watched] = {}
+        self._groups_of: dict[int, Group] = {}
+        self._leaving: list[Group] = []
+        self._timer: Any = None
+        self._groups: Groups | None = None
+        try:
+            self._groups = make() if make is not None else None
+        except CannotHave as reason:
+            log.debug("memory limits are enforced by polling: %s", reason)
+
+    def group(self, peer: int, limit: int) -> Group | None:
+        """For a worker that is about to be started. None: it has no limit, or its memory is watched."""
+        group = self._groups.make(peer, limit) if limit and self._groups is not None else None
+        if group is not None:
+            self._groups_of[peer] = group
+        return group
+
+    def started(self, peer: int, pid: int, limit: int) -> None:
+        if limit and peer not in self._groups_of:
+            self._watched[peer] = Watched(peer, pid, limit)
+            self._arm(LOOK_S)
+
+    def ended(self, peer: int) -> str:
+        """Why the kernel has ended it, "" if that was for another reason than its own limit."""
+        self._watched.pop(peer, None)
+        group = self._groups_of.pop(peer, None)
+        if group is None:
+            return ""
+        used_up = group.used_up()
+        self._leaving.append(group)
+        self._tidy()
+        return f"it exceeded its memory limit of {_mib(group.limit)} ({self._knobs})" if used_up else ""
+
+    def look(self) -> None:
+        """At all that are watched, now."""
+        near = False
+        for worker in list(self._watched.values()):
+            used = self._used(worker.pid)
+            if used > worker.limit:
+                del self._watched[worker.peer]
+                text = f"it uses {_mib(used)} of {self._what}, limit {_mib(worker.limit)} ({self._knobs})"
+                self._kill(worker.peer, text)
+            near |= used > worker.limit * NEAR
+        self._tidy()
+        if self._watched or self._leaving:
+            self._arm(NEAR_S if near else LOOK_S)
+
+    def _tidy(self) -> None:
+        self._leaving = [group for group in self._leaving if not group.remove()]
+        if self._leaving:
+            self._arm(LOOK_S)
+
+    def _arm(self, after: float) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(after, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self.look()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.0f} MiB"

@@ -1,0 +1,496 @@
+"""Requests to workers and results back: batches are sent, extended, started, done, and taken back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmserve.core.batching.form import Plan, Reason
+from shmserve.core.batching.recall import Recalls
+from shmserve.core.effects import Kill, Send
+from shmserve.core.models.instance import Batch, Instance
+from shmserve.core.models.version import Version
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.request import Request
+from shmserve.core.state import State, Timer
+from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
+from shmserve.protocol.messages import (
+    CHUNK_BYTES,
+    OWNER_SHIFT,
+    Done,
+    Execute,
+    Handle,
+    Reply,
+    Row,
+    Rows,
+    Started,
+    Withdrawn,
+    Work,
+)
+
+if TYPE_CHECKING:
+    from shmserve.core.batching.rate_limiter import Limiter
+    from shmserve.core.requests.responses import Streams
+    from shmserve.core.sequences.scheduler import Sequencer
+
+_READY = VersionState.READY
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
+
+
+class Dispatcher:
+    streams: Streams
+    sequencer: Sequencer
+
+    def __init__(self, state: State, ends: Ends) -> None:
+        self._state = state
+        self._ends = ends
+        self.recalls = Recalls(state, ends)
+
+    # ------------------------------------------------------------------------------------ out
+
+    def dispatch(self, version: Version, now: int) -> None:
+        """Sends all that may go now."""
+        if version.state is not _READY and version.waits and not version.alive:
+            what = f"'{version.model}' version {version.number} is not at ready state"
+            self.empty_queue(version, f"Request for unknown model: {what}: {version.reason or version.trouble}", now)
+        if version.places is not None:
+            self.sequencer.dispatch(version, now)
+            return
+        queue = version.queue
+        version.wake = 0
+        if self._state.waiting:
+            self._call_back(version)
+        if version.suspects or version.reserved is not None:
+            self._try_suspect(version, now)
+        if self._state.limiter is not None:
+            self._dispatch_limited(version, self._state.limiter, now)
+        while queue.count and self._state.limiter is None:
+            if version.idle:
+                if self._start_batch(version, version.idle[-1], now):
+                    continue
+            if not any(self._send_ahead(version, instance, now) for instance in version.busy()):
+                break
+        if version.wake:
+            self._state.wakes[version] = version.wake
+        else:
+            self._state.wakes.pop(version, None)
+
+    def _dispatch_limited(self, version: Version, limiter: Limiter, now: int) -> None:
+        """One batch; then it is the turn of whoever is first now. None is sent ahead: it would start by itself."""
+        if not version.queue.count:
+            return
+        for instance in sorted(version.idle, key=limiter.rank):
+            if self._start_batch(version, instance, now):
+                self._state.dirty[version] = None
+                return
+
+    def _call_back(self, version: Version) -> None:
+        """What was sent ahead to an instance that waits for other models can run elsewhere meanwhile."""
+        for instance in version.instances:
+            batch = instance.waiting
+            if batch is not None and instance.waits:
+                self.recalls.recall(instance, batch)
+
+    def may_start(self, version: Version, instance: Instance) -> bool:
+        """Unless it must wait for resources that others have."""
+        limiter = self._state.limiter
+        return limiter is None or limiter.acquire(version, instance)
+
+    def stopped(self, instance: Instance) -> None:
+        """It runs nothing any more: others may have what it had."""
+        if self._state.limiter is not None:
+            for version in self._state.limiter.release(instance):
+                self._state.dirty[version] = None
+
+    def empty_queue(self, version: Version, text: str, now: int) -> None:
+        """No instance will run what waits."""
+        waiting = [*version.queue.take(version.queue.count), *version.suspects]
+        version.suspects.clear()
+        for request in waiting:
+            self._ends.end_early(request, "UNAVAILABLE", text, now)
+        if version.places is not None:
+            version.places.lose(None, text)
+        self._state.dirty[version] = None
+
+    def _try_suspect(self, version: Version, now: int) -> None:
+        """One at a time, in a batch of its own, so that it can harm no other request."""
+        version.reserved = None
+        if version.trial is not None or not version.suspects:
+            return
+        instance = version.place_for(version.suspects[0])
+        if instance is None or not instance.idle or not self.may_start(version, instance):
+            version.reserved = instance
+            return
+        request = version.suspects.popleft()
+        version.trial = instance
+        batch = Batch([], request.cost, Reason.ALONE, request.signature, now)
+        self.start(version, instance, batch, [request], now)
+
+    def _watch(self, version: Version, instance: Instance, now: int) -> None:
+        """A timer for an instance that begins to run something, at most one at a time."""
+        if version.limit_ns and not instance.watched:
+            instance.watched = True
+            self._state.set_timer(now + version.limit_ns, Timer.HANG, instance)
+
+    def look_at(self, version: Version, instance: Instance, now: int) -> None:
+        """The timer has come: has it run the same batch all the time? For other models it may wait as long as it likes;
+        it is looked at again when they have answered."""
+        instance.watched = False
+        running = instance.running
+        if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
+            return
+        left = running.began + running.waited + version.limit_ns - now
+        if left > 0:
+            instance.watched = True
+            self._state.set_timer(now + left, Timer.HANG, instance)
+        else:
+            limit = version.limit_ns / 1e9
+            text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
+            instance.hung = True
+            self.kill(version, instance, text)
+
+    def _send_ahead(self, version: Version, instance: Instance, now: int) -> bool:
+        """To a busy instance: more for the batch that waits there, or a batch that will wait there."""
+        if instance.waiting is not None:
+            return not instance.waiting.recalled and self._extend(version, instance, instance.waiting, now)
+        return version.sends_ahead(self._state.limits.prefetch_ns) and self._start_batch(version, instance, now)
+
+    def _start_batch(self, version: Version, instance: Instance, now: int) -> bool:
+        """False: what waits should wait for more; `version.wake` says until when."""
+        plan = version.plan(now, instance.quarantined)
+        if not plan.count:
+            version.wake = plan.wake
+            return False
+        version.wake = 0
+        if version.queue.timed and self._refuse_late(version, instance, plan, now):
+            return True
+        if instance.running is None and not self.may_start(version, instance):
+            return False
+        requests = version.take(plan)
+        batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
+        if instance.running is None:
+            self.start(version, instance, batch, requests, now)
+        else:
+            instance.waiting = batch
+            self._send(instance, batch, requests, 0)
+        return True
+
+    def _refuse_late(self, version: Version, instance: Instance, plan: Plan, now: int) -> bool:
+        """Of those that would run next, those that could not be answered in time are not run: whoever asked is told
+        now, and the time goes to those that still can be. True: there were some."""
+        done = now + version.service_ns
+        if version.queue.count > plan.count:  # others could have its place: it is not given to a small chance
+            done += 4 * version.spread_ns
+        running = instance.running
+        if running is not None:
+            done += max(0, running.began + version.service_ns - now)
+        late = [request for request in version.planned(plan) if 0 < request.deadline < done]
+        if late and running is None and len(late) == plan.count:
+            # Nothing would be run, and so nothing learned: a model that was slow once must not be refused for ever.
+            version.service_ns -= version.service_ns >> 3
+            version.spread_ns -= version.spread_ns >> 3
+        for request in late:
+            took = f"that takes about {(done - now) / 1e6:.1f} ms"
+            text = f"Request timeout expired: it cannot be answered before its own timeout passes: {took}"
+            version.queue.remove(request)
+            self._ends.end_early(request, "DEADLINE_EXCEEDED", text, now)
+        return bool(late)
+
+    def start(self, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
+        """Runs these on an instance that has nothing to do."""
+        version.idle.remove(instance)
+        instance.running = batch
+        batch.move(BatchState.RUNNING)
+        if not instance.watched:
+            self._watch(version, instance, now)
+        self._send(instance, batch, requests, 0)
+
+    def _extend(self, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
+        """False: it cannot grow."""
+        plan = version.plan_extension(batch, now)
+        if not plan.count:
+            return False
+        version.wake = 0
+        if version.queue.timed and self._refuse_late(version, instance, plan, now):
+            return True
+        batch.rows += plan.rows
+        if plan.reason is not Reason.IDLE:
+            batch.reason = plan.reason
+        self._send(instance, batch, version.take(plan), batch.pieces[0][0])
+        return True
+
+    def _send(self, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
+        """Execute, in as many messages as the inline bytes need."""
+        state, peer = self._state, instance.peer
+        is_open = batch.state is BatchState.OPEN
+        works: list[Work] = []
+        piece: list[Request] = []
+        inline = 0
+        for request in requests:
+            if works and inline + request.inline > CHUNK_BYTES:
+                number = state.next_number()
+                state.send(peer, Execute(number, join, tuple(works), True, is_open))
+                batch.pieces.append((number, piece))
+                join = join or number
+                works, piece, inline = [], [], 0
+            inline += request.inline
+            for segment in request.segments:
+                state.ledger.show(segment, peer)
+            works.append(
+                Work(
+                    request.number, request.rows, request.inputs, request.outputs, request.audience, request.options,
+                    request.slot, not request.outside, request.near, request.aliases, request.labels,
+                )
+            )  # fmt: skip
+            if request.state is not _QUEUED:  # else it is the usual, legal move
+                request.move(_SENT)
+            request.state = _SENT
+            request.instance = instance
+            request.batch = batch
+            piece.append(request)
+        batch.left += len(requests)
+        number = state.next_number()
+        state.send(peer, Execute(number, join, tuple(works), False, is_open))
+        batch.pieces.append((number, piece))
+
+    # ------------------------------------------------------------------------------------ back
+
+    def started(self, version: Version, instance: Instance, message: Started, now: int) -> None:
+        self._run_waiting(version, instance, message.batch, message.through, now)
+
+    def rows(self, version: Version, instance: Instance, message: Rows, now: int) -> None:
+        batch = instance.running
+        if batch is None or not batch.known_as(message.batch):
+            self.confused(version, instance, f"Rows of batch {message.batch}")
+            return
+        for row in message.rows:
+            self._row(version, instance, batch, row, now, 0)
+
+    def done(self, version: Version, instance: Instance, message: Done, now: int) -> None:
+        batch = instance.running
+        if batch is None or not batch.known_as(message.batch):
+            self.confused(version, instance, f"Done of batch {message.batch}")
+            return
+        times = message.times
+        taken = times[0]
+        batch.times = times
+        statistics = version.statistics
+        before = statistics.success_count
+        traced = self._state.traces.open
+        if traced:
+            batch.number = message.batch
+        if version.plain and not traced:
+            self._usual_rows(version, instance, batch, message, now)
+        else:
+            for row in message.rows:
+                self._row(version, instance, batch, row, now, taken)
+        if self._state.tracing:
+            self._state.log(
+                "debug",
+                f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
+                f"{len(message.rows)} requests, formed because: {batch.reason.value}",
+            )
+        if message.again and version.places is not None:
+            self._again(version, batch, message.again)
+        if batch.left and version.decoupled:
+            self.streams.batch_done(version, instance, batch, taken)
+        if batch.left:
+            for request in batch.requests():
+                self._ends.end_failed(
+                    request, "INTERNAL", f"{version.label} did not answer this request of its batch", now
+                )
+        version.count_padding(batch)
+        batch.end()
+        instance.running = None
+        self.stopped(instance)
+        if instance.deaths or instance.quarantined:
+            self._recovered(version, instance)
+        if version.trial is instance:
+            version.trial = None
+        version.served(times[3] - taken, now - batch.began)
+        early = batch.early
+        if early:
+            statistics.queued(early, taken)
+        answered = statistics.success_count - before + len(early)
+        statistics.batch_done(max(batch.rows, batch.slots), answered, batch.reason, times, now)
+        if message.next:
+            self._run_waiting(version, instance, message.next, message.through, now)
+        elif instance.waiting is None and instance.usable:
+            version.idle.append(instance)
+        self._state.dirty[version] = None
+
+    def _recovered(self, version: Version, instance: Instance) -> None:
+        """It has done a batch: its crashes before that are forgotten."""
+        instance.deaths = instance.crashes = 0
+        if instance.quarantined:
+            instance.quarantined = False
+            text = f"instance '{instance.spec.name}' of {version.label} has answered, and leaves quarantine"
+            about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+            self._state.log("info", text, **about)
+
+    def _again(self, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
+        """An iterative model wants to run these once more; unless nobody waits for them any more."""
+        found = []
+        for number in numbers:
+            request = self._state.requests.get(number)
+            if request is not None and request.batch is batch:
+                batch.left -= 1
+                request.batch = None
+                if request.state is _SENT:
+                    found.append(request)
+                else:
+                    self._ends.released(request)
+        self.sequencer.again(version, found)
+
+    def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
+        if instance.revoked:
+            self.kill(version, instance, "it has started requests that it was to give back for a restart")
+            return
+        batch = instance.waiting
+        if batch is None or instance.running is not None or not batch.known_as(number):
+            self.confused(version, instance, f"start of batch {number}")
+            return
+        instance.waiting = batch.split(through)
+        instance.running = batch
+        batch.began = now
+        batch.move(BatchState.RUNNING)
+        if not instance.watched:
+            self._watch(version, instance, now)
+        self._state.dirty[version] = None
+
+    def withdrawn(self, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
+        """These requests never ran. They had been answered before, or were called back."""
+        for number in message.requests:
+            if number in instance.revoked:
+                instance.revoked.remove(number)
+                continue
+            request = self._state.requests.get(number)
+            batch = instance.waiting
+            known = request is not None and batch is not None and request.batch is batch
+            if request is None or batch is None or not (known and (batch.recalled or request.state is _LINGERING)):
+                self.confused(version, instance, f"Withdrawn request {number}")
+                return
+            self.recalls.take_out(version, instance, batch, request)
+        if instance.idle and instance.usable and instance not in version.idle:
+            version.idle.append(instance)
+        self._state.dirty[version] = None
+
+    def _usual_rows(self, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:
+        """`_row` for each, with what nearly all need written out: an answer with no handle, to one who waits for it."""
+        requests, append = self._state.requests, self._state.effects.append
+        taken, number = done.times[0], version.number
+        rows = 0
+        arrivals: list[int] = []
+        for row in done.rows:
+            request = requests.get(row.request)
+            if request is not None and request.batch is batch and request.state is _SENT and row.error is None:
+                for tensor in row.outputs:
+                    if not isinstance(tensor.data, bytes):
+                        break
+                else:
+                    if not request.special:
+                        client = request.client
+                        append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
+                        del client.requests[request.client_number], requests[row.request]
+                        client.bytes -= request.inline
+                        request.state = _ENDED  # legal from SENT
+                        rows += request.cost
+                        arrivals.append(request.arrived)
+                        continue
+            self._row(version, instance, batch, row, now, taken)
+        batch.left -= len(arrivals)
+        statistics = version.statistics
+        statistics.answered(arrivals, rows, taken, now)
+        if statistics.first is not None:
+            for arrived in arrivals:
+                statistics.first.add(now - arrived)
+
+    def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
+        request = self._state.requests.get(row.request)
+        if request is None or request.batch is not batch or request.state is _DONE:
+            self.confused(version, instance, f"row of request {row.request}")
+            return
+        batch.left -= 1
+        if request.state is _LINGERING:
+            self.send_back(instance, row)
+            self._ends.released(request)
+        elif row.error is not None:
+            self.send_back(instance, row)
+            self._ends.end_failed(request, row.error.code, row.error.text, now)
+        elif not self._reply(version, instance, request, row, now, taken):
+            text = f"{version.label} answered with memory that is not its own"
+            self._ends.end_failed(request, "INTERNAL", text, now)
+            self.confused(version, instance, "memory in an answer")
+
+    def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
+        """The answer. False: it refers to memory that it may not refer to; nothing has been done."""
+        if not self.take(instance, request, row):
+            return False
+        if taken:
+            version.statistics.answered([request.arrived], request.cost, taken, now)
+        else:
+            version.statistics.answered_early(request.arrived, request.cost, now)
+            assert request.batch is not None
+            request.batch.early.append(request.arrived)
+        self._ends.answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+        return True
+
+    def take(self, instance: Instance, request: Request, row: Row) -> bool:
+        """What the row refers to is held by whoever has asked. False, and nothing done: some of it is not the
+        worker's to give."""
+        client, ledger, caller = request.client, self._state.ledger, instance.caller
+        handles: list[Handle] = []
+        for tensor in row.outputs:
+            data = tensor.data
+            if isinstance(data, bytes):
+                continue
+            if isinstance(data, int):
+                return False
+            for handle in data:
+                owner = handle.segment >> OWNER_SHIFT
+                if request.aliases and owner not in (0, instance.peer) and _is_input(request, handle):
+                    if owner != client.number:
+                        handles.append(handle)
+                elif caller is not None and ledger.may_pass_on(caller, handle, request.audience):
+                    handles.append(handle)
+                elif owner == instance.peer:
+                    if handle in handles or not ledger.is_new(handle, request.audience):
+                        return False
+                    handles.append(handle)
+                elif not client.has_placed(handle):
+                    return False
+        if request.run is not None:
+            for handle in handles:
+                ledger.keep(handle)
+        else:
+            self._ends.give(client, handles)
+        return True
+
+    def send_back(self, instance: Instance, row: Row) -> None:
+        """Outputs that nobody will be given."""
+        for tensor in row.outputs:
+            if isinstance(tensor.data, tuple):
+                for handle in tensor.data:
+                    own = handle.segment >> OWNER_SHIFT == instance.peer
+                    if own and self._state.ledger.block_of(handle) is None:  # else it is held, also by itself
+                        self._state.ledger.send_back(handle)
+
+    def confused(self, version: Version, instance: Instance, what: str) -> None:
+        """A worker that contradicts the protocol is a worker whose memory cannot be trusted either."""
+        self.kill(version, instance, f"it broke the protocol: unexpected {what}")
+
+    def kill(self, version: Version, instance: Instance, reason: str) -> None:
+        """Ends the worker. It is given nothing and heard no more; what it had ends when its process has."""
+        if instance.state is InstanceState.KILLED:
+            return
+        instance.move(InstanceState.KILLED)
+        instance.reason = reason
+        if instance in version.idle:
+            version.idle.remove(instance)
+        text = f"{instance.spec.name} of {version.label} is killed: {reason}"
+        about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+        self._state.log("error", text, **about)
+        self._state.effects.append(Kill(instance.peer, reason))
+
+
+def _is_input(request: Request, handle: Handle) -> bool:
+    return any(isinstance(tensor.data, tuple) and handle in tensor.data for tensor in request.inputs)

@@ -1,0 +1,439 @@
+"""The requests of one model version that wait here, in the order in which they would run.
+
+Priority levels come strictly one after the other. A level is divided twice, each time by start-time fair queueing in
+rows: between users, and a user's share between its clients. So a user gets no more with many connections than with
+one, and a client no more by offering more. With one client that is the order of arrival. Requests whose queue timeout
+has passed under the DELAY action stand behind all unexpired ones of their level.
+
+Between users a request is charged when it is taken: what is cancelled or expires costs its user nothing. Between the
+clients of a user it is charged when it comes, so that the user's requests have an order, and refunded if it is not run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
+from operator import attrgetter
+
+from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
+from shmserve.core.requests.request import Request
+
+_by_tag = attrgetter("tag")
+IDLE_LEVELS = 64
+"""So many priority levels are kept before empty ones are dropped."""
+UNSERVED = 64
+"""So many requests that left, and as many as wait, may be refunded later: when the order is asked for."""
+IDLE_USERS = 64
+"""The same for users of a level."""
+
+
+def _take_out(waiting: list[Request], numbers: set[int]) -> None:
+    """Those of these numbers, which are near the front. Each that is found is removed from the set."""
+    kept: list[Request] = []
+    for place, request in enumerate(waiting):
+        if not numbers:
+            waiting[:place] = kept
+            return
+        if request.number in numbers:
+            numbers.remove(request.number)
+        else:
+            kept.append(request)
+    waiting[:] = kept
+
+
+def _sums(refunds: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Tags, rising, and for each how much was refunded below it; one more for what is above them all."""
+    refunds.sort()
+    totals = [0]
+    for _, cost in refunds:
+        totals.append(totals[-1] + cost)
+    return [tag for tag, _ in refunds], totals
+
+
+class Share:
+    """What waits of one user in a level."""
+
+    __slots__ = ("charged", "ready", "tags", "turn", "unserved")
+
+    def __init__(self, turn: int) -> None:
+        self.ready: list[Request] = []
+        """By tag."""
+        self.turn = turn
+        """The tag of the request that left last: where a client that was idle joins in."""
+        self.charged = 0
+        """The virtual time of the level up to which the user has had its share."""
+        self.tags: dict[int, int] = {}
+        """Client -> the tag of its newest request here. Empty when `ready` is."""
+        self.unserved: list[tuple[int, int, int]] = []
+        """(client, tag, cost) of those that left without being served; what they cost is still to be refunded."""
+
+    def drop(self, request: Request) -> None:
+        ready = self.ready
+        at = bisect_left(ready, request.tag, key=_by_tag)
+        while ready[at] is not request:
+            at += 1
+        del ready[at]
+        if not ready:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Nobody waits: nobody is ahead or behind of others any more."""
+        self.tags.clear()
+        self.unserved.clear()
+
+    def refund(self) -> None:
+        """A client is not charged for what was not run: its later requests move up, but not before a newcomer's."""
+        back: dict[int, list[tuple[int, int]]] = {}
+        for client, tag, cost in self.unserved:
+            back.setdefault(client, []).append((tag, cost))
+        self.unserved.clear()
+        sums = {client: _sums(refunds) for client, refunds in back.items()}
+        newest = dict.fromkeys(back, 0)
+        for request in self.ready:
+            client = request.client.number
+            if client in sums:
+                tags, totals = sums[client]
+                moved = totals[bisect_left(tags, request.tag)]
+                tag = max(request.tag - moved, min(request.tag, self.turn + request.cost), newest[client])
+                request.tag = newest[client] = tag
+        for client, tag in newest.items():
+            if tag:
+                self.tags[client] = tag
+            else:
+                self.tags.pop(client, None)
+        self.ready.sort(key=_by_tag)
+
+    def take(self, count: int) -> list[Request]:
+        """The first `count`, or all there are."""
+        ready = self.ready
+        taken = ready[:count]
+        del ready[:count]
+        self.turn = turn = taken[-1].tag
+        tags = self.tags
+        if not ready:
+            self._forget()
+        elif len(tags) > 64 and len(tags) > 2 * len(ready):  # most have nothing here any more
+            self.tags = {client: tag for client, tag in tags.items() if tag > turn}
+        return taken
+
+    def pick(self, numbers: set[int]) -> None:
+        """Takes those of these numbers out. A client that comes now joins behind those taken from the front."""
+        ready = self.ready
+        front = next((place for place, request in enumerate(ready) if request.number not in numbers), len(ready))
+        if front:
+            self.turn = ready[front - 1].tag
+        _take_out(ready, numbers)
+        if not ready:
+            self._forget()
+
+
+class Level:
+    """One priority level. Invariant: `active` are those of `shares` in which something is ready."""
+
+    __slots__ = ("active", "delayed", "dropped", "policy", "shares", "turn", "unserved")
+
+    def __init__(self, policy: QueuePolicy, dropped: int = 0) -> None:
+        self.policy = policy
+        self.delayed: list[Request] = []
+        self.shares: dict[str, Share] = {}
+        """By user."""
+        self.active: list[Share] = []
+        self.turn = 0
+        """The virtual time: up to where the user has had its share whose request left last. Others join in here."""
+        self.dropped = dropped
+        """The highest turn of a share that was dropped: a new one begins there, so that a request that is put back
+        stays ahead of later ones."""
+        self.unserved: dict[Share, None] = {}
+        """Where something may be to be refunded."""
+
+    def share(self, user: str) -> Share:
+        found = self.shares.get(user)
+        return self._new(user) if found is None else found
+
+    def _new(self, user: str) -> Share:
+        if len(self.shares) >= IDLE_USERS + 2 * len(self.active):
+            self.dropped = self.last_turn()
+            self.shares = {user: share for user, share in self.shares.items() if share.ready}
+        made = self.shares[user] = Share(self.dropped)
+        return made
+
+    def last_turn(self) -> int:
+        return max([self.dropped, *[share.turn for share in self.shares.values()]])
+
+    def add(self, request: Request) -> None:
+        client = request.client
+        share = self.shares.get(client.user)
+        if share is None:
+            share = self._new(client.user)
+        tags = share.tags
+        number = client.number
+        last = tags.get(number, 0)
+        turn = share.turn
+        request.tag = tag = (last if last > turn else turn) + request.cost
+        tags[number] = tag
+        ready = share.ready
+        if not ready:
+            ready.append(request)
+            if share.charged < self.turn:
+                share.charged = self.turn
+            self.active.append(share)
+        elif tag >= ready[-1].tag:
+            ready.append(request)
+        else:
+            insort(ready, request, key=_by_tag)
+
+    def remove(self, request: Request) -> None:
+        if request.delayed:
+            self.delayed.remove(request)
+        else:
+            self._drop(request)
+        share = self.shares.get(request.client.user)
+        if share is not None and share.ready:
+            share.unserved.append((request.client.number, request.tag, request.cost))
+            self.unserved[share] = None
+            if len(share.unserved) > UNSERVED + len(share.ready):
+                share.refund()
+
+    def put_back(self, request: Request) -> None:
+        """It had been taken, and was not served: it keeps the place that it had, and its user is not charged."""
+        if request.delayed:
+            self.delayed.insert(0, request)
+            return
+        share = self.share(request.client.user)
+        if not share.ready:
+            share.charged = max(share.charged, self.turn)
+            self.active.append(share)
+        share.charged -= request.cost
+        insort(share.ready, request, key=_by_tag)
+
+    def delay(self, request: Request) -> None:
+        self._drop(request)
+        request.delayed = True
+        self.delayed.append(request)
+
+    def _drop(self, request: Request) -> None:
+        share = self.shares[request.client.user]
+        share.drop(request)
+        if not share.ready:
+            self.active.remove(share)
+
+    def refund(self) -> None:
+        for share in self.unserved:
+            if share.unserved:
+                share.refund()
+        self.unserved.clear()
+
+    def first(self, count: int) -> list[Request]:
+        """At most `count`."""
+        found = self._merged(count)
+        return found + self.delayed[: count - len(found)] if len(found) < count else found
+
+    def _merged(self, count: int) -> list[Request]:
+        """The first `count` of all users: next is always the request after which its user has had the least."""
+        active = self.active
+        if len(active) == 1:
+            return active[0].ready[:count]
+        heads = [(share.charged + share.ready[0].cost, order, 0) for order, share in enumerate(active)]
+        heapify(heads)
+        found: list[Request] = []
+        while heads and len(found) < count:
+            charged, order, place = heads[0]
+            ready = active[order].ready
+            found.append(ready[place])
+            place += 1
+            if place < len(ready):
+                heapreplace(heads, (charged + ready[place].cost, order, place))
+            else:
+                heappop(heads)
+        return found
+
+    def take(self, count: int) -> list[Request]:
+        """Of `first`, and no more than `count`."""
+        active = self.active
+        if len(active) == 1:
+            share = active[0]
+            taken = share.take(count)
+            share.charged = self.turn  # while no other user waits, nobody is ahead or behind
+            if not share.ready:
+                active.clear()
+            if not self.delayed:
+                return taken
+        else:
+            taken = self._merged(count)
+            if taken:
+                self._take(taken)
+        if len(taken) < count and self.delayed:
+            short = count - len(taken)
+            taken += self.delayed[:short]
+            del self.delayed[:short]
+        return taken
+
+    def _take(self, taken: list[Request]) -> None:
+        """The first, of several users."""
+        counts: dict[Share, int] = {}
+        shares = self.shares
+        for request in taken:
+            share = shares[request.client.user]
+            share.charged += request.cost
+            counts[share] = counts.get(share, 0) + 1
+        self.turn = max(self.turn, share.charged)
+        for share, count in counts.items():
+            share.take(count)
+            if not share.ready:
+                self.active.remove(share)
+
+    def pick(self, requests: list[Request]) -> None:
+        """Takes these out, wherever they stand. A user who comes now has had as much as the one who waits and has had
+        the least."""
+        chosen: dict[Share, set[int]] = {}
+        for request in requests:
+            if not request.delayed:
+                share = self.shares[request.client.user]
+                share.charged += request.cost
+                chosen.setdefault(share, set()).add(request.number)
+        for share, numbers in chosen.items():
+            share.pick(numbers)
+        self.active = [share for share in self.active if share.ready]
+        charged = [share.charged for share in self.active] or [max([share.charged for share in chosen], default=0)]
+        self.turn = max(self.turn, min(charged))
+        _take_out(self.delayed, {request.number for request in requests if request.delayed})
+
+    def __len__(self) -> int:
+        return sum([len(share.ready) for share in self.active]) + len(self.delayed)
+
+
+class RequestQueue:
+    """All levels. Level numbers are the caller's 1..n; without priorities there is one, number 0.
+
+    Invariant: there may be 2^64 levels, so only those in use have a Level; its policy comes from the configuration.
+    """
+
+    def __init__(self, policy: BatchPolicy | None) -> None:
+        self._policy = policy = policy or BatchPolicy()
+        self.default_level = policy.default_level if policy.levels else 0
+        self._levels: dict[int, Level] = {}
+        """In the order of their numbers."""
+        self._sweep_at = IDLE_LEVELS
+        self._turn = 0
+        """The highest turn of a share in a level that was dropped, for those of new levels."""
+        self.count = 0
+        self.bytes = 0
+        """Inside the messages of what waits."""
+        self.timed = 0
+        """Of those that wait, how many have a deadline."""
+
+    def level_of(self, priority: int) -> int:
+        """The level for a caller's priority: 0 and numbers that are no level mean the default."""
+        levels = self._policy.levels
+        return priority if 1 <= priority <= levels else self.default_level
+
+    def level(self, number: int) -> Level:
+        found = self._levels.get(number)
+        return self._new(number) if found is None else found
+
+    def policy(self, number: int) -> QueuePolicy:
+        return self._policy.level_policies.get(number, self._policy.default_policy)
+
+    def _new(self, number: int) -> Level:
+        if len(self._levels) >= self._sweep_at:
+            self._drop_idle()
+        made = self._levels[number] = Level(self.policy(number), self._turn)
+        self._levels = dict(sorted(self._levels.items()))
+        return made
+
+    def _drop_idle(self) -> None:
+        """Callers choose the numbers: without this, each that was ever used would stay."""
+        idle = [number for number, level in self._levels.items() if not len(level)]
+        for number in idle:
+            self._turn = max(self._turn, self._levels.pop(number).last_turn())
+        self._sweep_at = max(IDLE_LEVELS, 2 * len(self._levels))
+
+    def add(self, request: Request) -> None:
+        level = self._levels.get(request.level)
+        if level is None:
+            level = self._new(request.level)
+        level.add(request)
+        self.count += 1
+        self.bytes += request.inline
+        if request.deadline:
+            self.timed += 1
+
+    def put_back(self, request: Request) -> None:
+        self.level(request.level).put_back(request)
+        self.count += 1
+        self.bytes += request.inline
+        if request.deadline:
+            self.timed += 1
+
+    def remove(self, request: Request) -> None:
+        self.level(request.level).remove(request)
+        self.count -= 1
+        self.bytes -= request.inline
+        if request.deadline:
+            self.timed -= 1
+
+    def expire(self, request: Request) -> bool:
+        """The queue timeout has passed. True: it must be rejected (and has been taken out). False: it waits on."""
+        level = self.level(request.level)
+        if level.policy.action is TimeoutAction.REJECT:
+            self.remove(request)
+            return True
+        level.delay(request)
+        return False
+
+    def in_order(self) -> list[Request]:
+        """Everything, in the order in which it would run. Not to be changed by the caller."""
+        return self.first(self.count)
+
+    def first(self, count: int) -> list[Request]:
+        """The first `count` of `in_order`, or more. Not to be changed by the caller."""
+        levels = self._levels.values()
+        if len(levels) == 1:  # the common case, and so the shortest
+            (only,) = levels
+            if only.unserved:
+                only.refund()
+            active = only.active
+            return active[0].ready if len(active) == 1 and not only.delayed else only.first(count)
+        found: list[Request] = []
+        for level in levels:
+            if level.unserved:
+                level.refund()
+            found += level.first(count - len(found))
+            if len(found) >= count:
+                break
+        return found
+
+    def take(self, count: int) -> list[Request]:
+        """Removes and gives the first `count` in order (of `in_order`, with nothing added or removed since)."""
+        taken: list[Request] = []
+        for level in self._levels.values():
+            taken = taken + level.take(count - len(taken)) if taken else level.take(count)
+            if len(taken) == count:
+                break
+        self._gone(taken)
+        return taken
+
+    def pick(self, places: Sequence[int]) -> list[Request]:
+        """Removes and gives those at these places, rising (of `in_order`, with nothing added or removed since). Each
+        that is passed over so keeps count by how many rows."""
+        waiting = self.first(places[-1] + 1)
+        taken = [waiting[place] for place in places]
+        behind = sum([request.cost for request in taken])
+        chosen = set(places)
+        for place, request in enumerate(waiting[: places[-1]]):
+            if place in chosen:
+                behind -= request.cost
+            else:
+                request.passed += behind
+        for number in {request.level for request in taken}:
+            self.level(number).pick([request for request in taken if request.level == number])
+        self._gone(taken)
+        return taken
+
+    def _gone(self, taken: list[Request]) -> None:
+        self.count -= len(taken)
+        for request in taken:
+            self.bytes -= request.inline
+            if request.deadline:
+                self.timed -= 1

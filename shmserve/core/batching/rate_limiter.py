@@ -1,0 +1,124 @@
+"""The rate limiter: an instance runs a batch only while it has the resources that it asks for.
+
+Resources are just numbers with names: each device has its own, or all instances share one. Of those that wait, the one
+with the fewest batches so far goes first, those of turn 2 counted twice, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Version
+from shmserve.core.policy import InstanceSpec, Resource
+
+SHARED = -1
+ANY = -2
+Place = tuple[str, int]
+"""A resource's name and its device; SHARED: of all together."""
+
+
+class Limiter:
+    """`given`: how much there is, by name and device (ANY: each). What is not given is as much as one instance asks
+    for at most."""
+
+    def __init__(self, given: Iterable[tuple[str, int, int]] = ()) -> None:
+        self._given = {(name, device): count for name, device, count in given}
+        self._asked: dict[Place, int] = {}
+        self._used: dict[Place, int] = {}
+        self._running: dict[Instance, tuple[Resource, ...]] = {}
+        self._executions: dict[Instance, int] = {}
+        self._lenders: dict[Instance, None] = {}
+        self.waiting: dict[Version, None] = {}
+        """Versions that have something to run, and an instance for it, but not what that needs."""
+
+    def know(self, spec: InstanceSpec) -> None:
+        """There is such an instance. Counts of all begin anew, so that it does not go first for long."""
+        for resource in spec.resources:
+            place = _place(spec, resource)
+            self._asked[place] = max(self._asked.get(place, 0), resource.count)
+        self._executions.clear()
+
+    def total(self, place: Place) -> int:
+        name, device = place
+        given = self._given.get(place)
+        if given is None and device != SHARED:
+            given = self._given.get((name, ANY))
+        return self._asked.get(place, 0) if given is None else given
+
+    def acquire(self, version: Version, instance: Instance) -> bool:
+        """Takes all that it asks for, or nothing."""
+        spec = instance.spec
+        for resource in spec.resources:
+            place = _place(spec, resource)
+            if self._used.get(place, 0) + resource.count > self.total(place):
+                self.waiting[version] = None
+                return False
+        for resource in spec.resources:
+            place = _place(spec, resource)
+            self._used[place] = self._used.get(place, 0) + resource.count
+        self._running[instance] = spec.resources
+        self._executions[instance] = self._executions.get(instance, 0) + 1
+        return True
+
+    def release(self, instance: Instance) -> list[Version]:
+        """It runs nothing any more. Gives those that may go on."""
+        self._lenders.pop(instance, None)
+        for resource in self._running.pop(instance, ()):
+            self._used[_place(instance.spec, resource)] -= resource.count
+        found = list(self.waiting)
+        self.waiting.clear()
+        return found
+
+    def take_again(self, instance: Instance) -> None:
+        """It has lent what it had, and goes on: now, though others may have it. Until they are done that is too much
+        in use, and nobody else begins."""
+        resources = instance.spec.resources
+        for resource in resources:
+            place = _place(instance.spec, resource)
+            self._used[place] = self._used.get(place, 0) + resource.count
+        self._running[instance] = resources
+        self._lenders[instance] = None
+
+    def rank(self, instance: Instance) -> tuple[int, int]:
+        """The lowest goes first; of equals, the one with the smaller turn, which is never short of its share."""
+        turn = instance.spec.turn
+        return (self._executions.get(instance, 0) + 1) * turn, turn
+
+    def first(self, versions: Iterable[Version]) -> Version:
+        """The one that goes first."""
+        return min(versions, key=lambda version: min(map(self.rank, version.idle), default=(0, 0)))
+
+    def check(self) -> None:
+        used: dict[Place, int] = {}
+        again: dict[Place, int] = {}
+        for instance, resources in self._running.items():
+            assert instance.running is not None, instance.story()
+            for resource in resources:
+                place = _place(instance.spec, resource)
+                used[place] = used.get(place, 0) + resource.count
+                again[place] = again.get(place, 0) + resource.count * (instance in self._lenders)
+        assert used == {place: count for place, count in self._used.items() if count}
+        for place, count in used.items():
+            assert count - again[place] <= self.total(place), f"{count} of {place} in use"
+
+
+def _place(spec: InstanceSpec, resource: Resource) -> Place:
+    return resource.name, SHARED if resource.shared else spec.device
+
+
+def lacking(specs: Iterable[InstanceSpec], given: Iterable[tuple[str, int, int]]) -> str:
+    """Why instances like these could never run; "" if they can."""
+    limiter = Limiter(given)
+    found = list(specs)
+    for spec in found:
+        limiter.know(spec)
+    for spec in found:
+        for resource in spec.resources:
+            total = limiter.total(_place(spec, resource))
+            if total < resource.count:
+                return (
+                    f"instance '{spec.name}' needs {resource.count} of resource '{resource.name}', and there "
+                    f"are {total} (--rate-limit-resource)"
+                )
+    return ""

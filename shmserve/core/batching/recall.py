@@ -1,0 +1,53 @@
+"""Requests that a worker has and does not run after all: asked for, taken out of their batch, and queued again."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shmserve.core.models.instance import Batch, Instance
+from shmserve.core.models.version import Version
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.request import Request
+from shmserve.core.state import State
+from shmserve.core.states import RequestState
+from shmserve.protocol.messages import Withdraw
+
+
+class Recalls:
+    def __init__(self, state: State, ends: Ends) -> None:
+        self._state = state
+        self._ends = ends
+
+    def recall(self, instance: Instance, batch: Batch) -> None:
+        """Asks for what waits at the worker."""
+        if not batch.recalled:
+            batch.recalled = True
+            self._state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests())))
+
+    def take_out(self, version: Version, instance: Instance, batch: Batch, request: Request) -> None:
+        """Of a batch that waits at a worker, and will not be run there."""
+        batch.rows -= request.cost
+        batch.left -= 1
+        request.batch = None
+        if request.state is RequestState.LINGERING:
+            self._ends.released(request)
+        else:
+            request.move(RequestState.QUEUED)
+            request.instance = None
+            self.put_back(version, request)
+        if not batch.left:
+            batch.end()
+            instance.waiting = None
+
+    def put_back(self, version: Version, request: Request) -> None:
+        """Into the queue of those that will run it: of its version or, after a restart, of the next generation."""
+        heir = version.heir
+        if heir is not version:
+            request.version = heir
+            request.miss = None  # which names the generation
+            if version.order is not None and heir.order is not None:
+                version.order.remove(request)
+                heir.order = deque(sorted([*heir.order, request], key=lambda other: other.number))  # by arrival
+                self._ends.answer_in_order(version)
+        heir.queue.put_back(request)
+        self._state.dirty[heir] = None

@@ -1,0 +1,312 @@
+"""Models that call others: their worker is a client, on its own link, and what it asks for is a request like any other.
+
+What is different: an instance that calls may do nothing else before it is answered. So nothing waits at it meanwhile,
+its time limit stands still, what it has of resources is lent to others, and a call that closes a circle of instances
+that wait for each other is refused (deadlock.py).
+
+The rule of the file: a worker is given what its parent request, the one that it runs meanwhile, may be given, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.calls.deadlock import Waits
+from shmserve.core.effects import Query
+from shmserve.core.ledger import INTERNAL
+from shmserve.core.models.deployment import Operations
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Version
+from shmserve.core.requests.admission import Admission
+from shmserve.core.requests.client import Caller
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.enqueue import Intake
+from shmserve.core.requests.quotas import Crowd
+from shmserve.core.requests.request import Request
+from shmserve.core.requests.responses import Streams
+from shmserve.core.requests.trace import PARAMETER as TRACE
+from shmserve.core.requests.validation import options_bytes
+from shmserve.core.state import STOPPING, State, Timer
+from shmserve.core.states import InstanceState, RequestState
+from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
+from shmserve.protocol import roles
+from shmserve.protocol.messages import Ask, Call, Cancel, Fail, Handle, More, Return
+
+USER = "worker"
+"""Of sequences that models begin."""
+
+_ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
+
+
+class Calls:
+    def __init__(
+        self,
+        state: State,
+        ends: Ends,
+        dispatcher: Dispatcher,
+        streams: Streams,
+        intake: Intake,
+        admission: Admission,
+        operations: Operations,
+        crowd: Crowd,
+    ) -> None:
+        self._state = state
+        self._ends = ends
+        self._dispatcher = dispatcher
+        self._streams = streams
+        self._intake = intake
+        self._admission = admission
+        self._operations = operations
+        self._crowd = crowd
+        self._waits = Waits(state)
+
+    # ------------------------------------------------------------------------------------ what workers say
+
+    def call(self, peer: int, message: Call, now: int) -> None:
+        version, instance = self._state.instances[peer]
+        caller = instance.caller
+        if caller is None:
+            caller = instance.caller = Caller(
+                peer, INTERNAL, "worker", "memfd", instance.spec.name, user=USER, roles=roles.EVERYTHING,
+                instance=instance, version=version,
+            )  # fmt: skip
+        if not message.call or message.call in caller.requests:
+            self._dispatcher.confused(version, instance, f"Call {message.call}")
+            return
+        try:
+            request = self._admit(caller, message, now)
+        except ServeError as error:
+            self._admission.count_refused(message.model, error)
+            text = f"Model {message.model} - Error when running inference: {error.message}"
+            self._state.send(peer, Fail(message.call, error.code, text))
+            return
+        if request.held and request.state not in _ANSWERED:
+            stuck = self._waits.closes_circle(request)
+            if stuck:
+                self._ends.fail_early(request, "UNAVAILABLE", stuck, now)
+
+    def cancel(self, peer: int, message: Cancel, now: int) -> None:
+        request = self._of(peer, message.request)
+        if request is None:  # it has been answered, and the two have crossed; or it is no call but an operation
+            self._state.effects.append(Query(peer, message))
+        else:
+            self._ends.fail_early(request, "CANCELLED", "the call was cancelled by the model that made it", now)
+
+    def more(self, peer: int, message: More, now: int) -> None:
+        request = self._of(peer, message.request)
+        if request is not None and request.options is not None and request.options.window:
+            self._streams.more(request, message.count)
+
+    def give_back(self, peer: int, message: Return, now: int) -> None:
+        version, instance = self._state.instances[peer]
+        try:
+            for handle in message.handles:
+                if instance.caller is None:
+                    raise InvalidRequest("a handle was returned by one that holds none")
+                self._state.ledger.take_back(instance.caller, handle)
+        except InvalidRequest:
+            self._dispatcher.confused(version, instance, "Return of what it does not hold")
+
+    def ask(self, peer: int, message: Ask, now: int) -> None:
+        """A model's question about the server, or an operation. Whoever waits for another to load is not loading."""
+        _, instance = self._state.instances[peer]
+        try:
+            if message.what and message.what not in roles.QUESTIONS:
+                raise roles.unknown(message.what)
+            if instance.state is InstanceState.STARTING and message.what == "load":
+                self._operations.load_over(instance)
+            self._admission.questions.put(peer, message)
+        except ServeError as error:
+            self._state.send(peer, Fail(message.request, error.code, error.message))
+
+    def _of(self, peer: int, number: int) -> Request | None:
+        caller = self._state.instances[peer][1].caller
+        return caller.requests.get(number) if caller is not None else None
+
+    # ------------------------------------------------------------------------------------ a call
+
+    def _admit(self, caller: Caller, message: Call, now: int) -> Request:
+        state, options = self._state, message.options
+        parent = self._parent(caller.instance, message.parent)
+        version = None
+        if options is not None and options.sequence:
+            version = self._intake.sequencer.version_of(caller, message.model, message.version, options)
+        if state.draining and parent is None:
+            raise Unavailable(STOPPING)
+        self._check_room(caller)
+        version = version or state.look_up(message.model, message.version)
+        assert version.checker is not None, version.label
+        rows, signature, inline, _, length = version.checker.check(message.inputs, message.outputs)
+        if options is not None:
+            inline += options_bytes(options)
+        self._check_form(version, message)
+        plain = version.plain and (options is None or not options.sequence)
+        level = 0 if plain else self._intake.level(caller, version, message.version, options, rows, now)
+        segments, pins = self._memory(caller, parent, message)
+        number = state.next_number()
+        request = Request(
+            number, caller, message.call, version, message.inputs, message.outputs, options, rows, rows or 1, inline,
+            signature, segments, pins, (), now, level, special=True, held=message.held, length=length,
+            deadline=_first_of(now + message.timeout_us * 1000 if message.timeout_us else 0, parent),
+            audience=INTERNAL if parent is None else parent.audience,
+        )  # fmt: skip
+        caller.requests[message.call] = state.requests[number] = request
+        caller.bytes += inline
+        if request.deadline:
+            state.set_timer(request.deadline, Timer.DEADLINE, request)
+        if state.traces.open and parent is not None:
+            state.traces.child(request, parent)
+        if options is not None and TRACE in options.parameters:
+            told = state.traces.begin(request, now)
+            if told is not None:
+                state.effects.append(told)
+        if message.held:
+            self._hold(caller)
+        self._intake.put(version, message.version, request, now)
+        return request
+
+    def _parent(self, instance: Instance, number: int) -> Request | None:
+        """The request that the instance has, and runs or still answers."""
+        request = self._state.requests.get(number)
+        if request is None or request.instance is not instance:
+            return None
+        if number in instance.streams or (request.batch is not None and request.batch is instance.running):
+            return request
+        return None
+
+    def _check_room(self, caller: Caller) -> None:
+        """What many share is not asked about: whoever calls has been let in, and would only hold what it has longer."""
+        limit = self._state.limits.client_requests
+        if len(caller.requests) >= limit:
+            raise Unavailable(
+                f"{len(caller.requests)} calls of this instance are in flight, the limit (client_requests); "
+                f"wait for answers first"
+            )
+        if caller.held_bytes > self._crowd.heavy:
+            text = self._crowd.held(caller)
+            if text:
+                raise Unavailable(text)
+
+    def _check_form(self, version: Version, message: Call) -> None:
+        window = message.options.window if message.options is not None else 0
+        if version.decoupled and not window:
+            raise Unsupported(
+                f"Model {version.model} is using the decoupled. The current BLS request call doesn't support models "
+                f"using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
+                f"'async_exec' calls for decoupled models.'"
+            )
+        for wanted in message.outputs or ():
+            if wanted.place is not None:
+                raise InvalidRequest(f"output '{wanted.name}' of a call cannot be placed")
+
+    # ------------------------------------------------------------------------------------ memory
+
+    def _memory(
+        self, caller: Caller, parent: Request | None, message: Call
+    ) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
+        """The segments that a worker must have mapped for this call, and the holds that it pins."""
+        ledger = self._state.ledger
+        handles = [part for tensor in message.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
+        places = []
+        for handle in handles:
+            if parent is not None and _has(parent, handle):
+                place = ledger.block_of(handle) or self._of_frame(parent, handle)
+            else:
+                place = ledger.resolve(caller, handle) or ledger.held(caller, handle)
+            if place is not None:
+                places.append(place)
+        segments = tuple(handle.segment for handle in handles)
+        ledger.use(segments)
+        return segments, tuple([ledger.pin(place) for place in places])
+
+    def _of_frame(self, parent: Request, handle: Handle) -> tuple[int, int] | None:
+        """What came in a frame belongs to one request. From now on it is a block that several use."""
+        while parent.run is not None:
+            parent = parent.run.request
+        for block in parent.blocks:
+            if _contains(block, handle):
+                self._state.ledger.keep(block)
+                parent.blocks = tuple(other for other in parent.blocks if other is not block)
+                parent.pins += (block,)
+                return block.segment, block.offset
+        return None
+
+    # ------------------------------------------------------------------------------------ to wait
+
+    def _hold(self, caller: Caller) -> None:
+        """The instance does nothing before it is answered."""
+        caller.waits_for += 1
+        if caller.waits_for > 1:
+            return
+        state, instance = self._state, caller.instance
+        caller.since = state.now
+        state.waiting[instance] = None
+        caller.version.prefetch = False  # whatever is sent ahead to it would wait, too
+        state.dirty[caller.version] = None
+        if state.limiter is not None:
+            for version in state.limiter.release(instance):
+                state.dirty[version] = None
+
+    def over(self, request: Request) -> None:
+        """One that its instance waits for has been answered."""
+        caller = request.client
+        assert isinstance(caller, Caller)
+        caller.waits_for -= 1
+        if caller.gone or caller.waits_for:
+            return
+        state, instance = self._state, caller.instance
+        del state.waiting[instance]
+        state.dirty[caller.version] = None
+        if instance.running is not None:
+            instance.running.waited += state.now - caller.since
+            if state.limiter is not None:
+                state.limiter.take_again(instance)
+            if not instance.watched:
+                self._dispatcher.look_at(caller.version, instance, state.now)
+
+    def regard(self, now: int) -> None:
+        """Something may have closed a circle of those that wait already: the call in it that came last fails."""
+        while True:
+            request, text = self._waits.last_in_circle()
+            if request is None:
+                return
+            self._ends.fail_early(request, "UNAVAILABLE", text, now)
+
+    def ended(self, instance: Instance) -> Caller | None:
+        """Its process has ended: the client, if it was one, is told nothing any more."""
+        caller, instance.caller = instance.caller, None
+        if caller is not None:
+            caller.gone = True
+            self._state.waiting.pop(instance, None)
+        return caller
+
+    def forget_questions(self, peer: int) -> None:
+        """The worker's process has ended."""
+        self._admission.questions.gone(peer)
+
+    def gone(self, caller: Caller, now: int) -> None:
+        """What it had under way here has ended with it; now the rest."""
+        self._admission.give_up_all(caller, now)
+        self._state.ledger.client_died(caller)
+
+
+def _first_of(deadline: int, parent: Request | None) -> int:
+    """Whoever asked the caller waits no longer than that."""
+    if parent is None or not parent.deadline:
+        return deadline
+    return min(deadline, parent.deadline) if deadline else parent.deadline
+
+
+def _contains(outer: Handle, inner: Handle) -> bool:
+    return (
+        outer.segment == inner.segment
+        and outer.offset <= inner.offset
+        and inner.offset + inner.size <= outer.offset + outer.size
+    )
+
+
+def _has(parent: Request, handle: Handle) -> bool:
+    """Are these bytes of what the parent was asked with?"""
+    return any(
+        _contains(part, handle) for tensor in parent.inputs if isinstance(tensor.data, tuple) for part in tensor.data
+    )

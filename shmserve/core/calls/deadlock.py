@@ -1,0 +1,144 @@
+"""Instances that wait for other models: is there a circle in which each waits for the next?
+
+An instance goes on if all that it waits for is answered. A request is answered if whoever has it goes on or, where
+nobody has it yet, one of those that may run it. What is left when no more can be said to go on waits for ever.
+
+The rule of the file: where nobody waits for ever, one more call can only change that for the one who makes it. So that
+one is refused. Everybody is looked at only when something else may have closed a circle (`State.doubt`).
+"""
+
+from __future__ import annotations
+
+from shmserve.core.ensembles.run import Run
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Version
+from shmserve.core.requests.client import Caller
+from shmserve.core.requests.request import Request
+from shmserve.core.state import State
+from shmserve.core.states import BatchState, InstanceState, RequestState
+
+_ANSWERED = (RequestState.LINGERING, RequestState.ENDED, RequestState.DONE)
+
+Stuck = dict[Instance, None]
+
+
+class Waits:
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def closes_circle(self, request: Request) -> str:
+        """For a new call, which its instance waits for. Not empty: it would wait for ever, and why."""
+        version, waiting = request.version, self._state.waiting
+        usual = version.graph is None and version.order is None and version.places is None
+        if usual and any(instance.usable and instance not in waiting for instance in version.instances):
+            return ""
+        stuck = self._stuck()
+        return self._story(self._path(request, stuck)[0], stuck) if self._blocked_by(request, stuck) is not None else ""
+
+    def last_in_circle(self) -> tuple[Request | None, str]:
+        """Of the calls that close a circle, if there is one, the newest, and what to say of it."""
+        stuck = self._stuck()
+        for instance in stuck:
+            calls, circle = self._path(self._blocked_call(instance, stuck), stuck)
+            newest = max(calls[circle:], key=_number)
+            return newest, self._story(self._path(newest, stuck)[0], stuck)
+        return None, ""
+
+    def _stuck(self) -> Stuck:
+        """Instances that will never go on."""
+        stuck = {i: None for i in self._state.waiting if i.state is not InstanceState.KILLED}  # whose calls end with it
+        found = True
+        while found:
+            found = False
+            for instance in list(stuck):
+                if all(self._blocked_by(request, stuck) is None for request in _held(instance)):
+                    del stuck[instance]
+                    found = True
+        return stuck
+
+    def _blocked_call(self, instance: Instance, stuck: Stuck) -> Request:
+        return next(request for request in _held(instance) if self._blocked_by(request, stuck) is not None)
+
+    def _path(self, request: Request, stuck: Stuck) -> tuple[list[Request], int]:
+        """The call, one of whoever it waits for, and so on; and where in this the circle begins."""
+        calls, seen = [request], {_caller(request).instance: 0}
+        while True:
+            blocker = self._blocked_by(calls[-1], stuck)
+            assert blocker is not None
+            if blocker in seen:
+                return calls, seen[blocker]
+            seen[blocker] = len(calls)
+            calls.append(self._blocked_call(blocker, stuck))
+
+    def _blocked_by(self, request: Request, stuck: Stuck) -> Instance | None:
+        """One of those that are stuck, without which this request is not answered."""
+        order = request.version.order
+        if order is not None:
+            for before in order:
+                if before is request:
+                    break
+                blocker = self._runs_at(before, stuck)
+                if blocker is not None:
+                    return blocker
+        return self._runs_at(request, stuck)
+
+    def _runs_at(self, request: Request, stuck: Stuck) -> Instance | None:
+        if request.state in _ANSWERED or (request.chain is not None and request.chain.failure is not None):
+            return None
+        if request.chain is not None:
+            return self._held_up_by(request.chain, stuck)
+        instance, batch = request.instance, request.batch
+        if instance is None and request.suspect:  # which are run one at a time
+            instance = request.version.trial
+        elif instance is None or (batch is not None and batch.state is BatchState.OPEN):  # it can still go elsewhere
+            sequence = request.sequence
+            while sequence is not None and sequence.before is not None:
+                sequence = sequence.before
+            instance = sequence.instance if sequence is not None else None
+        if instance is not None:
+            return instance if instance in stuck else None
+        return self._served_by(request.version, stuck)
+
+    def _held_up_by(self, run: Run, stuck: Stuck) -> Instance | None:
+        """For a request to an ensemble: its steps, those under way and those that have not begun."""
+        blockers = [self._blocked_by(step, stuck) for step in run.out.values()]
+        blockers += [self._served_by(member, stuck) for member in run.to_come()]
+        return next((blocker for blocker in blockers if blocker is not None), None)
+
+    def _served_by(self, version: Version, stuck: Stuck) -> Instance | None:
+        """None: somebody will run what waits there, or tell it that nobody will."""
+        if version.graph is not None:
+            blockers = [self._served_by(member, stuck) for member in version.members]
+            return next((blocker for blocker in blockers if blocker is not None), None)
+        able = [instance for instance in version.instances if not instance.over and not instance.spec.passive]
+        return able[0] if able and all(instance in stuck for instance in able) else None
+
+    def _story(self, calls: list[Request], stuck: Stuck) -> str:
+        names = [_caller(calls[0]).version.model]
+        for call in calls:
+            blocker = self._blocked_by(call, stuck)
+            assert blocker is not None
+            assert blocker.caller is not None
+            names += [call.version.model]
+            if blocker.caller.version.model != names[-1]:  # a step of an ensemble, or before it in the order of answers
+                names.append(blocker.caller.version.model)
+        return (
+            f"model '{names[0]}' would wait for ever for '{names[1]}': {' -> '.join(names)}, and every instance there "
+            f"waits for the next one; raise instance_group.count of one of them, or let a decoupled model call from a "
+            f"thread of its own, which holds no instance"
+        )
+
+
+def _caller(request: Request) -> Caller:
+    assert isinstance(request.client, Caller)
+    return request.client
+
+
+def _number(request: Request) -> int:
+    return request.number
+
+
+def _held(instance: Instance) -> list[Request]:
+    """The calls that it waits for."""
+    caller = instance.caller
+    return [request for request in caller.requests.values() if request.held] if caller is not None else []

@@ -1,0 +1,472 @@
+"""Ensembles run: each step starts when its inputs are there, and the tensors stay where they were made.
+
+A Run (`core.runs`) is one request to an ensemble. Its steps are requests like any other, in the queues of their models,
+except that they are answered to the run. The rule of the file: an answer to a step is only noted when it comes
+(`Run.results`); what follows from it is done by `advance`, after all events of the turn, and so never in the midst of a
+batch.
+
+A tensor that a step made is kept until the last step that reads it has left its worker, or for the caller's answer.
+Of what a step answers that answers many times so much is under way at most (`Steps`): the caller's pace is its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from shmserve.core.ensembles import graph
+from shmserve.core.ensembles.run import Iteration, Kept, Mapped, Run, Spot
+from shmserve.core.ensembles.steps import Steps
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.request import Request
+from shmserve.core.requests.responses import Streams
+from shmserve.core.state import State
+from shmserve.core.states import RequestState
+from shmserve.core.stats.statistics import Failure
+from shmserve.errors import Internal, InvalidRequest, ServeError
+from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Value, Wanted
+
+_NONE: frozenset[int] = frozenset()
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
+
+_CLASSES = (-1,)
+"""Dims of an output that is wanted as classes."""
+ROWS_TOGETHER = 32
+"""So many rows of a run's mapped steps are asked for before it is another one's turn."""
+_DEADLOCK = "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
+
+
+class Ensembles:
+    def __init__(self, state: State, ends: Ends, streams: Streams, steps: Steps) -> None:
+        self._state = state
+        self._ends = ends
+        self._streams = streams
+        self._steps = steps
+
+    # ------------------------------------------------------------------------------------ beginning
+
+    def begin(self, request: Request, now: int) -> None:
+        """A request to an ensemble that was found good, and is in the tables."""
+        version = request.version
+        assert version.graph is not None
+        found = version.graph
+        wanted: dict[str, Wanted | None] = dict.fromkeys(found.outputs)
+        if request.outputs is not None:
+            wanted = {output.name: output for output in request.outputs}
+        held = request.run.held if request.run is not None else {}
+        needed = found.needed(tuple(wanted))
+        run = Run(request, found, needed, wanted, held, found.levels(needed, _NONE), times=[0, 0, 0])
+        request.move(_CHAINED)
+        request.chain = run
+        version.users += 1
+        self._state.stirred[run] = None
+        try:
+            self._steps.take_members(run)
+        except ServeError as error:
+            run.fail(error.code, error.message)
+            return
+        run.open = [deque() for _ in run.levels.steps]
+        given: list[tuple[str, Tensor | None]] = [(tensor.name, _inner(request, tensor)) for tensor in request.inputs]
+        self._begin_iteration(run, 0, given, False)
+
+    def _begin_iteration(
+        self, run: Run, level: int, found: Iterable[tuple[str, Tensor | None]], made: bool, skipped: bool = False
+    ) -> None:
+        """With its first tensors. None: this one will never be, as it was skipped, or as its model did not make it."""
+        iteration = run.begin(level)
+        for name, tensor in found:
+            self._appear(run, iteration, name, tensor, made, skipped)
+        run.wait(iteration)
+
+    def _appear(
+        self, run: Run, iteration: Iteration, name: str, tensor: Tensor | None, made: bool, skipped: bool
+    ) -> None:
+        if tensor is None:
+            (iteration.skipped if skipped else iteration.absent).add(name)
+            return
+        if made:
+            tensor = Tensor(name, tensor.dtype, tensor.shape, tensor.data)
+        if not run.keep(iteration, name, tensor, made) and made:
+            self._let_go(run, Kept(tensor, 0, made))
+
+    # ------------------------------------------------------------------------------------ going on
+
+    def advance(self, run: Run, now: int) -> None:
+        """After answers have come, or the caller has gone."""
+        if run.request.chain is None:  # all of it has been seen to
+            return
+        results, run.results = run.results, []
+        for request, message in results:
+            if isinstance(message, Fail):
+                self._failed(run, request, message)
+            elif run.failure is not None:
+                self._drop(run, graph.handles_of(message.outputs))
+            else:
+                self._answered(run, request, message)
+        while run.failure is None and not run.over:
+            try:
+                if run.ready:
+                    self._start(run, *run.ready.pop(0), now)
+                elif run.levels.sources:
+                    if not self._move_on(run, now):
+                        break
+                else:
+                    if not run.open[0][0].left:
+                        self._answer(run, run.open[0][0], now)
+                    break
+            except ServeError as error:
+                self._fail(run, error)
+        if run.failure is not None and not run.over:
+            self._answer_failure(run, now)
+        if run.over and not run.out:
+            self._close(run)
+
+    def _fail(self, run: Run, error: ServeError) -> None:
+        run.fail(error.code, f"in ensemble '{run.request.version.model}', {error.message}")
+
+    def _failed(self, run: Run, request: Request, message: Fail) -> None:
+        assert request.spot is not None
+        index, row, _ = request.spot
+        where = f"row {row} of step {index}: " if run.graph.steps[index].mapped else ""
+        run.fail(message.code, f"in ensemble '{run.request.version.model}', {where}{message.text}")
+
+    def _answered(self, run: Run, request: Request, message: Reply | Part) -> None:
+        assert request.spot is not None
+        index, row, iteration = request.spot
+        if run.is_source(iteration, index):
+            self._answered_again(run, iteration, index, message)
+            return
+        iteration.due[index] -= 1
+        rows = iteration.rows.get(index)
+        if rows is not None:
+            rows[row] = message.outputs
+            if iteration.due[index]:
+                return
+            del iteration.rows[index]
+        try:
+            outputs = self._gathered(run, index, rows) if rows is not None else message.outputs
+        except ServeError as error:
+            self._fail(run, error)
+            for tensors in rows.values() if rows is not None else ():
+                self._drop(run, graph.handles_of(tensors))
+            return
+        self._finish_step(run, iteration, index, outputs)
+
+    def _answered_again(self, run: Run, iteration: Iteration, index: int, message: Reply | Part) -> None:
+        """A source: with each answer all that reads it begins once more. The last one may have nothing in it."""
+        last = not isinstance(message, Part) or message.last
+        if message.outputs or not (last and isinstance(message, Part)):
+            made = {tensor.name: tensor for tensor in message.outputs}
+            found = [(name, made.get(own)) for own, name in run.graph.steps[index].outputs]
+            self._begin_iteration(run, iteration.level + 1, found, True, run.members[index].graph is not None)
+        if last:
+            del run.sources[iteration.level]
+            self._have_read(run, iteration, index)
+
+    def _gathered(self, run: Run, index: int, rows: dict[int, tuple[Tensor, ...]]) -> list[Tensor]:
+        """The answers of all rows of a mapped step, put together."""
+        policy = run.members[index].policy
+        assert policy is not None
+        tensors: dict[str, list[Tensor]] = {}
+        for row in range(len(rows)):
+            for tensor in rows[row]:
+                tensors.setdefault(tensor.name, []).append(tensor)
+        for name, found in tensors.items():
+            if len(found) != len(rows):
+                raise InvalidRequest(f"'{name}' of step {index} came for {len(found)} of {len(rows)} rows only")
+        return [graph.together(found, policy.max_batch > 0) for found in tensors.values()]
+
+    def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
+        """It has left its worker: what it read may go, what it made is there."""
+        made = {tensor.name: tensor for tensor in outputs}
+        skipped = run.members[index].graph is not None  # an ensemble may have had its reasons
+        for own, name in run.graph.steps[index].outputs:
+            self._appear(run, iteration, name, made.get(own), True, skipped)
+            run.settle(iteration, name)
+        self._have_read(run, iteration, index)
+
+    def _have_read(self, run: Run, iteration: Iteration, index: int) -> None:
+        """The step is over."""
+        iteration.left -= 1
+        for name in run.graph.waits[index]:  # what is not there is of a level above, and stays as long as that
+            kept = iteration.tensors.get(name)
+            if kept is not None:
+                kept.readers -= 1
+                if not kept.readers:
+                    del iteration.tensors[name]
+                    self._let_go(run, kept)
+
+    def _let_go(self, run: Run, kept: Kept) -> None:
+        if kept.made and isinstance(kept.tensor.data, tuple):
+            self._drop(run, kept.tensor.data)
+
+    def _drop(self, run: Run, handles: tuple[Handle, ...] | list[Handle]) -> None:
+        self._ends.drop(run.request.client, handles)
+
+    # ------------------------------------------------------------------------------------ a step
+
+    def _start(self, run: Run, iteration: Iteration, index: int, now: int) -> None:
+        if run.is_source(iteration, index) and run.open[iteration.level][0] is not iteration:
+            iteration.held_back = True
+            return
+        self._steps.follow(run, index)
+        step, member = run.graph.steps[index], run.members[index]
+        policy = member.policy
+        assert policy is not None
+        if step.condition and not self._holds(run, iteration, step.condition):
+            self._skip(run, iteration, index)
+            return
+        inputs = []
+        for own, name in step.inputs:
+            kept = run.find(iteration, name)
+            if kept is not None:
+                inputs.append((own, name, kept.tensor))
+            elif name == step.mapped or any(spec.name == own and not spec.optional for spec in policy.inputs):
+                home = run.home(iteration, name)
+                if name in home.absent:
+                    raise Internal(_DEADLOCK)
+                if name in home.skipped:
+                    self._skip(run, iteration, index)
+                    return
+        if not step.mapped:
+            iteration.due[index] = 1
+            self._steps.ask(run, Spot(index, 0, iteration), [(own, tensor) for own, _, tensor in inputs], False, now)
+            return
+        over = run.find(iteration, step.mapped)
+        if over is None:
+            raise InvalidRequest(f"step {index} is mapped over '{step.mapped}', which is not there")
+        count, rows = graph.rows_of(over.tensor)
+        if not count:
+            specs = {spec.name: spec for spec in policy.outputs}
+            self._finish_step(run, iteration, index, [graph.empty(own, specs[own]) for own, _ in step.outputs])
+            return
+        iteration.due[index] = count
+        iteration.rows[index] = {}
+        run.mapped.append(Mapped(index, iteration, inputs, rows, count))
+        if len(run.mapped) == 1:
+            self._queue_rows(run)
+
+    def _queue_rows(self, run: Run) -> None:
+        first = run.mapped[0]
+        self._state.mapped.add(run.request.client.user, run, first.count - first.next > ROWS_TOGETHER)
+
+    def ask_rows(self, most: int, now: int) -> int:
+        """For rows of mapped steps, `most` in all, a few of each user and run in turn. Gives how many there were."""
+        mapped = self._state.mapped
+        asked = 0
+        while mapped and asked < most:
+            run = mapped.pop()
+            for _ in range(min(ROWS_TOGETHER, most - asked)):
+                if not run.mapped or run.failure is not None or run.over:
+                    break
+                asked += 1
+                try:
+                    self._ask_row(run, run.mapped[0], now)
+                except ServeError as error:
+                    self._fail(run, error)
+                    self._state.stirred[run] = None
+            if run.failure is not None or run.over:
+                run.mapped.clear()
+            elif run.mapped:
+                self._queue_rows(run)
+        return asked
+
+    def _ask_row(self, run: Run, mapped: Mapped, now: int) -> None:
+        """The next one. After the last one the step has only to be waited for."""
+        number, index = mapped.next, mapped.step
+        mapped.next += 1
+        if mapped.next == mapped.count:
+            run.mapped.popleft()
+        row, over = next(mapped.rows), run.graph.steps[index].mapped
+        mine = [(own, row if name == over else tensor) for own, name, tensor in mapped.inputs]
+        try:
+            self._steps.ask(run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now)
+        except ServeError as error:
+            raise type(error)(f"row {number} of step {index}: {error.message}") from error
+
+    def _holds(self, run: Run, iteration: Iteration, name: str) -> bool:
+        kept = run.find(iteration, name)
+        return kept is not None and graph.is_true(kept.tensor)
+
+    def _skip(self, run: Run, iteration: Iteration, index: int) -> None:
+        nothing: list[tuple[str, Tensor | None]] = [(name, None) for _, name in run.graph.steps[index].outputs]
+        if run.is_source(iteration, index):  # what does not need it goes on, once
+            self._begin_iteration(run, iteration.level + 1, nothing, True, True)
+        else:
+            for name, _ in nothing:
+                iteration.skipped.add(name)
+                run.settle(iteration, name)
+        self._have_read(run, iteration, index)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def _move_on(self, run: Run, now: int) -> bool:
+        """Of a run with sources the first iteration of a level may be over. True: it was, and others may go on."""
+        for level in range(len(run.open) - 1, -1, -1):
+            if not run.open[level]:
+                continue
+            first = run.open[level][0]
+            if not run.is_done(first):
+                return False
+            if level == len(run.open) - 1:
+                if not run.room:
+                    return False
+                self._answer_part(run, first, now)
+                if run.over:
+                    return False
+            elif not level:
+                self._ends.part(run.request, (), None, True)
+                self._finish(run, now)
+                return False
+            run.open[level].popleft()
+            self._close_iteration(run, first)
+            self._give_way(run, level)
+            return True
+        return False
+
+    def _give_way(self, run: Run, level: int) -> None:
+        """An iteration is over: its source may make one more, and the next one may start a source of its own."""
+        request = run.sources.get(level - 1)
+        if request is not None:
+            self._streams.more(request, 1)
+        if run.open[level] and run.open[level][0].held_back:
+            run.ready.append((run.open[level][0], run.levels.sources[level]))
+
+    def _outputs(self, run: Run, iteration: Iteration) -> tuple[Tensor, ...]:
+        """An answer to the caller."""
+        policy = run.request.version.policy
+        assert policy is not None
+        assert policy.steps is not None
+        specs = {spec.name: spec for spec in policy.outputs}
+        batches = policy.max_batch > 0
+        outputs = []
+        for name, wanted in run.wanted.items():
+            home = run.home(iteration, name)
+            kept = home.tensors.get(name)
+            if kept is not None:
+                shape = kept.tensor.shape
+                if wanted is None or not wanted.classes:
+                    spec = specs[name]
+                    inner = spec.dims if spec.reshape is None else spec.reshape
+                    shape = graph.reshape(graph.fit(shape, inner, batches), inner, spec.dims, batches)
+                elif not policy.steps[run.graph.maker[name]].mapped:
+                    shape = graph.fit(shape, _CLASSES, batches)
+                outputs.append(Tensor(name, kept.tensor.dtype, shape, kept.tensor.data))
+            elif name not in home.skipped:
+                raise Internal(_DEADLOCK)
+        graph.check_parts(outputs)
+        return tuple(outputs)
+
+    def _answer(self, run: Run, iteration: Iteration, now: int) -> None:
+        """The only one: all steps are done."""
+        request = run.request
+        outputs = self._outputs(run, iteration)
+        self._count(run, now)
+        self._ends.pass_on(request, graph.handles_of(outputs))
+        run.over = True
+        reply = Reply(request.client_number, request.version.number, outputs, _sequence_of(request))
+        self._ends.deliver(request, reply)
+
+    def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
+        """One of many. The last one says so, if that is known already, and if there is something in it."""
+        outputs = self._outputs(run, iteration)
+        last = bool(outputs) and run.is_last
+        run.room -= 1
+        self._ends.pass_on(run.request, graph.handles_of(outputs))
+        self._ends.part(run.request, outputs, _sequence_of(run.request), last)
+        if last:
+            self._finish(run, now)
+
+    def _finish(self, run: Run, now: int) -> None:
+        """It has had its last part."""
+        self._count(run, now)
+        run.over = True
+        self._ends.finish(run.request, "")
+
+    def _count(self, run: Run, now: int) -> None:
+        request, statistics = run.request, run.request.version.statistics
+        statistics.answered([request.arrived], request.cost, request.arrived, now)
+        statistics.ensemble_done(request.cost, run.times, now)
+
+    def _answer_failure(self, run: Run, now: int) -> None:
+        """Steps under way are dropped, or left alone where a worker has them; the caller is told now."""
+        assert run.failure is not None
+        run.over = True
+        request, (code, text) = run.request, run.failure
+        for step in list(run.out.values()):
+            self._give_up(step)
+        request.version.statistics.failed(
+            Failure.CANCELED if code == "CANCELLED" else Failure.OTHER, now - request.arrived
+        )
+        if not run.out:
+            self._ends.deliver(request, Fail(request.client_number, code, text))
+            return
+        self._ends.tell_failed(request, code, text)
+        request.move(_LINGERING)
+        self._ends.leaves(request)
+
+    def _give_up(self, step: Request) -> None:
+        if step.state is _QUEUED:
+            step.version.drop(step)
+            self._state.dirty[step.version] = None
+            self._ends.end(step)
+            if step.version.order is not None:
+                self._ends.answer_in_order(step.version)
+        elif step.state in (_SENT, _OPEN):
+            self._ends.linger(step)
+        elif step.state is _DONE:
+            self._ends.drop_done(step)
+        elif step.state is _CHAINED:
+            assert step.chain is not None
+            step.chain.fail("CANCELLED", "its ensemble has failed")
+            self._state.stirred[step.chain] = None
+
+    def _close_iteration(self, run: Run, iteration: Iteration) -> None:
+        for kept in iteration.tensors.values():
+            self._let_go(run, kept)
+        for rows in iteration.rows.values():
+            for tensors in rows.values():
+                self._drop(run, graph.handles_of(tensors))
+
+    def _close(self, run: Run) -> None:
+        """No worker has anything of it any more."""
+        request = run.request
+        if request.state is _LINGERING:
+            self._ends.released(request)
+        for iteration in run.iterations():
+            self._close_iteration(run, iteration)
+        for _, message in run.results:  # as one of its steps made way for another one
+            if not isinstance(message, Fail):
+                self._drop(run, graph.handles_of(message.outputs))
+        run.results.clear()
+        run.open.clear()
+        run.ready.clear()
+        run.sources.clear()
+        request.chain = None
+        request.version.users -= 1
+        if request.run is None:
+            for member in run.held.values():
+                member.users -= 1
+
+
+def _inner(request: Request, tensor: Tensor) -> Tensor:
+    """An input as the steps see it."""
+    policy = request.version.policy
+    assert policy is not None
+    for spec in policy.inputs:
+        if spec.reshape is not None and spec.name == tensor.name:
+            shape = graph.reshape(tensor.shape, spec.dims, spec.reshape, policy.max_batch > 0)
+            return Tensor(tensor.name, tensor.dtype, shape, tensor.data)
+    return tensor
+
+
+def _sequence_of(request: Request) -> dict[str, Value] | None:
+    """Parameters of an answer in a sequence. Triton gives them with every answer of an ensemble."""
+    options = request.options
+    if options is None or not options.sequence:
+        return None
+    return {
+        "sequence_id": options.sequence,
+        "sequence_start": options.sequence_start,
+        "sequence_end": options.sequence_end,
+    }

@@ -1,0 +1,278 @@
+"""The graph of an ensemble, ready to be followed, and what becomes of tensors on their way from model to model.
+
+The rule of the file: nothing here has a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from struct import unpack_from
+
+from shmserve.core.policy import ModelPolicy, StepPolicy, TensorSpec
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.errors import InvalidRequest, Unavailable, Unsupported
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor
+
+ROWS = 4096
+"""The most requests that a mapped step makes of one tensor; an answer has so many parts at most."""
+
+PARTS = 8192
+"""What one message has room for: handles of all tensors of a request, or of an answer."""
+HANDLE_BYTES = 22
+"""The most that a handle takes in a message."""
+
+_LENGTH = 4
+
+
+class Graph:
+    """Who makes and who reads which tensor. Whether it makes sense was seen to when the ensemble was loaded."""
+
+    __slots__ = ("_levels", "_needed", "maker", "outputs", "readers", "steps", "waits")
+
+    def __init__(self, policy: ModelPolicy) -> None:
+        assert policy.steps is not None
+        self.steps: tuple[StepPolicy, ...] = policy.steps
+        self.outputs = tuple(spec.name for spec in policy.outputs)
+        self.maker = {name: index for index, step in enumerate(self.steps) for _, name in step.outputs}
+        self.waits = tuple(_waits(step) for step in self.steps)
+        """For each step the tensors that must be there, or be known never to come, before it starts."""
+        self.readers: dict[str, list[int]] = {}
+        for index, names in enumerate(self.waits):
+            for name in names:
+                self.readers.setdefault(name, []).append(index)
+        self._needed: dict[tuple[str, ...], frozenset[int]] = {}
+        self._levels: dict[tuple[frozenset[int], frozenset[int]], Levels] = {}
+
+    def needed(self, wanted: tuple[str, ...]) -> frozenset[int]:
+        """The steps without which these outputs of the ensemble cannot be made."""
+        found = self._needed.get(wanted)
+        if found is None:
+            steps: set[int] = set()
+            todo = [self.maker[name] for name in wanted]
+            while todo:
+                index = todo.pop()
+                if index not in steps:
+                    steps.add(index)
+                    todo += [self.maker[name] for name in self.waits[index] if name in self.maker]
+            found = frozenset(steps)
+            if len(self._needed) < 64:  # callers that ask for ever other outputs just look again
+                self._needed[wanted] = found
+        return found
+
+    def levels(self, needed: frozenset[int], many: frozenset[int]) -> Levels:
+        """Of these steps, some of whose models answer many times."""
+        found = self._levels.get((needed, many))
+        if found is None:
+            found = Levels(self, needed, many)
+            if len(self._levels) < 64:
+                self._levels[needed, many] = found
+        return found
+
+
+class Levels:
+    """What is done how often: a step whose model answers many times (`many`) is the source of the next level, and each
+    of its answers is one iteration of all steps there. A tensor is of the level in which it comes to be."""
+
+    __slots__ = ("readers", "reads", "sources", "steps", "tensors", "waits")
+
+    def __init__(self, graph: Graph, needed: frozenset[int], many: frozenset[int]) -> None:
+        found: dict[int, int] = {}
+        self.tensors: dict[str, int] = {}
+        """Those of level 0 that no step makes are left out."""
+        waiting = sorted(needed)
+        while waiting:
+            later = []
+            for index in waiting:
+                makers = [graph.maker[name] for name in graph.waits[index] if name in graph.maker]
+                if any(maker not in found for maker in makers):
+                    later.append(index)
+                    continue
+                found[index] = max((found[maker] + (maker in many) for maker in makers), default=0)
+                for _, name in graph.steps[index].outputs:
+                    self.tensors[name] = found[index] + (index in many)
+            assert len(later) < len(waiting), "steps that wait for each other"
+            waiting = later
+        count = 1 + max([0, *self.tensors.values()])
+        self.steps = tuple(tuple(index for index in sorted(needed) if found[index] == level) for level in range(count))
+        self.sources: tuple[int, ...] = ()
+        """The step of each level, but the last, that answers many times."""
+        for level in range(count):
+            sources = [index for index in self.steps[level] if index in many]
+            if len(sources) > 1:
+                names = " and ".join(f"'{graph.steps[index].model}'" for index in sources)
+                raise Unavailable(f"{names} answer a request many times, and what is asked for is made of both")
+            self.sources += tuple(sources)
+        self.waits = {index: sum(name in graph.maker for name in graph.waits[index]) for index in needed}
+        """For each step how many of the tensors that it waits for are made by others."""
+        self.readers = [
+            {
+                name: tuple(index for index in readers if found.get(index) == level)
+                for name, readers in graph.readers.items()
+            }
+            for level in range(count)
+        ]
+        """Of each level: tensor -> the steps there that read it."""
+        self.reads = {name: self._reads(name, found, readers) for name, readers in graph.readers.items()}
+
+    def _reads(self, name: str, found: dict[int, int], readers: list[int]) -> int:
+        """How often the tensor is read before it may go. All that is below counts once."""
+        level = self.tensors.get(name, 0)
+        levels = [found[index] for index in readers if index in found]
+        return levels.count(level) + (max(levels, default=0) > level)
+
+
+def _waits(step: StepPolicy) -> tuple[str, ...]:
+    """Each once, and in an order that is always the same."""
+    names = [name for _, name in step.inputs]
+    return tuple(dict.fromkeys([*names, step.condition] if step.condition else names))
+
+
+# ---------------------------------------------------------------------------------------------- shapes
+
+
+def fit(shape: tuple[int, ...], dims: Sequence[int], batches: bool) -> tuple[int, ...]:
+    """The shape as a model takes it that batches, or does not: a leading 1 comes or goes."""
+    if batches:
+        return (1, *shape) if len(shape) == len(dims) else shape
+    return shape[1:] if len(shape) == len(dims) + 1 and shape[0] == 1 else shape
+
+
+def reshape(
+    shape: tuple[int, ...], dims: Sequence[int], reshaped: Sequence[int] | None, batches: bool
+) -> tuple[int, ...]:
+    """From `dims` to `reshaped`, of which the nth -1 is that of `dims`. A shape that is not of `dims` stays."""
+    if reshaped is None:
+        return shape
+    lead, own = (shape[:1], shape[1:]) if batches else ((), shape)
+    if len(own) != len(dims) or any(dim not in (-1, size) for dim, size in zip(dims, own, strict=True)):
+        return shape
+    free = iter([size for dim, size in zip(dims, own, strict=True) if dim == -1])
+    return (*lead, *(next(free) if dim == -1 else dim for dim in reshaped))
+
+
+def empty(name: str, spec: TensorSpec) -> Tensor:
+    """What comes of no rows at all."""
+    dims = tuple(max(dim, 0) for dim in spec.dims)
+    return Tensor(name, spec.dtype, (0, *dims), b"")
+
+
+def is_true(tensor: Tensor) -> bool:
+    """A condition: one BOOL."""
+    if tensor.dtype == "BOOL" and not isinstance(tensor.data, bytes):
+        raise InvalidRequest(
+            f"condition '{tensor.name}' lies in shared memory, where the server does not look; send it as an ordinary "
+            f"array"
+        )
+    if tensor.dtype != "BOOL" or prod(tensor.shape) != 1 or not isinstance(tensor.data, bytes):
+        raise InvalidRequest(
+            f"condition '{tensor.name}' must be one BOOL, and is {tensor.dtype} of shape {list(tensor.shape)}"
+        )
+    return tensor.data != b"\0"
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def rows_of(tensor: Tensor) -> tuple[int, Iterator[Tensor]]:
+    """Along axis 0, each with a leading 1. They are made as they are needed: there may be thousands."""
+    if tensor.shape[:1] == (0,):
+        return 0, iter(())
+    if not tensor.shape:
+        raise InvalidRequest(f"'{tensor.name}' is mapped, but has no dimension to be mapped over")
+    count, rest = tensor.shape[0], tensor.shape[1:]
+    if count > ROWS:
+        raise InvalidRequest(f"'{tensor.name}' has {count} rows; a step is mapped over {ROWS} at most")
+    if count == 1:
+        return 1, iter((tensor,))
+    item = ITEM_BYTES[tensor.dtype]
+    shape = (1, *rest)
+    if isinstance(tensor.data, bytes):
+        data = tensor.data
+        ends = [prod(rest) * item * row for row in range(count + 1)] if item else _string_ends(data, count, prod(rest))
+        return count, (Tensor(tensor.name, tensor.dtype, shape, data[start:end]) for start, end in pairwise(ends))
+    assert isinstance(tensor.data, tuple)
+    if not item:
+        raise Unsupported(
+            f"'{tensor.name}' is mapped, and is {sum(part.size for part in tensor.data)} bytes of strings in shared "
+            f"memory; strings are mapped up to 4096 bytes"
+        )
+    size = prod(rest) * item
+    given = sum(part.size for part in tensor.data)
+    if given != size * count:
+        raise InvalidRequest(f"'{tensor.name}' of shape {list(tensor.shape)} takes {size * count} bytes, not {given}")
+    pieces = _cuts(tensor.data, size, count)
+    return count, (Tensor(tensor.name, tensor.dtype, shape, piece) for piece in pieces)
+
+
+def _string_ends(data: bytes, rows: int, each: int) -> list[int]:
+    """Where each row of strings ends, and 0 before them all."""
+    ends, at = [0], 0
+    for _ in range(rows):
+        for _ in range(each):
+            if at + _LENGTH > len(data):
+                raise InvalidRequest("strings that are mapped end in the middle of one")
+            at += _LENGTH + unpack_from("<I", data, at)[0]
+        ends.append(at)
+    if at != len(data):
+        raise InvalidRequest(f"strings that are mapped take {at} bytes, not {len(data)}")
+    return ends
+
+
+def _cuts(parts: tuple[Handle, ...], size: int, count: int) -> Iterator[tuple[Handle, ...] | bytes]:
+    """What lies in these parts, one after another, in pieces of `size` bytes."""
+    at = start = 0
+    for _ in range(count):
+        left = size
+        found = []
+        while left:
+            part = parts[at]
+            taken = min(part.size - start, left)
+            if taken:
+                found.append(Handle(part.segment, part.offset + start, taken))
+            left -= taken
+            start += taken
+            if start == part.size:
+                at, start = at + 1, 0
+        yield tuple(found) or b""
+
+
+def together(tensors: Sequence[Tensor], batches: bool) -> Tensor:
+    """Rows put one after another along axis 0; `batches`: they have a leading dimension each."""
+    first = tensors[0]
+    shapes = [tensor.shape if batches else (1, *tensor.shape) for tensor in tensors]
+    for row, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        if shape[1:] != shapes[0][1:]:
+            raise InvalidRequest(
+                f"row {row} has shape {list(tensor.shape)} for '{first.name}', and row 0 {list(first.shape)}: they "
+                f"cannot be put together"
+            )
+        if tensor.dtype != first.dtype:
+            raise InvalidRequest(
+                f"row {row} is {tensor.dtype} for '{first.name}', and row 0 {first.dtype}: they cannot be put together"
+            )
+    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    if len(tensors) == 1:
+        return Tensor(first.name, first.dtype, shape, first.data)
+    inside = [tensor.data for tensor in tensors if isinstance(tensor.data, bytes)]
+    size = sum(map(len, inside))
+    parts = tuple(handles_of(tensors))
+    if size and (parts or size > INLINE_BYTES):
+        raise InvalidRequest(f"rows of '{first.name}' lie inside of messages, though shared memory was asked for")
+    return Tensor(first.name, first.dtype, shape, parts or b"".join(inside))
+
+
+def check_parts(tensors: Sequence[Tensor]) -> list[int]:
+    """The segments in which they lie, one for each part. Raises if these are more than go into a message."""
+    segments = [handle.segment for handle in handles_of(tensors)]
+    if len(segments) > PARTS:
+        names = ", ".join(f"'{tensor.name}'" for tensor in tensors)
+        raise Unsupported(
+            f"{names} lie in {len(segments)} parts, as rows of a mapped step do; {PARTS} can be passed on at a time"
+        )
+    return segments
+
+
+def handles_of(tensors: Iterable[Tensor]) -> list[Handle]:
+    return [handle for tensor in tensors if isinstance(tensor.data, tuple) for handle in tensor.data]

@@ -1,0 +1,148 @@
+"""Ensembles are ready when the models of their steps are, and those fit together.
+
+The rule of the file: looked at again whenever anything about any model has changed (`State.regard`), from scratch: no
+step that is missed can be missed for good. Whether shapes fit is for the shell to say (Compose, Composed), as it has
+the configurations; it is asked once for each set of members.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.effects import Compose
+from shmserve.core.events import Composed
+from shmserve.core.models.deployment import UNLOADED, Operations
+from shmserve.core.models.version import Version
+from shmserve.core.state import State
+from shmserve.core.states import VersionState
+
+_V = VersionState
+
+
+class Members:
+    def __init__(self, state: State, operations: Operations) -> None:
+        self._state = state
+        self._operations = operations
+
+    def regard(self, now: int) -> None:
+        """All ensembles, until nothing changes any more: some are steps of others."""
+        while self._state.regard:
+            self._state.regard = False
+            for version in list(self._state.ensembles):
+                if version in self._state.ensembles:
+                    self._look_at(version, now)
+
+    def composed(self, peer: int, event: Composed, now: int) -> None:
+        """The shell has looked whether the models of the steps fit together."""
+        for version in list(self._state.ensembles):
+            if version.source == event.source and version.asked == event.number:
+                if event.problem:
+                    members = version.members
+                    self._lost(version, event.problem, now)
+                    version.members = members  # not asked for again
+                else:
+                    self._found(version, now)
+
+    def _look_at(self, version: Version, now: int) -> None:
+        assert version.graph is not None
+        found = []
+        for step in version.graph.steps:
+            member, why, recovers = self._member(step.model, step.version)
+            if member is None:
+                circle = self._circle(version)
+                if circle:
+                    self._lost(version, f"ensemble '{version.model}' needs itself: {circle}", now)
+                elif why:
+                    text = f"ensemble '{version.model}' depends on '{step.model}' which has no loaded version"
+                    self._lost(version, f"{text}{why}", now, recovers)
+                elif version.state is not _V.LOADING:
+                    self._lost(version, f"model '{step.model}' of a step is being loaded", now, True)
+                return
+            found.append(member)
+        members = tuple(found)
+        self._set_decoupled(version, members)
+        if members != version.members:
+            version.members = members
+            self._state.cache.purge(version)
+            version.asked = self._state.next_number()
+            self._state.effects.append(Compose(version.source, version.asked))
+
+    def _set_decoupled(self, version: Version, members: tuple[Version, ...]) -> None:
+        """It answers many times if one of its steps does."""
+        assert version.policy is not None
+        decoupled = version.policy.decoupled or any(member.decoupled for member in members)
+        if decoupled != version.decoupled:
+            version.decoupled = decoupled
+            self._state.cache.purge(version)
+            self._state.regard = True
+
+    def _member(self, name: str, number: int) -> tuple[Version | None, str, bool]:
+        """The version that runs a step; or None, why there is none ("": it is being loaded), and whether it returns
+        by itself."""
+        model = self._state.models.get(name)
+        if model is None:
+            return None, ": there is no model of that name, or it has not been loaded yet", False
+        version = model.versions.get(number) if number else model.default()
+        if version is not None and version.state is _V.READY:
+            return version, "", False
+        if model.operation is not None and not model.unloading:
+            return None, "", True
+        candidates = [version] if version is not None else [] if number else list(model.versions.values())
+        if any(other.state is _V.LOADING for other in candidates):
+            return None, "", True
+        recovers = any(other.returns for other in candidates)
+        reasons = [other.reason for other in candidates if other.reason not in ("", UNLOADED)] or [model.reason]
+        if reasons[0]:
+            return None, f". Model '{name}' loading failed with error: {reasons[0]}", recovers
+        return None, f": it has no version {number}" if number and version is None else ": it is unloaded", recovers
+
+    def _circle(self, version: Version) -> str:
+        """Ensembles that wait for each other would do so for ever. The way from this one to itself, or ""."""
+        assert version.graph is not None
+        way, seen = [version.model], {version.model}
+        todo = [(step.model, way) for step in version.graph.steps]
+        while todo:
+            name, way = todo.pop()
+            if name == version.model:
+                return " -> ".join([*way, name])
+            model = self._state.models.get(name)
+            if name in seen or model is None:
+                continue
+            seen.add(name)
+            for other in (*model.versions.values(), *model.coming.values()):
+                if other in self._state.ensembles and other.graph is not None:
+                    todo += [(step.model, [*way, name]) for step in other.graph.steps]
+        return ""
+
+    def _found(self, version: Version, now: int) -> None:
+        if version.state is _V.READY:
+            return
+        loading = version.state is _V.LOADING
+        version.move(_V.READY)
+        version.member_recovering = False
+        model = self._state.models[version.model]
+        if loading:
+            version.took_ns = max(now - version.began, 1)
+            model.loads.done += 1
+            model.loads.done_ns += version.took_ns
+        self._state.refresh(version.model)
+        text = f"{version.label} is READY with {len(version.members)} step(s)"
+        self._state.log("debug" if loading else "info", text, model=version.model, version=version.number)
+        self._operations.is_ready(version)
+
+    def _lost(self, version: Version, reason: str, now: int, recovers: bool = False) -> None:
+        version.members, version.asked = (), 0
+        if recovers != version.member_recovering:
+            version.member_recovering = recovers
+            self._state.regard = True
+        if version.state is _V.UNAVAILABLE:
+            version.reason = reason
+            return
+        model = self._state.models[version.model]
+        model.loads.failed += version.state is _V.LOADING
+        version.move(_V.UNAVAILABLE, reason)
+        self._state.refresh(version.model)
+        if model.versions.get(version.number) is version:
+            text = f"{version.label} is UNAVAILABLE: {reason}"
+            self._state.log("error", text, model=version.model, version=version.number)
+        else:  # another one is served in its place, and goes on
+            self._state.ensembles.pop(version, None)
+        self._operations.has_failed(version, reason)

@@ -1,0 +1,218 @@
+"""Requests of steps: which model they are for, what is asked of it, and how they come into its queue.
+
+The rule of the file: a request of an ensemble is run by the versions that it found when it began, to its end.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from shmserve.core.ensembles import graph
+from shmserve.core.ensembles.run import Held, Run, Spot
+from shmserve.core.ledger import INTERNAL
+from shmserve.core.models.version import Version
+from shmserve.core.requests.enqueue import Intake
+from shmserve.core.requests.request import Request
+from shmserve.core.state import State
+from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
+from shmserve.protocol.messages import LabelFile, Options, Tensor, Wanted
+
+WINDOW = 16
+"""So many answers of a step that answers many times may be under way to the caller."""
+
+
+class Steps:
+    def __init__(self, state: State, intake: Intake) -> None:
+        self._state = state
+        self._intake = intake
+
+    def take_members(self, run: Run) -> None:
+        request = run.request
+        for index in run.needed:
+            step = run.graph.steps[index]
+            run.members[index] = self._hold(run.held, step.model, step.version)
+        many = frozenset(index for index, member in run.members.items() if member.decoupled)
+        if not many:
+            return
+        names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
+        if request.options is None or not request.options.window:  # it does so since this very turn
+            raise Unavailable(f"{names} of a step may answer a request many times from now on; call it with stream()")
+        if any(run.graph.steps[index].mapped for index in many):
+            raise Unavailable(f"{names} may answer a request many times from now on; a step that does cannot be mapped")
+        run.levels = run.graph.levels(run.needed, many)
+        run.room = request.options.window
+
+    def _hold(self, held: Held, name: str, number: int) -> Version:
+        """The version that all steps of this name and number are run by, also when another has taken over."""
+        member = held.get((name, number))
+        if member is None:
+            member = held[name, number] = self._state.look_up(name, number)
+            member.users += 1
+            for step in member.graph.steps if member.graph is not None else ():
+                self._hold(held, step.model, step.version)
+        return member
+
+    def follow(self, run: Run, index: int) -> None:
+        """A sequence goes on where it began: that may be another generation than the one that would be asked now, or
+        the one that this run has held since it began."""
+        step, options = run.graph.steps[index], run.request.options
+        if options is None or not options.sequence:
+            return
+        member = self._intake.sequencer.version_of(run.request.client, step.model, step.version, options)
+        if member is not None and member is not run.members[index]:
+            if member.decoupled and not run.members[index].decoupled:
+                text = f"'{member.model}' of a step may answer a request many times, unlike what has replaced it"
+                raise Unavailable(f"{text}; the ensemble cannot follow that")
+            run.members[index] = member
+            if member not in run.held:  # beside those that were named
+                run.held[member] = member
+                member.users += 1
+
+    def ask(self, run: Run, spot: Spot, given: list[tuple[str, Tensor]], outside: bool, now: int) -> None:
+        """One request to the model of a step."""
+        index, _, iteration = spot
+        state, parent, member = self._state, run.request, run.members[index]
+        step, policy, checker = run.graph.steps[index], member.policy, member.checker
+        assert policy is not None
+        assert checker is not None
+        batches = policy.max_batch > 0
+        dims = {spec.name: spec.dims for spec in policy.inputs}
+        inputs = tuple(
+            Tensor(own, tensor.dtype, graph.fit(tensor.shape, dims.get(own, tensor.shape), batches), tensor.data)
+            for own, tensor in given
+        )
+        outputs, final = self._wanted(run, index)
+        labels = _labels(run, index) if any(wanted.classes for wanted in outputs) else ()
+        outside = outside or (final and parent.outside)
+        try:
+            rows, signature, inline, _, length = checker.check(inputs, outputs)
+        except ServeError as error:
+            if step.mapped:  # the caller names it
+                raise
+            raise type(error)(f"step {index}: {error.message}") from None
+        source = run.is_source(iteration, index)
+        options = _passed_on(parent.options, self._window(run) if source else 0)
+        client = parent.client
+        if member.graph is None and all(instance.over for instance in member.instances):
+            raise Unavailable(f"{member.label} has ended meanwhile{member.reason and f': {member.reason}'}")
+        self._intake.check_step(client, member, inline, now)
+        level = 0
+        if not member.plain:
+            heard = _without_sequence(options) if member.places is None and member.graph is None else options
+            level = self._intake.level(client, member, step.version, heard, rows, now)
+        segments = tuple(graph.check_parts(inputs))
+        inline += graph.HANDLE_BYTES * len(segments)
+        segments += tuple(wanted.place.segment for wanted in outputs if wanted.place is not None)
+        if segments:
+            if any(state.ledger.segments[segment].lost for segment in segments):
+                raise HandleLost("a tensor was on the GPU of an instance whose worker process has ended")
+            state.ledger.use(segments)
+        number = state.next_number()
+        request = Request(
+            number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
+            signature, segments, (), (), now, level, deadline=parent.deadline,
+            audience=parent.audience if final else INTERNAL, run=run, spot=spot, outside=outside,
+            special=True, near=self._near(run, index, member) if policy.leaves_there and not final else (),
+            aliases=not (final or step.mapped or member.cached), length=length, labels=labels,
+        )  # fmt: skip
+        state.requests[number] = run.out[number] = request
+        if state.traces.open:
+            state.traces.child(request, parent)
+        if source:
+            run.sources[iteration.level] = request
+        client.steps += 1
+        client.bytes += inline
+        self._intake.put(member, step.version, request, now)
+
+    def _wanted(self, run: Run, index: int) -> tuple[tuple[Wanted, ...], bool]:
+        """What is asked of the model of a step; and whether some of it is for the caller."""
+        step = run.graph.steps[index]
+        found, final = [], False
+        for own, name in step.outputs:
+            wanted = run.wanted.get(name)
+            final = final or name in run.wanted
+            if wanted is None or (wanted.place is None and not wanted.classes):
+                readers = [reader for reader in run.graph.readers.get(name, ()) if reader in run.needed]
+                if name in run.wanted or readers:
+                    needed = name in run.wanted or any(_needs(run, reader, name) for reader in readers)
+                    found.append(Wanted(own, optional=not needed))
+                continue
+            if wanted.classes and name in run.graph.readers:
+                raise Unsupported(f"output '{name}' is read by other steps, and cannot come as classes")
+            if wanted.place is not None and step.mapped:
+                raise Unsupported(
+                    f"output '{name}' comes in parts of a mapped step, and cannot be placed by the caller"
+                )
+            if wanted.place is not None and run.levels.tensors[name]:
+                raise Unsupported(f"output '{name}' may come many times, and cannot be placed by the caller")
+            found.append(Wanted(own, wanted.place, wanted.classes))
+        return tuple(found), final
+
+    def _near(self, run: Run, index: int, member: Version) -> tuple[str, ...]:
+        """Those outputs whose readers all are on the GPU on which the model of the step is, and can read them there."""
+        device = _gpu_of(member)
+        if device is None or member.cached:
+            return ()
+        found = []
+        for own, name in run.graph.steps[index].outputs:
+            readers = [run.members[reader] for reader in run.graph.readers.get(name, ()) if reader in run.needed]
+            if readers and all(_reads_on(reader, device) for reader in readers):
+                found.append(own)
+        return tuple(found)
+
+    def _window(self, run: Run) -> int:
+        """How far a source may be ahead."""
+        options, policy = run.request.options, run.request.version.policy
+        assert options is not None
+        assert policy is not None
+        return min(options.window, policy.ahead or WINDOW)
+
+
+def _needs(run: Run, index: int, name: str) -> bool:
+    """Whether the step cannot do without the tensor: the model's input is not optional, or the step itself reads it."""
+    step, policy = run.graph.steps[index], run.members[index].policy
+    assert policy is not None
+    optional = {spec.name for spec in policy.inputs if spec.optional}
+    return name in (step.mapped, step.condition) or any(
+        tensor == name and own not in optional for own, tensor in step.inputs
+    )
+
+
+def _gpu_of(version: Version) -> int | None:
+    """The one GPU on which all instances are."""
+    places = {
+        instance.spec.device if instance.spec.kind == "KIND_GPU" else None
+        for instance in version.instances
+        if not instance.over
+    }
+    return places.pop() if len(places) == 1 else None
+
+
+def _reads_on(version: Version, device: int) -> bool:
+    return version.policy is not None and version.policy.reads_there and _gpu_of(version) == device
+
+
+def _passed_on(options: Options | None, window: int) -> Options | None:
+    """What a step is told of the caller's options: all but what only concerns the ensemble's own answers."""
+    if options is None or options.window == window:
+        return options
+    return replace(options, window=window)
+
+
+def _without_sequence(options: Options | None) -> Options | None:
+    """For a model that takes none: it may still look at the id, as it may for any request of an ensemble."""
+    return options if options is None or not options.sequence else replace(options, sequence=0)
+
+
+def _labels(run: Run, index: int) -> tuple[LabelFile, ...]:
+    """Of the classes that a step makes: those of the outermost ensemble that has some."""
+    policy = run.request.version.policy
+    assert policy is not None
+    files = {spec.name: spec.labels for spec in policy.outputs}
+    files |= {given.output: (given.folder, given.file) for given in run.request.labels}
+    found = []
+    for own, name in run.graph.steps[index].outputs:
+        wanted, file = run.wanted.get(name), files.get(name)
+        if wanted is not None and wanted.classes and file is not None:
+            found.append(LabelFile(own, *file))
+    return tuple(found)

@@ -1,0 +1,473 @@
+"""What operators want served: deployed beside what is served, swapped when it is READY, retired when it has finished.
+
+The rule of the file: a version that is served goes on until all that replaces it is READY. Nothing here waits; each
+operation is over when the last thing that it waits for has happened, and says so once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from shmserve.core.effects import Kill, Settled, Spawn
+from shmserve.core.events import Deploy, Refuse, Restart, Target, Unload
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Departure, FailedChange, Model, Operation, Unloading, Version
+from shmserve.core.policy import InstanceSpec
+from shmserve.core.state import STOPPING, State, Timer
+from shmserve.core.states import InstanceState, VersionState
+from shmserve.protocol.messages import Stop
+
+_I, _V = InstanceState, VersionState
+
+UNLOADED = "unloaded"
+OVERTAKEN = "Newer operation has been applied to the model lifecycle"
+
+
+class Operations:
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def _tell(self, operation: int, code: str = "", text: str = "") -> None:
+        if operation:
+            self._state.effects.append(Settled(operation, code, text))
+
+    # ------------------------------------------------------------------------------------ what is wanted
+
+    def deploy(self, peer: int, event: Deploy, now: int) -> None:
+        state = self._state
+        if state.draining:
+            self._tell(event.operation, "UNAVAILABLE", STOPPING)
+            return
+        model = state.models.setdefault(event.model, Model(event.model))
+        model.reason = ""
+        under_way = model.operation
+        if under_way is not None:
+            if under_way.targets == event.targets and not event.fresh:
+                under_way.numbers.append(event.operation)
+                return
+            self._overtake(model, OVERTAKEN)
+        operation = model.operation = Operation([event.operation], event.targets, model.default() is not None)
+        for target in event.targets:
+            self._aim(model, operation, target, event.fresh, now)
+        wanted = {target.number for target in event.targets}
+        for number in [number for number in model.coming if number not in wanted]:
+            self._abandon(model, model.coming.pop(number))
+        operation.dropped = [number for number in model.versions if number not in wanted]
+        self.start_waiting()
+        self.settle(model)
+
+    def _aim(self, model: Model, operation: Operation, target: Target, fresh: bool, now: int) -> None:
+        """Makes the version come true: as it is, with other instances, or as a new generation."""
+        number = target.number
+        coming, current = model.coming.get(number), model.versions.get(number)
+        for version in (coming, current):
+            if (
+                version is None
+                or version.source != target.source
+                or fresh
+                or version.state not in (_V.LOADING, _V.READY)
+            ):
+                continue
+            if version is current and coming is not None:
+                self._abandon(model, model.coming.pop(number))
+            self._fit(operation, version, target.instances)
+            if version.state is _V.LOADING:
+                operation.loading[version] = None
+            return
+        if coming is not None:
+            self._abandon(model, model.coming.pop(number))
+        version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
+        if current is not None:
+            version.statistics = current.statistics
+        if target.policy is not None:
+            self._state.adopt(version, target.policy)
+            self._state.ensembles[version] = None
+            self._state.regard = True
+        operation.loading[version] = None
+        if current is not None and (current.state is _V.READY or current.recovering):
+            model.coming[number] = version
+        else:
+            if current is not None:
+                self._abandon(model, current)
+            model.versions[number] = version
+        self._state.loads.extend((version, instance) for instance in version.instances)
+
+    def _fit(self, operation: Operation, version: Version, specs: Iterable[InstanceSpec]) -> None:
+        """The instances that it has stay, as far as they are wanted."""
+        left = [instance for instance in version.instances if not instance.over]
+        for spec in specs:
+            found = next((instance for instance in left if _alike(instance.spec, spec)), None)
+            if found is not None:
+                left.remove(found)
+                if not found.loaded and version.state is _V.READY:
+                    operation.starting[found] = version
+                elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
+                    self.spawn(version, found)
+            else:
+                self._add(operation, version, Instance(spec))
+        operation.surplus += [(version, instance) for instance in left]
+
+    def _add(self, operation: Operation, version: Version, instance: Instance) -> None:
+        version.instances.append(instance)
+        operation.added.append((version, instance))
+        if version.state is _V.LOADING:
+            operation.loading[version] = None
+        else:
+            operation.starting[instance] = version
+        self._state.loads.append((version, instance))
+
+    def refuse(self, peer: int, event: Refuse, now: int) -> None:
+        model = self._state.models.setdefault(event.model, Model(event.model))
+        model.loads.failed += 1
+        model.failed = FailedChange(event.reason, now)
+        self._state.regard = True
+        if not event.version:
+            model.reason = event.reason
+            return
+        current = model.versions.get(event.version)
+        if current is None or (current.state is _V.UNAVAILABLE and not current.recovering):
+            version = Version(event.model, event.version, [], began=now)
+            version.move(_V.UNAVAILABLE, event.reason)
+            model.versions[event.version] = version
+
+    def unload(self, peer: int, event: Unload, now: int) -> None:
+        model = self._state.models.get(event.model)
+        if model is None:
+            self._tell(event.operation)
+            return
+        model.reason = ""
+        model.failed = None
+        self._overtake(model, OVERTAKEN)
+        for number in list(model.coming):
+            self._abandon(model, model.coming.pop(number))
+        for version in model.versions.values():
+            self.retire(version)
+        model.unloading.append(Unloading(event.operation, model.generations()))
+        if event.force:
+            self._state.forced += model.generations()
+        self._state.refresh(model.name)
+        self.look_after(model)
+
+    def restart(self, peer: int, event: Restart, now: int) -> None:
+        """Of whole versions: the same sources again. Of one instance: a new process, then the old one goes."""
+        model = self._state.models.get(event.model)
+        known = model.versions.values() if model is not None else ()
+        served = [v for v in known if v.state in (_V.LOADING, _V.READY) or v.recovering]
+        chosen = [version for version in served if event.version in (0, version.number)]
+        if self._state.draining:
+            self._tell(event.operation, "UNAVAILABLE", STOPPING)
+        elif model is None or not chosen:
+            which = f"version {event.version} of model '{event.model}'" if event.version else f"model '{event.model}'"
+            self._tell(event.operation, "NOT_FOUND", f"cannot restart {which}: it is not served")
+        elif model.operation is not None:
+            text = f"cannot restart model '{model.name}' now: it is being loaded; try again when that is over"
+            self._tell(event.operation, "UNAVAILABLE", text)
+        elif event.instance:
+            self._replace(model, chosen, event)
+        else:
+            targets = tuple(_target_of(version) for version in served)
+            operation = model.operation = Operation([event.operation], targets, True, restart=True)
+            for version in chosen:
+                self._aim(model, operation, _target_of(version), True, now)
+            self.start_waiting()
+
+    def _replace(self, model: Model, versions: list[Version], event: Restart) -> None:
+        found = [
+            (version, instance)
+            for version in versions
+            for instance in version.instances
+            if instance.spec.name == event.instance and not instance.over
+        ]
+        if not found:
+            names = ", ".join(i.spec.name for version in versions for i in version.instances if not i.over)
+            text = f"model '{model.name}' has no instance '{event.instance}'; it has {names}"
+            self._tell(event.operation, "NOT_FOUND", text)
+            return
+        targets = tuple(_target_of(version) for version in versions)
+        operation = model.operation = Operation([event.operation], targets, True)
+        for version, instance in found:
+            self._add(operation, version, Instance(instance.spec, replaces=instance))
+        self.start_waiting()
+        self.settle(model)
+
+    def interrupt(self, model: Model) -> None:
+        """The server stops: nothing will be loaded any more."""
+        self._state.loads.clear()
+        self._overtake(model, STOPPING)
+        for number in list(model.coming):
+            self._abandon(model, model.coming.pop(number))
+
+    def _overtake(self, model: Model, why: str) -> None:
+        operation, model.operation = model.operation, None
+        if operation is None:
+            return
+        for version, instance in operation.added:
+            if instance.replaces is not None:  # only a commit takes the other one away
+                self.stop(version, instance)
+        for number in operation.numbers:
+            self._tell(number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
+
+    # ------------------------------------------------------------------------------------ loading, in turn
+
+    def start_waiting(self) -> None:
+        """Starts as many of those that wait to load as the limit allows."""
+        state = self._state
+        while state.loads and len(state.loading) < state.limits.loading:
+            version, instance = state.loads.popleft()
+            if instance.state is _I.WAITING:
+                self.spawn(version, instance)
+                state.loading[instance] = None
+
+    def spawn(self, version: Version, instance: Instance) -> None:
+        instance.move(_I.STARTING)
+        instance.spawned = self._state.now
+        instance.ready_since = 0
+        instance.hung = False
+        if self._state.limits.load_ns:
+            self._state.set_timer(self._state.now + self._state.limits.load_ns, Timer.LATE, instance)
+        instance.peer = self._state.next_worker()
+        self._state.instances[instance.peer] = (version, instance)
+        self._state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec))
+
+    def load_over(self, instance: Instance) -> None:
+        """It does not load any more, well or not: the next one may."""
+        if instance in self._state.loading:
+            del self._state.loading[instance]
+            self.start_waiting()
+
+    # ------------------------------------------------------------------------------------ how it ends
+
+    def has_loaded(self, version: Version, instance: Instance) -> None:
+        """The instance is READY, and perhaps with it the version."""
+        operation = self._state.models[version.model].operation
+        if operation is not None:
+            operation.starting.pop(instance, None)
+        self.is_ready(version)
+
+    def is_ready(self, version: Version) -> None:
+        """If it is: perhaps nothing else is waited for."""
+        operation = self._state.models[version.model].operation
+        if operation is not None:
+            if version.state is _V.READY:
+                operation.loading.pop(version, None)
+            self.settle(self._state.models[version.model])
+
+    def has_failed(self, version: Version, reason: str, instance: Instance | None = None) -> None:
+        """The version, or only this new instance of one that is served, will not be."""
+        model = self._state.models[version.model]
+        operation = model.operation
+        if operation is None:
+            return
+        if instance in operation.starting:
+            del operation.starting[instance]
+        elif instance is None and (version in operation.loading or version in model.coming.values()):
+            operation.loading.pop(version, None)
+        else:
+            return
+        operation.failures.append(f"version {version.number} is at UNAVAILABLE state: {reason}")
+        operation.traceback = operation.traceback or version.take_traceback()
+        for number, coming in list(model.coming.items()):  # none of them will take over: why load them?
+            del model.coming[number]
+            operation.loading.pop(coming, None)
+            self._abandon(model, coming)
+        self.settle(model)
+
+    def settle(self, model: Model) -> None:
+        """Ends the operation when it waits for nothing any more."""
+        operation = model.operation
+        if operation is None or operation.loading or operation.starting:
+            return
+        model.operation = None
+        if operation.failures:
+            for version, instance in operation.added:
+                self.stop(version, instance)
+            why = "; ".join(dict.fromkeys(operation.failures))
+            model.failed = FailedChange(why, self._state.now)
+            text = f"load failed for model '{model.name}': {why}"
+            if operation.beside and model.default() is not None:
+                text += "; what was served before goes on"
+                more = {"traceback": operation.traceback} if operation.traceback else {}
+                self._state.log("error", text, model=model.name, **more)
+        else:
+            text = ""
+            model.failed = None
+            self._commit(model, operation)
+        self._state.refresh(model.name)
+        stopping = [instance for _, instance in operation.surplus if instance.state is _I.STOPPING]
+        if stopping and not text:
+            model.departures.append(Departure(operation.numbers, stopping))
+            return
+        for number in operation.numbers:
+            self._tell(number, "UNAVAILABLE" if text else "", text)
+
+    def _commit(self, model: Model, operation: Operation) -> None:
+        for number, version in model.coming.items():
+            old = model.versions[number]
+            model.versions[number] = version
+            self._abandon(model, old)
+            if operation.restart:
+                self._state.replaced.append((old, None, version))
+        model.coming.clear()
+        for version, instance in operation.added:
+            replaced, instance.replaces = instance.replaces, None
+            if replaced is not None:
+                self.stop(version, replaced)
+                self._state.replaced.append((version, replaced, None))
+        for version, instance in operation.surplus:
+            self.stop(version, instance)
+        for number in operation.dropped:
+            version = model.versions[number]
+            if version.state is _V.UNAVAILABLE and version.gone and version.reason != UNLOADED:
+                del model.versions[number]
+            else:
+                self.retire(version)
+
+    # ------------------------------------------------------------------------------------ leaving
+
+    def _abandon(self, model: Model, version: Version) -> None:
+        """It is not wanted any more, and another stands, or will stand, for its number."""
+        if version not in model.leaving and not version.gone:
+            model.leaving.append(version)
+        self.retire(version)
+
+    def retire(self, version: Version) -> None:
+        """No new requests; what it has is finished, then its processes end. One that only loads ends at once."""
+        loading = version.state is _V.LOADING
+        self._state.cache.purge(version)
+        if version in self._state.ensembles:
+            del self._state.ensembles[version]
+            if version.state is _V.UNAVAILABLE:
+                version.reason = UNLOADED
+        if loading or version.state is _V.READY or version.recovering:
+            version.move(_V.UNLOADING)
+            self._state.leaving[version] = None
+            if version.places is not None:
+                self._state.set_timer(self._state.now + self._state.limits.leaving_ns, Timer.LEAVE, version)
+        if loading:
+            for instance in list(version.instances):
+                self.stop(version, instance)
+
+    def stop(self, version: Version, instance: Instance) -> None:
+        """This instance gets no more requests. It finishes what it has; while it loads there is nothing to finish."""
+        state = self._state
+        state.doubt = True
+        if instance.state in (_I.WAITING, _I.BACKOFF):
+            instance.move(_I.STOPPED)
+            self.remove_stopped(version, instance)
+        elif instance.state is _I.READY and self._let_finish(version, instance):
+            pass
+        elif instance.state is _I.READY:
+            state.parting.pop(instance, None)
+            if version.places is not None and version.places.at(instance):
+                version.places.lose(instance, f"instance '{instance.spec.name}' is not served any more")
+                state.dirty[version] = None
+            if instance in version.idle:
+                version.idle.remove(instance)
+            instance.move(_I.STOPPING)
+            state.send(instance.peer, Stop())
+            if instance.due:  # it has been restarted, and has stayed for its sequences or streams
+                instance.due = state.now + state.limits.exit_ns
+                state.set_timer(instance.due, Timer.OVERDUE, instance)
+        elif instance.state is _I.STARTING:
+            instance.move(_I.STOPPING)
+            state.effects.append(Kill(instance.peer, "it is not wanted any more"))
+            self.load_over(instance)
+        elif instance.state is _I.KILLED:
+            instance.leaving = instance.closing = True
+        self.settle_lost(version)
+
+    def settle_lost(self, version: Version) -> bool:
+        """A version is READY while an instance is alive. True: it was the last one, and those that are lost are
+        restarted now and then. What waits is answered when the version is dispatched."""
+        lost = [
+            instance for instance in version.instances if instance.lost and not (instance.over or instance.spec.passive)
+        ]
+        if version.state is _V.READY and lost and not version.alive:
+            version.move(_V.UNAVAILABLE, version.trouble)
+            self._state.refresh(version.model)
+            self._state.dirty[version] = None
+            return True
+        if version.recovering:
+            version.reason = version.trouble
+        return False
+
+    def _let_finish(self, version: Version, instance: Instance) -> bool:
+        """An instance that leaves a version which goes on stays for its sequences, for a while, and for its streams."""
+        state = self._state
+        if version.state is not _V.READY or instance.leaving or not version.needs(instance):
+            return False
+        instance.leaving = True
+        state.parting[instance] = version
+        if version.places is not None:
+            state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
+        else:
+            instance.closing = True
+            if instance in version.idle:
+                version.idle.remove(instance)
+        return True
+
+    def leave(self, subject: Version | Instance | None) -> None:
+        """Its sequences have had their time. None: the server stops, and only those may go on that are under way."""
+        if subject is None:
+            for sequence in [sequence for sequence in self._state.sequences.values() if sequence.idle]:
+                sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: the server is stopping")
+                sequence.stirred()
+                self._state.dirty[sequence.version] = None
+            return
+        version = self._state.parting.get(subject) if isinstance(subject, Instance) else subject
+        if version is None or version.places is None:
+            return
+        if isinstance(subject, Instance):
+            self.stop(version, subject)
+        else:
+            version.places.lose(None, "its version is not served any more")
+            self._state.dirty[version] = None
+
+    def remove_stopped(self, version: Version, instance: Instance) -> None:
+        """One that was taken out of a version that goes on leaves no trace."""
+        goes_on = version.state in (_V.LOADING, _V.READY) or version.recovering
+        if goes_on and any(not other.over for other in version.instances):
+            version.instances.remove(instance)
+
+    def settle_leaving(self) -> None:
+        """At the end of a turn: stops those that have finished, and takes leave of those that have gone."""
+        for instance, version in list(self._state.parting.items()):
+            if not version.needs(instance):
+                self.stop(version, instance)
+        for version in list(self._state.leaving):
+            if version.finished:
+                for instance in list(version.instances):
+                    self.stop(version, instance)
+            if version.gone and version.finished:
+                del self._state.leaving[version]
+                version.move(_V.UNAVAILABLE, UNLOADED)
+                model = self._state.models[version.model]
+                if model.versions.get(version.number) is version:
+                    self._state.log("info", f"{version.label} is unloaded", model=model.name, version=version.number)
+                self.look_after(model)
+
+    def look_after(self, model: Model) -> None:
+        """Some process of the model has ended, or something is to be unloaded."""
+        model.leaving = [version for version in model.leaving if not version.gone or version.state is _V.UNLOADING]
+        for unloading in list(model.unloading):
+            if all(version.gone and version.state is not _V.UNLOADING for version in unloading.versions):
+                model.unloading.remove(unloading)
+                self._tell(unloading.number)
+        for departure in list(model.departures):
+            if not any(instance.state in (_I.STOPPING, _I.KILLED) for instance in departure.instances):
+                model.departures.remove(departure)
+                for number in departure.numbers:
+                    self._tell(number)
+
+
+def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:
+    """How many threads an engine may use follows from how many instances there are: no reason to start it again."""
+    return replace(one, threads=0) == replace(other, threads=0)
+
+
+def _target_of(version: Version) -> Target:
+    specs = tuple(instance.spec for instance in version.instances if not instance.over)
+    policy = version.policy if version.graph is not None else None
+    return Target(version.number, version.source, specs, policy)

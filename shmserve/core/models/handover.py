@@ -1,0 +1,131 @@
+"""A restart: what the old process has not started moves to the new one, and the rest gets --exit-timeout-secs.
+
+A worker reads its orders only between two batches. One that works therefore answers Withdraw before it starts what
+waits for it. One that hangs does not answer: after RECALL_NS its waiting requests are taken back all the same, and
+should it start them after that, it is killed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Version
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.request import Request
+from shmserve.core.state import State, Timer
+from shmserve.core.states import InstanceState, RequestState
+
+RECALL_NS = 1_000_000_000
+"""How long a worker has to say which requests it has not started: much longer than a message takes."""
+
+_ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
+
+
+class Handover:
+    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._ends = ends
+        self._dispatcher = dispatcher
+
+    def settle(self, now: int) -> None:
+        """After the events of a turn: versions and instances that have been replaced, and models unloaded by force."""
+        state = self._state
+        while state.replaced:
+            version, instance, successor = state.replaced.pop()
+            if instance is not None:
+                instance.leaving = True
+                self._limit(version, instance, now)
+            elif successor is not None:
+                self._replace(version, successor, now)
+        while state.forced:
+            self._end(state.forced.pop(), now)
+
+    # ------------------------------------------------------------------------------------ restart
+
+    def _replace(self, old: Version, new: Version, now: int) -> None:
+        """A generation has taken over. Requests for another interface stay where they were checked."""
+        if old.places is None and old.graph is None and old.policy == new.policy:
+            old.successor = new
+            later = new.queue.take(new.queue.count)  # which have come in this turn, behind the change
+            old.queue, new.queue = new.queue, old.queue
+            moved = [*new.queue.in_order(), *old.suspects]
+            for request in later:
+                new.queue.add(request)
+            new.suspects.extend(old.suspects)
+            old.suspects.clear()
+            for request in moved:
+                request.version = new
+                request.miss = None  # which names the generation
+            self._split_order(old, new)
+            self._state.dirty[new] = None
+        for instance in old.instances:
+            if instance.peer:
+                self._limit(old, instance, now)
+
+    def _split_order(self, old: Version, new: Version) -> None:
+        """With preserve_ordering: each generation answers its own requests in the order of their arrival."""
+        if old.order is not None and new.order is not None:
+            moved = [request for request in old.order if request.version is new]
+            new.order = deque([*moved, *new.order])
+            old.order = deque(request for request in old.order if request.version is old)
+            self._ends.answer_in_order(old)
+
+    def _limit(self, version: Version, instance: Instance, now: int) -> None:
+        instance.due = now + self._state.limits.exit_ns
+        self._state.set_timer(instance.due, Timer.OVERDUE, instance)
+        if instance.waiting is not None and (instance.leaving or version.successor is not None):
+            self._dispatcher.recalls.recall(instance, instance.waiting)
+            self._state.set_timer(now + RECALL_NS, Timer.RECALL, instance)
+
+    def recall_over(self, version: Version, instance: Instance, now: int) -> None:
+        """What the worker has been asked for and has not given back belongs to the core from now on."""
+        batch = instance.waiting
+        if batch is None or not batch.recalled or instance.state is InstanceState.KILLED:
+            return
+        for request in batch.requests():
+            if request.state is RequestState.SENT:
+                instance.revoked.add(request.number)
+                self._dispatcher.recalls.take_out(version, instance, batch, request)
+        self._state.dirty[version] = None
+
+    def overdue(self, version: Version, instance: Instance, now: int) -> None:
+        """The time is over for what ran when the instance was replaced. What it has begun since has as long again."""
+        limit_ns = self._state.limits.exit_ns
+        if not instance.peer or now < instance.due or instance.state is InstanceState.KILLED:
+            return
+        running = instance.running
+        old = instance.streams or (running is not None and running.began <= instance.due - limit_ns)
+        if not old and instance.state is not InstanceState.STOPPING:
+            instance.due = now + max(limit_ns, RECALL_NS)
+            self._state.set_timer(instance.due, Timer.OVERDUE, instance)
+            return
+        after = f"{limit_ns / 1e9:g} s (--exit-timeout-secs)"
+        text = (
+            f"{version.label}: instance '{instance.spec.name}' was restarted while it ran this request; it had not "
+            f"finished after {after}"
+        )
+        for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
+            self._fail(request, "MODEL_FAILED", text, now)
+        self._dispatcher.kill(version, instance, f"it was restarted, and has not ended after {after}")
+
+    # ------------------------------------------------------------------------------------ unload by force
+
+    def _end(self, version: Version, now: int) -> None:
+        """Everything that the version has fails, and its processes are killed."""
+        text = f"{version.label} was unloaded by force before it had answered this request"
+        for request in list(self._state.requests.values()):
+            chain = request.chain
+            if request.version is version or (chain is not None and version in chain.members.values()):
+                self._fail(request, "UNAVAILABLE", text, now)
+        if version.places is not None:
+            version.places.lose(None, text)
+        for instance in version.instances:
+            if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):
+                self._dispatcher.kill(version, instance, "its model is unloaded by force")
+        self._state.dirty[version] = None
+
+    def _fail(self, request: Request, code: str, text: str, now: int) -> None:
+        if request.state not in _ANSWERED:
+            self._ends.fail_early(request, code, text, now)

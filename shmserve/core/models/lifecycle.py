@@ -1,0 +1,414 @@
+"""Worker processes: loaded, lost, started again, drained. What is to run at all is decided in deployment.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.calls.calls import Calls
+from shmserve.core.effects import Drained
+from shmserve.core.events import Compiled, Drain, Exited, Garbled
+from shmserve.core.models.deployment import Operations
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Version
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.request import Request
+from shmserve.core.requests.responses import Streams
+from shmserve.core.state import STOPPING, State, Timer
+from shmserve.core.states import InstanceState, RequestState, VersionState
+from shmserve.errors import HandleLost, ServeError
+from shmserve.protocol.messages import LoadFailed, Map, Stop, Unmap
+
+_I, _V = InstanceState, VersionState
+
+
+def pause_ns(deaths: int, second: int, most: int) -> int:
+    """Before what has ended so often in a row is started again: at once, then after `second`, doubled for each more."""
+    return min(second << (deaths - 2), most) if deaths > 1 else 0
+
+
+class Lifecycle:
+    def __init__(
+        self, state: State, dispatcher: Dispatcher, ends: Ends, streams: Streams, operations: Operations, calls: Calls
+    ) -> None:
+        self._state = state
+        self._dispatcher = dispatcher
+        self._ends = ends
+        self._streams = streams
+        self._operations = operations
+        self._calls = calls
+
+    # ------------------------------------------------------------------------------------ loading
+
+    def compiled(self, peer: int, event: Compiled, now: int) -> None:
+        """A worker has loaded its model."""
+        version, instance = self._state.instances[peer]
+        if instance.state is not _I.STARTING:
+            return
+        instance.move(_I.READY)
+        instance.loaded = True
+        instance.ready_since = now
+        if version.policy is None:
+            self._state.adopt(version, event.policy)
+            limits, policy = self._state.limits, event.policy
+            own, crashes = policy.execution_limit_ns, policy.crash_limit
+            version.limit_ns = limits.execution_ns if own is None else own
+            version.crash_limit = limits.crashes if crashes is None else crashes
+        if instance.usable:
+            version.idle.append(instance)
+        if self._state.limiter is not None:
+            self._state.limiter.know(instance.spec)
+        if version.state is _V.LOADING and version.loaded:
+            version.move(_V.READY)
+            version.took_ns = max(now - version.began, 1)
+            loads = self._state.models[version.model].loads
+            loads.done += 1
+            loads.done_ns += version.took_ns
+            self._state.refresh(version.model)
+            text = f"{version.label} is READY with {len(version.instances)} instance(s)"
+            self._state.log("debug", text, model=version.model, version=version.number)
+        elif instance.lost:
+            self._is_back(version, instance)
+        instance.lost = False
+        if version.recovering and instance.usable:
+            version.move(_V.READY)
+            self._state.refresh(version.model)
+        self._state.dirty[version] = None
+        self._operations.load_over(instance)
+        self._operations.has_loaded(version, instance)
+
+    def _is_back(self, version: Version, instance: Instance) -> None:
+        """Its last restarts had failed. One in quarantine is back only when it has answered."""
+        if not instance.quarantined:
+            ready, wanted = version.counts
+            text = f"instance '{instance.spec.name}' of {version.label} serves again (READY {ready}/{wanted})"
+            about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+            self._state.log("info", text, **about)
+
+    def load_failed(self, peer: int, message: LoadFailed, now: int) -> None:
+        """Its process ends now; what follows from that is decided then."""
+        version, instance = self._state.instances[peer]
+        instance.load_error = f"failed to load: {message.text}"
+        version.traceback = message.trace
+
+    def _failed_to_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
+        """One that never was READY. It is missed only by a version that loads, which was promised with all of them."""
+        instance.reason = reason
+        if version.state is not _V.LOADING:
+            instance.move(_I.FAILED)
+            version.instances.remove(instance)
+            self._operations.has_failed(version, reason, instance)
+        elif version.retries < self._state.limits.load_retries:
+            version.retries += 1
+            text = f"{version.label} is tried again (--model-load-retry-count): {reason}"
+            self._state.log("warning", text, **_about(version, instance))
+            self._back_off(instance, self._state.limits.backoff_ns, now)
+        else:
+            self._give_up(version, instance, reason)
+
+    def _give_up(self, version: Version, instance: Instance, reason: str) -> None:
+        """The version, which loads, will not be served: it was promised with all its instances."""
+        instance.reason = reason
+        instance.move(_I.FAILED)
+        self._state.models[version.model].loads.failed += 1
+        version.move(_V.UNAVAILABLE, reason)
+        self._state.refresh(version.model)
+        if self._state.models[version.model].versions.get(version.number) is version:
+            text = f"{version.label} is UNAVAILABLE: {reason}"
+            self._state.log("error", text, **_about(version, instance))
+        for other in list(version.instances):
+            self._operations.stop(version, other)
+        version.idle.clear()
+        self._operations.has_failed(version, reason)
+
+    # ------------------------------------------------------------------------------------ deaths
+
+    def exited(self, peer: int, event: Exited, now: int) -> None:
+        found = self._state.instances.pop(event.peer, None)
+        if found is None:
+            return
+        version, instance = found
+        instance.peer = 0
+        instance.revoked = set()
+        self._state.parting.pop(instance, None)
+        if instance in version.idle:
+            version.idle.remove(instance)
+        self._calls.forget_questions(event.peer)
+        caller = self._calls.ended(instance)
+        self._state.doubt = True
+        self._count_uptime(instance, now)
+        explained = self._lose_batches(version, instance, event.reason, now)
+        if caller is not None:
+            self._calls.gone(caller, now)
+        lost = self._state.ledger.worker_died(event.peer)
+        if lost:
+            self._lose_tensors(lost, instance, now)
+        self._what_now(version, instance, event, explained, now)
+        self._operations.load_over(instance)
+        self._operations.look_after(self._state.models[version.model])
+        self._state.dirty[version] = None
+
+    def _what_now(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
+        """Its process has ended: was that expected, is it the end of it, or shall there be another? `explained`: a
+        request that had cost another worker before is to blame."""
+        load_error = instance.load_error or event.loading_error
+        if instance.state is _I.STARTING and not load_error:
+            load_error = f"its worker process ended while loading: {event.reason}"
+        instance.last_words = "\n".join(text for text in (event.detail, version.traceback) if text)
+        if self._state.draining:
+            instance.move(_I.STOPPED)
+            self._no_more(version, now)
+        elif instance.state is _I.STOPPING or instance.leaving:
+            if instance.leaving and instance.state is _I.READY:
+                text = f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}"
+                self._state.log("error", text, **_about(version, instance))
+            elif event.reason.startswith("signal "):  # not one that we have sent
+                text = (
+                    f"worker of {version.label} instance '{instance.spec.name}' ended while it stopped: {event.reason}"
+                )
+                self._state.log("error", text, **_about(version, instance))
+            instance.move(_I.STOPPED)
+            self._operations.remove_stopped(version, instance)
+        elif version.state is _V.UNLOADING:
+            alone = not any(other.alive for other in version.instances if other is not instance)
+            if alone and (version.waits or version.users) and not (load_error or instance.deaths):
+                self._crashed(version, instance, event.reason, explained, now)
+            else:
+                version.reason = f"instance '{instance.spec.name}': {load_error or event.reason}"
+                instance.move(_I.STOPPED)
+        elif not instance.loaded or (load_error and version.state is _V.LOADING):
+            self._failed_to_load(version, instance, load_error or event.reason, now)
+        elif load_error:
+            self._not_restarted(version, instance, load_error, now)
+        else:
+            self._crashed(version, instance, event.reason, explained, now)
+
+    def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> bool:
+        """What becomes of the requests that the worker had. True: the one that it ran alone had cost another worker
+        before, whose end is explained by it, too."""
+        running, waiting = instance.running, instance.waiting
+        instance.running = instance.waiting = None
+        self._dispatcher.stopped(instance)
+        if version.trial is instance:
+            version.trial = None
+        alone = running is not None and running.count == 1
+        again = not alone or (not instance.hung and _may_run_elsewhere(version, instance))
+        explained = False
+        for request in running.requests() if running is not None else ():
+            if again and self._may_retry(version, request):
+                self._suspect(version, instance, request)
+            else:
+                first = request.suspect
+                if first is not None:
+                    explained, first.unexplained = first.unexplained, False
+                self._ends.end_failed(request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now)
+        for request in waiting.requests() if waiting is not None else ():  # it had not been begun
+            if request.state is RequestState.SENT:
+                self._take_back(request)
+                self._dispatcher.recalls.put_back(version, request)
+            else:
+                self._ends.end_failed(request, "", "", now)
+        for batch in (running, waiting):
+            if batch is not None:
+                batch.end()
+        if instance.streams:
+            self._streams.lost(version, instance, reason, now)
+        if version.places is not None:
+            version.places.lose(instance, f"the worker process that kept its state ended ({reason})")
+        if version.order is not None:
+            self._ends.answer_in_order(version)
+        return explained
+
+    def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
+        """Who was to read them cannot, and who reads them now may read anything."""
+        text = f"a tensor was on the GPU of instance '{instance.spec.name}', whose worker process has ended"
+        for request in list(self._state.requests.values()):
+            if request.state in (RequestState.QUEUED, RequestState.SENT) and not lost.isdisjoint(request.segments):
+                self._ends.fail_early(request, HandleLost.code, text, now)
+
+    def _may_retry(self, version: Version, request: Request) -> bool:
+        """It is the first worker that this one has cost, nobody has had a part of its answer, and no state was lost."""
+        if request.state is not RequestState.SENT or request.suspect is not None:
+            return False
+        if request.sequence is not None or request.parts:
+            return False
+        return version.policy is not None and version.policy.retry
+
+    def _take_back(self, request: Request) -> None:
+        request.move(RequestState.QUEUED)
+        request.instance = request.batch = None
+
+    def _suspect(self, version: Version, instance: Instance, request: Request) -> None:
+        self._take_back(request)
+        request.suspect = instance
+        instance.unexplained = True
+        version.suspects.append(request)
+
+    def _crashed(self, version: Version, instance: Instance, reason: str, explained: bool, now: int) -> None:
+        """Start it again: at once, then with growing pauses. After some crashes in a row it counts as broken."""
+        self._count_restart(version, instance)
+        if not explained:
+            if not instance.crashes:
+                instance.row_began = version.statistics.execution_count
+            instance.crashes += 1
+            instance.deaths += 1
+        crashes, limit = instance.crashes, version.crash_limit
+        text = f"worker of {version.label} instance '{instance.spec.name}' ended: {reason}"
+        again = f", {crashes} times in a row" if crashes > 1 else ""
+        instance.lost = 0 < limit <= crashes
+        if instance.lost and version.state is _V.LOADING:
+            self._give_up(version, instance, f"instance '{instance.spec.name}' ended{again}, the last time: {reason}")
+            return
+        self._await_restart(instance, reason + again, now)
+        others_answer = version.statistics.execution_count > instance.row_began
+        if instance.lost and others_answer and not instance.quarantined:
+            instance.quarantined = True
+            ready, wanted = version.counts
+            again += f"; it is quarantined (READY {ready}/{wanted}), as other instances answer meanwhile"
+            self._tell_restart(version, instance, "critical", text + again)
+        else:
+            self._tell_restart(version, instance, "error", text + again)
+
+    def _not_restarted(self, version: Version, instance: Instance, reason: str, now: int) -> None:
+        """It was READY before, and could not load this time."""
+        self._count_restart(version, instance)
+        instance.deaths += 1
+        instance.lost = True
+        self._await_restart(instance, reason, now)
+        text = f"instance '{instance.spec.name}' of {version.label} could not be restarted: {reason}"
+        self._tell_restart(version, instance, "error", text)
+
+    def _count_uptime(self, instance: Instance, now: int) -> None:
+        """What has been up for long before the batch with which it ended has not ended in a row."""
+        until = instance.running.began if instance.running is not None else now
+        if instance.ready_since and until - instance.ready_since >= self._state.limits.backoff_max_ns:
+            instance.deaths = instance.crashes = 0
+
+    def _count_restart(self, version: Version, instance: Instance) -> None:
+        instance.restarts += 1
+        restarts, name = version.statistics.restarts, instance.spec.name
+        restarts[name] = restarts.get(name, 0) + 1
+
+    def _await_restart(self, instance: Instance, reason: str, now: int) -> None:
+        limits = self._state.limits
+        instance.reason = reason
+        self._back_off(instance, pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns), now)
+
+    def _tell_restart(self, version: Version, instance: Instance, level: str, text: str) -> None:
+        """The one line in the log about this end, and what it means for the version."""
+        if self._operations.settle_lost(version):
+            text += f"; {version.label} is UNAVAILABLE"
+        pause = instance.retry_at - self._state.now
+        text += f"; next attempt in {pause / 1e9:g} s" if pause else ""
+        self._state.log(level, text, **_about(version, instance))
+
+    def _back_off(self, instance: Instance, pause: int, now: int) -> None:
+        instance.move(_I.BACKOFF)
+        instance.load_error = ""
+        instance.retry_at = now + pause
+        self._state.set_timer(instance.retry_at, Timer.RETRY, instance)
+
+    def retry(self, instance: Instance, version: Version) -> None:
+        if instance.state is _I.BACKOFF and instance.retry_at <= self._state.now and not self._state.draining:
+            self._operations.spawn(version, instance)
+
+    def late(self, instance: Instance, version: Version, now: int) -> None:
+        """A timer set when a process of this instance was started; it may be another one by now."""
+        limit = self._state.limits.load_ns
+        if instance.state is _I.STARTING and instance.spawned + limit <= now:
+            instance.load_error = f"it did not load within {limit / 1e9:g} s (--load-limit-secs)"
+            self._dispatcher.kill(version, instance, instance.load_error)
+
+    # ------------------------------------------------------------------------------------ workers' memory
+
+    def map(self, peer: int, message: Map, now: int) -> None:
+        try:
+            self._state.ledger.announce(peer, message, message.audience)
+        except ServeError as error:
+            self._kill(peer, f"it broke the protocol: {error}")
+
+    def unmap(self, peer: int, message: Unmap, now: int) -> None:
+        try:
+            self._state.ledger.withdraw(peer, message.segment)
+        except ServeError as error:
+            self._kill(peer, f"it broke the protocol: {error}")
+
+    def garbled(self, peer: int, event: Garbled, now: int) -> None:
+        self._kill(peer, f"it broke the protocol: {event.text}")
+
+    def _kill(self, peer: int, reason: str) -> None:
+        version, instance = self._state.instances[peer]
+        self._dispatcher.kill(version, instance, reason)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def drain(self, peer: int, event: Drain, now: int) -> None:
+        if self._state.draining:
+            return
+        self._state.draining = True
+        for model in self._state.models.values():
+            self._operations.interrupt(model)
+            for version in model.generations():
+                for instance in version.instances:
+                    if instance.state in (_I.BACKOFF, _I.WAITING):
+                        instance.move(_I.STOPPED)
+                self._no_more(version, now)
+        self._state.set_timer(now + event.limit_ns * 3 // 4, Timer.LEAVE, None)
+        self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
+
+    def drain_over(self, now: int) -> None:
+        """Patience is over: whoever has not been answered is told, whatever still runs is ended."""
+        for request in list(self._state.requests.values()):
+            if request.state not in (RequestState.LINGERING, RequestState.ENDED):
+                text = "the server is stopping and did not finish this request in time (exit-timeout-secs)"
+                self._ends.fail_early(request, "UNAVAILABLE", text, now)
+        for version, instance in list(self._state.instances.values()):
+            self._dispatcher.kill(version, instance, "it did not stop in time")
+
+    def _no_more(self, version: Version, now: int) -> None:
+        """In a drain no worker is started again. Without one, what waits is answered now."""
+        if not any(instance.peer for instance in version.instances):
+            text = f"{STOPPING}, and no worker of '{version.model}' is left to run this request"
+            self._dispatcher.empty_queue(version, text, now)
+
+    def settle_drain(self) -> None:
+        """At the end of each turn of a drain: stop the workers when the last request is done, then say so."""
+        state = self._state
+        if not state.requests and not state.sequences:
+            for peer, (version, instance) in state.instances.items():
+                version.idle.clear()
+                if instance.state in (_I.STARTING, _I.READY):
+                    instance.move(_I.STOPPING)
+                    state.send(peer, Stop())
+        if not state.instances and not state.requests and not state.drained:
+            state.drained = True
+            state.effects.append(Drained())
+
+
+def _about(version: Version, instance: Instance) -> dict[str, Any]:
+    """The fields of a record, with the model's traceback if it failed to load, else what the worker wrote last."""
+    found: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+    if version.traceback:
+        more = {"traceback": version.take_traceback()}
+    else:
+        more = {"last_words": instance.last_words}
+    return found | {name: text for name, text in more.items() if text}
+
+
+def _may_run_elsewhere(version: Version, instance: Instance) -> bool:
+    """Another instance can take a request that was alone when the worker of this one crashed. One that hung is not
+    retried: it would most likely block the other instance for the whole execution limit, too."""
+    return any(
+        other.usable and not other.leaving and not other.quarantined
+        for other in version.instances
+        if other is not instance
+    )
+
+
+def _lost(version: Version, instance: Instance, request: Request, alone: bool, reason: str) -> str:
+    text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended while it"
+    if not alone:
+        return f"{text} had this request ({reason})"
+    first = request.suspect
+    again = f"; so did that of instance '{first.spec.name}' before" if first is not None else ""
+    return f"{text} ran this request alone ({reason}){again}"

@@ -1,0 +1,481 @@
+"""What clients say: they come, announce memory, ask, cancel, give back, and go.
+
+The rule of the file: whoever wants something is looked up in shmserve.protocol.roles here, whatever door it came through.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shmserve.core.effects import Close, Forget, Free, Query
+from shmserve.core.ensembles.graph import HANDLE_BYTES
+from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
+from shmserve.core.ledger import INTERNAL
+from shmserve.core.requests.client import Client
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.enqueue import Intake
+from shmserve.core.requests.questions import Questions
+from shmserve.core.requests.quotas import SECOND, Crowd
+from shmserve.core.requests.request import Request
+from shmserve.core.requests.responses import Streams
+from shmserve.core.requests.trace import PARAMETER as TRACE
+from shmserve.core.requests.validation import options_bytes
+from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
+from shmserve.core.states import RequestState
+from shmserve.core.stats.statistics import Failure, limit_in
+from shmserve.errors import (
+    ConnectionLost,
+    Internal,
+    InvalidRequest,
+    ProtocolError,
+    ServeError,
+    Unavailable,
+    Unsupported,
+)
+from shmserve.protocol import roles
+from shmserve.protocol.messages import (
+    DEVICE,
+    FRAME_BYTES,
+    INLINE_BYTES,
+    NAME_LENGTH,
+    OWNER_SHIFT,
+    PACKET_BYTES,
+    PROTOCOL,
+    Ask,
+    Bye,
+    Cancel,
+    Fail,
+    Goodbye,
+    Handle,
+    Hello,
+    Infer,
+    Map,
+    More,
+    Ping,
+    Pong,
+    Reclaim,
+    Return,
+    Unmap,
+    Welcome,
+)
+
+_PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
+"""How large outputs can come back, by the kind of link."""
+
+_DEVICE_NAME = re.compile(rf"{DEVICE}[A-Za-z0-9+/]{{107}}=")
+"""64 bytes that a device's memory was exported as, and the 16 of the device's uuid, in base64."""
+_SEGMENT_NAME = re.compile(rf"/[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_LENGTH - 2}}}")
+_INFER = roles.INFER
+_NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
+
+
+class Admission:
+    def __init__(
+        self,
+        state: State,
+        ends: Ends,
+        streams: Streams,
+        intake: Intake,
+        crowd: Crowd,
+        questions: Questions,
+        server: str,
+    ) -> None:
+        self._state = state
+        self._streams = streams
+        self._intake = intake
+        self._ends = ends
+        self._server = server
+        self._crowd = crowd
+        self.questions = questions
+        self._client_requests = state.limits.client_requests
+        self._busy = self._crowd.busy
+        self._heavy = self._crowd.heavy
+        self._told: dict[str, int] = {}
+        """When the operator was last told of a user's clients."""
+
+    # ------------------------------------------------------------------------------------ coming and going
+
+    def opened(self, peer: int, event: Opened, now: int) -> None:
+        client = Client(event.peer, event.audience, event.plane, user=event.audience, granted=event.roles)
+        try:
+            self._crowd.enter(client)
+        except Unavailable as error:
+            self._goodbye(client, error)
+            return
+        self._state.clients[event.peer] = client
+
+    def hello(self, peer: int, message: Hello, now: int) -> None:
+        client = self._state.clients.get(peer)
+        if client is None or client.leaving:
+            return
+        if not client.granted:
+            self._goodbye(client, roles.stranger())
+        elif message.protocol != PROTOCOL:
+            text = f"protocol {message.protocol} is not spoken here, only {PROTOCOL}; use a client of this version"
+            self._goodbye(client, ProtocolError(text))
+        elif client.outputs:
+            self._goodbye(client, ProtocolError("Hello was said twice on one connection"))
+        elif message.outputs not in _PLANES[client.plane]:
+            allowed = " or ".join(_PLANES[client.plane])
+            text = f"outputs '{message.outputs}' cannot come over this kind of link; ask for {allowed}"
+            self._goodbye(client, ProtocolError(text))
+        else:
+            client.outputs = message.outputs
+            client.roles = client.granted
+            client.name = message.name
+            client.audience = {"memfd": "", "posix": "posix:", "frames": INTERNAL}[message.outputs] + (
+                client.audience if message.outputs != "frames" else ""
+            )
+            limits = self._state.limits
+            known = {
+                "packet_bytes": PACKET_BYTES,
+                "inline_bytes": INLINE_BYTES,
+                "frame_bytes": FRAME_BYTES,
+                "client_requests": limits.client_requests,
+                "client_questions": limits.client_questions,
+                "client_segments": limits.client_segments,
+                "client_held_bytes": limits.client_held_bytes,
+                "device_memory": int(client.plane == "lane" and roles.allows("register", client.roles)),
+                "named_memory": int(roles.allows("register", client.roles)),
+            }
+            self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
+
+    def closed(self, peer: int, event: Closed, now: int) -> None:
+        """The client has gone, in one call: its requests, its holds, its segments."""
+        self.questions.gone(event.peer)
+        client = self._state.clients.pop(event.peer, None)
+        if client is None:
+            return
+        client.gone = True
+        self._crowd.leave(client)
+        self.give_up_all(client, now)
+        self._state.ledger.client_died(client)
+
+    def give_up_all(self, client: Client, now: int) -> None:
+        """Nobody waits any more for what it has asked."""
+        for request in list(client.requests.values()):
+            if request.state is RequestState.QUEUED or request.chain is not None:
+                self._ends.fail_early(request, "CANCELLED", "its client has gone", now)
+            elif request.state in (RequestState.SENT, RequestState.OPEN):
+                self._ends.linger(request)
+            elif request.state is RequestState.DONE:  # else it has just had its turn, as others made way
+                self._ends.drop_done(request)
+
+    def bye(self, peer: int, message: Bye, now: int) -> None:
+        self._state.effects.append(Close(peer))
+
+    def _goodbye(self, client: Client, error: ServeError) -> None:
+        """It is sent away, and what it still says is not heard."""
+        if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
+            self._crowd.expelled(client, self._state.now)
+        client.leaving = True
+        self.questions.gone(client.number)
+        client.roles = roles.NOBODY
+        self._tell_operator("info", client, f"is sent away: {error.message}")
+        self._state.send(client.number, Goodbye(error.code, error.message))
+        self._state.effects.append(Close(client.number))
+
+    def part_with(self, peer: int, error: ServeError) -> None:
+        """For no mistake of its own."""
+        client = self._state.clients.get(peer)
+        if client is not None and not client.leaving:
+            self._goodbye(client, error)
+
+    def _refuse(self, client: Client, number: int, error: ServeError, now: int) -> None:
+        """The answer to a request, or to what is none (0), that is not taken."""
+        self._state.send(client.number, Fail(number, error.code, error.message))
+        if not isinstance(error, Unavailable):  # which is not its own mistake
+            self._fine(client, now)
+
+    def _fine(self, client: Client, now: int) -> None:
+        """One more mistake. Too many in a short time, and it has to go."""
+        text = self._crowd.fine(client, now)
+        if text and not client.leaving:
+            self._crowd.expelled(client, now)
+            self._goodbye(client, Unavailable(text))
+
+    def garbled(self, peer: int, event: Garbled, now: int) -> None:
+        client = self._state.clients.get(peer)
+        if client is not None and not client.leaving:
+            # One in flight is answered by what becomes of it, not by this.
+            number = 0 if event.request in client.requests else event.request
+            self._state.send(peer, Fail(number, event.code, event.text))
+            self._fine(client, now)
+
+    def _greeted(self, peer: int) -> Client | None:
+        """The client, if it has said Hello. Otherwise it is told, and its link ends."""
+        client = self._state.clients.get(peer)
+        if client is None or client.leaving:
+            return None
+        if not client.outputs:
+            # Also one that has not noticed that this is another server than the one it had greeted.
+            self._goodbye(client, ConnectionLost("the first message of a connection must be Hello"))
+            return None
+        return client
+
+    def _check_role(self, client: Client, action: str) -> None:
+        """Raises, and tells the operator, once for each connection."""
+        if roles.allows(action, client.roles):
+            return
+        error = roles.refusal(action, client.roles)
+        if not client.denied:
+            client.denied = True
+            self._tell_operator("warning", client, f"was refused: {error.message}")
+        raise error
+
+    def _tell_operator(self, level: str, client: Client, text: str) -> None:
+        """At most once a second for each user: whoever connects again and again shall not fill the log."""
+        now, user = self._state.now, client.user
+        if now - self._told.get(user, -SECOND) >= SECOND:
+            self._told[user] = now
+            self._state.log(level, f"client {client.number} ({user}) {text}", client=client.number, user=user)
+
+    # ------------------------------------------------------------------------------------ inference
+
+    def infer(self, peer: int, message: Infer, now: int, blocks: tuple[Handle, ...] = ()) -> None:
+        client = self._state.clients.get(peer)
+        if client is None or not client.outputs:
+            self._greeted(peer)
+            if blocks:
+                self._state.effects.append(Free(blocks))
+            return
+        try:
+            self._admit(client, message, now, blocks)
+        except ServeError as error:
+            if blocks:
+                self._state.effects.append(Free(blocks))
+            self.count_refused(message.model, error)
+            number = 0 if message.request in client.requests else message.request
+            self._state.send(peer, Fail(number, error.code, error.message))
+
+    def count_refused(self, model: str, error: ServeError) -> None:
+        refused, why = self._state.refused, limit_in(error.message) or error.code
+        refused[why] = refused.get(why, 0) + 1
+        version = self._state.ready.get(model)
+        if version is not None and isinstance(error, Unavailable):
+            version.statistics.failed(Failure.REJECTED, 0)
+
+    def framed(self, peer: int, event: Framed, now: int) -> None:
+        self.infer(peer, event.infer, now, event.blocks)
+
+    def _admit(self, client: Client, message: Infer, now: int, blocks: tuple[Handle, ...]) -> None:
+        state = self._state
+        number = message.request
+        if not client.roles & _INFER:
+            self._check_role(client, "infer")
+        if number == 0 or number in client.requests:
+            raise InvalidRequest(f"request number {number} is 0, or that of a request in flight")
+        inputs, outputs, options = message.inputs, message.outputs, message.options
+        version = None if message.version else state.ready.get(message.model)
+        going_on = None
+        if options is not None and options.sequence:
+            going_on = self._intake.sequencer.version_of(client, message.model, message.version, options)
+            version = going_on or version
+        if state.draining and going_on is None:
+            raise Unavailable(STOPPING)
+        if len(client.requests) >= self._client_requests:
+            raise Unavailable(
+                f"{len(client.requests)} requests of this client are in flight, its limit (client_requests); "
+                f"wait for answers first"
+            )
+        if version is None:
+            version = state.look_up(message.model, message.version)
+        assert version.checker is not None, version.label
+        rows, signature, inline, outside, length = version.checker.check(inputs, outputs)
+        if options is not None:
+            inline += options_bytes(options)
+        if outside:
+            inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
+        if len(state.requests) >= self._busy:
+            self._crowd.check_queue(client, version, inline, now)
+        if client.held_bytes > self._heavy:
+            self._check_held(client)
+        plain = version.plain and (options is None or not options.sequence)
+        level = 0 if plain else self._intake.level(client, version, message.version, options, rows, now)
+        streamed = version.decoupled or (options is not None and bool(options.window))
+        if streamed and (options is None or not options.window):
+            raise Unsupported(
+                f"model '{version.model}' has a decoupled transaction policy: it may answer a request many times; "
+                f"call it with stream()"
+            )
+        if streamed and state.abandoned[client.user] >= self._client_requests:
+            raise Unavailable(
+                f"{state.abandoned[client.user]} streams that this user does not wait for any more have not been ended "
+                f"by their models, the limit (client_requests); try again later, and let the models look for "
+                f"cancellation"
+            )
+        segments, pins = self._memory(client, message, blocks) if outside else _NOTHING  # from here nothing is refused
+        special = streamed or bool(segments)
+        own = state.next_number()
+        request = Request(
+            own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
+            signature, segments, pins, blocks, now, level, audience=client.audience, special=special, length=length,
+        )  # fmt: skip
+        client.requests[number] = state.requests[own] = request
+        client.bytes += inline
+        if message.timeout_us:
+            request.deadline = now + message.timeout_us * 1000
+            state.set_timer(request.deadline, Timer.DEADLINE, request)
+        if state.traces.samples:
+            state.traces.sample(request)
+        if options is not None and TRACE in options.parameters:
+            told = state.traces.begin(request, now)
+            if told is not None:
+                state.effects.append(told)
+        if version.plain:
+            version.queue.add(request)
+            state.dirty[version] = None
+        else:
+            self._intake.put(version, message.version, request, now)
+
+    def _memory(
+        self, client: Client, message: Infer, blocks: tuple[Handle, ...]
+    ) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
+        """The segments that a worker must have mapped for this request, and the holds that it pins."""
+        segments: list[int] = []
+        places = []
+        ledger = self._state.ledger
+        for tensor in message.inputs:
+            if not isinstance(tensor.data, tuple):
+                continue
+            for handle in tensor.data:
+                if blocks and handle in blocks:
+                    segments.append(handle.segment)
+                    continue
+                place = ledger.resolve(client, handle)
+                segments.append(handle.segment)
+                if place is not None:
+                    places.append(place)
+        for wanted in message.outputs or ():
+            if wanted.place is not None:
+                if wanted.place.segment >> OWNER_SHIFT != client.number:
+                    raise InvalidRequest(f"output '{wanted.name}' can only be placed in memory of the caller's own")
+                ledger.resolve(client, wanted.place)
+                segments.append(wanted.place.segment)
+        if not segments:
+            return (), ()
+        found = tuple(segments)
+        ledger.use(found)
+        return found, tuple([ledger.pin(place) for place in places])
+
+    def _check_held(self, client: Client) -> None:
+        text = self._crowd.held(client)
+        if not text:
+            return
+        if not client.reclaiming:
+            client.reclaiming = True
+            self._state.send(client.number, Reclaim())
+        raise Unavailable(text)
+
+    def cancel(self, peer: int, message: Cancel, now: int) -> None:
+        client = self._greeted(peer)
+        if client is None:
+            return
+        request = client.requests.get(message.request)
+        if request is None:  # it has been answered, and the two have crossed; or it is no request but an operation
+            self._state.effects.append(Query(peer, message))
+        else:
+            self._ends.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
+
+    # ------------------------------------------------------------------------------------ memory and the rest
+
+    def own_segment(self, peer: int, event: OwnSegment, now: int) -> None:
+        self._state.ledger.announce(0, event.announcement, INTERNAL)
+
+    def more(self, peer: int, message: More, now: int) -> None:
+        """Of a request that has been answered meanwhile nothing more comes."""
+        client = self._greeted(peer)
+        request = client.requests.get(message.request) if client is not None else None
+        if request is not None and request.options is not None and request.options.window:
+            self._streams.more(request, message.count)
+
+    def map(self, peer: int, message: Map, now: int) -> None:
+        client = self._greeted(peer)
+        if client is None:
+            self._drop_segment(peer, message.segment)
+            return
+        try:
+            self._check_role(client, "map" if message.name is None else "register")
+            self._crowd.check_segments(client)
+            on_gpu = message.name is not None and message.name.startswith(DEVICE)
+            if on_gpu:
+                self._check_device_segment(client, message)
+            elif message.name is not None:
+                self._check_segment_name(client, message.name)
+            elif client.plane != "lane":
+                raise InvalidRequest("over ZeroMQ a segment comes by its name")
+            self._state.ledger.announce(peer, message, client.audience)
+            client.segments.add(message.segment)
+        except ServeError as error:
+            self._drop_segment(peer, message.segment)
+            self._goodbye(client, error)
+
+    def _drop_segment(self, peer: int, number: int) -> None:
+        """It was not taken, but its descriptor may have been."""
+        if number >> OWNER_SHIFT == peer and number not in self._state.ledger.segments:
+            self._state.effects.append(Forget(number))
+
+    def own_segment_gone(self, peer: int, event: OwnSegmentGone, now: int) -> None:
+        self._state.ledger.withdraw(0, event.segment)
+
+    def _check_device_segment(self, client: Client, message: Map) -> None:
+        """The name says all that a worker needs to open it, so nothing may come by it that is something else."""
+        if client.plane != "lane":
+            raise InvalidRequest("memory on a GPU is announced over the lane only")
+        if not _DEVICE_NAME.fullmatch(message.name or "") or not message.size:
+            raise InvalidRequest("the name of a segment on a GPU does not say what was exported")
+
+    def _check_segment_name(self, client: Client, name: str) -> None:
+        """A client must not have a worker open the server's own memory for it, nor another client's."""
+        if not _SEGMENT_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"the name of a segment is a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -; this one is not"
+            )
+        for segment in self._state.ledger.segments.values():
+            # The same again from one of the same user is a client that has come back before its old link was missed.
+            if segment.announcement.name == name and (
+                segment.owner >= WORKERS_FROM or segment.audience != client.audience
+            ):
+                raise InvalidRequest("a segment of this name is announced already")
+
+    def unmap(self, peer: int, message: Unmap, now: int) -> None:
+        client = self._greeted(peer)
+        if client is not None:
+            try:
+                self._state.ledger.withdraw(peer, message.segment)
+                client.segments.discard(message.segment)
+            except ServeError as error:
+                self._refuse(client, 0, error, now)
+
+    def give_back(self, peer: int, message: Return, now: int) -> None:
+        client = self._greeted(peer)
+        if client is None:
+            return
+        client.reclaiming = False
+        for handle in message.handles:
+            try:
+                self._state.ledger.take_back(client, handle)
+            except ServeError as error:
+                self._refuse(client, 0, error, now)
+                if client.leaving:
+                    return
+
+    def ask(self, peer: int, message: Ask, now: int) -> None:
+        client = self._greeted(peer)
+        if client is None:
+            return
+        try:
+            if message.what:  # otherwise it continues a body, which goes on only where its beginning was allowed
+                if message.what not in roles.QUESTIONS:
+                    raise roles.unknown(message.what)
+                self._check_role(client, message.what)
+            self.questions.put(peer, message)
+        except ServeError as error:
+            self._refuse(client, message.request, error, now)
+
+    def ping(self, peer: int, message: Ping, now: int) -> None:
+        if self._greeted(peer) is not None:
+            self._state.send(peer, Pong(message.number))
+
+    def pong(self, peer: int, message: Pong, now: int) -> None:
+        """Hearing from a peer at all is what it was pinged for; the shell has noted that."""

@@ -1,0 +1,114 @@
+"""The way into a model, for requests of clients and of ensembles' steps alike: found good already, they are queued.
+
+The rule of the file: `level` may refuse, before there is a request; `put` may not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.models.version import Version
+from shmserve.core.requests.client import Client
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.quotas import Crowd
+from shmserve.core.requests.request import Miss, Request
+from shmserve.core.sequences.scheduler import Sequencer
+from shmserve.core.state import State, Timer
+from shmserve.errors import Unavailable, Unsupported
+from shmserve.protocol.messages import Options, Reply
+
+if TYPE_CHECKING:
+    from shmserve.core.ensembles.advance import Ensembles
+
+SHORTEST_WAIT_NS = 20_000
+"""A turn takes at least as long. A request that may not wait that long expires even if an instance is idle."""
+
+
+class Intake:
+    ensembles: Ensembles
+
+    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher, sequencer: Sequencer, crowd: Crowd) -> None:
+        self._state = state
+        self._ends = ends
+        self._dispatcher = dispatcher
+        self.sequencer = sequencer
+        self._crowd = crowd
+
+    def level(self, client: Client, version: Version, number: int, options: Options | None, rows: int, now: int) -> int:
+        """The priority level, if the request may come in and there is room in its queue. `number`: the version as its
+        caller names it, 0 for the default one."""
+        if version.places is not None:
+            self.sequencer.check(client, version, number, options, rows)
+            return 0
+        if options is not None and options.sequence and version.graph is None:
+            raise Unsupported(f"model '{version.model}' does not take sequences; send the request without one")
+        queue = version.queue
+        number = queue.level_of(options.priority) if options is not None else queue.default_level
+        level = queue.level(number)
+        limit = level.policy.max_size
+        if limit and len(level) >= limit:
+            self._dispatcher.dispatch(version, now)  # what came before it in this turn may have its place elsewhere
+        if limit and len(level) >= limit:
+            raise Unavailable(
+                f"Exceeds maximum queue size: {limit} requests wait for model '{version.model}'; "
+                f"raise max_queue_size or add instances"
+            )
+        return number
+
+    def check_step(self, client: Client, version: Version, inline: int, now: int) -> None:
+        """Raises if there is no room for one more request of a step of the client's."""
+        self._crowd.check_queue(client, version, inline, now)
+
+    def put(self, version: Version, number: int, request: Request, now: int) -> None:
+        if version.cached and not version.decoupled and self._cached(version, request, now):
+            return
+        if version.graph is not None:
+            self.ensembles.begin(request, now)
+            return
+        if request.run is not None and (version.order is not None or version.places is not None):
+            self._state.doubt = True
+        if version.places is not None:
+            self.sequencer.put(version, number, request, now)
+            return
+        if not version.plain:
+            self._set_queue_timeout(version, request)
+        version.queue.add(request)
+        if 0 < request.queue_expires < request.arrived + SHORTEST_WAIT_NS:
+            self.expire(request, now)
+        self._state.dirty[version] = None
+
+    def expire(self, request: Request, now: int) -> None:
+        """The queue timeout of a queued request has passed."""
+        if request.version.queue.expire(request):
+            # Triton's clients compare the whole text, so it says no more.
+            self._ends.end_early(request, "QUEUE_TIMEOUT", "Request timeout expired", now)
+
+    def _cached(self, version: Version, request: Request, now: int) -> bool:
+        """True: the answer was known, and has been given. Otherwise it will be kept."""
+        cache = self._state.cache
+        began = cache.clock()
+        key = cache.key(request)
+        if key is None:
+            return False
+        entry = cache.find(key)
+        if entry is None:
+            if cache.hold_still(key, request):
+                request.miss = Miss(key, cache.clock() - began)
+            return False
+        version.statistics.cache_hit(now - request.arrived + cache.clock() - began, now)
+        self._ends.pass_on(request, entry.handles)
+        reply = Reply(request.client_number, version.number, entry.outputs, entry.parameters)
+        self._ends.deliver(request, reply)
+        return True
+
+    def _set_queue_timeout(self, version: Version, request: Request) -> None:
+        policy, options = version.queue.level(request.level).policy, request.options
+        if policy.timeout_ns:
+            limit = policy.timeout_ns
+            if policy.allow_override and options is not None and options.queue_timeout_us:
+                limit = min(limit, options.queue_timeout_us * 1000)
+            request.queue_expires = request.arrived + limit
+            self._state.set_timer(request.queue_expires, Timer.QUEUE, request)
+        if version.order is not None:
+            version.order.append(request)

@@ -1,0 +1,135 @@
+"""Questions (`Ask`) that wait for their turn: at most QUESTIONS of them in a turn, in the order of a FairQueue.
+
+A question may cost milliseconds (metrics, statistics of a thousand models), so it is queued here and not answered where
+it arrives; of the heavy ones only equal ones, which share the answer, are passed on in one turn. Operations bypass the
+queue: they need the role operate, and their bodies follow piece by piece.
+
+Invariant: a question counts until the shell reports `Answered`; a peer's questions are dropped with the peer. None is
+passed on while the peer has too much output to read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shmserve.core.effects import Query
+from shmserve.core.events import Answered, Behind
+from shmserve.core.fair_queue import FairQueue
+from shmserve.core.state import State
+from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.protocol import roles
+from shmserve.protocol.messages import Ask
+
+QUESTIONS = 4
+"""Questions that are passed to the shell in one turn, of all peers together."""
+HEAVY = frozenset({"metrics", "statistics", "models", "config", "origins"})
+"""Their answers may be large, and take milliseconds to build."""
+
+
+class Questions:
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._limit = state.limits.client_questions
+        self._unanswered: dict[int, set[int]] = {}
+        """Peer -> request numbers, queued or with the shell."""
+        self._queued: dict[int, deque[Ask]] = {}
+        self._behind: set[int] = set()
+        self._next: FairQueue[int] = FairQueue()
+        """Peers with queued questions that are not behind."""
+
+    @property
+    def waiting(self) -> bool:
+        """Another turn is due at once."""
+        return bool(self._next)
+
+    def put(self, peer: int, ask: Ask) -> None:
+        """Raises if the peer may not ask this now. `what` is empty in the later pieces of an operation's body."""
+        if not ask.what or ask.what in roles.OPERATIONS:
+            self._state.effects.append(Query(peer, ask))
+            return
+        if ask.more:
+            raise InvalidRequest(f"the body of '{ask.what}' is too long")
+        mine = self._unanswered.get(peer)
+        if mine is None:
+            mine = self._unanswered[peer] = set()
+        if ask.request in mine:
+            raise InvalidRequest(f"request number {ask.request} is that of a question in flight")
+        if len(mine) >= self._limit:
+            raise Unavailable(
+                f"{len(mine)} questions of this client are in flight, its limit (client_questions); wait for answers "
+                f"first"
+            )
+        mine.add(ask.request)
+        ask.body = b""  # no question has one; its bytes must not wait with it
+        queue = self._queued.get(peer)
+        if queue is not None:
+            queue.append(ask)
+        else:
+            self._queued[peer] = deque((ask,))
+            self._enqueue(peer)
+
+    def answered(self, peer: int, event: Answered, now: int) -> None:
+        mine = self._unanswered.get(event.peer)
+        if mine is not None:
+            mine.discard(event.request)
+            if not mine:
+                del self._unanswered[event.peer]
+
+    def behind(self, peer: int, event: Behind, now: int) -> None:
+        if event.peer not in self._state.clients or event.behind == (event.peer in self._behind):
+            return
+        if event.behind:
+            self._dequeue(event.peer)
+            self._behind.add(event.peer)
+        else:
+            self._behind.remove(event.peer)
+            self._enqueue(event.peer)
+
+    def gone(self, peer: int) -> None:
+        self._dequeue(peer)
+        self._unanswered.pop(peer, None)
+        self._queued.pop(peer, None)
+        self._behind.discard(peer)
+
+    def pass_on(self) -> None:
+        """Once per turn."""
+        built: tuple[str, str, int] | None = None
+        for _ in range(QUESTIONS):
+            if not self._next:
+                return
+            ask = self._queued[self._next.first()][0]
+            if ask.what in HEAVY:
+                key = ask.what, ask.model, ask.version
+                if built is not None and key != built:
+                    return
+                built = key
+            peer = self._next.pop()
+            queue = self._queued[peer]
+            self._state.effects.append(Query(peer, queue.popleft()))
+            if queue:
+                self._enqueue(peer)
+            else:
+                del self._queued[peer]
+
+    def _enqueue(self, peer: int) -> None:
+        queue = self._queued.get(peer)
+        if queue is not None and peer not in self._behind:
+            self._next.add(self._user(peer), peer, queue[0].what in HEAVY)
+
+    def _dequeue(self, peer: int) -> None:
+        if peer in self._queued and peer not in self._behind:
+            self._next.remove(self._user(peer), peer)
+
+    def _user(self, peer: int) -> str:
+        """Each worker counts as a user."""
+        client = self._state.clients.get(peer)
+        return client.user if client is not None else str(peer)
+
+    def check(self, peers: set[int]) -> None:
+        assert self._unanswered.keys() <= peers
+        assert self._behind <= peers
+        assert self._next.members() == self._queued.keys() - self._behind
+        for peer, queue in self._queued.items():
+            assert queue
+            assert {ask.request for ask in queue} <= self._unanswered[peer]
+            assert len(self._unanswered[peer]) <= self._limit

@@ -1,0 +1,154 @@
+"""Limits that many clients reach together, and those of one client that need a count.
+
+The rule of the file: what is full is closed only to those who have at least their equal share of it, so that a client
+that asks for little is served while another floods. A total can so be exceeded, at most twofold.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.effects import Pause
+from shmserve.core.limits import BURST_S, PATIENCE_S
+from shmserve.core.models.version import Version
+from shmserve.core.requests.client import Client
+from shmserve.core.state import State
+from shmserve.errors import Unavailable
+from shmserve.protocol.messages import PACKET_BYTES
+from shmserve.protocol.roles import OPERATE
+
+SECOND = 1_000_000_000
+EXPELLED_NS = SECOND // 4
+EXPULSIONS = 4
+"""So many clients of a user may be sent away at once, and one each EXPELLED_NS, before the next ones must wait."""
+LONGEST_NS = 2 * SECOND
+"""What the next one waits at the most."""
+
+
+class Crowd:
+    """`busy` and `heavy`: below so many requests in flight, and so many bytes held by a client, nothing here can be
+    full, so the way of each request is a comparison with these."""
+
+    def __init__(self, state: State) -> None:
+        limits = state.limits
+        self._state = state
+        self._limits = limits
+        self._users: dict[str, int] = {}
+        self._expelled: dict[str, int] = {}
+        self._queued = 0
+        self._counted_at = -1
+        least_bytes = min(limits.model_queue_bytes, limits.queue_bytes)
+        self.busy = min(limits.requests, limits.model_queue, least_bytes // PACKET_BYTES)
+        self.heavy = min(limits.client_held_bytes, limits.held_bytes // limits.connections)
+        self._fine = SECOND // limits.client_errors if limits.client_errors else 0
+
+    # ------------------------------------------------------------------------------------ connections
+
+    def enter(self, client: Client) -> None:
+        limits, count = self._limits, len(self._state.clients)
+        mine = self._users.get(client.user, 0)
+        if count >= limits.connections and not client.granted & OPERATE:
+            raise Unavailable(f"{count} clients are connected, the limit (connections); {_retry('one has left')}")
+        if mine >= limits.uid_connections:
+            raise Unavailable(f"this user has {mine} connections, the limit (uid_connections); close some or share")
+        self._users[client.user] = mine + 1
+        heard_from = self._expelled.get(client.user, 0) - EXPULSIONS * EXPELLED_NS
+        if heard_from > self._state.now:
+            self._state.effects.append(Pause(client.number, heard_from))
+
+    def expelled(self, client: Client, now: int) -> None:
+        """It is sent away for what it did. Whoever comes next in its user's name waits, or it would come at once."""
+        until = max(self._expelled.get(client.user, 0), now) + EXPELLED_NS
+        if self._fine and until - now <= EXPULSIONS * EXPELLED_NS + LONGEST_NS:
+            self._expelled[client.user] = until
+
+    def leave(self, client: Client) -> None:
+        left = self._users[client.user] - 1
+        if left:
+            self._users[client.user] = left
+        else:
+            del self._users[client.user]
+
+    def check_segments(self, client: Client) -> None:
+        limits = self._limits
+        if len(client.segments) >= limits.client_segments:
+            raise Unavailable(
+                f"this client has {len(client.segments)} segments, its limit (client_segments); use larger ones"
+            )
+        known = len(self._state.ledger.segments)
+        if known >= limits.segments and self._has_share(len(client.segments), limits.segments):
+            raise Unavailable(
+                f"there are {known} segments, the limit (segments), and this client has {len(client.segments)} of "
+                f"them; {_retry('others have gone')}"
+            )
+
+    # ------------------------------------------------------------------------------------ requests
+
+    def check_queue(self, client: Client, version: Version, inline: int, now: int) -> None:
+        """Raises if the client may not have one more request in flight, with so many bytes inside its message."""
+        total = len(self._state.requests)
+        if total < self.busy:
+            return
+        limits, mine = self._limits, len(client.requests) + client.steps
+        waits, waiting = version.waits, version.waiting_bytes
+        if total >= limits.requests and self._has_share(mine, limits.requests):
+            raise Unavailable(
+                f"{total} requests are in flight, the limit (requests), {mine} of them of this client; "
+                f"{_retry('answers have come')}"
+            )
+        if waits >= limits.model_queue and self._has_share(mine, limits.model_queue):
+            raise Unavailable(
+                f"{waits} requests wait for model '{version.model}', the limit (model_queue); "
+                f"{_retry('answers have come')}, or add instances"
+            )
+        if waiting + inline > limits.model_queue_bytes:
+            if self._has_share(client.bytes + inline, limits.model_queue_bytes):
+                raise Unavailable(
+                    f"{waiting} bytes wait for model '{version.model}', the limit is {limits.model_queue_bytes} "
+                    f"(model_queue_bytes); {_retry('answers have come')}, or send less inside messages"
+                )
+        if self._counted_at != now:  # once in a turn; within it, what came is added
+            self._counted_at = now
+            self._queued = sum(client.bytes for client in self._state.clients.values())
+        self._queued += inline
+        if self._queued > limits.queue_bytes and self._has_share(client.bytes + inline, limits.queue_bytes):
+            raise Unavailable(
+                f"{self._queued} bytes are inside requests in flight, the limit is {limits.queue_bytes} (queue_bytes); "
+                f"{_retry('answers have come')}, or send less inside messages"
+            )
+
+    def held(self, client: Client) -> str:
+        """Why the client holds too many bytes of answers; empty if it does not."""
+        limits, mine, total = self._limits, client.held_bytes, self._state.ledger.held_bytes
+        if mine > limits.client_held_bytes:
+            limit = f"the limit of {limits.client_held_bytes} (client_held_bytes)"
+            return f"this client holds {mine} bytes of answers, over {limit}; drop arrays that are no longer needed"
+        if total > limits.held_bytes and self._has_share(mine, limits.held_bytes):
+            return (
+                f"clients hold {total} bytes of answers, over the limit of {limits.held_bytes} (held_bytes), and this "
+                f"one {mine} of them; drop arrays that are no longer needed"
+            )
+        return ""
+
+    def _has_share(self, mine: int, limit: int) -> bool:
+        return mine * len(self._state.clients) >= limit
+
+    # ------------------------------------------------------------------------------------ mistakes
+
+    def fine(self, client: Client, now: int) -> str:
+        """Counts a mistake. Not empty: it was one too many, and why."""
+        rate = self._limits.client_errors
+        if not rate:
+            return ""
+        client.fined_until = max(client.fined_until, now) + self._fine
+        if client.fined_until - now <= BURST_S * SECOND:
+            heard_from = client.fined_until - PATIENCE_S * SECOND
+            if heard_from > now:
+                self._state.effects.append(Pause(client.number, heard_from))
+            return ""
+        return (
+            f"this client makes more than {rate} mistakes a second, its limit (client_errors); "
+            f"{_retry('its fault is mended')}"
+        )
+
+
+def _retry(when: str) -> str:
+    return f"try again when {when}"

@@ -1,0 +1,118 @@
+"""Requests that are answered many times: parts as the model makes them, while its batch runs or long after.
+
+A request leaves its batch for `Instance.streams` (OPEN) when the batch is done and its last answer has not come.
+The rule of the file: the last answer ends a request, wherever it is; what comes after it is a worker gone wrong.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.models.instance import Batch, Instance
+from shmserve.core.models.version import Version
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.request import Request
+from shmserve.core.state import State
+from shmserve.core.states import RequestState
+from shmserve.protocol.messages import More, Row, Streamed
+
+_SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
+
+
+MOST = 2**63 - 1
+"""The largest number that a message can carry."""
+
+
+class Streams:
+    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._ends = ends
+        self._dispatcher = dispatcher
+
+    def streamed(self, version: Version, instance: Instance, message: Streamed, now: int) -> None:
+        if not version.decoupled:
+            self._dispatcher.confused(version, instance, "answers by the way")
+            return
+        for row in message.rows:
+            self._row(version, instance, row, now)
+
+    def _row(self, version: Version, instance: Instance, row: Row, now: int) -> None:
+        request = self._state.requests.get(row.request)
+        batch = instance.running
+        here = request is not None and (
+            row.request in instance.streams or (batch is not None and request.batch is batch)
+        )
+        if request is None or not here:
+            self._dispatcher.confused(version, instance, f"answer to request {row.request}")
+            return
+        taken = request.state is not _LINGERING and row.error is None and self._dispatcher.take(instance, request, row)
+        if not taken:
+            self._dispatcher.send_back(instance, row)
+        self._count(version, request, row)
+        if row.more:
+            if taken:
+                self._ends.part(request, row.outputs, row.parameters, False)
+            return
+        self._leave(instance, batch, request)
+        if request.state is _LINGERING:
+            self._ends.released(request)
+        elif row.error is not None:
+            self._ends.end_failed(request, row.error.code, row.error.text, now)
+        elif not taken:
+            text = f"{version.label} answered with memory that is not its own"
+            self._ends.end_failed(request, "INTERNAL", text, now)
+            self._dispatcher.confused(version, instance, "memory in an answer")
+        else:
+            version.statistics.answered_early(request.arrived, request.cost, now)
+            if batch is not None and request.batch is batch:
+                batch.early.append(request.arrived)
+            self._ends.part(request, row.outputs, row.parameters, True)
+            self._ends.finish(request, "")
+
+    def _count(self, version: Version, request: Request, row: Row) -> None:
+        if request.state is not _LINGERING:
+            outcome = (
+                "fail" if row.error is not None else "success" if row.outputs or row.parameters else "empty_response"
+            )
+        elif row.more:
+            return  # sent before the worker knew
+        else:
+            outcome = "cancel"
+        version.statistics.responded(request.parts, outcome, row.times)
+
+    def _leave(self, instance: Instance, batch: Batch | None, request: Request) -> None:
+        if instance.streams.pop(request.number, None) is None and batch is not None:
+            batch.left -= 1
+
+    def batch_done(self, version: Version, instance: Instance, batch: Batch, taken: int) -> None:
+        """What has not had its last answer goes on outside of the batch."""
+        for request in batch.requests():
+            if request.state is _SENT:
+                request.move(_OPEN)
+                version.statistics.queued([request.arrived], taken)
+            request.batch = None
+            batch.left -= 1
+            instance.streams[request.number] = request
+
+    def lost(self, version: Version, instance: Instance, reason: str, now: int) -> None:
+        """Its worker has ended."""
+        for request in list(instance.streams.values()):
+            count = f"{request.parts} answer{'' if request.parts == 1 else 's'}"
+            text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
+            self._ends.end_failed(request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
+        instance.streams.clear()
+
+    def more(self, request: Request, count: int) -> None:
+        """Its caller can take so many more. Noted in the request, too: should its worker die, another may have it."""
+        if request.chain is not None:
+            request.chain.room += count
+            self._state.stirred[request.chain] = None
+            return
+        options, instance = request.options, request.instance
+        if not request.version.decoupled or options is None:
+            return
+        if instance is not None and request.state in (_SENT, _OPEN):
+            self._state.send(instance.peer, More(request.number, count))
+        window = min(options.window + count, MOST)
+        request.options = replace(options, window=window)  # what is on its way stays as it is

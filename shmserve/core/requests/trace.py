@@ -1,0 +1,163 @@
+"""What happens to single requests: to those whose callers asked, by the parameter `trace_id`, one record in the log
+each; and to samples of all, as operators want them.
+
+The rule of the file: a request that is not traced pays for nothing here; the core asks only whether `open` is empty,
+and whether `samples` is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shmserve.core.effects import Log, Traced
+from shmserve.core.requests.request import Request
+from shmserve.core.states import RequestState
+from shmserve.protocol.messages import Tensor
+
+PARAMETER = "trace_id"
+ID_LENGTH = 128
+PER_SECOND = 100
+"""More are not traced: whoever may ask for inference must not be able to fill the disk of the log."""
+
+_SECOND = 1_000_000_000
+
+
+class Sample(Struct):
+    """Each `rate`-th request is traced, `left` more of them; below 0: without an end."""
+
+    rate: int
+    left: int = -1
+    seen: int = 0
+    timestamps: bool = True
+    tensors: bool = False
+
+    def takes(self) -> bool:
+        self.seen += 1
+        if self.left == 0 or self.seen < self.rate:
+            return False
+        self.seen = 0
+        if self.left > 0:
+            self.left -= 1
+        return True
+
+
+class _Open(Struct):
+    """A request that is traced. `id`: its trace_id, or "". `sample`: that it is one of. `model`: whose settings count.
+    `number`, `parent`: of the trace, and of the one of the request for which this one was made."""
+
+    id: str
+    sample: Sample | None
+    model: str = ""
+    number: int = 0
+    parent: int = 0
+    outputs: tuple[Tensor, ...] = ()
+
+
+class Traces:
+    def __init__(self) -> None:
+        self.open: dict[int, _Open] = {}
+        """Number of a request that is not answered yet -> why it is traced."""
+        self.samples: dict[str, Sample] = {}
+        """Model -> its sample; "" is for all that have none of their own. Empty: nothing is sampled."""
+        self._until = 0
+        self._left = 0
+        self._numbers = 0
+
+    def sample(self, request: Request) -> None:
+        """The request has arrived, and there are samples."""
+        found = self.samples.get(request.version.model) or self.samples.get("")
+        if found is not None and found.takes():
+            self._numbers += 1
+            self.open[request.number] = _Open("", found, request.version.model, self._numbers)
+
+    def child(self, request: Request, parent: Request) -> None:
+        """The request is a step of `parent`, an ensemble, or a call that a model makes for it. If that one belongs to a
+        sample, so does this one, whatever the settings of its model."""
+        trace = self.open.get(parent.number)
+        if trace is not None and trace.sample is not None:
+            self._numbers += 1
+            self.open[request.number] = _Open("", trace.sample, trace.model, self._numbers, trace.number)
+
+    def begin(self, request: Request, now: int) -> Log | None:
+        """The request has arrived with the parameter. Gives what to log if it is one too many."""
+        assert request.options is not None
+        if now >= self._until:
+            self._until, self._left = now + _SECOND, PER_SECOND
+        self._left -= 1
+        if self._left >= 0:
+            trace = str(request.options.parameters[PARAMETER])[:ID_LENGTH]
+            sampled = self.open.get(request.number)
+            if sampled is not None:
+                sampled.id = trace
+            else:
+                self.open[request.number] = _Open(trace, None)
+        elif self._left == -1:
+            return Log(
+                "warning", f"more than {PER_SECOND} requests in a second have a {PARAMETER}; the rest are not traced"
+            )
+        return None
+
+    def made(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
+        """An answer of it, which may have been asked for. Its caller can give the memory of an earlier part back at any
+        time: only what is in the message is kept of that."""
+        trace = self.open.get(request.number)
+        if trace is not None and trace.sample is not None and trace.sample.tensors:
+            trace.outputs = (*_inline(trace.outputs), *outputs)
+
+    def answered(self, request: Request, code: str, now: int) -> Log | Traced | None:
+        """The request has been answered: well, with code "", or not. None: it is not traced."""
+        trace = self.open.pop(request.number, None)
+        if trace is None:
+            return None
+        version = request.version
+        fields: dict[str, Any] = {
+            "trace_id": trace.id,
+            "model": version.model,
+            "version": version.number,
+            "client": request.client.number,
+            "request": request.client_number,
+            "rows": request.rows,
+            "code": code or "OK",
+            "answered_us": (now - request.arrived) // 1000,
+        }
+        if request.options is not None and request.options.id:
+            fields["id"] = request.options.id
+        fields |= _at_worker(request)
+        told = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("trace_id", "code"))
+        log = Log("info", f"trace {trace.id}: {fields['code']}, {told}", fields)
+        sample = trace.sample
+        if sample is None:
+            return log
+        times = request.batch.times if request.batch is not None else ()
+        found = Traced(
+            fields, request.arrived, times, now, log if trace.id else None, timestamps=sample.timestamps,
+            number=trace.number, parent=trace.parent, model=trace.model,
+        )  # fmt: skip
+        if sample.tensors:
+            # One that waited for its turn has returned the memory that it used.
+            inputs = _inline(request.inputs) if request.state is RequestState.DONE else request.inputs
+            found.tensors = inputs, trace.outputs
+        return found
+
+
+def _inline(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor if isinstance(tensor.data, bytes) else replace(tensor, data=()) for tensor in tensors)
+
+
+def _at_worker(request: Request) -> dict[str, Any]:
+    """What is known of its batch. Times are known if it was answered when its batch was done."""
+    instance, batch = request.instance, request.batch
+    if instance is None or batch is None:
+        return {}
+    number = batch.number or next(iter(batch.numbers), 0)
+    found: dict[str, Any] = {"instance": instance.spec.name, "batch": number, "batch_rows": batch.rows}
+    if batch.times:
+        taken, ready, computed, placed = batch.times
+        found["queued_us"] = max(0, taken - request.arrived) // 1000
+        found["input_us"] = (ready - taken) // 1000
+        found["infer_us"] = (computed - ready) // 1000
+        found["output_us"] = (placed - computed) // 1000
+    return found

@@ -1,0 +1,275 @@
+"""Is a request one that the model can take? Texts begin with the words that users of Triton know.
+
+What was found good is remembered by (name, dtype, shape), so that the usual request costs one look-up per input.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shmserve.core.policy import ModelPolicy, TensorSpec
+from shmserve.dtypes import ITEM_BYTES, elements
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import FIELD_BYTES, Options, Tensor, Wanted, WantedOutputs
+
+_REMEMBERED = 4096
+"""Shapes remembered per model version; a model with more distinct shapes than this just looks again."""
+
+_MAX_BYTES = 1 << 46
+"""No tensor is larger: what a process can map. Dims whose product is more are refused before anyone multiplies."""
+
+
+class Good(NamedTuple):
+    """What is known of an input that has been looked at. `size` -1: elements differ in length (BYTES)."""
+
+    bit: int
+    rows: int
+    size: int
+
+
+Checked = tuple[int, object, int, bool, int]
+"""(rows, signature, inline bytes, has handles, length). Two requests with equal signatures may share a batch; what is
+padded is not part of the signature, but its length is given."""
+
+
+VALUE_BYTES = 9
+"""What a number takes at most."""
+
+
+def options_bytes(options: Options) -> int:
+    """About what they take inside the message. Raises if a parameter's value is over the limit of a field."""
+    total = len(options.id) + VALUE_BYTES
+    if type(options.sequence) is str:
+        total += len(options.sequence)
+    for name, value in options.parameters.items():
+        total += len(name) + VALUE_BYTES
+        if type(value) is str:
+            size = len(value) if value.isascii() else len(value.encode())
+            if size > FIELD_BYTES:
+                raise InvalidRequest(
+                    f"the value of parameter '{name}' has {size} bytes, over the limit of {FIELD_BYTES}; send large "
+                    f"values as a tensor"
+                )
+            total += size
+    return total
+
+
+class Checker:
+    """Checks requests against one model version."""
+
+    def __init__(self, policy: ModelPolicy) -> None:
+        self._policy = policy
+        self._specs = {spec.name: spec for spec in policy.inputs}
+        self._outputs = {spec.name: spec.dtype for spec in policy.outputs}
+        self._bits = {spec.name: 1 << index for index, spec in enumerate(policy.inputs)}
+        self._least = sum(not spec.optional for spec in policy.inputs)
+        self._required = sum(self._bits[spec.name] for spec in policy.inputs if not spec.optional)
+        self._good: dict[tuple[str, str, tuple[int, ...]], Good] = {}
+        self.varies = any(spec.optional or (-1 in spec.dims and not spec.ragged) for spec in policy.inputs)
+        self._ragged = {spec.name for spec in policy.inputs if spec.ragged}
+        lead = 1 if policy.max_batch else 0
+        padded = policy.padding.inputs if policy.padding is not None else ()
+        self._padded = {name: tuple(axis + lead for axis in axes) for name, axes in padded}
+
+    def check(self, inputs: tuple[Tensor, ...], outputs: WantedOutputs | None) -> Checked:
+        mask = inline = 0
+        rows = -1
+        outside = False
+        if outputs is not None:  # before the inputs, as in Triton
+            self._check_outputs(outputs)
+            outside = any(wanted.place is not None for wanted in outputs)
+        if len(inputs) < self._least:  # before what is wrong with one of them, as in Triton
+            self._missing(inputs)
+        known = self._good
+        for tensor in inputs:
+            name = tensor.name
+            bit, its_rows, expected = known.get((name, tensor.dtype, tensor.shape)) or self._look(tensor)
+            if mask & bit:
+                raise InvalidRequest(f"input '{name}' already exists in request to model '{self._policy.name}'")
+            mask |= bit
+            if its_rows != rows:
+                rows = self._same_rows(rows, its_rows, name)
+            data = tensor.data
+            if isinstance(data, bytes):
+                size = len(data)
+                inline += size
+            else:
+                outside = True
+                size = self._size_of_parts(tensor)
+            if size != expected:
+                self._wrong_size(tensor, size, expected)
+        if mask & self._required != self._required:
+            self._missing(inputs)
+        if inline > FIELD_BYTES:
+            raise InvalidRequest(
+                f"{inline} bytes of tensors are inside the message, over the limit of {FIELD_BYTES}; "
+                f"put large ones into shared memory"
+            )
+        rows = rows if rows > 0 else 0
+        if self._padded:
+            return rows, self._padded_signature(inputs), inline, outside, self._length(inputs)
+        return rows, self._signature(inputs) if self.varies else None, inline, outside, 0
+
+    def _signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What must agree in a batch, in one order: which inputs there are, and the shapes, without the batch
+        dimension, of those that may not be ragged."""
+        lead = 1 if self._policy.max_batch else 0
+        ragged = self._ragged
+        return tuple(sorted((t.name, () if t.name in ragged else t.shape[lead:]) for t in inputs))
+
+    def _padded_signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        padded = self._padded
+        return tuple(
+            (name, tuple(-1 if axis in padded.get(name, ()) else dim for axis, dim in enumerate(shape, 1)))
+            for name, shape in self._signature(inputs)
+        )
+
+    def _length(self, inputs: tuple[Tensor, ...]) -> int:
+        """The one length of all padded inputs; 0 if the request has none of them."""
+        length, first = -1, ""
+        for tensor in inputs:
+            for axis in self._padded.get(tensor.name, ()):
+                found = tensor.shape[axis]
+                if length == -1:
+                    length, first = found, tensor.name
+                elif found != length:
+                    raise InvalidRequest(
+                        f"input '{tensor.name}' of shape {_dims(tensor.shape)} has length {found} on padded axis "
+                        f"{axis}, but input '{first}' has {length}; the padded inputs of a request to model "
+                        f"'{self._policy.name}' must have one length"
+                    )
+        return max(length, 0)
+
+    # ------------------------------------------------------------------------------------ one input
+
+    def _look(self, tensor: Tensor) -> Good:
+        """The whole check of name, type and shape; remembered if good."""
+        policy, name, shape = self._policy, tensor.name, tensor.shape
+        spec = self._specs.get(name)
+        if spec is None:
+            allowed = ", ".join(self._specs) or "none"
+            raise InvalidRequest(
+                f"unexpected inference input '{name}', allowed inputs are: {allowed} (model '{policy.name}')"
+            )
+        if tensor.dtype != spec.dtype:
+            raise InvalidRequest(
+                f"inference input '{name}' data-type is '{tensor.dtype}', but model '{policy.name}' expects "
+                f"'{spec.dtype}'"
+            )
+        self._check_shape(spec, shape)
+        rows = shape[0] if policy.max_batch else 0
+        if policy.max_batch and rows > policy.max_batch:
+            raise InvalidRequest(
+                f"inference request batch-size must be <= {policy.max_batch} for '{policy.name}' (input '{name}' has "
+                f"{rows} rows; max_batch_size in the model's configuration is the limit)"
+            )
+        item = ITEM_BYTES[spec.dtype]
+        count = elements(shape)
+        if count * max(item, 4) > _MAX_BYTES:
+            raise InvalidRequest(f"input '{name}' of shape {_dims(shape)} has {count} elements: too many to exist here")
+        good = Good(self._bits[name], rows if policy.max_batch else -1, count * item if item else -1)
+        if len(self._good) < _REMEMBERED:
+            self._good[name, tensor.dtype, shape] = good
+        return good
+
+    def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+        policy = self._policy
+        if any(dim < 0 for dim in shape):
+            raise InvalidRequest(
+                f"input '{spec.name}' for model '{policy.name}' has shape {_dims(shape)}: no dimension can be negative"
+            )
+        expected = (-1, *spec.dims) if policy.max_batch else spec.dims
+        if len(shape) == len(expected) and all(e in (-1, d) for e, d in zip(expected, shape, strict=True)):
+            return
+        note = ""
+        if policy.max_batch and len(shape) == len(spec.dims):
+            note = (
+                " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+                "prepended to each input shape."
+            )
+        raise InvalidRequest(
+            f"unexpected shape for input '{spec.name}' for model '{policy.name}'. Expected {_dims(expected)}, "
+            f"got {_dims(shape)}.{note}"
+        )
+
+    def _same_rows(self, rows: int, found: int, name: str) -> int:
+        if rows not in (-1, found):
+            raise InvalidRequest(
+                f"input '{name}' batch size does not match other inputs for '{self._policy.name}': {found} here, "
+                f"{rows} before"
+            )
+        return found
+
+    def _size_of_parts(self, tensor: Tensor) -> int:
+        if isinstance(tensor.data, int):
+            raise InvalidRequest(
+                f"input '{tensor.name}' refers to frame {tensor.data}, but no such frame came with the message; "
+                f"frames travel over ZeroMQ only"
+            )
+        assert isinstance(tensor.data, tuple)
+        return sum(handle.size for handle in tensor.data)
+
+    def _wrong_size(self, tensor: Tensor, size: int, expected: int) -> None:
+        """Not called for the usual request. BYTES come here always, as only their least size is known (expected -1)."""
+        if expected == -1:
+            least = 4 * elements(tensor.shape)
+            if size >= least and not (size and not least):
+                return
+            raise InvalidRequest(
+                f"expected {elements(tensor.shape)} string elements for inference input '{tensor.name}' for model "
+                f"'{self._policy.name}', which take at least {least} bytes, got {size} bytes"
+            )
+        raise InvalidRequest(
+            f"input byte size mismatch for input '{tensor.name}' for model '{self._policy.name}'. "
+            f"Expected {expected}, got {size}"
+        )
+
+    # ------------------------------------------------------------------------------------ the whole request
+
+    def _missing(self, inputs: tuple[Tensor, ...]) -> None:
+        required = [spec.name for spec in self._policy.inputs if not spec.optional]
+        given = [tensor.name for tensor in inputs]
+        missing = [name for name in required if name not in given]
+        total = len(self._policy.inputs)
+        expected = f"{total}" if len(required) == total else f"number of inputs between {len(required)} and {total}"
+        words = f"expected {expected} inputs" if len(required) == total else f"expected {expected}"
+        raise InvalidRequest(
+            f"{words} but got {len(given)} inputs for model '{self._policy.name}'. Got input(s) {_names(given)}, "
+            f"but missing required input(s) {_names(missing)}. Please provide all required input(s)."
+        )
+
+    def _check_outputs(self, outputs: WantedOutputs) -> None:
+        seen = set()
+        for wanted in outputs:
+            if wanted.name not in self._outputs:
+                allowed = ", ".join(sorted(self._outputs))
+                raise InvalidRequest(
+                    f"unexpected inference output '{wanted.name}' for model '{self._policy.name}', "
+                    f"its outputs are: {allowed}"
+                )
+            if wanted.name in seen:
+                raise InvalidRequest(f"output '{wanted.name}' already exists in request to model '{self._policy.name}'")
+            seen.add(wanted.name)
+            if wanted.classes:
+                self._check_classes(wanted)
+
+    def _check_classes(self, wanted: Wanted) -> None:
+        dtype = self._outputs[wanted.name]
+        if dtype in ("BYTES", "BOOL"):
+            raise InvalidRequest(
+                f"class result not available for output due to unsupported type '{dtype}': output '{wanted.name}' of "
+                f"model '{self._policy.name}'; it must be of numbers"
+            )
+        if wanted.place is not None:
+            raise InvalidRequest(
+                f"output '{wanted.name}' of model '{self._policy.name}' is wanted as {wanted.classes} classes, which "
+                f"are strings: they cannot be written into shared memory of the caller"
+            )
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def _names(names: list[str]) -> str:
+    return "[" + ",".join(f"'{name}'" for name in names) + "]"

@@ -1,0 +1,339 @@
+"""Which requests of sequences run next: direct (each sequence has its place in the batch) and oldest (dynamic batches
+of at most one request of each).
+
+The rule of the file: what happens to a sequence is noted in it when it happens, and seen to here, when its version is
+dispatched after all events of the turn.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.batching.form import Plan, Reason, form
+from shmserve.core.models.instance import Batch, Instance
+from shmserve.core.models.version import Version
+from shmserve.core.policy import SequencePolicy
+from shmserve.core.requests.client import Client
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.request import Request
+from shmserve.core.sequences.sequence import Key, Places, Sequence
+from shmserve.core.state import STOPPING, State, Timer
+from shmserve.core.states import RequestState, SequenceState, VersionState
+from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.protocol.messages import EndSequences, Options
+
+_S = SequenceState
+
+_REMEMBERED = 4096
+"""Sequences that were ended before their END, so that who goes on with one of them can be told why."""
+
+_OWN_IDS = 1 << 30
+"""Ids for requests that have none begin here: far from those that callers count, and int32 all the same."""
+
+
+class Sequencer:
+    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher) -> None:
+        self._state = state
+        self._ends = ends
+        self._dispatcher = dispatcher
+        self._lost: dict[Key, tuple[str, str]] = {}
+        """Code and text."""
+
+    # ------------------------------------------------------------------------------------ in
+
+    def version_of(self, client: Client, model: str, number: int, options: Options) -> Version | None:
+        """The generation where the sequence of this request lives, if it goes on. None: a new one begins, or none is
+        known."""
+        sequence = self._find(model, number, options.sequence, _owner(client, options))
+        if sequence is None or options.sequence_start or sequence.broken is not None:
+            return None
+        return sequence.version
+
+    def _find(self, model: str, number: int, key: int | str, user: str) -> Sequence | None:
+        """The one that callers mean who name the version by `number`: 0 for the default one."""
+        sequences = self._state.sequences
+        found = sequences.get((model, number, key, user))
+        if found is not None:
+            return found
+        if number:
+            found = sequences.get((model, 0, key, user))
+            return found if found is not None and found.version.number == number else None
+        default = self._state.ready.get(model)
+        return sequences.get((model, default.number, key, user)) if default is not None else None
+
+    def check(self, client: Client, version: Version, number: int, options: Options | None, rows: int) -> None:
+        """Raises if the request cannot be one of a sequence's."""
+        policy = version.policy
+        assert policy is not None
+        assert policy.sequence is not None
+        model = version.model
+        if rows > 1:
+            raise InvalidRequest(
+                f"inference request to model '{model}' must specify batch-size 1 due to requirements of sequence "
+                f"batcher, found {rows}"
+            )
+        key = options.sequence if options is not None else 0
+        if options is None or not key:
+            if policy.sequence.iterative:
+                return
+            raise InvalidRequest(
+                f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
+            )
+        control = policy.sequence.id_control
+        if control is not None and isinstance(key, str) is not (control.dtype == "BYTES"):
+            given = "BYTES" if isinstance(key, str) else "UINT64"
+            raise InvalidRequest(
+                f"sequence batching control '{control.name}' data-type is '{given}', but model '{model}' expects "
+                f"'{control.dtype}': found correlation ID {key!r}"
+            )
+        if isinstance(key, int) and key < 0:
+            raise InvalidRequest(f"correlation ID {key} is negative; model '{model}' takes those above 0")
+        owner = _owner(client, options)
+        sequence = self._find(model, number, key, owner)
+        if sequence is not None and sequence.broken is None and sequence.own:
+            raise InvalidRequest(f"sequence {key} of model '{model}' is that of a request that named none")
+        if options.sequence_start:
+            if self._state.draining:
+                raise Unavailable(STOPPING)
+        elif sequence is None or sequence.over or sequence.broken is not None or sequence.version is not version:
+            self._refuse((model, number, key, owner), sequence)
+
+    def _refuse(self, key: Key, sequence: Sequence | None) -> None:
+        """There is nothing that a request without START could go on with."""
+        model, _, name, _ = key
+        code, text = self._lost.get(key, ("", ""))
+        if sequence is not None and sequence.broken is not None:
+            code, text = sequence.broken
+        if code == Unavailable.code:
+            raise Unavailable(text)
+        raise InvalidRequest(
+            f"inference request for sequence {name} to model '{model}' must specify the START flag on the first "
+            f"request of the sequence{f': {text}' if text else ''}"
+        )
+
+    def put(self, version: Version, number: int, request: Request, now: int) -> None:
+        """One that was found good, and is in the tables."""
+        given = request.options
+        own = given is None or not given.sequence
+        options = self._with_id(version, request) if given is None or own else given
+        user = _owner(request.client, options)
+        sequence = self._find(version.model, number, options.sequence, user)
+        while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
+            self._leave_behind(sequence)
+            sequence = self._find(version.model, number, options.sequence, user)
+        if sequence is None:
+            key = (version.model, number, options.sequence, user)
+            worker_id = _worker_id(version, options.sequence, user, request)
+            sequence = self._state.sequences[key] = Sequence(key, worker_id, version, now, own=own)
+            sequence.places.enter(sequence)
+            self._lost.pop(key, None)
+            self._state.set_timer(now + sequence.places.policy.idle_ns, Timer.IDLE, sequence)
+            if options.queue_timeout_us:
+                self._state.set_timer(now + options.queue_timeout_us * 1000, Timer.BACKLOG, sequence)
+        same = sequence.worker_id == options.sequence
+        request.options = options if same else replace(options, sequence=sequence.worker_id)
+        request.sequence = sequence
+        sequence.requests.append(request)
+        sequence.places.waiting(request)
+        sequence.over = options.sequence_end
+        sequence.active = now
+        self._state.dirty[version] = None
+
+    def _with_id(self, version: Version, request: Request) -> Options:
+        """Of an iterative model: a request that names no sequence is one of its own."""
+        assert version.places is not None
+        control = version.places.policy.id_control
+        key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
+        made = Options() if request.options is None else replace(request.options)
+        made.sequence, made.sequence_start, made.sequence_end = key, True, True
+        return made
+
+    def _leave_behind(self, sequence: Sequence) -> None:
+        """A START has come where one of the same id lives elsewhere, has had its END, or is being ended: what it has is
+        finished, and nothing comes any more."""
+        self._forget(sequence)
+        sequence.cut = not sequence.over
+        sequence.over = True
+        sequence.stirred()
+        self._state.dirty[sequence.version] = None
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._state.sequences.get(sequence.key) is sequence:
+            del self._state.sequences[sequence.key]
+
+    # ------------------------------------------------------------------------------------ out
+
+    def dispatch(self, version: Version, now: int) -> None:
+        places = version.places
+        assert places is not None
+        version.wake = 0
+        while places.stirred:
+            stirred, places.stirred = places.stirred, {}
+            for sequence in stirred:
+                self._look_at(places, sequence, now)
+        if places.backlog and version.state is not VersionState.UNAVAILABLE:
+            places.bind_waiting(version.instances)
+        for instance in list(version.idle):
+            if instance.idle:
+                self._run(version, places, instance, now)
+        if version.wake:
+            self._state.wakes[version] = version.wake
+        else:
+            self._state.wakes.pop(version, None)
+
+    def _look_at(self, places: Places, sequence: Sequence, now: int) -> None:
+        """Something of it has ended."""
+        if sequence.state is _S.ENDED:
+            return
+        sequence.active = now
+        if sequence.broken is not None:
+            self._end_broken(places, sequence, *sequence.broken, now)
+        elif sequence.over and sequence.idle:
+            if sequence.cut:
+                self._tell_worker(sequence)
+            self._end(places, sequence)
+
+    def _end_broken(self, places: Places, sequence: Sequence, code: str, text: str, now: int) -> None:
+        if self._state.sequences.get(sequence.key) is sequence and not sequence.own:
+            self._remember(sequence, code, text)
+        self._forget(sequence)
+        while sequence.requests:
+            request = sequence.requests.popleft()
+            places.gone(request)
+            self._ends.end_early(request, code, text, now)
+        if sequence.running is None:  # else once its worker is done with that one, which is answered
+            self._tell_worker(sequence)
+            self._end(places, sequence)
+
+    def _remember(self, sequence: Sequence, code: str, text: str) -> None:
+        self._lost[sequence.key] = code, text
+        if len(self._lost) > _REMEMBERED:
+            del self._lost[next(iter(self._lost))]
+
+    def _tell_worker(self, sequence: Sequence) -> None:
+        """It ends without an END."""
+        instance = sequence.instance
+        if instance is not None and instance.peer and instance.usable:
+            self._state.send(instance.peer, EndSequences((sequence.worker_id,)))
+
+    def _end(self, places: Places, sequence: Sequence) -> None:
+        places.end(sequence)
+        self._forget(sequence)
+
+    def _run(self, version: Version, places: Places, instance: Instance, now: int) -> None:
+        """The next batch of an instance with nothing to do, if there is one."""
+        heads = [s for s in places.at(instance) if s.requests and s.running is None and s.broken is None]
+        if not heads:
+            return
+        heads.sort(key=_arrival)
+        if instance.quarantined:
+            del heads[1:]
+        signature = heads[0].requests[0].signature
+        if places.policy.direct:
+            heads = [sequence for sequence in heads if sequence.requests[0].signature == signature]
+            plan = self._plan_direct(version, places.policy, heads, now)
+        else:
+            plan = self._plan_oldest(version, places.policy, heads, now)
+        if not plan.count:
+            version.wake = min(version.wake, plan.wake) if version.wake else plan.wake
+            return
+        if not self._dispatcher.may_start(version, instance):
+            return
+        requests = []
+        for sequence in heads[: plan.count]:
+            request = sequence.running = sequence.requests.popleft()
+            request.slot = sequence.slot if places.policy.direct and version.batches else -1
+            requests.append(request)
+            places.gone(request)
+        batch = Batch([], plan.rows, plan.reason, signature, now)
+        if places.policy.direct and version.batches:
+            batch.slots = 1 + max(sequence.slot for sequence in places.at(instance))
+        self._dispatcher.start(version, instance, batch, requests, now)
+
+    def _plan_direct(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> Plan:
+        if not version.batches:
+            return Plan(1, 1, Reason.SINGLE)
+        count = len(heads)
+        if count == policy.slots:
+            return Plan(count, count, Reason.FULL)
+        wake = heads[0].requests[0].arrived + policy.delay_ns
+        if count < policy.utilization * policy.slots and now < wake:
+            return Plan(0, 0, Reason.DELAY, wake)
+        return Plan(count, count, Reason.DELAY if policy.delay_ns and now >= wake else Reason.IDLE)
+
+    def _plan_oldest(self, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> Plan:
+        if version.shape is None:
+            return Plan(1, 1, Reason.SINGLE)
+        plan = form([sequence.requests[0] for sequence in heads], version.shape, now)
+        if not plan.count and len(heads) == policy.slots:  # nobody else can come meanwhile
+            return Plan(len(heads), len(heads), Reason.FULL)
+        return plan
+
+    # ------------------------------------------------------------------------------------ what ends sequences
+
+    def again(self, version: Version, requests: list[Request]) -> None:
+        """Of an iterative model: it wants to run these once more."""
+        for request in requests:
+            request.move(RequestState.QUEUED)
+            request.instance = request.batch = None
+            if request.options is not None and request.options.sequence_start:
+                request.options = replace(request.options, sequence_start=False)
+            sequence = request.sequence
+            assert sequence is not None
+            sequence.requests.appendleft(request)
+            sequence.places.waiting(request)
+            sequence.left(request)
+        self._state.dirty[version] = None
+
+    def backlog_timeout(self, sequence: Sequence) -> None:
+        """The queue timeout of its first request. It counts for the time in the backlog alone."""
+        if sequence.state is _S.WAITING:
+            sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
+            sequence.stirred()
+            self._state.dirty[sequence.version] = None
+
+    def idle(self, sequence: Sequence, now: int) -> None:
+        """The timer of a sequence: has nothing come for it for too long?"""
+        places = sequence.version.places
+        if sequence.state is _S.ENDED or places is None:
+            return
+        until = sequence.active + places.policy.idle_ns
+        if not sequence.idle:
+            until = now + places.policy.idle_ns
+        elif until <= now:
+            idle = f"{places.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
+            sequence.fail(InvalidRequest.code, f"the last one was ended, as no request came for it for {idle}")
+            sequence.stirred()
+            self._state.dirty[sequence.version] = None
+            return
+        self._state.set_timer(until, Timer.IDLE, sequence)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.requests[0].arrived
+
+
+def _owner(client: Client, options: Options) -> str:
+    """Whose ids these are: a user's or, where the client says for whom it asks, one caller's."""
+    return f"{client.user} {options.caller}" if options.caller else client.user
+
+
+def _worker_id(version: Version, wanted: int | str, user: str, request: Request) -> int | str:
+    """Workers and models keep states by this id, so no two users' sequences may have the same."""
+    assert version.places is not None
+    other = version.places.latest.get(wanted)
+    if other is None or other.user == user:
+        return wanted
+    return _unused_id(version, isinstance(wanted, str), request)
+
+
+def _unused_id(version: Version, text: bool, request: Request) -> int | str:
+    assert version.places is not None
+    own = request.number
+    while True:
+        own = _OWN_IDS + own % _OWN_IDS
+        key = f"request {own}" if text else own
+        if key not in version.places.latest:
+            return key
+        own += 1

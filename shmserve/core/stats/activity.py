@@ -1,0 +1,58 @@
+"""What versions and instances do at this moment, for every view of it. Reads the core's tables, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Version
+
+BUSY_NS = 1_000_000_000
+BUSY_BATCHES = 10
+"""A batch takes longer than usual after both: that time, and so many times what batches of its version take."""
+
+
+def queued(versions: Iterable[Version]) -> int:
+    """Requests that no process has started: in the queue here, or waiting at a worker behind another batch."""
+    found = 0
+    for version in versions:
+        found += version.waits
+        found += sum(instance.waiting.left for instance in version.instances if instance.waiting is not None)
+    return found
+
+
+def in_flight(versions: Iterable[Version]) -> int:
+    """Requests that have been started. Of ensembles: all, as their steps wait elsewhere."""
+    found = 0
+    for version in versions:
+        found += sum(running(instance) for instance in version.instances)
+        found += version.users if version.graph is not None else 0
+    return found
+
+
+def running(instance: Instance) -> int:
+    return (instance.running.left if instance.running is not None else 0) + len(instance.streams)
+
+
+def busy_ns(version: Version, instance: Instance, now: int) -> int:
+    """How long the instance has run a batch that takes longer than usual; 0: it does not. Time in which its model
+    waits for another one does not count."""
+    batch = instance.running
+    if batch is None or instance.waits:
+        return 0
+    ran = now - batch.began - batch.waited
+    return ran if ran > max(BUSY_NS, BUSY_BATCHES * version.service_ns) else 0
+
+
+def waits_for(versions: Iterable[Version], now: int) -> str:
+    """Why an unload is not over yet."""
+    versions = list(versions)
+    started, waiting = in_flight(versions), queued(versions)
+    found = [f"{started} request(s) in flight and {waiting} queued"] if started or waiting else []
+    for version in versions:
+        for instance in version.instances:
+            ns = busy_ns(version, instance, now)
+            if ns:
+                found.append(f"instance '{instance.spec.name}' is busy with one batch for {ns / 1e9:.0f} s")
+    processes = sum(bool(instance.peer) for version in versions for instance in version.instances)
+    return ", ".join(found) or f"{processes} process(es) to end"

@@ -1,0 +1,252 @@
+"""What is counted of a model version, and of the server. The rule of the file: counts only rise, and they belong to
+the number of a version, whatever generation of it serves.
+
+Durations are sums in ns, over requests that were answered well unless another thing is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import IntEnum
+
+from msgspec import Struct, field
+
+from shmserve.core.batching.form import Reason
+from shmserve.core.limits import NAMED
+from shmserve.core.stats import histogram
+from shmserve.core.stats.latencies import FirstResponses, Summaries
+
+
+class Failure(IntEnum):
+    """Why a request was not answered well."""
+
+    REJECTED = 0  # by a limit or a policy, before any worker had it
+    CANCELED = 1  # by its caller, or as that has gone
+    BACKEND = 2  # by the model, or by the end of its process
+    OTHER = 3
+
+
+_FAILURES = {"CANCELLED": Failure.CANCELED, "QUEUE_TIMEOUT": Failure.REJECTED}
+
+
+_LIMIT = re.compile(rf"\(({'|'.join(row.name for row in NAMED)})\)")
+
+
+def limit_in(text: str) -> str:
+    """The limit that the text of an error names, as all that speak of one do: in brackets. Empty if it names none."""
+    found = _LIMIT.search(text)
+    return found[1] if found else ""
+
+
+def _none() -> list[int]:
+    return [0] * len(Failure)
+
+
+RESPONSES = 64
+"""Responses of a request that are counted by their index; later ones count as the last. Callers say how many there are,
+so without a limit the statistics would grow with the longest request."""
+
+
+class BatchCount(Struct):
+    count: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+
+class ResponseCount(Struct):
+    """Of the responses with one index, each the same one of its request. Every field is a count and a sum in ns."""
+
+    compute_infer: tuple[int, int] = (0, 0)
+    compute_output: tuple[int, int] = (0, 0)
+    success: tuple[int, int] = (0, 0)
+    fail: tuple[int, int] = (0, 0)
+    empty_response: tuple[int, int] = (0, 0)
+    cancel: tuple[int, int] = (0, 0)
+
+    def add(self, outcome: str, infer_ns: int, output_ns: int) -> None:
+        """`outcome`: success, fail, empty_response or cancel."""
+        self._add(outcome, infer_ns + output_ns)
+        if outcome != "cancel":
+            self._add("compute_infer", infer_ns)
+        if outcome in ("success", "fail"):
+            self._add("compute_output", output_ns)
+
+    def _add(self, name: str, more_ns: int) -> None:
+        count, ns = getattr(self, name)
+        setattr(self, name, (count + 1, ns + more_ns))
+
+
+class Loads(Struct):
+    """How often versions of a model were loaded."""
+
+    done: int = 0
+    failed: int = 0
+    done_ns: int = 0
+
+
+class Statistics(Struct):
+    inference_count: int = 0
+    execution_count: int = 0
+    last_inference_ns: int = 0
+    success_count: int = 0
+    success_ns: int = 0
+    fail_count: int = 0
+    fail_ns: int = 0
+    queue_ns: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+    cache_hits: int = 0
+    cache_hit_ns: int = 0
+    cache_misses: int = 0
+    cache_miss_ns: int = 0
+    """Of their lookups, and of keeping the answers."""
+    restarts: dict[str, int] = {}
+    """By the name of the instance: how often its process has ended, and another one was started."""
+    failures: list[int] = field(default_factory=_none)
+    """By Failure; their sum is fail_count."""
+    reasons: dict[Reason, int] = {}
+    batches: dict[int, BatchCount] = {}
+    """By rows."""
+    responses: list[ResponseCount] = []
+    """Of a decoupled model, by their index in the request. At most RESPONSES."""
+    elements: int = 0
+    """Rows x padded length, of all batches of a model whose inputs are padded."""
+    padded_elements: int = 0
+    """Of these, how many are padding."""
+    request_times: list[int] = field(default_factory=histogram.empty)
+    """From arrival to answer, of each request."""
+    queue_times: list[int] = field(default_factory=histogram.empty)
+    """From arrival until its batch was taken up, of each request."""
+    batch_times: list[int] = field(default_factory=histogram.empty)
+    """From taken up to outputs placed, of each batch."""
+
+    summaries: Summaries | None = None
+    first: FirstResponses | None = None
+    """None: not collected, which is the default."""
+
+    def collect(self, summaries: bool, first: FirstResponses | None) -> None:
+        """Which latencies the operator wants. What is collected goes on, as long as it has the same buckets."""
+        if summaries and self.summaries is None:
+            self.summaries = Summaries()
+        if first is not None and (self.first is None or self.first.edges_ms != first.edges_ms):
+            self.first = first
+
+    @property
+    def rejected(self) -> int:
+        return self.failures[Failure.REJECTED]
+
+    @property
+    def cancelled(self) -> int:
+        return self.failures[Failure.CANCELED]
+
+    def answered(self, arrivals: list[int], rows: int, taken: int, now: int) -> None:
+        """Requests of a batch, answered well now. Those that came together stand together, and are counted at once."""
+        count = len(arrivals)
+        if not count:
+            return
+        arrived = sum(arrivals)
+        self.success_count += count
+        self.inference_count += rows
+        self.success_ns += now * count - arrived
+        self.queue_ns += max(0, taken * count - arrived)
+        request_times, queue_times = self.request_times, self.queue_times
+        last, run = arrivals[0], 0
+        for arrived in arrivals:
+            if arrived != last:
+                request_times[(now - last).bit_length()] += run
+                queue_times[(taken - last).bit_length()] += run
+                last, run = arrived, 1
+            else:
+                run += 1
+        request_times[(now - last).bit_length()] += run
+        queue_times[(taken - last).bit_length()] += run
+        if self.summaries is not None:
+            self.summaries.answered(arrivals, taken, now)
+
+    def answered_early(self, arrived: int, rows: int, now: int) -> None:
+        """A request answered before it is known when its batch was taken up: `queued` follows."""
+        self.success_count += 1
+        self.inference_count += rows
+        self.success_ns += now - arrived
+        self.request_times[(now - arrived).bit_length()] += 1
+        if self.summaries is not None:
+            self.summaries.request.add(now - arrived, 1, now)
+
+    def queued(self, arrivals: list[int], taken: int) -> None:
+        for arrived in arrivals:
+            if taken > arrived:
+                self.queue_ns += taken - arrived
+            self.queue_times[(taken - arrived).bit_length()] += 1
+        if self.summaries is not None:
+            self.summaries.queued(arrivals, taken)
+
+    def responded(self, index: int, outcome: str, times: tuple[int, int] | None) -> None:
+        """One of a decoupled model; `outcome` as in ResponseCount.add. `times`: ns to compute, ns to place outputs."""
+        index = min(index, RESPONSES - 1)
+        while len(self.responses) <= index:
+            self.responses.append(ResponseCount())
+        self.responses[index].add(outcome, *(times or (0, 0)))
+
+    def failed(self, why: Failure, ns: int) -> None:
+        self.fail_count += 1
+        self.fail_ns += ns
+        self.failures[why] += 1
+
+    def failed_as(self, code: str, ns: int) -> None:
+        """Here, not at a worker."""
+        self.failed(_FAILURES.get(code, Failure.OTHER), ns)
+
+    def cache_hit(self, ns: int, now: int) -> None:
+        """Answered well, with nothing run."""
+        self.cache_hits += 1
+        self.cache_hit_ns += ns
+        self.success_count += 1
+        self.success_ns += ns
+        self.request_times[ns.bit_length()] += 1
+        if self.summaries is not None:
+            self.summaries.request.add(ns, 1, now)
+            self.summaries.hit.add(ns, 1, now)
+
+    def cache_miss(self, ns: int, now: int) -> None:
+        self.cache_misses += 1
+        self.cache_miss_ns += ns
+        if self.summaries is not None:
+            self.summaries.miss.add(ns, 1, now)
+
+    def ensemble_done(self, rows: int, times: Sequence[int], now: int) -> None:
+        """A request whose steps took so long together: input, infer, output ns. It counts as a batch of its own."""
+        self._add_batch(rows, *times)
+        self.input_ns += times[0]
+        self.infer_ns += times[1]
+        self.output_ns += times[2]
+        self.batch_times[sum(times).bit_length()] += 1
+        self.execution_count += 1
+        self.last_inference_ns = now
+        if self.summaries is not None:
+            self.summaries.computed(1, times, now)
+
+    def _add_batch(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        count = self.batches.get(rows)
+        if count is None:
+            count = self.batches[rows] = BatchCount()
+        count.count += 1
+        count.input_ns += input_ns
+        count.infer_ns += infer_ns
+        count.output_ns += output_ns
+
+    def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
+        """The times of a batch count once for the batch, and for each of its requests that was answered well."""
+        taken, ready, computed, placed = times
+        self._add_batch(rows, ready - taken, computed - ready, placed - computed)
+        self.input_ns += (ready - taken) * answered
+        self.infer_ns += (computed - ready) * answered
+        self.output_ns += (placed - computed) * answered
+        self.batch_times[(placed - taken).bit_length()] += 1
+        self.execution_count += 1
+        self.last_inference_ns = now
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if self.summaries is not None:
+            self.summaries.computed(answered, (ready - taken, computed - ready, placed - computed), now)

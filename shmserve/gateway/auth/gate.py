@@ -1,0 +1,158 @@
+"""What stands before each door: TLS, tokens, restricted APIs, and which headers go on to models. The rule of the file:
+what the flags name is read as a whole, or what was read before goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import ssl
+from collections.abc import Iterator
+
+from shmserve.clients.cli.commands.base import Failed, Misuse
+from shmserve.gateway.auth import restricted_apis, tls, tokens
+from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.header_forwarding import Forward
+from shmserve.gateway.auth.tls import Files, Given
+from shmserve.gateway.listeners.listen import is_local
+from shmserve.protocol.roles import INFER, OBSERVE, names
+
+log = logging.getLogger("shmserve.gateway")
+
+
+class Guard:
+    """Of one door."""
+
+    def __init__(self, access: Access, forward: Forward | None, files: Files | None, alpn: str) -> None:
+        self.access = access
+        self.forward = forward
+        self._files = files
+        self._alpn = alpn
+        self.tls = self.read_tls()
+
+    def read_tls(self) -> ssl.SSLContext | None:
+        return None if self._files is None else tls.context(self._files, self._alpn)
+
+    @property
+    def exposed(self) -> str | None:
+        return None if self._files is None else tls.exposed(self._files)
+
+    def lack(self, address: str) -> str | None:
+        """What everybody should know who opens this door to more than this machine."""
+        if is_local(address):
+            return None
+        certified = self.tls is not None and self.tls.verify_mode == ssl.CERT_REQUIRED
+        known = certified or self.access.tokens is not None
+        if self.tls is not None and known:
+            return None
+        told = []
+        if not known:
+            told.append("any client can use it without authentication (--tokens-file, --tls-client-ca)")
+        if self.tls is None:
+            told.append("traffic, including tokens, is not encrypted (--tls-cert)")
+        return f"{address} is reachable from other machines: {', and '.join(told)}"
+
+
+class Guards:
+    """Of all doors, as the flags say. Raises Failed and Misuse."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._tokens_file: str | None = args.tokens_file
+        found = self._read_tokens()
+        common = _common(args)
+        try:
+            restricted = restricted_apis.Restrictions(args.http_restricted_api)
+            rpc_restricted = restricted_apis.Restrictions(args.grpc_restricted_protocol, "protocol")
+        except ValueError as error:
+            raise Misuse(str(error)) from error
+        withheld = restricted.headers | rpc_restricted.headers | ({"authorization"} if found is not None else set())
+        forward = _forward("--http-header-forward-pattern", args.http_header_forward_pattern, withheld)
+        rpc_forward = _forward("--grpc-header-forward-pattern", args.grpc_header_forward_pattern, withheld)
+        roles, rpc_roles = _roles(args.http_roles, found), _roles(args.grpc_roles or args.http_roles, found)
+        try:
+            self.http = Guard(Access(roles, found, restricted), forward, common, "http/1.1")
+            self.metrics = Guard(Access(names(OBSERVE) if found is None else [], found), None, common, "http/1.1")
+            self.rpc = Guard(
+                Access(rpc_roles, found, rpc_restricted, "--grpc-roles"), rpc_forward, _rpc(args) or common, "h2"
+            )
+        except tls.BadCertificate as error:
+            raise Failed(str(error)) from error
+        self._tell_exposed()
+
+    def _all(self) -> Iterator[Guard]:
+        yield from (self.http, self.metrics, self.rpc)
+
+    def _read_tokens(self) -> tokens.Tokens | None:
+        if self._tokens_file is None:
+            return None
+        try:
+            return tokens.load(self._tokens_file)
+        except tokens.BadTokens as error:
+            raise Failed(f"--tokens-file {self._tokens_file}: {error}") from error
+
+    def read_again(self) -> None:
+        """Certificates and tokens. Raises Failed, and nothing has changed then."""
+        found = self._read_tokens()
+        try:
+            contexts = [guard.read_tls() for guard in self._all()]
+        except tls.BadCertificate as error:
+            raise Failed(str(error)) from error
+        for guard, context in zip(self._all(), contexts, strict=True):
+            guard.tls, guard.access.tokens = context, found
+        self._tell_exposed()
+
+    def _tell_exposed(self) -> None:
+        for text in {guard.exposed for guard in self._all()} - {None}:
+            log.warning("%s", text)
+
+
+def _roles(given: str | None, found: tokens.Tokens | None) -> list[str]:
+    """Of callers without a token."""
+    if given is not None:
+        return given.split(",")
+    return names(INFER | OBSERVE) if found is None else []
+
+
+def _common(args: argparse.Namespace) -> Files | None:
+    if args.tls_cert is None:
+        for flag, given in (("--tls-key", args.tls_key), ("--tls-client-ca", args.tls_client_ca)):
+            if given is not None:
+                raise Misuse(f"{flag} requires --tls-cert")
+        return None
+    return Files(
+        Given(args.tls_cert, "--tls-cert"),
+        _given(args.tls_key, "--tls-key"),
+        _given(args.tls_client_ca, "--tls-client-ca"),
+    )
+
+
+def _rpc(args: argparse.Namespace) -> Files | None:
+    """With Triton's flags, for gRPC alone."""
+    certificate, key, root = args.grpc_server_cert, args.grpc_server_key, args.grpc_root_cert
+    if not (args.grpc_use_ssl or args.grpc_use_ssl_mutual):
+        if certificate or key or root:
+            raise Misuse("--grpc-server-cert, --grpc-server-key and --grpc-root-cert require --grpc-use-ssl")
+        return None
+    if certificate is None:
+        raise Misuse("--grpc-use-ssl requires --grpc-server-cert")
+    if args.grpc_use_ssl_mutual and root is None:
+        raise Misuse("--grpc-use-ssl-mutual requires --grpc-root-cert")
+    mutual = root if args.grpc_use_ssl_mutual else None
+    return Files(
+        Given(certificate, "--grpc-server-cert"), _given(key, "--grpc-server-key"), _given(mutual, "--grpc-root-cert")
+    )
+
+
+def _given(path: str | None, flag: str) -> Given | None:
+    return None if path is None else Given(path, flag)
+
+
+def _forward(flag: str, pattern: str | None, withheld: set[str]) -> Forward | None:
+    if pattern is None:
+        return None
+    try:
+        return Forward(pattern, withheld)
+    except ValueError as error:
+        raise Misuse(f"{flag}: {error}") from error
+    except ImportError as error:
+        raise Failed(f"{flag} requires the package google-re2: pip install 'shmserve[gateway]'") from error

@@ -1,0 +1,98 @@
+"""Headers of a request that its model gets to see, as parameters. The rule of the file: which ones is a pattern of the
+operator's, matched in a time that grows with the name's length and with nothing else, as callers choose the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import NAME_LENGTH, PARAMETERS
+
+PATTERN_LENGTH = 1024
+_MEMORY = 1 << 20
+_REMEMBERED = 1024
+_OWN = frozenset(
+    ("headers", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
+)
+"""As parameters these mean something to the server, so they cannot be forwarded as such."""
+_OWN_PREFIX = "triton_"
+STREAM_ERROR = "triton_grpc_error"
+"""Metadata of gRPC that the server reads: never forwarded."""
+Value = Any
+
+
+class Forward:
+    """The names that the whole `pattern` fits, but not those `withheld` (in lower case): tokens and keys are no
+    business of the model's.
+
+    ValueError: it is no pattern. ImportError: there is nothing here that could match it."""
+
+    def __init__(self, pattern: str, withheld: Iterable[str] = ()) -> None:
+        import re2
+
+        if len(pattern) > PATTERN_LENGTH:
+            raise ValueError(f"the pattern has {len(pattern)} characters; the limit is {PATTERN_LENGTH}")
+        options = re2.Options()
+        options.case_sensitive = False
+        options.max_mem = _MEMORY
+        options.log_errors = False
+        try:
+            self._fits = re2.compile(pattern, options).fullmatch
+        except re2.error as error:
+            text = error.args[0] if error.args else ""
+            raise ValueError(text.decode(errors="replace") if isinstance(text, bytes) else str(text)) from None
+        self._withheld = frozenset(withheld)
+        self._known: dict[str, bool] = {}
+
+    def of(self, headers: Iterable[tuple[str, str]]) -> dict[str, str] | None:
+        """Several of one name are one, as HTTP has it; it is called as the first of them was written."""
+        found: dict[str, str] = {}
+        written: dict[str, str] = {}
+        for name, value in headers:
+            wanted = self._known.get(name)
+            if wanted is None:
+                wanted = self._wants(name)
+            if not wanted:
+                continue
+            first = written.setdefault(name.lower(), name)
+            found[first] = f"{found[first]}, {value}" if first in found else value
+        if len(found) > PARAMETERS:
+            raise InvalidRequest(
+                f"{len(found)} headers would be forwarded to the model as parameters; the limit is {PARAMETERS}"
+            )
+        return found or None
+
+    def _wants(self, name: str) -> bool:
+        low = name.lower()
+        wanted = (
+            len(name) <= NAME_LENGTH
+            and low != STREAM_ERROR
+            and low not in self._withheld
+            and self._fits(name) is not None
+        )
+        if wanted and (low in _OWN or low.startswith(_OWN_PREFIX)):
+            raise InvalidRequest(
+                f"header '{name}' is reserved for Triton usage and cannot be forwarded to the model: do not send it, "
+                "or change the header forward pattern"
+            )
+        if len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        self._known[name] = wanted
+        return wanted
+
+
+def merged(parameters: Mapping[str, Value] | None, forwarded: dict[str, str] | None) -> Mapping[str, Value] | None:
+    """The parameters of a request with its headers: what its body has under the name of one of them is left out."""
+    if not forwarded:
+        return parameters
+    found: dict[str, Value] = dict(forwarded)
+    if parameters:
+        taken = {name.lower() for name in forwarded}
+        found.update((name, value) for name, value in parameters.items() if name.lower() not in taken)
+        if len(found) > PARAMETERS:
+            raise InvalidRequest(
+                f"the request has {len(found)} parameters, including forwarded headers; the limit is {PARAMETERS}"
+            )
+    return found

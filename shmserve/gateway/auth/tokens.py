@@ -1,0 +1,113 @@
+"""Bearer tokens: who has one, and what he may do with it. The rule of the file: what is kept is the SHA-256 of a token,
+from which nobody can make it again; tokens are long and random, so nothing slower is needed.
+
+A line of the file is `NAME ROLE,ROLE SHA256`; empty lines, and those that begin with #, say nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+from hmac import compare_digest
+from typing import NamedTuple
+
+from shmserve.protocol.roles import roles_of
+
+FILE_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_REMEMBERED = 1024
+
+
+class BadTokens(Exception):
+    """The file cannot be used."""
+
+
+class Holder(NamedTuple):
+    """`name`: as in the file; not unique, as a name may have several tokens."""
+
+    name: str
+    roles: frozenset[str]
+
+
+_NOBODY = Holder("", frozenset())
+
+
+class Tokens:
+    """The tokens of one reading of the file."""
+
+    def __init__(self, text: str) -> None:
+        self._holders: dict[bytes, tuple[bytes, Holder]] = {}
+        self._known: dict[str, Holder] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip() and not line.startswith("#"):
+                try:
+                    self._add(line.split())
+                except ValueError as error:
+                    raise BadTokens(f"line {number}: {error}") from None
+
+    def _add(self, words: list[str]) -> None:
+        if len(words) != 3:
+            raise ValueError("expected NAME ROLE,ROLE SHA256, separated by spaces")
+        name, roles, digest = words
+        if not _NAME.fullmatch(name):
+            raise ValueError("a name may have up to 64 letters, digits and _ . @ -")
+        roles_of(roles)
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError("expected the SHA-256 of the token, 64 digits of 0-9 and a-f, not the token itself")
+        key = bytes.fromhex(digest)
+        if key in self._holders:
+            raise ValueError("the same token is on another line")
+        self._holders[key] = (key, Holder(name, frozenset(roles.split(","))))
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def holder(self, authorization: str) -> Holder | None:
+        """Of the value of the header Authorization; None: the token is unknown."""
+        known = self._known.get(authorization)
+        if known is not None:
+            return known
+        scheme, _, token = authorization.strip().partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        digest = hashlib.sha256(token.strip().encode(errors="replace")).digest()
+        kept, found = self._holders.get(digest, (b"", _NOBODY))
+        if not compare_digest(kept, digest):
+            return None
+        if len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        self._known[authorization] = found
+        return found
+
+
+def new(name: str, roles: str) -> tuple[str, str]:
+    """A token, and the line for it."""
+    token = secrets.token_urlsafe(32)
+    line = f"{name} {roles} {hashlib.sha256(token.encode()).hexdigest()}"
+    Tokens(line)
+    return token, line
+
+
+def load(path: str) -> Tokens:
+    """The file says who may do what, so nobody but its owner may write it."""
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            content = file.read(FILE_BYTES + 1)
+    except OSError as error:
+        raise BadTokens(error.strerror or str(error)) from error
+    if stat.S_ISREG(found.st_mode):
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise BadTokens("it is writable by other users: chmod go-w")
+        if found.st_uid not in (0, os.geteuid()):
+            raise BadTokens(f"it is owned by user {found.st_uid}, which is neither root nor the gateway's user")
+    if len(content) > FILE_BYTES:
+        raise BadTokens(f"it exceeds {FILE_BYTES} bytes")
+    try:
+        return Tokens(content.decode())
+    except UnicodeDecodeError:
+        raise BadTokens("it is not UTF-8") from None

@@ -1,0 +1,327 @@
+"""Calls with one answer: inference, and everything that the server is asked. The rule of the file: whatever goes wrong
+with a call ends that call, with a code and a text, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
+from shmserve.gateway.grpc.codes import code_of, rpc_error
+from shmserve.gateway.grpc.messages import filled, message_class, read
+from shmserve.gateway.grpc.plans import RpcPlan
+from shmserve.gateway.grpc.rpcs import Rpc
+from shmserve.gateway.grpc.wire import Answers, parameters_of
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.seam import Awaits, Stream
+from shmserve.gateway.kserve.answers import Buffer, Held, check_room
+from shmserve.gateway.kserve.status import grpc_text_of
+from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.gateway.limits.turns import SLICE_BYTES, Job
+from shmserve.gateway.upstream.device_regions import DeviceRegion
+from shmserve.gateway.upstream.documents import Flag, Known, Question, question_of
+from shmserve.gateway.upstream.link import Piece
+from shmserve.gateway.upstream.receive import Room
+from shmserve.gateway.upstream.regions import Region
+from shmserve.gateway.upstream.requests import Waiting, not_passed_on, withdraw
+from shmserve.protocol.messages import Reply
+
+if TYPE_CHECKING:
+    from shmserve.gateway.grpc.services import Services
+
+ASKED_BYTES = 64 * 1024
+"""Of a message that brings no model along: read, it takes many times as much."""
+Targets = Mapping[str, Region | DeviceRegion]
+
+
+def answer_of(
+    answers: Answers, plan: RpcPlan, request_id: str, answer: Reply | Held, targets: Targets | None, more: bytes = b""
+) -> list[Buffer]:
+    """A ModelInferResponse in pieces. `more`: further fields of it. Outputs that have a place are written there."""
+    buffers: list[list[Buffer]] | None
+    if isinstance(answer, Held):
+        found, buffers = answer.reply, answer.buffers
+    else:
+        found, buffers = answer, None
+    if targets is not None:
+        places = plan.plan.places
+        left: list[list[Buffer]] = []
+        for index, tensor in enumerate(found.outputs):
+            parts: Any = [tensor.data] if buffers is None else buffers[index]
+            if tensor.name in targets:
+                check_room(plan.plan, tensor.name, sum([len(part) for part in parts]))
+                targets[tensor.name].write(places[tensor.name], parts)
+                parts = []
+            left.append(parts)
+        buffers = left
+    if found.parameters:
+        more = parameters_of(found.parameters) + more
+    return answers.infer(plan.model, found.version, request_id, more, found.outputs, buffers)
+
+
+class _Answered(Waiting):
+    """An inference whose answer ends the call."""
+
+    __slots__ = ("_answers", "_plan", "_request_id", "_stream", "_targets")
+
+    def __init__(
+        self, stream: Stream, answers: Answers, plan: RpcPlan, request_id: str, targets: Targets | None
+    ) -> None:
+        self._stream = stream
+        self._answers = answers
+        self._plan = plan
+        self._request_id = request_id
+        self._targets = targets
+
+    def take(self, answer: Any) -> None:
+        stream = self._stream
+        stream.send(answer_of(self._answers, self._plan, self._request_id, answer, self._targets))
+        stream.finish(0)
+
+    def failed(self, error: ServeError) -> None:
+        self._stream.finish(code_of(error), grpc_text_of(error, self._request_id))
+
+
+class Unary:
+    """A call with one message either way."""
+
+    __slots__ = ("_begun", "_payer", "_services", "_stream", "_ticket")
+
+    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+        self._services = services
+        self._stream = stream
+        self._payer = payer
+        self._ticket: Waiting | None = None
+        self._begun = False
+
+    @property
+    def awaits(self) -> Awaits:
+        return Awaits.NOTHING if self._begun else Awaits.REQUEST
+
+    def message(self, data: Buffer) -> None:
+        if self._begun:
+            self.cancelled()
+            raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, but received another")
+        self._begun = True
+        self.begin(data)
+
+    def begin(self, data: Buffer) -> None:
+        raise NotImplementedError
+
+    def half_closed(self) -> None:
+        if not self._begun:
+            raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, but received none")
+
+    def room(self, size: int, first: Buffer) -> Room | None:
+        return None
+
+    def cancelled(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            withdraw(self._services.link, ticket)
+
+    def resume(self) -> None:
+        """One answer is sent whether it is read or not."""
+
+
+class InferCall(Unary):
+    """ModelInfer."""
+
+    __slots__ = ("_job", "_room")
+
+    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+        super().__init__(services, stream, payer)
+        self._room: memoryview | None = None
+        self._job: Job | None = None
+
+    def room(self, size: int, first: Buffer) -> Room | None:
+        found = self._services.room(size, first)
+        self._room = None if found is None else found.memory
+        return found
+
+    def begin(self, data: Buffer) -> None:
+        services, stream = self._services, self._stream
+        request_id = ""
+        try:
+            taken = services.take_apart(data)
+            request_id = taken.id
+            raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
+            self._room = None
+            if len(taken.head) <= SLICE_BYTES:
+                self._ask(services.plan(taken.head), raw, request_id)
+                return
+        except ServeError as error:
+            raise rpc_error(error, request_id) from error
+
+        def failed(error: Exception) -> None:
+            found = rpc_error(error if isinstance(error, ServeError) else not_passed_on(), request_id)
+            stream.finish(found.code, found.text)
+
+        work = services.plan_in_slices(taken.head)
+        self._job = services.turns.run(work, lambda plan: self._ask(plan, raw, request_id), failed)
+
+    def _ask(self, plan: RpcPlan, raw: list[Piece], request_id: str) -> None:
+        services = self._services
+        targets = services.asker.targets(plan.plan)
+        ticket = _Answered(self._stream, services.answers, plan, request_id, targets)
+        services.asker.infer(
+            self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), request_id,
+            services.forwarded(self._stream),
+        )  # fmt: skip
+        self._ticket = ticket
+
+    def cancelled(self) -> None:
+        super().cancelled()
+        if self._job is not None:
+            self._job.cancel()
+
+
+class _Asked(Waiting):
+    """What the broker says of a question goes to `told`, or the error to `failed`."""
+
+    __slots__ = ("_fail", "_question", "_tell")
+
+    def __init__(self, question: Question, tell: Callable[[Any], None], fail: Callable[[ServeError], None]) -> None:
+        self._question = question
+        self._tell = tell
+        self._fail = fail
+
+    def take(self, answer: Any) -> None:
+        self._tell(self._question.show(answer))
+
+    def failed(self, error: ServeError) -> None:
+        try:
+            self._tell(self._question.failed(error))
+        except ServeError as failure:
+            self._fail(failure)
+
+
+class AskCall(Unary):
+    """Everything that is answered by a document."""
+
+    __slots__ = ("_rpc",)
+
+    def __init__(self, services: Services, stream: Stream, payer: Payer, rpc: Rpc) -> None:
+        super().__init__(services, stream, payer)
+        self._rpc = rpc
+
+    def begin(self, data: Buffer) -> None:
+        services, rpc = self._services, self._rpc
+        try:
+            if len(data) > ASKED_BYTES and rpc.action != "load":
+                raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {ASKED_BYTES}")
+            route, given = rpc.asked(read(rpc.request, bytes(data)))
+            if route.action != rpc.action:
+                services.check(route.action, self._stream)
+            found = question_of(route, given, services.asker.regions)
+            if isinstance(found, Known):
+                self._tell(found.document)
+            else:
+                self._ticket = _Asked(found, self._tell, self._fail)
+                services.asker.ask(self._payer, self._ticket, found)
+        except ServeError as error:
+            raise rpc_error(error) from error
+
+    def _tell(self, document: Any) -> None:
+        self._stream.send([filled(self._rpc.response, self._rpc.shown(document))])
+        self._stream.finish(0)
+
+    def _fail(self, error: ServeError) -> None:
+        self._stream.finish(code_of(error), grpc_text_of(error))
+
+
+# ---------------------------------------------------------------------------------------- grpc.health.v1
+
+_ASKED = message_class("grpc.health.v1.HealthCheckRequest")
+_HEALTH = message_class("grpc.health.v1.HealthCheckResponse")
+SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
+    filled(_HEALTH, {"status": name}) for name in ("SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
+)
+LOOK_S = 1.0
+"""How often those who watch are looked for."""
+
+
+class CheckCall(Unary):
+    """Health: Check."""
+
+    __slots__ = ()
+
+    def begin(self, data: Buffer) -> None:
+        services = self._services
+        try:
+            service = read(_ASKED, bytes(data)).service
+            if service not in services.names:
+                raise NotFound(f"unknown service '{service[:80]}'")
+            self._ticket = ask_health(services, self._payer, self._tell)
+        except ServeError as error:
+            raise rpc_error(error) from error
+
+    def _tell(self, health: bytes) -> None:
+        self._stream.send([health])
+        self._stream.finish(0)
+
+
+class WatchCall(Unary):
+    """Health: Watch. The status now, and whenever it is another one."""
+
+    __slots__ = ("_said", "_timer")
+
+    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+        super().__init__(services, stream, payer)
+        self._said = b""
+        self._timer: Any = None
+
+    def begin(self, data: Buffer) -> None:
+        try:
+            service = read(_ASKED, bytes(data)).service
+        except ServeError as error:
+            raise rpc_error(error) from error
+        self._services.watches.add(self)
+        if service in self._services.names:
+            self._look()
+        else:
+            self._say(SERVICE_UNKNOWN)  # it may come one day, says the protocol; here it does not
+
+    def _look(self) -> None:
+        self._timer = None
+        try:
+            self._ticket = ask_health(self._services, self._payer, self._tell)
+        except Unavailable:  # over a share: the status is what it was until it can be asked for
+            self._look_again()
+
+    def _tell(self, health: bytes) -> None:
+        self._ticket = None
+        self._say(health)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self._timer = self._services.link.bind().call_later(LOOK_S, self._look)
+
+    def _say(self, health: bytes) -> None:
+        if health != self._said and self._stream.writable:
+            self._said = health
+            self._stream.send([health])
+
+    def cancelled(self) -> None:
+        super().cancelled()
+        self._services.watches.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def end(self) -> None:
+        """The gateway stops."""
+        self.cancelled()
+        self._say(NOT_SERVING)
+        self._stream.finish(Code.UNAVAILABLE, "the gateway is stopping")
+
+
+def ask_health(services: Services, payer: Payer, tell: Callable[[bytes], None]) -> Waiting:
+    def failed(error: ServeError) -> Any:
+        return Flag(False)
+
+    question = Question("ready", lambda said: Flag(bool(said["ready"])), failed=failed)
+    ticket = _Asked(question, lambda flag: tell(SERVING if flag.yes else NOT_SERVING), lambda error: tell(NOT_SERVING))
+    services.asker.ask(payer, ticket, question)
+    return ticket

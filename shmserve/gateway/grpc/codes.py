@@ -1,0 +1,16 @@
+"""Errors of the server -> how a call ends. The rule of the file: a service says it with a code and a text alone."""
+
+from __future__ import annotations
+
+from shmserve.errors import ServeError
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.kserve.status import grpc_of, grpc_text_of
+from shmserve.gateway.upstream.documents import BadLoad
+
+
+def code_of(error: ServeError) -> Code:
+    return Code.INTERNAL if isinstance(error, BadLoad) else Code[grpc_of(error)]
+
+
+def rpc_error(error: ServeError, request_id: str = "") -> RpcError:
+    return RpcError(code_of(error), grpc_text_of(error, request_id))

@@ -1,0 +1,192 @@
+"""Large typed contents (InferTensorContents) as tensors, in turns with other work. The rule of the file: protobuf does
+not see them, as it would make an object of each element, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from shmserve.dtypes import to_numpy
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.grpc.messages import unreadable
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.json_tensors import CONTENTS
+from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+
+AROUND_BYTES = 1 << 20
+"""Of a request, less its tensors."""
+_FIELDS = 4096
+"""Of one input, beside its contents."""
+_INPUT, _CONTENTS, _LENGTH = 0x2A, 0x2A, 2
+_NUMBERS = {1: "bool_contents", 2: "int_contents", 3: "int64_contents", 4: "uint_contents", 5: "uint64_contents",
+            6: "fp32_contents", 7: "fp64_contents", 8: "bytes_contents"}  # fmt: skip
+_WIDE = {"int_contents": np.dtype("int32"), "uint_contents": np.dtype("uint32")}
+"""Elements that are wider than those of the smallest tensors of their kind."""
+_REQUEST = "ModelInferRequest"
+
+
+class Cut(Struct):
+    """`around`: a request with empty contents. `contents`: those of each input."""
+
+    around: bytes
+    contents: list[memoryview | None]
+
+
+def cut(head: bytes) -> Cut:
+    """Takes the contents out of the inputs of a request."""
+    found = Cut(b"", [])
+    parts: list[bytes] = []
+    try:
+        for tag, begin, start, end in _fields(head, 0, len(head), _FIELDS):
+            if tag == _INPUT:
+                field, contents = _without_contents(head, start, end)
+                parts.append(field)
+                found.contents.append(contents)
+            else:
+                parts.append(head[begin:end])
+    except IndexError:
+        raise unreadable(_REQUEST) from None
+    found.around = b"".join(parts)
+    if len(found.around) > AROUND_BYTES:
+        raise InvalidRequest(f"a request may have at most {AROUND_BYTES} bytes in addition to its tensors")
+    return found
+
+
+def _without_contents(head: bytes, start: int, end: int) -> tuple[bytes, memoryview | None]:
+    parts: list[bytes] = []
+    contents: memoryview | None = None
+    for tag, begin, first, last in _fields(head, start, end, _FIELDS):
+        if tag != _CONTENTS:
+            parts.append(head[begin:last])
+        elif contents is not None:
+            raise unreadable(_REQUEST)
+        else:
+            contents = memoryview(head)[first:last]
+            parts.append(b"\x2a\0")
+    body = b"".join(parts)
+    return b"\x2a" + _varint(len(body)) + body, contents
+
+
+def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Tag, place, place of the value and its end."""
+    for _ in range(most):
+        if at == end:
+            return
+        tag, value = _number(data, at)
+        if tag & 7 == _LENGTH:
+            size, value = _number(data, value)
+            after = value + size
+        elif tag & 7 == 0:
+            after = _number(data, value)[1]
+        elif tag & 7 in (1, 5):
+            after = value + (8 if tag & 7 == 1 else 4)
+        else:
+            raise unreadable(_REQUEST)
+        if after > end:
+            raise unreadable(_REQUEST)
+        yield tag, at, value, after
+        at = after
+    raise InvalidRequest(f"a request has more than {most} fields")
+
+
+def _number(data: Buffer, at: int) -> tuple[int, int]:
+    found = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        at += 1
+        found |= (byte & 127) << shift
+        if byte < 128:
+            return found, at
+    raise unreadable(_REQUEST)
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+# ---------------------------------------------------------------------------------------- elements
+
+
+def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> Work[bytearray]:
+    """The elements in the tensor's own form: up to `most` bytes of numbers; strings take at most twice as much as in
+    the message."""
+    field = CONTENTS.get(dtype)
+    if field is None:
+        raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")
+    found = bytearray()
+    at = due = 0
+    try:
+        while at < len(contents):
+            tag, size, value = contents[at], contents[at + 1], at + 2
+            if tag > 127 or size > 127:
+                tag, value = _number(contents, at)
+                size, value = _number(contents, value)
+            at = value + size
+            other = _NUMBERS.get(tag >> 3)
+            if tag & 7 != _LENGTH or at > len(contents) or other is None:
+                raise unreadable(_REQUEST)
+            if other != field:
+                raise InvalidRequest(
+                    f"input '{name}' is of {dtype}, whose elements are in {field}, and {other} has some"
+                )
+            if field == "bytes_contents":
+                found += size.to_bytes(4, "little") + contents[value:at]
+                if len(found) > due:
+                    due = len(found) + SLICE_BYTES // 4  # a slice of short ones is thousands of steps
+                    yield
+            else:
+                for _ in _packed(name, dtype, field, contents[value:at], found):
+                    if len(found) > most:
+                        raise InvalidRequest(
+                            f"input '{name}' exceeds {most} bytes of {dtype}; raise --grpc-max-input-size"
+                        )
+                    yield
+    except IndexError:
+        raise unreadable(_REQUEST) from None
+    return found
+
+
+def _packed(name: str, dtype: str, field: str, data: memoryview, found: bytearray) -> Work[None]:
+    kind = to_numpy(dtype)
+    if field in ("fp32_contents", "fp64_contents"):
+        if len(data) % kind.itemsize:
+            raise unreadable(_REQUEST)
+        found += data
+        return
+    wide = _WIDE.get(field, kind)
+    at = 0
+    while at < len(data):
+        part = np.frombuffer(data, np.uint8, min(SLICE_BYTES, len(data) - at), at)
+        ends = np.flatnonzero(part < 128)
+        if not len(ends):
+            raise unreadable(_REQUEST)
+        values = _varints(part, ends)
+        array = values != 0 if dtype == "BOOL" else values.astype(wide)
+        narrow = array.astype(kind)
+        if not np.array_equal(narrow, array):
+            raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype}")
+        found += narrow.tobytes()
+        at += int(ends[-1]) + 1
+        yield
+
+
+def _varints(part: npt.NDArray[np.uint8], ends: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    lengths = ends - starts + 1
+    longest = int(lengths.max())
+    if longest > 10:
+        raise unreadable(_REQUEST)
+    values = (part[starts] & 127).astype(np.uint64)
+    for place in range(1, longest):
+        more = np.flatnonzero(lengths > place)
+        values[more] |= (part[starts[more] + place] & 127).astype(np.uint64) << np.uint64(7 * place)
+    return values

@@ -1,0 +1,157 @@
+"""What stands around the tensors of a gRPC request -> a Plan of what the broker is asked. The rule of the file: bytes
+in, a Plan or InvalidRequest out, with the limits checked before anything is unrolled into Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.grpc import contents
+from shmserve.gateway.grpc.messages import message_class, read
+from shmserve.gateway.http2.limits import MESSAGE_BYTES
+from shmserve.gateway.kserve.json_tensors import contents_to_bytes
+from shmserve.gateway.kserve.plans import (
+    Place,
+    Plan,
+    Spec,
+    Value,
+    add_outputs,
+    check_tensor,
+    check_version,
+    options_of,
+    place_of,
+)
+from shmserve.gateway.limits.turns import Work
+from shmserve.protocol.messages import DIMS, PARAMETERS, TENSORS
+
+_REMEMBERED = 1024
+_REMEMBERED_BYTES = 2048
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_REQUEST = message_class("inference.ModelInferRequest")
+_PARAMETERS = 2 * PARAMETERS
+"""Of one map: those of the model, and those that are the server's."""
+
+
+class RpcPlan(Struct):
+    """`raw`: so many tensors come as bytes beside it. It may be used again: nothing of it is ever changed."""
+
+    model: str
+    version: str
+    plan: Plan
+    raw: int
+    contents: str = ""
+    """The first input with typed contents."""
+    empty_final: bool = False
+
+
+class RpcPlans:
+    """Plans of what came before: callers repeat themselves, and what is equal to the byte means the same."""
+
+    def __init__(self, most_bytes: int = MESSAGE_BYTES) -> None:
+        self._known: dict[bytes, RpcPlan] = {}
+        self._most_bytes = most_bytes
+
+    def plan(self, head: bytes) -> RpcPlan:
+        found = self._known.get(head)
+        if found is not None:
+            return found
+        made = plan_of(head)
+        if len(head) <= _REMEMBERED_BYTES and not made.contents:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[head] = made
+        return made
+
+    def in_slices(self, head: bytes) -> Work[RpcPlan]:
+        """The plan of a large one."""
+        return (yield from plan_in_slices(head, self._most_bytes))
+
+
+def plan_of(head: bytes) -> RpcPlan:
+    request = _request_of(head)
+    return _plan(request, [_spec(one) for one in request.inputs])
+
+
+def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> Work[RpcPlan]:
+    """The same, in turns with other work: contents are not read by protobuf. `most`: bytes of a tensor of numbers,
+    which may take eight times as much as in the message."""
+    found = contents.cut(head)
+    request = _request_of(found.around)
+    specs = []
+    for one, data in zip(request.inputs, found.contents, strict=True):
+        if data is None:
+            specs.append(_spec(one))
+        else:
+            name, dtype, shape = _described(one)
+            _place(one)
+            made = yield from contents.to_bytes(name, dtype, data, most)
+            specs.append(Spec(name, dtype, shape, len(made), made))
+    return _plan(request, specs)
+
+
+def _request_of(head: bytes) -> Any:
+    request = read(_REQUEST, head)
+    if len(request.inputs) > TENSORS:
+        raise InvalidRequest(f"the request has {len(request.inputs)} inputs; the limit is {TENSORS}")
+    return request
+
+
+def _plan(request: Any, specs: list[Spec]) -> RpcPlan:
+    given = parameters_of("the request", request.parameters)
+    empty_final = given.pop(_EMPTY_FINAL, False)
+    if type(empty_final) is not bool:
+        raise InvalidRequest(f"'{_EMPTY_FINAL}' must be true or false, not {empty_final!r:.40}")
+    with_contents = next((one.name for one in request.inputs if one.HasField("contents")), "")
+    plan = Plan(tuple(specs), 0, options_of("", given))
+    if len(request.outputs):
+        add_outputs(plan, [_output(one) for one in request.outputs[: TENSORS + 1]])
+    raw = sum([spec.follows for spec in specs])
+    return RpcPlan(request.model_name, check_version(request.model_version), plan, raw, with_contents, empty_final)
+
+
+def _output(one: Any) -> tuple[str, dict[str, Value]]:
+    return one.name, parameters_of(f"output '{one.name[:80]}'", one.parameters)
+
+
+def _described(one: Any) -> tuple[str, str, tuple[int, ...]]:
+    if len(one.shape) > DIMS:
+        raise InvalidRequest(f"input '{one.name[:80]}' has {len(one.shape)} dims; the limit is {DIMS}")
+    return one.name, one.datatype, check_tensor(one.name, one.datatype, one.shape)
+
+
+def _place(one: Any) -> Place | None:
+    """Of an input, whose data is then nowhere else."""
+    place: Place | None = None
+    if one.parameters:
+        what = f"input '{one.name}'"
+        place = place_of(what, parameters_of(what, one.parameters))
+    if place is not None and one.HasField("contents"):
+        raise InvalidRequest(f"input '{one.name}' is in a shared memory region, but also has data")
+    return place
+
+
+def _spec(one: Any) -> Spec:
+    name, dtype, shape = _described(one)
+    place = _place(one)
+    if place is not None:
+        return Spec(name, dtype, shape, place.size, None, place)
+    if one.HasField("contents"):
+        data = contents_to_bytes(name, dtype, one.contents)
+        return Spec(name, dtype, shape, len(data), data)
+    return Spec(name, dtype, shape, 0)
+
+
+def parameters_of(what: str, given: Any) -> dict[str, Value]:
+    """A map of InferParameter."""
+    if len(given) > _PARAMETERS:
+        raise InvalidRequest(f"{what} has {len(given)} parameters; the limit is {PARAMETERS}")
+    found: dict[str, Value] = {}
+    for name, parameter in given.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidRequest(f"parameter '{name[:80]}' of {what} has no value")
+        found[name] = getattr(parameter, kind)
+    return found

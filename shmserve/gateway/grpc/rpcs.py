@@ -1,0 +1,191 @@
+"""The table of calls that are answered by documents: what each message asks for, and how the document is a message. The
+rule of the file: one row for each call, and nothing is decided here that HTTP would decide in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.grpc.messages import INFERENCE, message_class, methods
+from shmserve.gateway.kserve.plans import check_version
+from shmserve.gateway.upstream.device_regions import DeviceOrder
+from shmserve.gateway.upstream.documents import Arguments, Route, unknown_of_load
+from shmserve.gateway.upstream.regions import Order
+
+Asked = tuple[Route, Arguments]
+
+
+class Rpc(Struct):
+    """`action`: what a caller needs to be allowed. `asked`: a message -> what is wanted. `shown`: a document -> the
+    fields of the answer."""
+
+    action: str
+    request: Any
+    response: Any
+    asked: Callable[[Any], Asked]
+    shown: Callable[[Any], dict[str, Any]]
+
+
+# ---------------------------------------------------------------------------------------- what is asked
+
+
+def _plain(action: str) -> Callable[[Any], Asked]:
+    return lambda message: (Route(action), Arguments())
+
+
+def _of_model(action: str) -> Callable[[Any], Asked]:
+    return lambda message: (Route(action, message.name, check_version(message.version)), Arguments())
+
+
+def _index(message: Any) -> Asked:
+    if message.repository_name:
+        return Route("named_repository"), Arguments()
+    return Route("index"), Arguments(only_ready=message.ready)
+
+
+def _load(message: Any) -> Asked:
+    if message.repository_name:
+        return Route("named_repository"), Arguments()
+    found = Arguments(files={})
+    for name, parameter in message.parameters.items():
+        if name == "config":
+            found.config = _value(name, parameter, "string_param")
+        elif name.startswith("file:"):
+            found.files[name.removeprefix("file:")] = _value(name, parameter, "bytes_param")
+        elif name == "previous":
+            found.previous = _value(name, parameter, "bool_param")
+        else:
+            raise unknown_of_load(name)
+    return Route("load", message.model_name), found
+
+
+def _unload(message: Any) -> Asked:
+    if message.repository_name:
+        return Route("named_repository"), Arguments()
+    found = Arguments()
+    for name, parameter in message.parameters.items():
+        if name not in ("unload_dependents", "force"):
+            known = "supported are 'unload_dependents' and 'force'"
+            raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; {known}")
+        setattr(found, name, _value(name, parameter, "bool_param"))
+    return Route("unload", message.model_name), found
+
+
+def _value(name: str, parameter: Any, kind: str) -> Any:
+    found = parameter.WhichOneof("parameter_choice")
+    if found != kind:
+        raise InvalidRequest(f"parameter '{name[:80]}' is given as {found or 'nothing'}; expected a {kind}")
+    return getattr(parameter, kind)
+
+
+def _memory(action: str, kind: str) -> Callable[[Any], Asked]:
+    return lambda message: (Route(action, message.name, kind=kind), Arguments())
+
+
+def _register(message: Any) -> Asked:
+    order = Order(message.key, message.byte_size, message.offset)
+    return Route("memory_register", message.name, kind="system"), Arguments(order=order)
+
+
+def _register_cuda(message: Any) -> Asked:
+    order = DeviceOrder(message.raw_handle, message.device_id, message.byte_size)
+    return Route("memory_register", message.name, kind="cuda"), Arguments(order=order)
+
+
+def _trace(message: Any) -> Asked:
+    if not message.settings:
+        return Route("trace", message.model_name), Arguments()
+    settings = {name: list(one.value) or None for name, one in message.settings.items()}
+    return Route("set_trace", message.model_name), Arguments(settings=settings)
+
+
+def _log(message: Any) -> Asked:
+    if not message.settings:
+        return Route("log"), Arguments()
+    settings = {}
+    for name, one in message.settings.items():
+        kind = one.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidRequest(f"the log setting '{name[:80]}' has no value")
+        settings[name] = getattr(one, kind)
+    return Route("set_log"), Arguments(settings=settings)
+
+
+# ---------------------------------------------------------------------------------------- what is answered
+
+
+def _same(document: Any) -> dict[str, Any]:
+    return dict(document)
+
+
+def _under(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda document: {name: document}
+
+
+def _flag(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda document: {name: document.yes}
+
+
+def _nothing(document: Any) -> dict[str, Any]:
+    return {}
+
+
+def _regions(document: Any) -> dict[str, Any]:
+    return {"regions": {region["name"]: region for region in document}}
+
+
+def _trace_settings(document: Any) -> dict[str, Any]:
+    return {"settings": {name: {"value": _texts(value)} for name, value in document.items()}}
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+
+
+def _log_settings(document: Any) -> dict[str, Any]:
+    return {"settings": {name: {_kind(value): value} for name, value in document.items()}}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "bool_param"
+    return "uint32_param" if isinstance(value, int) else "string_param"
+
+
+_TABLE: dict[str, tuple[str, Callable[[Any], Asked], Callable[[Any], dict[str, Any]]]] = {
+    "ServerLive": ("live", _plain("live"), _flag("live")),
+    "ServerReady": ("ready", _plain("ready"), _flag("ready")),
+    "ModelReady": ("model_ready", _of_model("model_ready"), _flag("ready")),
+    "ServerMetadata": ("metadata", _plain("metadata"), _same),
+    "ModelMetadata": ("model_metadata", _of_model("model_metadata"), _same),
+    "ModelConfig": ("config", _of_model("config"), _under("config")),
+    "ModelStatistics": ("statistics", _of_model("statistics"), _same),
+    "RepositoryIndex": ("index", _index, _under("models")),
+    "RepositoryModelLoad": ("load", _load, _nothing),
+    "RepositoryModelUnload": ("unload", _unload, _nothing),
+    "SystemSharedMemoryStatus": ("memory_status", _memory("memory_status", "system"), _regions),
+    "SystemSharedMemoryRegister": ("memory_register", _register, _nothing),
+    "SystemSharedMemoryUnregister": ("memory_unregister", _memory("memory_unregister", "system"), _nothing),
+    "CudaSharedMemoryStatus": ("memory_status", _memory("memory_status", "cuda"), _regions),
+    "CudaSharedMemoryRegister": ("memory_register", _register_cuda, _nothing),
+    "CudaSharedMemoryUnregister": ("memory_unregister", _memory("memory_unregister", "cuda"), _nothing),
+    "TraceSetting": ("trace", _trace, _trace_settings),
+    "LogSettings": ("log", _log, _log_settings),
+}
+
+
+def _rpcs() -> dict[str, Rpc]:
+    found = {}
+    known = methods(INFERENCE)
+    for name, (action, asked, shown) in _TABLE.items():
+        method = known[name]
+        request, response = message_class(method.input_type.full_name), message_class(method.output_type.full_name)
+        found[name] = Rpc(action, request, response, asked, shown)
+    return found
+
+
+RPCS = _rpcs()

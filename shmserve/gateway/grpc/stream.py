@@ -1,0 +1,287 @@
+"""ModelStreamInfer: requests one after another over one call, and their answers. The rule of the file: an error ends
+its request and not the stream, unless the caller has asked for that.
+
+As in Triton, answers of models that are not decoupled are sent in the order of their requests, and those of decoupled
+models as they come. The broker tells them apart: a decoupled model answers with Parts, any other with a Reply.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import ServeError, Unavailable
+from shmserve.gateway.auth.header_forwarding import STREAM_ERROR
+from shmserve.gateway.grpc.calls import Targets, answer_of
+from shmserve.gateway.grpc.codes import code_of
+from shmserve.gateway.grpc.plans import RpcPlan
+from shmserve.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed
+from shmserve.gateway.http2.codes import Code
+from shmserve.gateway.http2.seam import Awaits, Stream
+from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.gateway.kserve.status import text_of
+from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.gateway.limits.turns import SLICE_BYTES, Job
+from shmserve.gateway.upstream.link import Piece
+from shmserve.gateway.upstream.receive import Room
+from shmserve.gateway.upstream.requests import InParts, not_passed_on, withdraw
+from shmserve.protocol.messages import Reply
+from shmserve.session import WINDOW
+
+if TYPE_CHECKING:
+    from shmserve.gateway.grpc.services import Services
+
+MOST = 256
+"""Requests of one stream that are not answered. The next ones wait at the caller."""
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+_MODELS = 1024
+"""With this in the metadata, an error ends the stream with its code."""
+
+
+class _Request(InParts):
+    __slots__ = ("call", "final", "plan", "replied", "request_id", "targets", "version", "whole")
+
+    def __init__(self, call: StreamCall) -> None:
+        super().__init__(WINDOW)
+        self.call = call
+        self.plan: RpcPlan | None = None
+        self.request_id = ""
+        self.targets: Targets | None = None
+        self.version = 0
+        self.final = False
+        """Its last answer is handed on, and had outputs."""
+        self.replied = False
+        """Its answer is a Reply: the model is not decoupled."""
+        self.whole = True
+        """As far as is known, the model is not decoupled."""
+
+    def settle(self, answer: Any) -> None:
+        self.replied = True
+        super().settle(answer)
+
+    def news(self) -> None:
+        self.call.news(self)
+
+
+class StreamCall:
+    def __init__(self, services: Services, stream: Stream, payer: Payer) -> None:
+        self._services = services
+        self._payer = payer
+        self._stream = stream
+        self._live: dict[_Request, None] = {}
+        self._in_order: deque[_Request] = deque()
+        """Those whose model is not decoupled, as far as is known."""
+        self._no_more = False
+        self._paused = False
+        self._ends = stream.metadata.get(STREAM_ERROR) == "true"
+        self._over = False
+        self._room: memoryview | None = None
+        """What the next message is read to."""
+        self._job: Job | None = None
+        services.streams.add(self)
+
+    # ------------------------------------------------------------------------------------ what comes
+
+    @property
+    def awaits(self) -> Awaits:
+        return Awaits.NOTHING if self._live else Awaits.NEXT_REQUEST
+
+    def message(self, data: Buffer) -> None:
+        services = self._services
+        ticket = _Request(self)
+        self._live[ticket] = None
+        try:
+            taken = services.take_apart(data)
+            ticket.request_id = taken.id
+            if services.stopping:
+                raise Unavailable(STOPPING)
+            raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
+            self._room = None
+            if len(taken.head) > SLICE_BYTES:
+                self._begin_in_slices(ticket, taken.head, raw)
+                return
+            self._ask(ticket, services.plan(taken.head), raw)
+        except ServeError as error:
+            self._refuse(ticket, error)
+        self._room = None
+        if len(self._live) >= MOST and not self._paused:
+            self._paused = True
+            self._stream.pause()
+
+    def _begin_in_slices(self, ticket: _Request, head: bytes, raw: list[Piece]) -> None:
+        """The next requests wait, as they are begun in order."""
+        self._stream.pause()
+
+        def go_on() -> None:
+            self._paused = not self._over and len(self._live) >= MOST
+            if not self._paused:
+                self._stream.unpause()
+
+        def then(plan: RpcPlan) -> None:
+            self._ask(ticket, plan, raw)
+            go_on()
+
+        def failed(error: Exception) -> None:
+            self._refuse(ticket, error if isinstance(error, ServeError) else not_passed_on())
+            go_on()
+
+        self._job = self._services.turns.run(self._services.plan_in_slices(head), then, failed)
+
+    def _ask(self, ticket: _Request, plan: RpcPlan, raw: list[Piece]) -> None:
+        services, asker = self._services, self._services.asker
+        ticket.plan = plan
+        if plan.model in services.decoupled:
+            ticket.whole = False
+        else:
+            self._in_order.append(ticket)
+        ticket.targets = asker.targets(plan.plan)
+        asker.infer(
+            self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), ticket.request_id,
+            services.forwarded(self._stream), WINDOW,
+        )  # fmt: skip
+
+    def _refuse(self, ticket: _Request, error: ServeError) -> None:
+        if ticket.plan is None:
+            self._in_order.append(ticket)
+        ticket.fail(error)
+
+    def room(self, size: int, first: Buffer) -> Room | None:
+        found = self._services.room(size, first)
+        self._room = None if found is None else found.memory
+        return found
+
+    def half_closed(self) -> None:
+        self._no_more = True
+        if not self._live:
+            self._finish(0)
+
+    def cancelled(self) -> None:
+        self._over = True
+        self._services.streams.discard(self)
+        link = self._services.link
+        live, self._live = list(self._live), {}
+        self._in_order.clear()
+        if self._job is not None:
+            self._job.cancel()
+        for ticket in live:
+            ticket.parts.clear()
+            if not ticket.ended:
+                ticket.ended = True
+                withdraw(link, ticket)
+
+    def stop(self) -> None:
+        """The gateway stops: what is here is answered, and then the stream ends."""
+        if not self._live:
+            self._finish(Code.UNAVAILABLE, "the gateway is stopping")
+
+    # ------------------------------------------------------------------------------------ what is answered
+
+    def news(self, ticket: _Request) -> None:
+        if self._over:
+            return
+        if ticket.whole and not ticket.replied and ticket.error is None:
+            self._is_decoupled(ticket)
+        if ticket.whole:
+            self._send_in_order()
+        else:
+            self._send(ticket)
+        self._send_returns()
+
+    def resume(self) -> None:
+        if self._over:
+            return
+        for ticket in [ticket for ticket in self._live if not ticket.whole]:
+            if not self._over:
+                self._send(ticket)
+        self._send_in_order()
+        self._send_returns()
+
+    def _is_decoupled(self, ticket: _Request) -> None:
+        """No request of its model waits in line, nor do others wait for one."""
+        assert ticket.plan is not None
+        model, known = ticket.plan.model, self._services.decoupled
+        if len(known) >= _MODELS:
+            known.clear()
+        known.add(model)
+        waiting, self._in_order = self._in_order, deque()
+        for one in waiting:
+            if one.plan is not None and one.plan.model == model:
+                one.whole = False
+                self._send(one)
+            else:
+                self._in_order.append(one)
+        self._send_in_order()
+
+    def _send_in_order(self) -> None:
+        waiting = self._in_order
+        while waiting and waiting[0].ended and self._stream.writable and not self._over:
+            ticket = waiting.popleft()
+            ticket.whole = False  # whatever is left of it goes on by itself
+            self._send(ticket)
+
+    def _send_returns(self) -> None:
+        link = self._services.link
+        if link.session.outbox.messages:
+            link.send_soon()
+
+    def _send(self, ticket: _Request) -> None:
+        """What has come of it, as far as the caller reads."""
+        stream, session = self._stream, self._services.link.session
+        try:
+            while ticket.parts and stream.writable:
+                part: Any = session.next_part(ticket)
+                self._send_part(ticket, part)
+        except ServeError as error:
+            self._give_up(ticket, error)
+        except Exception:
+            self._give_up(ticket, not_passed_on())
+        if ticket.ended and not ticket.parts and stream.writable and ticket in self._live:
+            self._end(ticket)
+
+    def _send_part(self, ticket: _Request, part: Held) -> None:
+        plan, reply = ticket.plan, part.reply
+        assert plan is not None
+        ticket.version = reply.version
+        ticket.final = isinstance(reply, Reply) or reply.last
+        more = IS_FINAL if ticket.final else NOT_FINAL
+        answers = self._services.answers
+        self._stream.send(streamed(answer_of(answers, plan, ticket.request_id, part, ticket.targets, more)))
+
+    def _give_up(self, ticket: _Request, error: ServeError) -> None:
+        """Nothing more of it is wanted."""
+        if not ticket.ended:
+            withdraw(self._services.link, ticket)
+        ticket.parts.clear()
+        ticket.ended = True
+        ticket.error = error
+
+    def _end(self, ticket: _Request) -> None:
+        """All that has come of it is sent, and no more will come."""
+        del self._live[ticket]
+        error, plan, stream = ticket.error, ticket.plan, self._stream
+        if error is not None:
+            text = text_of(error, ticket.request_id)
+            if self._ends:
+                self._finish(code_of(error), text)
+                self.cancelled()
+                return
+            stream.send([stream_error(text, ticket.request_id)])
+        elif plan is not None and plan.empty_final and not ticket.final:
+            stream.send(
+                streamed(
+                    self._services.answers.infer(plan.model, ticket.version, ticket.request_id, IS_FINAL, (), None)
+                )
+            )
+        if self._paused and len(self._live) <= MOST // 2:
+            self._paused = False
+            stream.unpause()
+        if not self._live and not self._over:
+            if self._no_more:
+                self._finish(0)
+            elif self._services.stopping:
+                self.stop()
+
+    def _finish(self, code: int, text: str = "") -> None:
+        self._over = True
+        self._services.streams.discard(self)
+        self._stream.finish(code, text)

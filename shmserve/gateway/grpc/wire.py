@@ -1,0 +1,228 @@
+"""Requests to models taken apart, and answers put together, as bytes of protobuf. The rule of the file: the bytes of
+tensors are not touched, only the fields around them.
+
+What stands around them is understood by protobuf itself, once for all requests where it is the same (`grpc_plans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shmserve.errors import Internal, InvalidRequest
+from shmserve.gateway.grpc.messages import message_class, unreadable
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.upstream.link import Piece
+from shmserve.protocol.messages import INLINE_BYTES, Tensor, Value
+
+FIELDS = 1024
+"""The most that one request has: inputs, outputs and parameters have lower limits of their own."""
+_ID, _RAW = 0x1A, 0x3A
+_TAKEN = frozenset((_ID, _RAW))
+_OTHERS = frozenset((0x0A, 0x12, 0x22, 0x2A, 0x32))
+_REMEMBERED = 4096
+_REQUEST = "ModelInferRequest"
+_TENSOR = message_class("inference.ModelInferResponse.InferOutputTensor")
+_INT64_MAX = 2**63 - 1
+_RESPONSE = message_class("inference.ModelInferResponse")
+_STREAMED = message_class("inference.ModelStreamInferResponse")
+
+
+class Taken:
+    """A request in two: what says how it is meant, without the id, and the bytes of its tensors."""
+
+    __slots__ = ("head", "id", "raw")
+
+    def __init__(self, head: bytes, request_id: str, raw: list[Piece]) -> None:
+        self.head = head
+        self.id = request_id
+        self.raw = raw
+
+
+def take_apart(data: Buffer) -> Taken:
+    """InvalidRequest: these are not the bytes of a request."""
+    size = len(data)
+    whole: Buffer = data if size <= INLINE_BYTES else memoryview(data)
+    request_id = ""
+    raw: list[Piece] = []
+    runs: list[Buffer] = []
+    begin = at = 0
+    try:
+        for _ in range(FIELDS):
+            if at >= size:
+                break
+            tag, length = data[at], data[at + 1]
+            start = at + 2
+            if length > 127:
+                length, start = _number(data, at + 1)
+            end = start + length
+            if tag in _TAKEN:
+                if at > begin:
+                    runs.append(whole[begin:at])
+                if tag == _RAW:
+                    raw.append(whole[start:end])
+                else:
+                    request_id = bytes(data[start:end]).decode()
+                begin = end
+            elif tag not in _OTHERS:
+                end = _behind(data, at)
+            at = end
+    except (IndexError, UnicodeDecodeError):
+        raise unreadable(_REQUEST) from None
+    if at != size:
+        if at < size:
+            raise InvalidRequest(f"a request has more than {FIELDS} inputs, outputs and parameters")
+        raise unreadable(_REQUEST)
+    if size > begin:
+        runs.append(whole[begin:])
+    return Taken(bytes(runs[0]) if len(runs) == 1 else b"".join(runs), request_id, raw)
+
+
+def tensor_at(first: Buffer) -> int | None:
+    """Where in a request the first large tensor begins, as far as `first` of its bytes say."""
+    at = 0
+    try:
+        for _ in range(FIELDS):
+            length, start = _number(first, at + 1)
+            if first[at] == _RAW and length > INLINE_BYTES:
+                return start
+            at = start + length
+    except (IndexError, InvalidRequest):
+        return None
+    return None
+
+
+def _number(data: Buffer, at: int) -> tuple[int, int]:
+    """A varint, and where it ends."""
+    found = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        at += 1
+        found |= (byte & 127) << shift
+        if byte < 128:
+            return found, at
+    raise unreadable(_REQUEST)
+
+
+def _behind(data: Buffer, at: int) -> int:
+    """The end of a field that is not one of ours."""
+    tag, at = _number(data, at)
+    kind = tag & 7
+    if kind == 0:
+        return _number(data, at)[1]
+    if kind == 1:
+        return at + 8
+    if kind == 5:
+        return at + 4
+    if kind != 2 or tag >> 3 in range(1, 8):  # groups; and our fields written in a way that nobody writes them
+        raise unreadable(_REQUEST)
+    length, at = _number(data, at)
+    return at + length
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+
+def varint(number: int) -> bytes:
+    if number < 128:
+        return b"%c" % number
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return b"%c%b%b" % (number << 3 | 2, varint(len(data)), data)
+
+
+def parameters_of(given: dict[str, Value]) -> bytes:
+    """The field `parameters` of an answer."""
+    made = _RESPONSE()
+    for name, value in given.items():
+        parameter = made.parameters[name]
+        if type(value) is bool:
+            parameter.bool_param = value
+        elif type(value) is int:
+            if value > _INT64_MAX:
+                parameter.uint64_param = value
+            else:
+                parameter.int64_param = value
+        elif type(value) is str:
+            parameter.string_param = value
+        else:
+            parameter.double_param = value
+    found: bytes = made.SerializeToString()
+    return found
+
+
+FINAL = "triton_final_response"
+IS_FINAL = parameters_of({FINAL: True})
+NOT_FINAL = parameters_of({FINAL: False})
+
+
+class Answers:
+    """Puts answers together; what was written before is looked up."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, int], bytes] = {}
+        self._tensors: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
+
+    def infer(
+        self, model: str, version: int, request_id: str, more: bytes, outputs: Sequence[Tensor],
+        buffers: Sequence[Sequence[Buffer]] | None,
+    ) -> list[Buffer]:  # fmt: skip
+        """A ModelInferResponse. `buffers` of None: each output is in its message. `more`: other fields of it."""
+        names = self._names.get((model, version))
+        pieces: list[Buffer] = [self._named(model, version) if names is None else names]
+        if request_id:
+            pieces.append(_field(3, request_id.encode()))
+        if more:
+            pieces.append(more)
+        known = self._tensors
+        for tensor in outputs:
+            described = known.get((tensor.name, tensor.dtype, tensor.shape))
+            pieces.append(self._described(tensor) if described is None else described)
+        if buffers is not None:
+            for parts in buffers:
+                pieces.append(b"2" + varint(sum([len(part) for part in parts])))
+                pieces += parts
+            return pieces
+        for tensor in outputs:
+            data: Any = tensor.data
+            if type(data) is not bytes:
+                raise Internal("an output is neither in its message nor in shared memory")
+            size = len(data)
+            pieces.append(b"2%c" % size if size < 128 else b"2" + varint(size))
+            pieces.append(data)
+        return [b"".join(pieces)]
+
+    def _named(self, model: str, version: int) -> bytes:
+        if len(self._names) >= _REMEMBERED:
+            self._names.clear()
+        found = _field(1, model.encode()) + (_field(2, str(version).encode()) if version else b"")
+        self._names[model, version] = found
+        return found
+
+    def _described(self, tensor: Tensor) -> bytes:
+        if len(self._tensors) >= _REMEMBERED:
+            self._tensors.clear()
+        made = _TENSOR(name=tensor.name, datatype=tensor.dtype, shape=tensor.shape)
+        found = _field(5, made.SerializeToString())
+        self._tensors[tensor.name, tensor.dtype, tensor.shape] = found
+        return found
+
+
+def streamed(answer: list[Buffer]) -> list[Buffer]:
+    """A ModelInferResponse as a ModelStreamInferResponse."""
+    size = sum([len(piece) for piece in answer])
+    return [b"\x12" + varint(size), *answer]
+
+
+def stream_error(text: str, request_id: str) -> bytes:
+    found: bytes = _STREAMED(
+        error_message=text.encode(errors="replace").decode(), infer_response={"id": request_id} if request_id else None
+    ).SerializeToString()
+    return found

@@ -1,0 +1,65 @@
+"""zlib in slices, for bodies of HTTP and messages of gRPC."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+
+FAST = 4
+"""zlib makes its output, and reads what level 1 compresses, so much faster than it reads anything else."""
+
+
+class Compressor(Protocol):
+    """As of zlib.compressobj."""
+
+    def compress(self, data: Buffer, /) -> bytes: ...
+    def flush(self) -> bytes: ...
+
+
+class Overflow(Exception):
+    """The output would be over the limit. `args[0]`: its size so far."""
+
+
+class Incomplete(Exception):
+    """The input is not one whole stream."""
+
+
+def inflating(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[bytearray]:
+    """Raises zlib.error, Overflow, Incomplete, and what `hold` raises, which counts the output."""
+    machine = zlib.decompressobj(wbits)
+    most = FAST * SLICE_BYTES
+    found, at, full = bytearray(), 0, False
+    left: Buffer = b""
+    while not machine.eof and (left or full or at < len(data)):
+        if not left and not full:
+            left, at = data[at : at + SLICE_BYTES], at + SLICE_BYTES
+        piece = machine.decompress(left, most)
+        if len(found) + len(piece) > limit:
+            raise Overflow(len(found) + len(piece))
+        hold(len(piece))
+        found += piece
+        left, full = machine.unconsumed_tail, len(piece) == most
+        if left or full or at < len(data):
+            yield
+    if not machine.eof or machine.unused_data or at < len(data):
+        raise Incomplete
+    return found
+
+
+def deflating(machine: Compressor, parts: Sequence[Buffer], most: int) -> Work[bytes]:
+    """`most`: bytes of input in one slice."""
+    pieces = []
+    room = most
+    for part in parts:
+        for at in range(0, len(part), most):
+            piece = memoryview(part)[at : at + most]
+            if len(piece) > room:
+                room = most
+                yield
+            room -= len(piece)
+            pieces.append(machine.compress(piece))
+    return b"".join([*pieces, machine.flush()])

@@ -1,0 +1,237 @@
+"""The first lines of an HTTP request -> a Head. The rule of the file: how long the body is has one meaning, or the
+request is refused; what a proxy before us could read in another way is not guessed at.
+
+Callers send the same lines again and again, to the byte: what was understood once is looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httptools
+from msgspec import Struct
+
+from shmserve.errors import ServeError
+from shmserve.gateway.auth.access import Access, Unauthenticated
+from shmserve.gateway.auth.header_forwarding import Forward
+from shmserve.gateway.http.limits import HEADERS
+from shmserve.gateway.http.routes import resolve
+from shmserve.gateway.upstream.documents import Route
+
+_REMEMBERED = 1024
+_REMEMBERED_BYTES = 2048
+_ENCODINGS = ("gzip", "deflate")
+Headers = list[tuple[bytes, bytes]]
+_HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
+_FRAMING = frozenset(
+    (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding")
+)
+"""Headers that may come once: a proxy could use another one of them than we do."""
+_TO_MODEL = ("infer", "generate", "generate_stream")
+
+
+class Head(Struct):
+    """Of one request; used again for equal lines, and never changed."""
+
+    route: Route
+    keep_alive: bool
+    length: int = 0
+    """Of the body; not known of a chunked one."""
+    chunked: bool = False
+    json_length: int | None = None
+    """Inference-Header-Content-Length: so much of the body is JSON, and the rest binary data."""
+    encoding: str = ""
+    """gzip or deflate: how the body is compressed."""
+    accepts: str = ""
+    """The same, for how the answer may be."""
+    old: bool = False
+    """HTTP/1.0, which knows no chunks."""
+    is_head: bool = False
+    """The caller wants the lines of the answer alone."""
+    expects: bool = False
+    """The caller waits to be told that he may send the body."""
+    token: str = ""
+    """The name of the token that came with it."""
+    refusal: ServeError | None = None
+    """Why he may not do what he wants."""
+    forwarded: dict[str, str] | None = None
+    """Headers that go on to the model."""
+
+
+class BadHead(Exception):
+    """It cannot be told where this request ends: the connection is of no more use."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Lines:
+    """What the parser calls."""
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.complete = False
+        self.keep_alive = False
+        self.parser: Any = None
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+        if len(self.headers) > HEADERS:
+            raise BadHead(431, f"the request has more than {HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+        self.keep_alive = self.parser.should_keep_alive()  # it forgets that at the end of a request
+
+
+class Heads:
+    """`metrics`: the paths of that door."""
+
+    def __init__(self, access: Access, metrics: bool = False, forward: Forward | None = None) -> None:
+        self._metrics = metrics
+        self._access = access
+        self._forward = forward
+        self._known: dict[bytes, Head] = {}
+
+    def head(self, block: bytes) -> Head:
+        """`block` is all up to the empty line, and that."""
+        found = self._known.get(block)
+        if found is None:
+            found = parse(block, self._metrics, self._access, self._forward)
+            if len(block) <= _REMEMBERED_BYTES and not isinstance(found.refusal, Unauthenticated):
+                if len(self._known) >= _REMEMBERED:
+                    self._known.clear()
+                self._known[block] = found
+        return found
+
+    def forget(self) -> None:
+        """Who may do what has changed."""
+        self._known.clear()
+
+
+def parse(
+    block: bytes, metrics: bool = False, access: Access | None = None, forward: Forward | None = None
+) -> Head:  # fmt: skip
+    if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
+        raise BadHead(400, "the lines of the request do not end as HTTP requires")
+    if block[: block.find(b"\r\n")].count(b" ") > 2:  # the parser takes several spaces for one
+        raise BadHead(400, "the first line of the request is not METHOD PATH HTTP/1.1")
+    lines = _Lines()
+    parser = lines.parser = httptools.HttpRequestParser(lines)
+    try:
+        parser.feed_data(block)
+    except httptools.HttpParserUpgrade:
+        pass  # to what is not spoken here: the caller goes on in HTTP/1.1
+    except httptools.HttpParserError as error:
+        cause = error.__context__
+        if isinstance(cause, BadHead):
+            raise cause from None
+        raise BadHead(400, f"the request is not valid HTTP: {error}") from None
+    method, http = parser.get_method().decode("ascii"), parser.get_http_version()
+    if not lines.complete or method == "CONNECT":
+        raise BadHead(400, "the request is not valid HTTP")
+    if http not in ("1.1", "1.0"):
+        raise BadHead(505, "only HTTP/1.1 is supported")
+    found = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, metrics)
+    if found.route.status == 200 and (access is not None or forward is not None):
+        _guard(found, lines.headers, access, forward)
+    return found
+
+
+def _guard(head: Head, headers: Headers, access: Access | None, forward: Forward | None) -> None:
+    def header(name: str) -> str | None:
+        raw = name.encode()
+        found = [_text(value).strip() for written, value in headers if written.lower() == raw]
+        return ", ".join(found) if found else None
+
+    try:
+        if access is not None:
+            head.token = access.check(head.route.action, header)
+        if forward is not None and head.route.action in _TO_MODEL:
+            head.forwarded = forward.of([(_text(name), _text(value).strip()) for name, value in headers])
+    except ServeError as error:
+        head.refusal = error.with_traceback(None)  # it is kept
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
+
+
+def _path(target: bytes) -> str:
+    try:
+        text = target.decode("ascii")
+        if not text.startswith("/"):
+            text = (httptools.parse_url(target).path or b"/").decode("ascii")
+    except (UnicodeDecodeError, httptools.HttpParserError):
+        raise BadHead(400, "the request has no path") from None
+    return text
+
+
+def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, metrics: bool) -> Head:
+    found = Head(
+        resolve(method, target, metrics), keep_alive and http == "1.1", old=http == "1.0", is_head=method == "HEAD"
+    )
+    seen: set[bytes] = set()
+    for written, value in headers:
+        name = written.lower()
+        if name in _FRAMING:
+            if name in seen:
+                raise BadHead(400, f"the request has more than one header {name.decode()}")
+            seen.add(name)
+        elif name.replace(b"_", b"-") in _FRAMING:  # some proxies take the two for the same
+            raise BadHead(400, f"the request has the header {name.decode('latin-1')}")
+        match name:
+            case b"host":
+                if _HOST.fullmatch(value.strip(b" \t")) is None:
+                    raise BadHead(400, "the header host is not HOST or HOST:PORT")
+            case b"content-length":
+                found.length = _number(name, value)
+            case b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    raise BadHead(501, "the only supported transfer encoding is chunked")
+                found.chunked = True
+            case b"inference-header-content-length":
+                found.json_length = _number(name, value)
+            case b"content-encoding":
+                found.encoding = _encoding(value)
+            case b"accept-encoding":
+                found.accepts = found.accepts or _accepted(value)
+            case b"expect":
+                if value.strip().lower() != b"100-continue":
+                    raise BadHead(417, "the only supported expectation is 100-continue")
+                found.expects = http == "1.1"
+    if b"host" not in seen and http == "1.1":
+        raise BadHead(400, "the request has no host header, which HTTP/1.1 requires")
+    if found.chunked and (b"content-length" in seen or http == "1.0"):
+        raise BadHead(400, "the request has conflicting body lengths")
+    return found
+
+
+def _number(name: bytes, value: bytes) -> int:
+    digits = value.strip(b" \t")
+    if not digits.isdigit() or len(digits) > 18:
+        raise BadHead(400, f"the value of {name.decode()} is not a number of bytes")
+    return int(digits)
+
+
+def _encoding(value: bytes) -> str:
+    text = value.strip().lower().decode("latin-1")
+    return "" if text == "identity" else text
+
+
+def _accepted(value: bytes) -> str:
+    """The first of gzip and deflate that the caller takes, unless he would rather have none of them."""
+    for part in value.lower().decode("latin-1").split(","):
+        name, _, quality = part.partition(";")
+        if name.strip() in _ENCODINGS and quality.replace(" ", "").rstrip("0.") != "q=":
+            return name.strip()
+    return ""

@@ -1,0 +1,236 @@
+"""The HTTP door as an OpenAPI 3.1 document. The rule of the file: paths and methods are those of the table that
+requests are resolved by; what is said here of each is found by what is wanted there, so nothing can be forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+from msgspec import Struct
+
+import shmserve
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.gateway.http.routes import PATHS, Path
+from shmserve.gateway.kserve.plans import CLASSES
+from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
+
+JSON, BYTES, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+_Schema = dict[str, Any]
+
+
+class Operation(Struct, frozen=True):
+    """`takes` and `gives`: names of schemas; nothing is taken, or given, where they are empty. `binary`: tensors may
+    follow the JSON as they are."""
+
+    summary: str
+    takes: str = ""
+    gives: str = ""
+    binary: bool = False
+    events: bool = False
+
+
+OPERATIONS = {
+    "live": Operation("Liveness: 200, or 400"),
+    "ready": Operation("Readiness: 200, or 400"),
+    "metadata": Operation("Server metadata: name, version and extensions", gives="Server"),
+    "openapi": Operation("This document", gives="Any"),
+    "model_ready": Operation("Readiness of the model: 200, or 400"),
+    "model_metadata": Operation("Model metadata: inputs and outputs", gives="Model"),
+    "config": Operation("Model configuration", gives="Any"),
+    "statistics": Operation("Statistics", gives="Statistics"),
+    "infer": Operation("Run the model", takes="InferRequest", gives="InferResponse", binary=True),
+    "generate": Operation("Run the model once, with plain JSON", takes="Generate", gives="Generated"),
+    "generate_stream": Operation(
+        "Run the model with plain JSON; each response is a server-sent event",
+        takes="Generate",
+        gives="Generated",
+        events=True,
+    ),
+    "index": Operation("All models", takes="Filter", gives="Index"),
+    "load": Operation("Load or reload the model", takes="Load"),
+    "unload": Operation("Unload the model", takes="Unload"),
+    "named_repository": Operation("Not supported: 501"),
+    "trace": Operation("Trace settings", gives="Settings"),
+    "set_trace": Operation("Change trace settings", takes="Settings", gives="Settings"),
+    "log": Operation("Log settings", gives="Settings"),
+    "set_log": Operation("Change log settings", takes="Settings", gives="Settings"),
+    "memory_status": Operation("Registered shared memory regions", gives="Regions"),
+    "memory_register": Operation("Register a shared memory region of the client", takes="Region"),
+    "memory_unregister": Operation("Unregister a region, or all regions"),
+}
+
+
+@cache
+def text() -> bytes:
+    return json.dumps(document()).encode()
+
+
+def document() -> _Schema:
+    paths: dict[str, Any] = {}
+    for path in PATHS:
+        paths[path.template] = {
+            method.lower(): _operation(path, method, action) for method, action in path.wants.items()
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "shmserve",
+            "version": shmserve.__version__,
+            "description": "The KServe protocol, version 2, with extensions.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": SCHEMAS,
+            "responses": {"Error": {"description": "Error", "content": {JSON: {"schema": _ref("Error")}}}},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"token": []}],
+    }
+
+
+def _ref(name: str) -> _Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _operation(path: Path, method: str, action: str) -> _Schema:
+    told = OPERATIONS[action]
+    names = re.findall(r"{(\w+)}", path.template)
+    made: _Schema = {
+        "operationId": "_".join([method.lower(), *re.findall(r"\w+", path.template)]),
+        "summary": told.summary,
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": _ref(_NAMES[name])} for name in names],
+        "responses": {"200": _answer(told), "default": {"$ref": "#/components/responses/Error"}},
+    }
+    takes = f"{path.kind.capitalize()}Region" if told.takes == "Region" else told.takes
+    if takes:
+        content: _Schema = {JSON: {"schema": _ref(takes)}}
+        if told.binary:
+            content[BYTES] = {}
+            made["parameters"].append(
+                {"name": _HEADER_LENGTH, "in": "header", "schema": {"type": "integer", "minimum": 0},
+                 "description": "Length of the JSON part of the body, which tensors follow"}
+            )  # fmt: skip
+        made["requestBody"] = {"content": content, "required": action in ("infer", "generate", "generate_stream")}
+    return made
+
+
+def _answer(told: Operation) -> _Schema:
+    made: _Schema = {"description": told.summary}
+    if told.events:
+        made["content"] = {EVENTS: {"schema": {"type": "string"}}}
+    elif told.gives:
+        made["content"] = {JSON: {"schema": _ref(told.gives)}}
+        if told.binary:
+            made["content"][BYTES] = {}
+            made["headers"] = {_HEADER_LENGTH: {"schema": {"type": "integer"}}}
+    return made
+
+
+# ---------------------------------------------------------------------------------------- schemas
+
+_NAMES = {"model": "Name", "repository": "Name", "region": "Name", "version": "Version"}
+
+
+def _object(required: tuple[str, ...] = (), /, **properties: _Schema) -> _Schema:
+    made: _Schema = {"type": "object", "properties": properties}
+    if required:
+        made["required"] = list(required)
+    return made
+
+
+def _list(of: _Schema, most: int | None = None) -> _Schema:
+    return {"type": "array", "items": of} | ({} if most is None else {"maxItems": most})
+
+
+_STRING: _Schema = {"type": "string"}
+_BOOL: _Schema = {"type": "boolean"}
+_COUNT: _Schema = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+_SHAPE = _list({"type": "integer", "minimum": -1}, DIMS)
+_PARAMETERS = _ref("Parameters")
+_TENSOR = _object(("name", "datatype", "shape"), name=_ref("Name"), datatype=_ref("Datatype"), shape=_SHAPE)
+_PLACE: dict[str, _Schema] = {
+    "shared_memory_region": _ref("Name"),
+    "shared_memory_offset": _COUNT,
+    "shared_memory_byte_size": _COUNT,
+}
+_SEQUENCE: dict[str, _Schema] = {
+    "sequence_id": {"type": ["integer", "string"]},
+    "sequence_start": _BOOL,
+    "sequence_end": _BOOL,
+}
+_VALUE: _Schema = {"type": ["string", "integer", "number", "boolean"]}
+
+
+def _parameters(**properties: _Schema) -> _Schema:
+    return {"type": "object", "properties": properties, "additionalProperties": _VALUE}
+
+
+SCHEMAS: dict[str, _Schema] = {
+    "Any": {},
+    "Error": _object(("error",), error=_STRING),
+    "Name": {"type": "string", "minLength": 1, "maxLength": NAME_LENGTH},
+    "Version": {"type": "string", "pattern": "^[1-9][0-9]{0,17}$"},
+    "Datatype": {"type": "string", "enum": list(ITEM_BYTES)},
+    "Parameters": _parameters(),
+    "Server": _object(("name", "version", "extensions"), name=_STRING, version=_STRING, extensions=_list(_STRING)),
+    "Model": _object(
+        ("name", "versions", "platform", "inputs", "outputs"),
+        name=_STRING, versions=_list(_STRING), platform=_STRING, inputs=_list(_TENSOR), outputs=_list(_TENSOR),
+    ),
+    "Statistics": _object(("model_stats",), model_stats=_list({"type": "object"})),
+    "InferRequest": _object(
+        ("inputs",),
+        id={"type": "string", "maxLength": NAME_LENGTH},
+        parameters=_parameters(**_SEQUENCE, priority=_COUNT, timeout=_COUNT, binary_data_output=_BOOL),
+        inputs=_list(_ref("Input"), TENSORS),
+        outputs=_list(_ref("Output"), TENSORS),
+    ),
+    "Input": _object(
+        ("name", "datatype", "shape"),
+        name=_ref("Name"), datatype=_ref("Datatype"), shape=_list(_COUNT, DIMS), data={"type": "array"},
+        parameters=_parameters(binary_data_size=_COUNT, **_PLACE),
+    ),
+    "Output": _object(
+        ("name",),
+        name=_ref("Name"),
+        parameters=_parameters(
+            binary_data=_BOOL, classification={"type": "integer", "minimum": 1, "maximum": CLASSES}, **_PLACE
+        ),
+    ),
+    "InferResponse": _object(
+        ("model_name", "model_version", "outputs"),
+        model_name=_STRING, model_version=_STRING, id=_STRING, parameters=_PARAMETERS,
+        outputs=_list(
+            _object(
+                ("name", "datatype", "shape"),
+                name=_STRING, datatype=_ref("Datatype"), shape=_SHAPE, data={"type": "array"}, parameters=_PARAMETERS,
+            )
+        ),
+    ),
+    "Generate": _object(id=_STRING, priority=_COUNT, timeout=_COUNT, parameters=_PARAMETERS, **_SEQUENCE)
+    | {"additionalProperties": {"type": ["string", "integer", "number", "boolean", "array"]}},
+    "Generated": _object(("model_name", "model_version"), model_name=_STRING, model_version=_STRING, id=_STRING)
+    | {"additionalProperties": True},
+    "Filter": _object(ready=_BOOL),
+    "Index": _list(_object(("name",), name=_STRING, version=_STRING, state=_STRING, reason=_STRING)),
+    "Load": _object(
+        parameters={
+            "type": "object",
+            "properties": {"config": _STRING, "previous": _BOOL},
+            "additionalProperties": _STRING,
+        }
+    ),
+    "Unload": _object(parameters=_object(unload_dependents=_BOOL, force=_BOOL)),
+    "Settings": {"type": "object"},
+    "Regions": _list(_object(("name", "byte_size"), name=_STRING, byte_size=_COUNT)),
+    "SystemRegion": _object(("key", "byte_size"), key=_STRING, offset=_COUNT, byte_size=_COUNT),
+    "CudaRegion": _object(
+        ("raw_handle", "device_id", "byte_size"),
+        raw_handle=_object(("b64",), b64=_STRING), device_id=_COUNT, byte_size=_COUNT,
+    ),
+}  # fmt: skip
+"""By the names that operations use."""

@@ -1,0 +1,465 @@
+"""What a complete request makes happen: the broker is asked, and its answer goes to the connection that waits. The rule
+of the file: whatever goes wrong with one request is answered to it, and to nobody else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import DeadlineExceeded, InvalidRequest, ModelFailed, QueueTimeout, ServeError, Unsupported
+from shmserve.gateway.http import openapi
+from shmserve.gateway.http.connection import BINARY, JSON, Connection
+from shmserve.gateway.http.heads import Head
+from shmserve.gateway.http.limits import Limits
+from shmserve.gateway.kserve.answers import Buffer, Held, as_json, response, texts_in_slices
+from shmserve.gateway.kserve.generate import ONE, check_in_slices, event, generate_plan, generated
+from shmserve.gateway.kserve.plans import Plan, Plans, plan_in_slices, raw_plan
+from shmserve.gateway.kserve.status import http_of, http_text_of
+from shmserve.gateway.limits.turns import SLICE_BYTES
+from shmserve.gateway.upstream.device_regions import DeviceRegion
+from shmserve.gateway.upstream.documents import (
+    Question,
+    arguments_of,
+    error_body,
+    http_answer,
+    question_of,
+)
+from shmserve.gateway.upstream.link import GatewayLink, Piece, early_room
+from shmserve.gateway.upstream.receive import Place, ReceiveBuffer, Room
+from shmserve.gateway.upstream.regions import Region, Regions
+from shmserve.gateway.upstream.requests import Asker, InParts, Waiting, not_passed_on, withdraw
+from shmserve.protocol.messages import INLINE_BYTES, Reply
+from shmserve.session import WINDOW
+
+SCRAPES = 20
+"""Pages of metrics that are built in a second; callers beyond that get the last one."""
+_WHILE_IT_RAN = (ModelFailed, QueueTimeout, DeadlineExceeded)
+"""Errors of requests that were accepted. As the first answer of generate_stream they are an event with their status."""
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Waiting(Waiting):
+    """A question whose answer a connection waits for."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def failed(self, error: ServeError) -> None:
+        self._connection.fail(error)
+
+
+class _Inference(_Waiting):
+    __slots__ = ("_model", "_plan", "_targets")
+
+    def __init__(
+        self, connection: Connection, model: str, plan: Plan, targets: dict[str, Region | DeviceRegion] | None
+    ) -> None:
+        self._connection = connection
+        self._model = model
+        self._plan = plan
+        self._targets = targets
+        """The regions that outputs go to."""
+
+    def _write(self, output: str, parts: list[Buffer]) -> None:
+        assert self._targets is not None
+        self._targets[output].write(self._plan.places[output], parts)
+
+    def take(self, answer: Reply | Held) -> None:
+        outputs = as_json(self._plan, answer)
+        if outputs and sum([len(part) for _, parts in outputs for part in parts]) > SLICE_BYTES:
+            self._connection.work(texts_in_slices(outputs), lambda texts: self._send(answer, texts), self.failed)
+        else:
+            self._send(answer)
+
+    def _send(self, answer: Reply | Held, texts: dict[str, Any] | None = None) -> None:
+        write = None if self._targets is None else self._write
+        length, parts = response(self._model, self._plan, answer, write, texts)
+        self._connection.answer(200, parts, JSON if length is None else BINARY, length)
+
+    def failed(self, error: ServeError) -> None:
+        self._connection.fail(error, self._plan.options.id)
+
+
+class _Asked(_Waiting):
+    __slots__ = ("_question",)
+
+    def __init__(self, connection: Connection, question: Question) -> None:
+        self._connection = connection
+        self._question = question
+
+    def take(self, answer: Any) -> None:
+        status, body = http_answer(self._question.show(answer))
+        self._connection.answer(status, [body])
+
+    def failed(self, error: ServeError) -> None:
+        try:
+            status, body = http_answer(self._question.failed(error))
+        except ServeError as failure:
+            self._connection.fail(failure)
+        else:
+            self._connection.answer(status, [body])
+
+
+class _Then(_Waiting):
+    """The answer is for us: it says how to go on."""
+
+    __slots__ = ("_go_on",)
+
+    def __init__(self, connection: Connection, go_on: Callable[[Any], None]) -> None:
+        self._connection = connection
+        self._go_on = go_on
+
+    def take(self, answer: Any) -> None:
+        self._go_on(answer)
+
+
+class _Scrape(Waiting):
+    """The page of all metrics, as it was once. It is asked for in the name of one connection, and not taken back when
+    that is gone, as others may wait for it."""
+
+    __slots__ = ("_error", "_extra", "_page", "_waiting")
+
+    def __init__(self, extra: Callable[[], str]) -> None:
+        self._extra = extra
+        self._waiting: list[Connection] = []
+        self._page: list[Buffer] = []
+        self._error: ServeError | None = None
+
+    @property
+    def pending(self) -> bool:
+        return self._error is None and not self._page
+
+    @property
+    def failed_to_come(self) -> bool:
+        return self._error is not None
+
+    def show(self, connection: Connection) -> None:
+        if self._error is not None:
+            connection.fail(self._error)
+        elif self._page:
+            connection.answer(200, self._page, TEXT)
+        else:
+            self._waiting.append(connection)
+
+    def take(self, answer: Any) -> None:
+        self._page = [str(answer).encode(), self._extra().encode()]
+        self._show_all()
+
+    def failed(self, error: ServeError) -> None:
+        self._error = error
+        self._show_all()
+
+    def _show_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for connection in waiting:
+            self.show(connection)
+
+
+class _Generation(InParts):
+    """One answer as the body, or all of them as events."""
+
+    __slots__ = ("_as_events", "_connection", "_link", "_model", "_plan", "_sent")
+
+    def __init__(self, connection: Connection, link: GatewayLink, model: str, plan: Plan, as_events: bool) -> None:
+        super().__init__()
+        self._connection = connection
+        self._link = link
+        self._model = model
+        self._plan = plan
+        self._as_events = as_events
+        self._sent = False
+
+    def news(self) -> None:
+        try:
+            if self._as_events:
+                self._send_on()
+            else:
+                self._answer_once()
+        except ServeError as error:
+            self._fail(error)
+        except Exception:
+            self._fail(not_passed_on())
+
+    def _answer_once(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if len(self.parts) > 1 or (self.ended and not self.parts):
+            raise InvalidRequest(ONE)
+        if self.ended:
+            part: Any = self.parts.popleft()
+            self._connection.answer(200, [generated(self._model, self._plan, part)])
+
+    def _send_on(self) -> None:
+        """What has come, as far as the caller reads it."""
+        connection, session = self._connection, self._link.session
+        while self.parts and connection.writable:
+            part: Any = session.next_part(self)
+            text = generated(self._model, self._plan, part)
+            if not self._sent:
+                self._sent = True
+                connection.begin_events()
+            connection.send_event(event(text))
+        if session.outbox.messages:
+            self._link.send_soon()
+        if self.ended and not self.parts:
+            if self.error is not None:
+                raise self.error
+            if not self._sent:
+                connection.begin_events()
+            connection.end_events()
+
+    def _fail(self, error: ServeError) -> None:
+        """Nothing more of it is wanted."""
+        if not self.ended:
+            withdraw(self._link, self)
+        self.ended = True
+        self.parts.clear()
+        if self._as_events and (self._sent or isinstance(error, _WHILE_IT_RAN)):
+            if not self._sent:
+                self._connection.begin_events(http_of(error))
+            self._connection.send_event(event(error_body(http_text_of(error, self._plan.options.id))))
+            self._connection.end_events()
+        else:
+            self._connection.fail(error, self._plan.options.id)
+
+
+def _piece(buffer: ReceiveBuffer) -> Piece:
+    """In shared memory it is an array, by which it is found there again."""
+    return np.frombuffer(buffer.memory, np.uint8) if buffer.placed else buffer.memory
+
+
+class Requests:
+    """What callers may do is said by their heads. The broker has its own word on what the gateway may."""
+
+    def __init__(self, link: GatewayLink, limits: Limits, extra: Callable[[], str], regions: Regions) -> None:
+        self._link = link
+        self._asker = Asker(link, regions)
+        self._limits = limits
+        self._plan = Plans().plan
+        self._extra = extra
+        self._now = link.bind().time
+        self._scrape: _Scrape | None = None
+        self._scrapes = 0
+        """Built since `_scrapes_since`."""
+        self._scrapes_since = -math.inf
+
+    # ------------------------------------------------------------------------------------ bodies in place
+
+    def prepare(self, connection: Connection, head: Head, first: bytes) -> None:
+        """Says where the body is to be read to, of which only `first` is here."""
+        infer = head.route.action == "infer" and not head.encoding
+        if infer and head.json_length is None and head.length > self._limits.json_bytes:
+            raise self._limits.json_too_large(head.length)
+        if not infer or head.json_length is None:
+            self._gather(connection, head, first)
+        elif head.json_length:
+            size = self._json_length(head, head.length)
+            if size > self._limits.json_bytes:
+                raise self._limits.json_too_large(size)
+            if size > SLICE_BYTES:
+                self._gather(connection, head, first)
+                return
+            text = ReceiveBuffer(size)
+            connection.fill([text], first, lambda left: self._tensors(connection, head, bytes(text.memory), left))
+        else:
+            tensor = self._sink(head.length)
+
+            def whole(left: bytes) -> None:
+                connection.complete()
+                self._infer_raw(connection, head, _piece(tensor))
+
+            connection.fill([tensor], first, whole)
+
+    def _gather(self, connection: Connection, head: Head, first: bytes) -> None:
+        body = ReceiveBuffer(head.length)
+
+        def whole(left: bytes) -> None:
+            connection.complete()
+            connection.whole(body.memory)
+
+        connection.fill([body], first, whole)
+
+    def _sink(self, size: int) -> ReceiveBuffer:
+        """For a tensor, in shared memory where that is large enough to be sent by it."""
+        return ReceiveBuffer(size, self._place(size) if size > INLINE_BYTES else None)
+
+    def _place(self, size: int) -> Place:
+        def place(arrived: Buffer) -> Room | None:
+            return early_room(self._link.session.memory, size)
+
+        return place
+
+    def _tensors(self, connection: Connection, head: Head, text: bytes, first: bytes) -> None:
+        """The JSON is here: now it is known how large each tensor is, and so where it goes."""
+        plan = self._plan(text)
+        self._check_size(plan, head.length - len(text), head.route.model)
+        sinks = [self._sink(spec.size) for spec in plan.inputs if spec.follows]
+
+        def whole(left: bytes) -> None:
+            connection.complete()
+            received = map(_piece, sinks)
+            pieces = [next(received) if spec.follows else self._asker.given(spec) for spec in plan.inputs]
+            self._infer(connection, head, plan, pieces)
+
+        connection.fill(sinks, first, whole)
+
+    # ------------------------------------------------------------------------------------ complete ones
+
+    def begin(self, connection: Connection, head: Head, body: Buffer) -> None:
+        """Answers, or asks the broker. Raises what the caller is told."""
+        route = head.route
+        if route.status != 200:
+            more = b"Allow: %b\r\n" % route.allow.encode() if route.allow else b""
+            connection.answer(route.status, [error_body(route.text)], more=more)
+            return
+        if head.refusal is not None:
+            connection.fail(head.refusal)
+            return
+        if route.action == "infer":
+            self._begin_infer(connection, head, body)
+        elif route.action in ("generate", "generate_stream"):
+            self._begin_generate(connection, head, bytes(body))
+        elif route.action == "metrics":
+            self._ask_metrics(connection, head)
+        elif route.action == "openapi":
+            connection.answer(200, [openapi.text()])
+        else:
+            self._begin_question(connection, head, bytes(body))
+
+    def _begin_question(self, connection: Connection, head: Head, body: bytes) -> None:
+        found = question_of(head.route, arguments_of(head.route, body), self._asker.regions)
+        if isinstance(found, Question):
+            ticket = _Asked(connection, found)
+            self._asker.ask(connection.payer(head.token), ticket, found)
+            connection.wait_for(ticket)
+        else:
+            status, text = http_answer(found.document)
+            connection.answer(status, [text])
+
+    def _ask_metrics(self, connection: Connection, head: Head) -> None:
+        """All who ask while one is built get the same, and so do those beyond SCRAPES in a second."""
+        scrape = self._scrape
+        if scrape is None or scrape.failed_to_come or (not scrape.pending and self._may_scrape()):
+            scrape = _Scrape(self._extra)
+            self._asker.ask(connection.payer(head.token), scrape, Question("metrics"))
+            self._scrape = scrape
+        scrape.show(connection)
+
+    def _may_scrape(self) -> bool:
+        now = self._now()
+        if now >= self._scrapes_since + 1:
+            self._scrapes, self._scrapes_since = 0, now
+        self._scrapes += 1
+        return self._scrapes <= SCRAPES
+
+    def _ask_first(self, connection: Connection, head: Head, question: Question, go_on: Callable[[Any], None]) -> None:
+        ticket = _Then(connection, go_on)
+        self._asker.ask(connection.payer(head.token), ticket, question)
+        connection.wait_for(ticket)
+
+    # ------------------------------------------------------------------------------------ inference
+
+    def _begin_infer(self, connection: Connection, head: Head, body: Buffer) -> None:
+        length = head.json_length
+        if length is None:
+            length = len(body)
+        elif length == 0:
+            self._infer_raw(connection, head, body)
+            return
+        else:
+            length = self._json_length(head, len(body))
+        if length > self._limits.json_bytes:
+            raise self._limits.json_too_large(length)
+        if length <= SLICE_BYTES:
+            self._begin_planned(connection, head, body, length, self._plan(bytes(body[:length])))
+            return
+        connection.work(
+            plan_in_slices(memoryview(body)[:length], self._limits.input_bytes),
+            lambda plan: self._begin_planned(connection, head, body, length, plan),
+        )
+
+    def _begin_planned(self, connection: Connection, head: Head, body: Buffer, at: int, plan: Plan) -> None:
+        """`at`: where binary data begins."""
+        self._check_size(plan, len(body) - at, head.route.model)
+        if len(body) > SLICE_BYTES:
+            body = memoryview(body)  # of which parts are no copies
+        pieces: list[Piece] = []
+        for spec in plan.inputs:
+            if not spec.follows:
+                pieces.append(self._asker.given(spec))
+            else:
+                pieces.append(body[at : at + spec.size])
+                at += spec.size
+        self._infer(connection, head, plan, pieces)
+
+    def _json_length(self, head: Head, size: int) -> int:
+        length = head.json_length or 0
+        if length > size:
+            raise InvalidRequest(f"Inference-Header-Content-Length is {length}, but the body has {size} bytes")
+        return length
+
+    def _check_size(self, plan: Plan, size: int, model: str) -> None:
+        if plan.binary_bytes > size:
+            text = f"unexpected size for input data of model '{model}'"
+            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
+        if plan.binary_bytes < size:
+            text = f"unexpected additional input data for model '{model}'"
+            raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
+
+    def _infer(self, connection: Connection, head: Head, plan: Plan, pieces: list[Piece]) -> None:
+        asker, route, request_id = self._asker, head.route, plan.options.id
+        ticket = _Inference(connection, route.model, plan, asker.targets(plan))
+        try:
+            asker.infer(
+                connection.payer(head.token), ticket, route.model, route.version, plan, pieces, request_id,
+                head.forwarded,
+            )  # fmt: skip
+        except ServeError as error:
+            connection.fail(error, request_id)
+            return
+        connection.wait_for(ticket)
+
+    def _begin_generate(self, connection: Connection, head: Head, body: bytes) -> None:
+        route, link = head.route, self._link
+        as_events = route.action == "generate_stream"
+        if head.encoding:
+            raise Unsupported(f"Unsupported compression type '{head.encoding[:40]}': generate supports none")
+        if as_events and head.old:
+            raise Unsupported("generate_stream requires HTTP/1.1")
+        if len(body) > self._limits.json_bytes:
+            raise self._limits.json_too_large(len(body))
+
+        def go_on(config: Any) -> None:
+            plan = generate_plan(body, config)
+            ticket = _Generation(connection, link, route.model, plan, as_events)
+            pieces = [spec.data or b"" for spec in plan.inputs]
+            self._asker.infer(
+                connection.payer(head.token), ticket, route.model, route.version, plan, pieces, plan.options.id,
+                head.forwarded, WINDOW,
+            )  # fmt: skip
+            connection.wait_for(ticket, ticket.news)
+
+        def ask(checked: None) -> None:
+            self._ask_first(connection, head, Question("config", model=route.model, version=route.version), go_on)
+
+        if len(body) > SLICE_BYTES:
+            connection.work(check_in_slices(body), ask)
+        else:
+            ask(None)
+
+    def _infer_raw(self, connection: Connection, head: Head, body: Piece) -> None:
+        """A body without JSON: the model's configuration says what it is."""
+        route = head.route
+
+        def go_on(config: Any) -> None:
+            plan, prefix = raw_plan(route.model, config, len(body))
+            piece = body if not prefix else prefix + bytes(body)
+            self._infer(connection, head, plan, [piece])
+
+        self._ask_first(connection, head, Question("config", model=route.model, version=route.version), go_on)

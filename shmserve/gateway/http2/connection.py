@@ -1,0 +1,179 @@
+"""One connection of gRPC on its socket. The rule of the file: what is sent in one turn of the loop is one write."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from shmserve.gateway.http2.frames import Reason
+from shmserve.gateway.http2.protocol import Http2
+from shmserve.gateway.http2.seam import Awaits
+from shmserve.gateway.limits.turns import Reader
+
+if TYPE_CHECKING:
+    from shmserve.gateway.http2.listener import RpcDoor
+    from shmserve.gateway.http2.stream import Stream
+
+JOINED_BYTES = 128 * 1024
+"""What is sent in one turn is one piece up to this size."""
+LAST_CALLS_S = 1.0
+"""At the end, for what is on its way from callers who do not say that all of it has come."""
+_scratch = memoryview(bytearray(256 * 1024))
+"""What every connection reads into, one after another: bytes are taken out before the next one reads."""
+_little = _scratch[: 4 * 1024]
+"""Where a large message is expected: its beginning, as the rest is read to where it belongs."""
+
+
+class Connection(Reader, asyncio.BufferedProtocol):
+    def __init__(self, door: RpcDoor) -> None:
+        super().__init__()
+        self._door = door
+        self._core: Http2 | None = None
+        self._filling = False
+        self._scheduled = False
+        self._turn = door.turn
+        self._unsent = 0
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        if not self._door.enter(self):
+            transport.abort()
+            return
+        peer = transport.get_extra_info("peername")
+        text = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unknown"
+        self._core = Http2(self._door, text, self._wake)
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._door.leave(self)
+        self._transport = None
+        if self._core is not None:
+            self._core.lost()
+            self._core.out.clear()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        core = self._core
+        if core is None:
+            return _scratch
+        space = core.space()
+        self._filling = space is not None
+        if space is not None:
+            return self._door.reads.bounded(space)
+        return _little if core.large else _scratch
+
+    def buffer_updated(self, count: int) -> None:
+        core = self._core
+        if core is None:
+            return
+        self._scheduled = True  # what this brings is sent at its end
+        if self._filling:
+            core.fill(count)
+        else:
+            core.feed(bytes(_scratch[:count]))
+            if core.more:
+                self._transport.pause_reading()
+                self._door.backlog.put(self)
+        self._flush()
+        if not core.more and not core.over:
+            self._door.reads.count(self, count)
+
+    @property
+    def _may_read(self) -> bool:
+        """Where frames wait for their turn, the backlog resumes."""
+        return self._core is not None and not self._core.more
+
+    def go_on(self) -> bool:
+        """Processes frames that were put off. True: there are still more."""
+        core, transport = self._core, self._transport
+        if core is None or transport is None or transport.is_closing():
+            return False
+        self._scheduled = True
+        core.feed(b"")
+        if not core.more:
+            transport.resume_reading()
+        self._flush()
+        return core.more
+
+    @property
+    def cost(self) -> int:
+        return 0 if self._core is None else self._core.cost
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        if self._core is not None:
+            self._core.accepts = False
+            self._turn = self._door.turn
+
+    def resume_writing(self) -> None:
+        if self._core is not None:
+            self._core.resumed()
+
+    def _wake(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._door.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        core, transport = self._core, self._transport
+        if core is None or transport is None:
+            return
+        out = core.out
+        if out:
+            if core.out_bytes <= JOINED_BYTES:
+                data = b"".join(out)
+                out.clear()
+                transport.write(data)
+            else:
+                core.out = []
+                transport.writelines(out)
+            core.taken()
+        if core.done:
+            transport.close()
+
+    def look(self, waited: int) -> None:
+        """Every turn of the slow clock."""
+        core, transport, door = self._core, self._transport, self._door
+        if core is None or transport is None:
+            return
+        unsent = transport.get_write_buffer_size()
+        if not unsent or self._unsent - unsent < 0 or self._unsent - unsent >= door.least_bytes:
+            self._turn = door.turn
+        self._unsent = unsent
+        if door.turn - self._turn > waited:
+            transport.abort()
+            return
+        core.life.look(waited, door.least_bytes, door.idle_turns)
+        self._flush()
+
+    def stop(self) -> None:
+        """No more calls are taken after those that are here."""
+        if self._core is not None:
+            self._core.life.drain()
+            self._door.loop.call_later(LAST_CALLS_S, self._no_more)
+
+    def _no_more(self) -> None:
+        if self._core is not None:
+            self._core.life.no_more()
+            self._wake()
+
+    @property
+    def idle_since(self) -> float | None:
+        core, transport = self._core, self._transport
+        if core is None or transport is None or transport.get_write_buffer_size():
+            return None
+        return None if any(self._in_use(stream) for stream in core.streams.values()) else core.life.idle_since
+
+    def _in_use(self, stream: Stream) -> bool:
+        """Its answer is due, or it has moved lately. Others are open and nothing happens."""
+        return stream.call.awaits is Awaits.NOTHING or self._door.turn - max(stream.used, stream.turn) <= 1
+
+    def evict(self) -> None:
+        if self._core is not None:
+            self._core.end(Reason.NO_ERROR, "idle, closed for other clients (--http-max-connections)")
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,327 @@
+"""Header blocks of gRPC over HTTP/2, both ways. The rule of the file: what a block means is kept only while the table
+that it refers to does not change.
+
+Clients repeat themselves: after the first calls of a connection the block of a call is a few bytes that change nothing
+in the table of HPACK, so what was understood once is looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hpack.exceptions import HPACKError
+from hpack.hpack import Decoder
+from hpack.table import HeaderTable
+from msgspec import Struct
+
+from shmserve.gateway.http2.frames import (
+    END_HEADERS,
+    END_STREAM,
+    PADDED,
+    WITH_PRIORITY,
+    Broken,
+    Reason,
+    frame,
+    reset,
+)  # fmt: skip
+from shmserve.gateway.http2.frames import HEADERS as HEADERS_FRAME
+from shmserve.gateway.http2.limits import CONTINUATIONS
+
+HEAD_BYTES = 32 * 1024
+"""Of one header block as it comes, and of the headers in it."""
+HEADERS = 128
+ENCODINGS = ("gzip", "deflate")
+_REMEMBERED = 64
+_REMEMBERED_BYTES = 1024
+_TEXT = 2048
+"""Characters of an error that are sent."""
+_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_CONNECTION = {b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"}
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+_VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
+_PSEUDO = {b":method", b":scheme", b":path", b":authority"}
+
+
+class Head(Struct, frozen=True):
+    """Of one call; used again for equal blocks."""
+
+    path: str = ""
+    metadata: Mapping[str, str] = {}
+    timeout: float | None = None
+    """Seconds."""
+    encoding: str = ""
+    """How messages of the caller may be compressed, unless they are not."""
+    accepts: str = ""
+    """The first of ENCODINGS that the caller takes."""
+    length: int | None = None
+    """Bytes of DATA, as content-length says."""
+    status: int = 200
+    """Of HTTP: other than 200, this is no gRPC."""
+    malformed: str = ""
+    """Not empty: why this is no request at all."""
+    wrong: str = ""
+    """Not empty: why this is no call, though it is gRPC."""
+
+
+class _Table(HeaderTable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = 0
+
+    def add(self, name: bytes, value: bytes) -> None:
+        self.changes += 1
+        super().add(name, value)
+
+
+class Heads:
+    """Of one connection."""
+
+    def __init__(self) -> None:
+        self._decoder = Decoder(HEAD_BYTES)
+        self._table = _Table()
+        self._decoder.header_table = self._table
+        self._known: dict[bytes, Head] = {}
+        self.fields = 0
+        """Decoded in the last block; 0 where it was known."""
+
+    def head(self, block: bytes) -> Head:
+        """Broken: neither this block nor any after it can be read."""
+        found = self._known.get(block)
+        if found is not None:
+            self.fields = 0
+            return found
+        before = self._table.changes
+        found = _head(self._read(block))
+        if self._table.changes != before or (block and block[0] & 0xE0 == 0x20):
+            self._known.clear()
+        elif len(block) <= _REMEMBERED_BYTES:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[block] = found
+        return found
+
+    def trailers(self, block: bytes) -> str:
+        """Of a call, or of none any more: it changes the table in any case. Not empty: why they are malformed."""
+        before = self._table.changes
+        found = self._read(block)
+        if self._table.changes != before or (block and block[0] & 0xE0 == 0x20):
+            self._known.clear()
+        for name, value in found:
+            wrong = "pseudo-header in trailers" if name.startswith(b":") else _wrong_field(name, value)
+            if wrong:
+                return wrong
+        return ""
+
+    def _read(self, block: bytes) -> list[tuple[bytes, bytes]]:
+        _check_sizes(block)
+        if len(block) > HEADERS:
+            _check_count(block)
+        try:
+            found = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+        except (HPACKError, IndexError, ValueError) as error:
+            raise Broken(Reason.COMPRESSION_ERROR, f"the headers of the call cannot be decoded: {error}") from None
+        self.fields = len(found)
+        return found
+
+
+def _check_count(block: bytes) -> None:
+    """Counts the fields before any is decoded, which takes ten times as long. The decoder reports what is cut short."""
+    at = count = 0
+    with suppress(IndexError):
+        while at < len(block):
+            first = block[at]
+            if first & 0x80:
+                _, at = _integer(block, at, 0x7F)
+            elif first & 0xE0 == 0x20:
+                _, at = _integer(block, at, 0x1F)
+                continue
+            else:
+                named, at = _integer(block, at, 0x3F if first & 0x40 else 0x0F)
+                for _ in range(1 if named else 2):
+                    size, at = _integer(block, at, 0x7F)
+                    at += size
+            count += 1
+            if count > HEADERS:
+                raise Broken(Reason.ENHANCE_YOUR_CALM, f"the call has more than {HEADERS} headers")
+
+
+def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
+    """RFC 7541 5.1. Gives it and where it ends; IndexError where it is cut short or over 2^35."""
+    value = block[at] & mask
+    at += 1
+    if value == mask:
+        for shift in range(0, 35, 7):
+            byte = block[at]
+            at += 1
+            value += (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, at
+        raise IndexError
+    return value, at
+
+
+def _check_sizes(block: bytes) -> None:
+    """A block may begin with two new sizes of the table. One of thousands would take long to read, and say nothing."""
+    at = count = 0
+    while at < len(block) and block[at] & 0xE0 == 0x20:
+        count += 1
+        if count > 2:
+            raise Broken(Reason.COMPRESSION_ERROR, "the header block begins with more than two table size updates")
+        if block[at] & 0x1F == 0x1F:
+            at += 1
+            while at < len(block) and block[at] & 0x80:
+                at += 1
+        at += 1
+
+
+def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
+    pseudo: dict[bytes, bytes] = {}
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name.startswith(b":"):
+            if name in pseudo or found or name not in _PSEUDO:
+                return Head(malformed="misplaced pseudo-header")
+            if not _VALUE.fullmatch(value):
+                return Head(malformed="invalid value of a pseudo-header")
+            pseudo[name] = value
+        elif wrong := _wrong_field(name, value):
+            return Head(malformed=wrong)
+        else:
+            key, text = name.decode("latin-1"), value.decode("latin-1")
+            found[key] = f"{found[key]},{text}" if key in found else text
+    if (
+        not pseudo.get(b":method")
+        or not pseudo.get(b":scheme")
+        or not pseudo.get(b":path", b"").startswith((b"/", b"*"))
+    ):
+        return Head(malformed="missing method, scheme or path")
+    length, digits = None, found.pop("content-length", None)
+    if digits is not None:
+        if not digits.isascii() or not digits.isdecimal() or len(digits) > 18:
+            return Head(malformed="content-length is not a number")
+        length = int(digits)
+    if pseudo[b":method"] != b"POST":
+        return Head(status=405)
+    kind = found.get("content-type", "")
+    if kind != "application/grpc" and not kind.startswith(("application/grpc+", "application/grpc;")):
+        return Head(status=415)
+    return _call(pseudo[b":path"].decode("latin-1"), found, length)
+
+
+def _wrong_field(name: bytes, value: bytes) -> str:
+    """Why it makes its message malformed (RFC 9113, 8.2); empty: it does not."""
+    if not _NAME.fullmatch(name):
+        return "invalid header name"
+    if not _VALUE.fullmatch(value):
+        return "invalid header value"
+    if name in _CONNECTION or (name == b"te" and value != b"trailers"):
+        return "connection-specific header, which HTTP/2 does not allow"
+    return ""
+
+
+def _call(path: str, found: dict[str, str], length: int | None) -> Head:
+    timeout, wrong = None, ""
+    written = found.get("grpc-timeout")
+    if written is not None:
+        digits, unit = written[:-1], written[-1:]
+        if unit in _UNITS and digits.isascii() and digits.isdecimal() and len(digits) <= 8:
+            timeout = int(digits) * _UNITS[unit]
+        else:
+            wrong = f"invalid grpc-timeout {written[:20]!r}"
+    encoding = found.get("grpc-encoding", "identity")
+    accepted = [name.strip() for name in found.get("grpc-accept-encoding", "").split(",")]
+    accepts = next((name for name in ENCODINGS if name in accepted), "")
+    metadata = {name: text for name, text in found.items() if name not in ("te", "content-type") and not _of_grpc(name)}
+    return Head(path, metadata, timeout, "" if encoding == "identity" else encoding, accepts, length, wrong=wrong)
+
+
+def _of_grpc(name: str) -> bool:
+    """Names that the protocol keeps to itself."""
+    return name in ("grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "grpc-message-type")
+
+
+class Block:
+    """Headers of more than one frame."""
+
+    def __init__(self, number: int, flags: int, payload: bytes) -> None:
+        self.number = number
+        self.flags = flags
+        self.parts = [payload]
+        self._size = len(payload)
+
+    def add(self, payload: bytes) -> None:
+        self.parts.append(payload)
+        self._size += len(payload)
+        if len(self.parts) > CONTINUATIONS or self._size > HEAD_BYTES:
+            text = f"the headers of the call exceed {HEAD_BYTES} bytes or {CONTINUATIONS} frames"
+            raise Broken(Reason.ENHANCE_YOUR_CALM, text)
+
+
+def unpadded(flags: int, payload: bytes) -> bytes:
+    """Of HEADERS."""
+    start = padding = 0
+    if flags & PADDED:
+        start, padding = 1, payload[0] if payload else 1
+    if flags & WITH_PRIORITY:
+        start += 5
+    if start + padding > len(payload):
+        raise Broken(Reason.PROTOCOL_ERROR, "padding exceeds the frame")
+    return payload[start : len(payload) - padding]
+
+
+# ---------------------------------------------------------------------------------------- what is sent
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    """Not to be kept in the caller's table, as ours has nothing in it."""
+    return b"\x00" + _sized(name) + _sized(value)
+
+
+def _sized(text: bytes) -> bytes:
+    size = len(text)
+    if size < 127:
+        return bytes([size]) + text
+    size -= 127
+    found = bytearray([127])
+    while size >= 128:
+        found.append(size & 0x7F | 0x80)
+        size >>= 7
+    found.append(size)
+    return bytes(found) + text
+
+
+ANSWER = b"\x88\x0f\x10\x10application/grpc"
+""":status 200 and content-type, both by their place in the static table."""
+TRAILERS_OK = _literal(b"grpc-status", b"0")
+_KEPT = frozenset(range(0x20, 0x7F)) - {0x25}
+
+
+def answer(encoding: str) -> bytes:
+    return ANSWER + (_literal(b"grpc-encoding", encoding.encode()) if encoding else b"")
+
+
+def trailers(code: int, text: str) -> bytes:
+    if not code and not text:
+        return TRAILERS_OK
+    found = _literal(b"grpc-status", str(int(code)).encode())
+    return found + _literal(b"grpc-message", percent(text)) if text else found
+
+
+ACCEPTED = _literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
+
+
+def refused(number: int, status: int, ended: bool) -> bytes:
+    """The frames that answer what is no gRPC. `ended`: the caller has sent all of it."""
+    block = b"\x08\x03%d" % status  # :status, by the name in the static table
+    found = frame(HEADERS_FRAME, END_HEADERS | END_STREAM, number, block)
+    return found if ended else found + reset(number, Reason.NO_ERROR)
+
+
+def percent(text: str) -> bytes:
+    """As gRPC writes texts in a header: everything but printable ASCII as %XX."""
+    data = text[:_TEXT].encode("utf-8", "replace")
+    if all(byte in _KEPT for byte in data):
+        return data
+    return "".join([chr(byte) if byte in _KEPT else f"%{byte:02X}" for byte in data]).encode()

@@ -1,0 +1,149 @@
+"""How a connection of HTTP/2 goes on while nothing is asked, and how it ends. The rule of the file: a caller who keeps
+the protocol loses no call by the end of a connection.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmserve.gateway.http2 import frames
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.frames import Broken, Reason
+from shmserve.gateway.http2.seam import Awaits
+
+if TYPE_CHECKING:
+    from shmserve.gateway.http2.protocol import Http2
+    from shmserve.gateway.http2.stream import Stream
+
+_LAST_CALLS = b"lastcall"
+_STILL_THERE = b"thereyet"
+_NEVER = float("-inf")
+_WITHOUT_CALLS_S = 7200.0
+"""A caller without calls has no reason to ask more often."""
+
+
+class Life:
+    def __init__(self, core: Http2) -> None:
+        self._core = core
+        self._draining = False
+        self.ending = False
+        """The caller knows the last stream that is answered."""
+        self.last = frames.LARGEST_STREAM
+        """That stream."""
+        self.heard = True
+        """The caller has sent something since the last look."""
+        self._heard_at = self._born = core.door.now()
+        self._asked_at: float | None = None
+        self.quiet_since = core.door.turn
+        """There are no calls since this turn of the slow clock."""
+        self.idle_since = self._born
+        """And since this time."""
+        self._strikes = 0
+        self._pinged = _NEVER
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def drain(self) -> None:
+        """Takes no new calls, and goes on with those that are here and those that are on their way: the caller is told,
+        and by his answer to a PING what he sent before has come."""
+        core = self._core
+        if self._draining or core.over:
+            return
+        self._draining = True
+        if not core.greeted:
+            self.no_more()
+            return
+        core.out.append(frames.goaway(frames.LARGEST_STREAM, Reason.NO_ERROR))
+        core.out.append(frames.frame(frames.PING, 0, 0, _LAST_CALLS))
+        self.quiet_since = core.door.turn
+        core.wake()
+
+    def no_more(self) -> None:
+        core = self._core
+        if not self.ending:
+            self.ending = True
+            self.last = core.last
+            core.out.append(frames.goaway(core.last, Reason.NO_ERROR))
+            core.wake()
+
+    # ------------------------------------------------------------------------------------ PING
+
+    def acknowledged(self, payload: bytes) -> None:
+        if payload == _LAST_CALLS and self._draining:
+            self.no_more()
+
+    def asked(self) -> None:
+        """The caller asks whether we are there."""
+        limits, now = self._core.limits, self._core.door.now()
+        calm = limits.ping_interval_s
+        if not self._core.streams and not limits.pings_without_calls:
+            calm = max(_WITHOUT_CALLS_S, calm)
+        if now < self._pinged + calm and limits.ping_strikes:
+            self._strikes += 1
+            if self._strikes > limits.ping_strikes:
+                raise Broken(Reason.ENHANCE_YOUR_CALM, "too_many_pings")
+        self._pinged = now
+
+    def sent(self) -> None:
+        """Part of an answer: the caller may ask again."""
+        self._strikes = 0
+        self._pinged = _NEVER
+
+    # ------------------------------------------------------------------------------------ time
+
+    def look(self, waited: int, least: int, idle: int) -> None:
+        """Every turn of the slow clock. `waited`: so many turns without `least` bytes are too many for one who keeps
+        others waiting; `idle`: for a connection without calls."""
+        core = self._core
+        if core.over:
+            return
+        turn, now, limits = core.door.turn, core.door.now(), core.limits
+        core.next_turn()
+        for stream in list(core.watched):
+            self._look_at(stream, turn, waited, least)
+        for stream in list(core.streams.values()):
+            if not stream.half and not stream.stuck:
+                self._look_at_idle(stream, turn - stream.used, waited)
+        quiet = turn - self.quiet_since
+        if self._draining:
+            if quiet > 1:
+                self.no_more()
+        elif not core.streams and quiet > (idle if core.greeted else waited):
+            self.drain()
+        if limits.age_s and now - self._born > limits.age_s:
+            self.drain()
+            if limits.age_grace_s and now - self._born > limits.age_s + limits.age_grace_s:
+                core.end(Reason.NO_ERROR, "max_age")
+                return
+        self._keep_alive(now)
+
+    def _look_at(self, stream: Stream, turn: int, waited: int, least: int) -> None:
+        if not stream.stuck:
+            self._core.watched.discard(stream)
+        elif stream.moved >= least:
+            stream.turn, stream.moved = turn, 0
+        elif turn - stream.turn > waited:
+            text = "the client stalled; --http-read-timeout is the limit"
+            stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
+
+    def _look_at_idle(self, stream: Stream, quiet: int, waited: int) -> None:
+        awaits, most = stream.call.awaits, self._core.door.stream_turns
+        if awaits is Awaits.REQUEST and quiet > waited:
+            text = "the request was not received in time; --http-read-timeout is the limit"
+        elif awaits is Awaits.NEXT_REQUEST and quiet > most:
+            text = "no request was received on this stream in time; --grpc-stream-idle-timeout is the limit"
+        else:
+            return
+        stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
+
+    def _keep_alive(self, now: float) -> None:
+        core, limits = self._core, self._core.limits
+        if self.heard:
+            self.heard, self._heard_at, self._asked_at = False, now, None
+        elif self._asked_at is not None:
+            if now - self._asked_at >= limits.keepalive_timeout_s:
+                core.end(Reason.NO_ERROR, "keepalive_timeout")
+        elif now - self._heard_at >= limits.keepalive_s and (core.streams or limits.pings_without_calls):
+            self._asked_at = now
+            core.out.append(frames.frame(frames.PING, 0, 0, _STILL_THERE))
+            core.wake()

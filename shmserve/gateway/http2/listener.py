@@ -1,0 +1,99 @@
+"""All connections of gRPC, and what they share. The rule of the file: one clock for deadlines, while there are any, so
+that no call costs a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from shmserve.gateway.http2.backlog import Backlog
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.connection import Connection
+from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.seam import Application
+from shmserve.gateway.http2.stream import Stream
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.turns import ReadTurns, Turns
+from shmserve.gateway.listeners.callers import TURNS, Callers
+
+DEADLINE_S = 0.02
+"""Deadlines are looked at so often."""
+
+
+class RpcDoor(Callers):
+    """`stopped` is called when no new calls are taken any more."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, application: Application, limits: Limits,
+        stopped: Callable[[], None] = lambda: None, budget: Budget | None = None, shares: Shares | None = None,
+        turns: Turns | None = None, reads: ReadTurns | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            loop, lambda: Connection(self), limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
+            reads,
+        )  # fmt: skip
+        self.stream_turns = math.ceil(limits.stream_idle_s / _turn_s(limits))
+        self.application = application
+        self.limits = limits
+        self._stopped = stopped
+        self.backlog = Backlog(loop)
+        self._due: dict[int, set[Stream]] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_for = 0
+        """The bucket that it is for."""
+
+    # ------------------------------------------------------------------------------------ deadlines
+
+    def expire(self, stream: Stream) -> None:
+        assert stream.expires is not None
+        bucket = _bucket(stream.expires)
+        self._due.setdefault(bucket, set()).add(stream)
+        if self._alarm is None or bucket < self._alarm_for:
+            self._set_alarm(bucket)
+
+    def keep(self, stream: Stream) -> None:
+        assert stream.expires is not None
+        bucket = _bucket(stream.expires)
+        found = self._due.get(bucket)
+        if found is not None:
+            found.discard(stream)
+            if not found:
+                del self._due[bucket]
+
+    def _set_alarm(self, bucket: int) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_for = bucket
+        self._alarm = self.loop.call_at(max(bucket + 1, _bucket(self.now()) + 1) * DEADLINE_S, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        now = _bucket(self.now())
+        for bucket in [bucket for bucket in self._due if bucket < now]:
+            for stream in self._due.pop(bucket):
+                stream.fail(RpcError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+        if self._due and self._alarm is None:
+            self._set_alarm(min(self._due))
+
+    # ------------------------------------------------------------------------------------ the end
+
+    async def close(self) -> None:
+        self.stopping = True
+        self._stopped()
+        await super().close()
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+
+def _turn_s(limits: Limits) -> float:
+    """The slow clock goes as fast as the shortest of what it measures wants it."""
+    spans = [limits.read_timeout_s, limits.idle_timeout_s, limits.keepalive_s, limits.keepalive_timeout_s]
+    spans += [span for span in (limits.age_s, limits.age_grace_s) if span]
+    return max(0.02, min(spans) / TURNS)
+
+
+def _bucket(at: float) -> int:
+    return int(at / DEADLINE_S)

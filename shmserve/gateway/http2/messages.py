@@ -1,0 +1,39 @@
+"""Compressed messages of gRPC. The rule of the file: what comes is never made larger than the limit."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from shmserve.gateway import gzip_stream
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+
+COMPRESSED_BYTES = 1024
+"""Messages below this size are not worth compressing."""
+_WINDOW = {"gzip": 31, "deflate": zlib.MAX_WBITS}
+
+
+def too_large(size: int, limit: int) -> RpcError:
+    return RpcError(
+        Code.RESOURCE_EXHAUSTED,
+        f"Received message larger than max ({size} vs. {limit}); raise --grpc-max-input-size of the gateway",
+    )
+
+
+def inflating(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[Buffer]:
+    """`hold` counts what has been made of it."""
+    try:
+        found = yield from gzip_stream.inflating(_WINDOW[encoding], data, limit, hold)
+    except zlib.error:
+        raise RpcError(Code.INTERNAL, f"the message is not valid {encoding}") from None
+    except gzip_stream.Overflow as error:
+        raise too_large(error.args[0], limit) from None
+    except gzip_stream.Incomplete:
+        raise RpcError(Code.INTERNAL, f"the message is not one complete {encoding} stream") from None
+    return bytes(found) if len(found) < SLICE_BYTES else memoryview(found)
+
+
+def deflating(encoding: str, parts: Sequence[Buffer], level: int) -> Work[bytes]:
+    return gzip_stream.deflating(zlib.compressobj(level, zlib.DEFLATED, _WINDOW[encoding]), parts, SLICE_BYTES)

@@ -1,0 +1,478 @@
+"""One connection of HTTP/2 as gRPC uses it: bytes in, calls of a service and bytes out. The rule of the file: no socket
+and no clock, and whatever comes, nothing is raised: a caller who leaves the protocol is told so, and is over.
+
+Flow control: what has come is granted again at once, as messages go on to the service at once; a stream that is paused
+is granted nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shmserve.gateway.http2 import frames, heads
+from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2.blocks import HeaderBlocks
+from shmserve.gateway.http2.conduct import ClosedStreams, Conduct
+from shmserve.gateway.http2.frames import Broken, Reason
+from shmserve.gateway.http2.host import Host
+from shmserve.gateway.http2.life import Life
+from shmserve.gateway.http2.stream import Stream
+from shmserve.gateway.kserve.answers import Buffer
+
+_GREETING = frames.settings({
+    frames.MAX_FRAME_SIZE: most.FRAME_BYTES,
+    frames.INITIAL_WINDOW_SIZE: most.STREAM_WINDOW,
+    frames.MAX_HEADER_LIST_SIZE: heads.HEAD_BYTES,
+})  # fmt: skip
+_PREFACE_SIZE = len(frames.PREFACE)
+
+
+class Http2:
+    """`wake`: there is something to send. The owner takes it out of `out`."""
+
+    def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
+        self.door = door
+        self.limits = door.limits
+        self.peer = peer
+        address = peer.rpartition(":")[0]
+        self.account = door.budget.account(address)
+        self.shares = door.shares.connect(address)
+        self.wake = wake
+        self.out: list[Buffer] = [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: door.limits.streams}),
+                                  frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
+        self.out_bytes = 0
+        """Of answers, in `out`."""
+        self.accepts = True
+        """The socket takes what is sent."""
+        self.over = False
+        """Nothing more is taken or begun; the owner closes after what is in `out`."""
+        self.streams: dict[int, Stream] = {}
+        self.window = frames.DEFAULT_WINDOW
+        """What the caller takes on all streams together."""
+        self.frame_bytes = frames.DEFAULT_FRAME
+        self.stream_window = frames.DEFAULT_WINDOW
+        self._rest = b""
+        self.greeted = self._set = False
+        self.last = 0
+        """The highest stream of the caller."""
+        self.large = False
+        """The last message was."""
+        self._stream: Stream | None = None
+        """Whose DATA is being read, of which so much is left, and then so much of padding; `_ends`: it is the last."""
+        self._left = self._skip = 0
+        self._ends = False
+        self._queued: dict[Stream, None] = {}
+        self.watched: set[Stream] = set()
+        self._taken = 0
+        self.work = 0
+        """That may still be done in this turn of the loop."""
+        self._spent = 0
+        self.more = False
+        """Frames that have come wait for the next turn of the loop: `feed` has to be called again."""
+        self.conduct = Conduct()
+        self.closed = ClosedStreams()
+        self._blocks = HeaderBlocks(self)
+        self.life = Life(self)
+
+    # ------------------------------------------------------------------------------------ bytes in
+
+    def feed(self, data: bytes) -> None:
+        if self.over:
+            return
+        self.life.heard = True
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        backlog = self.door.backlog
+        self.work = allowed = max(0, min(most.WORK, backlog.left))
+        self.more = False
+        try:
+            self._parse(data)
+        except Broken as error:
+            self.end(error.reason, str(error))
+        self._spent += allowed - self.work
+        backlog.spend(allowed - self.work)
+
+    @property
+    def cost(self) -> int:
+        """Of this connection, lately, and of the frame that waits: its size stands for its fields."""
+        return self._spent + int.from_bytes(self._rest[:3], "big")
+
+    def next_turn(self) -> None:
+        """Of the slow clock."""
+        self._spent //= 2
+        self.conduct.next_turn()
+
+    def space(self) -> memoryview | None:
+        """Where the next bytes belong, if that is a large message; then `fill` is called and not `feed`."""
+        if self._left < most.QUANTUM // 16 or self._stream is None or self.over:
+            return None
+        return self._stream.space(self._left)
+
+    def fill(self, size: int) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        self.life.heard = True
+        self._left -= size
+        stream.fill(size)
+        if not self._left:
+            self._data_done()
+
+    def _parse(self, data: bytes) -> None:
+        at, size = 0, len(data)
+        if not self.greeted:
+            if data[:_PREFACE_SIZE] != frames.PREFACE[:size]:
+                raise Broken(Reason.PROTOCOL_ERROR, "this is a gRPC port, but the client does not use HTTP/2")
+            if size < _PREFACE_SIZE:
+                self._rest = data
+                return
+            self.greeted, at = True, _PREFACE_SIZE
+        unpack = frames.FRAME.unpack_from
+        while at < size:
+            if self._left or self._skip:
+                at = self._go_on(data, at, size)
+                continue
+            if size - at < 9:
+                break
+            if self.work <= 0:
+                self.more = True
+                break
+            self.work -= 1
+            high, low, kind, flags, number = unpack(data, at)
+            length = high << 8 | low
+            number &= frames.LARGEST_STREAM
+            start = at + 9
+            end = start + length
+            if not self._set or self._blocks.pending is not None or length > most.FRAME_BYTES:
+                self._check(kind, number, length)
+            if kind == frames.DATA:
+                if flags & frames.PADDED and start >= size and length:
+                    break
+                at = self._data(number, flags, data, start, length, size)
+            elif end <= size:
+                self._frame(kind, flags, number, data[start:end])
+                at = end
+            elif kind > frames.CONTINUATION:
+                self.conduct.idle()
+                self._skip, at = length, start
+            elif length > heads.HEAD_BYTES:
+                raise Broken(
+                    Reason.ENHANCE_YOUR_CALM, f"frame of {length} bytes; the limit for frames other than DATA is 32768"
+                )
+            else:
+                break
+        self._rest = data[at:]
+
+    def _check(self, kind: int, number: int, length: int) -> None:
+        if length > most.FRAME_BYTES:
+            raise Broken(Reason.FRAME_SIZE_ERROR, f"frame of {length} bytes; the limit is {most.FRAME_BYTES}")
+        if not self._set and kind != frames.SETTINGS:
+            raise Broken(Reason.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        if self._blocks.pending is not None and (kind != frames.CONTINUATION or number != self._blocks.pending.number):
+            raise Broken(Reason.PROTOCOL_ERROR, "another frame inside a header block")
+
+    # ------------------------------------------------------------------------------------ DATA
+
+    def _data(self, number: int, flags: int, data: bytes, start: int, length: int, size: int) -> int:
+        """Takes what is here of a frame, and gives where it ends or `data` does."""
+        self._taken += length
+        if self._taken > most.CONNECTION_WINDOW // 2:
+            self._granted(0, self._taken)
+            self._taken = 0
+        padding = 0
+        body = length
+        if flags & frames.PADDED:
+            if not length or data[start] >= length:
+                raise Broken(Reason.PROTOCOL_ERROR, "padding exceeds the frame")
+            padding = data[start]
+            start += 1
+            body = length - 1 - padding
+        stream = self.streams.get(number)
+        if stream is None or stream.half:
+            self._closed_data(number, stream, bool(flags & frames.END_STREAM))
+            self._left, self._skip = 0, body + padding
+            return start
+        stream.taken += length
+        if stream.taken > most.STREAM_WINDOW // 2:
+            self._much_of(stream)
+        if not body and not flags & frames.END_STREAM:
+            self.conduct.idle()
+        if stream.head.length is not None and not self.fits(stream, body, bool(flags & frames.END_STREAM)):
+            self._left, self._skip = 0, body + padding
+            return start
+        end = start + body
+        if end <= size:
+            self._skip = padding
+            stream.receive(data, start, end)
+            if flags & frames.END_STREAM and not stream.over:
+                stream.half = True
+                stream.ended()
+            return end
+        self._stream, self._left, self._skip = stream, body, padding
+        self._ends = bool(flags & frames.END_STREAM)
+        return start
+
+    def fits(self, stream: Stream, body: int, ended: bool) -> bool:
+        """What has come of a call with a content-length."""
+        stream.length += body
+        length = stream.head.length or 0
+        if stream.length <= length and (not ended or stream.length == length):
+            return True
+        stream.half = ended
+        self.reset(stream, Reason.PROTOCOL_ERROR)
+        return False
+
+    def _closed_data(self, number: int, stream: Stream | None, ended: bool) -> None:
+        if not number & 1 or number > self.last:
+            raise Broken(Reason.PROTOCOL_ERROR, "DATA on an idle stream")
+        if stream is not None:
+            self.reset(stream, Reason.STREAM_CLOSED)
+        elif self.closed.ignores(number, ended):
+            self.conduct.idle()
+        else:
+            self.refuse(number, Reason.STREAM_CLOSED)
+
+    def _go_on(self, data: bytes, at: int, size: int) -> int:
+        if not self._left:
+            count = min(self._skip, size - at)
+            self._skip -= count
+            return at + count
+        count = min(self._left, size - at)
+        self._left -= count
+        stream = self._stream
+        assert stream is not None
+        stream.receive(data, at, at + count)
+        if not self._left:
+            self._data_done()
+        return at + count
+
+    def _data_done(self) -> None:
+        stream, self._stream = self._stream, None
+        if self._ends and stream is not None and not stream.over:
+            stream.half = True
+            stream.ended()
+
+    def _much_of(self, stream: Stream) -> None:
+        if not stream.paused:
+            self.grant(stream)
+        elif stream.taken > most.STREAM_WINDOW:
+            self.reset(stream, Reason.FLOW_CONTROL_ERROR)
+
+    def grant(self, stream: Stream) -> None:
+        if not stream.over and stream.taken > most.STREAM_WINDOW // 2:
+            self._granted(stream.number, stream.taken)
+            stream.taken = 0
+
+    def _granted(self, number: int, size: int) -> None:
+        self.out.append(frames.window_update(number, size))
+        self.life.sent()
+        self.wake()
+
+    # ------------------------------------------------------------------------------------ other frames
+
+    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if kind == frames.HEADERS:
+            self._blocks.headers(number, flags, payload)
+        elif len(payload) != frames.LENGTHS.get(kind, len(payload)):
+            raise Broken(Reason.FRAME_SIZE_ERROR, "wrong frame length")
+        elif kind == frames.WINDOW_UPDATE:
+            self._window_update(number, payload)
+        elif kind == frames.PING:
+            self._ping(flags, number, payload)
+        elif kind == frames.RST_STREAM:
+            self._rst_stream(number, payload)
+        elif kind == frames.SETTINGS:
+            self._settings(flags, number, payload)
+        elif kind == frames.CONTINUATION:
+            self._blocks.continuation(flags, payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise Broken(Reason.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
+        else:
+            if (kind == frames.GOAWAY) == bool(number) and kind <= frames.CONTINUATION:
+                raise Broken(Reason.PROTOCOL_ERROR, "frame on the wrong stream")
+            if kind == frames.GOAWAY and len(payload) < frames.GOAWAY_LENGTH:
+                raise Broken(Reason.FRAME_SIZE_ERROR, "wrong frame length")
+            self.conduct.idle()
+
+    def _settings(self, flags: int, number: int, payload: bytes) -> None:
+        if number or (flags & frames.ACK and not self._set):
+            raise Broken(Reason.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
+        if len(payload) % 6 or (flags & frames.ACK and payload) or len(payload) > most.SETTINGS_BYTES:
+            raise Broken(Reason.FRAME_SIZE_ERROR, "wrong length of SETTINGS")
+        self._set = True
+        if flags & frames.ACK:
+            self.conduct.idle()
+            return
+        self.conduct.idle(most.SETTINGS_WEIGHT)
+        found = frames.settings_of(payload)
+        self.frame_bytes = found.get(frames.MAX_FRAME_SIZE, self.frame_bytes)
+        if frames.INITIAL_WINDOW_SIZE in found:
+            self._initial_window(found[frames.INITIAL_WINDOW_SIZE])
+        self._reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self.pump()
+
+    def _initial_window(self, value: int) -> None:
+        change = value - self.stream_window
+        self.stream_window = value
+        for stream in self.streams.values():
+            stream.window += change
+            if stream.window > frames.LARGEST_WINDOW:
+                raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
+
+    def _reply(self, data: bytes) -> None:
+        if not self.accepts:
+            self.conduct.unsent_reply()
+        self.out.append(data)
+        self.wake()
+
+    def _ping(self, flags: int, number: int, payload: bytes) -> None:
+        if number:
+            raise Broken(Reason.PROTOCOL_ERROR, "PING on a stream other than 0")
+        if flags & frames.ACK:
+            self.life.acknowledged(payload)
+            return
+        self.conduct.idle()
+        self._reply(frames.frame(frames.PING, frames.ACK, 0, payload))
+        self.life.asked()
+
+    def _rst_stream(self, number: int, payload: bytes) -> None:
+        if not number & 1 or number > self.last:
+            raise Broken(Reason.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
+        stream = self.streams.get(number)
+        if stream is None:
+            self.closed.ignores(number, True)
+            self.conduct.idle()
+            return
+        early = stream.expires is None or self.door.now() < stream.expires - most.EARLY_S
+        stream.half = True
+        stream.cancel()
+        if early:
+            self.conduct.reset()
+
+    def _window_update(self, number: int, payload: bytes) -> None:
+        size = frames.number(payload) & frames.LARGEST_WINDOW
+        if not number:
+            if not size:
+                raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
+            self.window += size
+            if self.window > frames.LARGEST_WINDOW:
+                raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
+            if self._queued:
+                self.pump()
+            return
+        stream = self.streams.get(number)
+        if stream is None:
+            if not number & 1 or number > self.last:
+                raise Broken(Reason.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
+            return
+        stream.window += size
+        if not size or stream.window > frames.LARGEST_WINDOW:
+            self.reset(stream, Reason.FLOW_CONTROL_ERROR if size else Reason.PROTOCOL_ERROR)
+        elif stream.queued:
+            if size < most.SMALL_UPDATE:
+                self.conduct.idle()
+            self.pump()
+
+    # ------------------------------------------------------------------------------------ streams
+
+    def send_reset(self, number: int, reason: Reason) -> None:
+        self.out.append(frames.reset(number, reason))
+        self.wake()
+
+    def refuse(self, number: int, reason: Reason) -> None:
+        """Resets a stream for what the caller did."""
+        self.send_reset(number, reason)
+        self.conduct.reset()
+
+    def reset(self, stream: Stream, reason: Reason) -> None:
+        stream.cancel()
+        self.refuse(stream.number, reason)
+
+    # ------------------------------------------------------------------------------------ what streams call
+
+    def watch(self, stream: Stream) -> None:
+        """The caller has to go on with it."""
+        if stream not in self.watched:
+            self.watched.add(stream)
+            stream.turn = self.door.turn
+            stream.moved = 0
+
+    def push(self, stream: Stream) -> None:
+        """It has more to send than the caller takes at once."""
+        self._queued[stream] = None
+        while self.writable and stream.pump(most.QUANTUM, resume=False):
+            pass
+        if not stream.queued:
+            self._queued.pop(stream, None)
+        self.wake()
+
+    def forget(self, stream: Stream) -> None:
+        if self.streams.pop(stream.number, None) is None:
+            return
+        self.closed.add(stream.number, stream.half)
+        self.watched.discard(stream)
+        self._queued.pop(stream, None)
+        if stream.expires is not None:
+            self.door.keep(stream)
+        if not self.streams:
+            self.life.quiet_since = self.door.turn
+            self.life.idle_since = self.door.now()
+            self.wake()
+
+    # ------------------------------------------------------------------------------------ what the owner calls
+
+    def pump(self) -> None:
+        """Sends what is queued, every stream in its turn."""
+        moved = True
+        while moved and self.window > 0 and self._queued:
+            moved = False
+            for stream in list(self._queued):
+                if not self.writable:
+                    return
+                if not stream.queued:
+                    self._queued.pop(stream, None)
+                elif stream.pump(most.QUANTUM):
+                    moved = True
+                    self.wake()
+
+    def resumed(self) -> None:
+        """The socket takes more again."""
+        self.accepts = True
+        self.conduct.unsent_replies = 0
+        self.pump()
+        for stream in list(self.streams.values()):
+            if not self.writable:
+                break
+            stream.go_on()
+
+    @property
+    def writable(self) -> bool:
+        return self.accepts and self.out_bytes < most.AHEAD_BYTES
+
+    def taken(self) -> None:
+        """What was in `out` is on its way."""
+        size, self.out_bytes = self.out_bytes, 0
+        if size:
+            self.life.sent()
+        if size >= most.AHEAD_BYTES and self.accepts:
+            self.resumed()
+
+    @property
+    def done(self) -> bool:
+        """All calls have ended, and no more are taken."""
+        return self.over or (self.life.ending and not self.streams)
+
+    def end(self, reason: Reason, text: str) -> None:
+        if not self.over:
+            self.over = True
+            self.out.append(frames.goaway(self.last, reason, text))
+            self.lost()
+            self.wake()
+
+    def lost(self) -> None:
+        """The caller is gone."""
+        self.over = True
+        for stream in list(self.streams.values()):
+            stream.cancel()
+        self.shares.close()

@@ -1,0 +1,255 @@
+"""The sending half of a call over HTTP/2: answers are compressed, cut into frames, and wait for the windows."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import TYPE_CHECKING
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.http2 import frames, heads
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.messages import COMPRESSED_BYTES, deflating
+from shmserve.gateway.http2.seam import Awaits, Call
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.turns import Job
+from shmserve.gateway.upstream.receive import Room
+
+if TYPE_CHECKING:
+    from shmserve.gateway.http2.protocol import Http2
+
+log = logging.getLogger("shmserve.gateway")
+
+_ANSWER = Struct(f">HBBBI{len(heads.ANSWER)}sHBBBIBI")
+"""The headers of an answer, and what stands before its first message."""
+_DATA = Struct(">HBBBIBI")
+_LAST = Struct(f">HBBBI{len(heads.TRAILERS_OK)}s")
+_ANSWER_SIZE, _LAST_SIZE = len(heads.ANSWER), len(heads.TRAILERS_OK)
+
+
+class _NoCall:
+    """What a stream calls before it has a call, and after."""
+
+    awaits = Awaits.NOTHING
+
+    def message(self, data: Buffer) -> None: ...
+    def room(self, size: int, first: Buffer) -> Room | None: ...
+    def half_closed(self) -> None: ...
+    def cancelled(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+NO_CALL = _NoCall()
+
+
+def tell(service: Callable[[], None]) -> None:
+    """What a service gets wrong there harms no other call."""
+    try:
+        service()
+    except Exception:
+        log.exception("a service failed")
+
+
+class Sending:
+    """The methods that raise NotImplementedError are those of Stream."""
+
+    __slots__ = (
+        "_begun", "_compression", "_core", "_deflating", "_end", "_queue", "_undeflated", "call", "half", "head",
+        "moved", "number", "over", "queued", "used", "window",
+    )  # fmt: skip
+
+    def __init__(self, core: Http2, number: int, head: heads.Head, window: int) -> None:
+        self._core = core
+        self.number = number
+        self.head = head
+        self.window = window
+        """What the caller takes on this stream."""
+        self.call: Call = NO_CALL
+        self.over = False
+        self.half = False
+        """The caller sends no more."""
+        self.used = core.door.turn
+        """Turn of the slow clock of the last message, either way."""
+        self.moved = 0
+        self._begun = False
+        self._compression = head.accepts if core.limits.compression else ""
+        self._deflating: Job | None = None
+        self._undeflated: deque[Sequence[Buffer]] = deque()
+        """Messages that wait for the one that is being compressed."""
+        self._queue: deque[Buffer] = deque()
+        self.queued = 0
+        self._end: bytes | None = None
+
+    @property
+    def writable(self) -> bool:
+        return not self._queue and self._deflating is None and self._core.writable
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        if self.over or self._end is not None:
+            return
+        self.used = self._core.door.turn
+        if self._deflating is None:
+            self._send(parts)
+        else:
+            self._undeflated.append(parts)
+
+    def _send(self, parts: Sequence[Buffer]) -> None:
+        size = 0
+        for part in parts:
+            size += len(part)
+        if not self._compression or size < COMPRESSED_BYTES:
+            self._send_message(0, size, parts)
+            return
+        core = self._core
+        work = deflating(self._compression, parts, core.limits.compression)
+        job = core.door.turns.run(work, self._deflated, lambda error: self.faulty())
+        if job.running:
+            self._headers()
+            self._deflating = job
+
+    def _deflated(self, data: bytes) -> None:
+        waited, self._deflating = self._deflating is not None, None
+        self._send_message(1, len(data), [data])
+        while self._undeflated and self._deflating is None:
+            self._send(self._undeflated.popleft())
+        if waited and not self.over and not self._queue:
+            self._sent_all()
+
+    def _send_message(self, flag: int, size: int, parts: Sequence[Buffer]) -> None:
+        core, number = self._core, self.number
+        whole = size + 5
+        out = core.out
+        if self._queue or whole > self.window or whole > core.window or whole > core.frame_bytes:
+            self._queue_message(flag, size, parts)
+            return
+        self.window -= whole
+        core.window -= whole
+        if self._begun or self._compression:
+            self._headers()
+            out.append(_DATA.pack(whole >> 8, whole & 0xFF, 0, 0, number, flag, size))
+        else:
+            self._begun = True
+            out.append(
+                _ANSWER.pack(0, _ANSWER_SIZE, frames.HEADERS, frames.END_HEADERS, number, heads.ANSWER,
+                             whole >> 8, whole & 0xFF, 0, 0, number, flag, size)
+            )  # fmt: skip
+        out.extend(parts)
+        core.out_bytes += whole
+        core.wake()
+
+    def _headers(self) -> None:
+        if not self._begun:
+            self._begun = True
+            block = heads.answer(self._compression)
+            self._core.out.append(frames.frame(frames.HEADERS, frames.END_HEADERS, self.number, block))
+
+    def _queue_message(self, flag: int, size: int, parts: Sequence[Buffer]) -> None:
+        try:
+            self._core.account.take(size + 5)
+        except Unavailable as error:
+            self.fail(RpcError(Code.UNAVAILABLE, str(error)))
+            return
+        self._headers()
+        self._queue.append(bytes([flag]) + size.to_bytes(4, "big"))
+        self._queue.extend([part for part in parts if len(part)])
+        self.queued += size + 5
+        self._push()
+
+    def finish(self, code: int, text: str = "") -> None:
+        if self.over or self._end is not None:
+            return
+        self.call = NO_CALL
+        self._core.door.answered(code)
+        if code or text or not self._begun:
+            block = heads.trailers(code, text)
+            if not self._begun:
+                accepted = heads.ACCEPTED if code == Code.UNIMPLEMENTED and self.head.encoding else b""
+                block = heads.ANSWER + accepted + block
+            self._end = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.number, block)
+        else:
+            self._end = _LAST.pack(0, _LAST_SIZE, frames.HEADERS, 5, self.number, heads.TRAILERS_OK)
+        if not self._queue and self._deflating is None:
+            self._finish()
+
+    def go_on(self) -> None:
+        """The connection takes more again."""
+        if not self._queue:
+            tell(self.call.resume)
+
+    def _sent_all(self, resume: bool = True) -> None:
+        """Of what has been compressed."""
+        if self._deflating is not None or self._undeflated:
+            return
+        if self._end is not None:
+            self._finish()
+        elif resume and self._core.writable:
+            tell(self.call.resume)
+
+    def _finish(self) -> None:
+        core = self._core
+        assert self._end is not None
+        core.out.append(self._end)
+        core.out_bytes += len(self._end)
+        if not self.half:
+            core.out.append(frames.reset(self.number, frames.Reason.NO_ERROR))
+        self.close()
+        core.wake()
+
+    def pump(self, most: int, resume: bool = True) -> int:
+        """Sends what is queued, as far as the caller takes it. Gives how much that was. `resume`: whether the service
+        has seen that the stream was not writable."""
+        core = self._core
+        sent = 0
+        while self._queue and sent < most:
+            size = min(self.window, core.window, core.frame_bytes, self.queued)
+            if size <= 0:
+                break
+            core.out.append(frames.FRAME.pack(size >> 8, size & 0xFF, frames.DATA, 0, self.number))
+            self._cut(size)
+            self.window -= size
+            core.window -= size
+            self.queued -= size
+            core.account.give(size)
+            sent += size
+        self.moved += sent
+        core.out_bytes += sent
+        if sent and not self._queue:
+            self._sent_all(resume)
+        return sent
+
+    def _cut(self, size: int) -> None:
+        queue, out = self._queue, self._core.out
+        while size:
+            part = queue[0]
+            if len(part) <= size:
+                out.append(part)
+                size -= len(part)
+                queue.popleft()
+            else:
+                view = memoryview(part)
+                out.append(view[:size])
+                queue[0] = view[size:]
+                size = 0
+
+    def _drop_answers(self) -> None:
+        self._core.account.give(self.queued)
+        self._queue.clear()
+        self._undeflated.clear()
+        self.queued = 0
+        if self._deflating is not None:
+            self._deflating.cancel()
+            self._deflating = None
+
+    def _push(self) -> None:
+        raise NotImplementedError
+
+    def fail(self, error: RpcError) -> None:
+        raise NotImplementedError
+
+    def faulty(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,355 @@
+"""One call over HTTP/2: messages of the caller are put together, answers are cut into frames. The rule of the file:
+what a caller announces is checked and counted before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.http2 import frames, heads
+from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.messages import inflating, too_large
+from shmserve.gateway.http2.seam import Call
+from shmserve.gateway.http2.sending import NO_CALL, Sending, tell
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.gateway.limits.turns import Job, Work
+from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
+
+if TYPE_CHECKING:
+    from shmserve.gateway.http2.protocol import Http2
+
+log = logging.getLogger("shmserve.gateway")
+T = TypeVar("T")
+
+LARGE = 64 * 1024
+"""A message from this size on is not copied here."""
+
+
+class Stream(Sending):
+    __slots__ = (
+        "_buffer", "_end_waits", "_flag", "_held", "_job", "_prefix", "_waiting", "_wanted", "expires", "length",
+        "taken", "turn",
+    )  # fmt: skip
+
+    def __init__(self, core: Http2, number: int, head: heads.Head, window: int, expires: float | None) -> None:
+        super().__init__(core, number, head, window)
+        self.expires = expires
+        self.length = 0
+        """Of DATA that has come, where the caller has said how much that will be."""
+        self.taken = 0
+        """Bytes of the caller's that he was not granted again."""
+        self.turn = 0
+        self._prefix = b""
+        self._buffer: ReceiveBuffer | None = None
+        self._flag = 0
+        self._held = 0
+        self._waiting: deque[bytes] | None = None
+        """Paused: what has come meanwhile."""
+        self._wanted = True
+        """The service takes more messages."""
+        self._job: Job | None = None
+        """Inflates a message, or waits for the next turn of the loop; messages behind it wait."""
+        self._end_waits = False
+
+    # ------------------------------------------------------------------------------------ what services see
+
+    @property
+    def path(self) -> str:
+        return self.head.path
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return self.head.metadata
+
+    @property
+    def peer(self) -> str:
+        return self._core.peer
+
+    def payer(self, token: str) -> Payer:
+        return self._core.shares.payer(token)
+
+    @property
+    def stuck(self) -> bool:
+        """Somebody waits for the caller to go on."""
+        return bool(self._queue) or ((self._buffer is not None or bool(self._prefix)) and self._waiting is None)
+
+    def pause(self) -> None:
+        self._wanted = False
+        if self._waiting is None and not self.over:
+            self._waiting = deque()
+
+    def unpause(self) -> None:
+        self._wanted = True
+        self._receive_on()
+
+    def _receive_on(self) -> None:
+        waiting = self._waiting
+        if waiting is None or self.over or not self._wanted or self._job is not None:
+            return
+        self._waiting = None
+        ends, self._end_waits = self._end_waits, False
+        while waiting:
+            data = waiting.popleft()
+            self._let_go(len(data))
+            self.receive(data, 0, len(data))
+            if self._stopped(waiting):
+                self._end_waits = ends
+                return
+        if ends:
+            self.ended()
+        else:
+            self._core.grant(self)
+
+    @property
+    def paused(self) -> bool:
+        return self._waiting is not None
+
+    def _stopped(self, more: deque[bytes]) -> bool:
+        """Over, or paused again: then what is left waits on."""
+        if self._waiting is not None:
+            self._waiting.extend(more)
+            return True
+        return self.over
+
+    def serve(self, call: Call) -> None:
+        """`call` is told what comes, unless it has ended already."""
+        if not self.over and self._end is None:
+            self.call = call
+
+    # ------------------------------------------------------------------------------------ what comes
+
+    def receive(self, data: bytes, at: int, end: int) -> None:
+        """Bytes of messages."""
+        while at < end and not self.over:
+            if self._core.work < 0 and self._waiting is None:
+                self._run(self._next_turn(), lambda found: None)
+            if self._waiting is not None:
+                self._wait(data[at:end])
+                return
+            if self._buffer is not None:
+                place = self._buffer.space()
+                size = min(end - at, len(place))
+                place[:size] = memoryview(data)[at : at + size]
+                at += size
+                self.fill(size)
+            elif self._prefix or end - at < 5:
+                size = min(end - at, 5 - len(self._prefix))
+                self._prefix += data[at : at + size]
+                at += size
+                if len(self._prefix) == 5:
+                    prefix, self._prefix = self._prefix, b""
+                    self._begin(prefix[0], int.from_bytes(prefix[1:], "big"))
+                else:
+                    self._core.watch(self)
+            else:
+                size, flag = int.from_bytes(data[at + 1 : at + 5], "big"), data[at]
+                at += 5
+                if size <= end - at:
+                    self._core.large = False
+                    if size > self._core.limits.message_bytes:
+                        self.fail(too_large(size, self._core.limits.message_bytes))
+                        return
+                    self._deliver(flag, data[at : at + size] if size < LARGE else memoryview(data)[at : at + size])
+                    at += size
+                else:
+                    self._begin(flag, size, memoryview(data)[at:end])
+                    return
+
+    def _begin(self, flag: int, size: int, first: Buffer = b"") -> None:
+        """Of a message of which only `first` is here yet."""
+        if size > self._core.limits.message_bytes:
+            self.fail(too_large(size, self._core.limits.message_bytes))
+            return
+        if not size:
+            self._deliver(flag, b"")
+            return
+        self._flag = flag
+        self._core.large = size >= most.QUANTUM
+        self._buffer = ReceiveBuffer(size, self._room if size >= LARGE and not flag else None)
+        self._core.watch(self)
+        if self._hold(len(first)) and self._received(self._buffer.begin, first):
+            self.moved += len(first)
+
+    def _room(self, arrived: Buffer) -> Room | None:
+        assert self._buffer is not None
+        try:
+            return self.call.room(self._buffer.size, arrived)
+        except Exception:
+            log.exception("a service failed")
+            return None
+
+    def space(self, most: int) -> memoryview | None:
+        """Where the next bytes of a message belong, so that they can be read there at once."""
+        if self._buffer is None or self._waiting is not None or self.over:
+            return None
+        return self._buffer.space()[:most]
+
+    def fill(self, size: int) -> None:
+        """So many bytes of the message stand in their place."""
+        buffer = self._buffer
+        if buffer is None or not self._hold(size):
+            return
+        self.moved += size
+        if self._received(buffer.add, size) and buffer.full:
+            self._buffer = None
+            self._let_go(buffer.size)
+            self._deliver(self._flag, buffer.memory)
+
+    def _received(self, receive: Callable[[T], object], what: T) -> bool:
+        try:
+            receive(what)
+        except Unavailable as error:
+            self.fail(RpcError(Code.UNAVAILABLE, str(error)))
+            return False
+        return True
+
+    def _deliver(self, flag: int, data: Buffer) -> None:
+        self.used = self._core.door.turn
+        self._core.life.idle_since = self._core.door.now()
+        self._core.work -= 1
+        if not flag:
+            self._pass_on(data)
+        elif flag != 1:
+            self.fail(RpcError(Code.INTERNAL, "a message does not begin with a valid gRPC prefix"))
+        elif not self.head.encoding:
+            self.fail(RpcError(Code.INTERNAL, "a message is flagged as compressed, but the call has no grpc-encoding"))
+        elif self._hold(len(data)):
+            self._inflate(data)
+
+    def _inflate(self, data: Buffer) -> None:
+        core = self._core
+
+        def hold(size: int) -> None:
+            core.account.take(size)
+            self._held += size
+            core.work -= size // most.INFLATED_BYTES
+
+        def work() -> Work[Buffer]:
+            if core.work < 0:
+                yield from self._next_turn()
+            return (yield from inflating(self.head.encoding, data, core.limits.message_bytes, hold))
+
+        def then(found: Buffer) -> None:
+            self._pass_on(found)
+            self._let_go(len(data) + len(found))
+
+        self._run(work(), then)
+
+    def _next_turn(self) -> Work[None]:
+        """One connection's work for one turn of the loop is done."""
+        yield
+        self._core.work = most.WORK
+
+    def _run(self, work: Work[T], then: Callable[[T], None]) -> None:
+        """Paused until it is done."""
+
+        def done(found: T) -> None:
+            waited, self._job = self._job is not None, None
+            then(found)
+            if waited:
+                self._receive_on()
+
+        def failed(error: Exception) -> None:
+            self._job = None
+            if isinstance(error, Unavailable):
+                error = RpcError(Code.UNAVAILABLE, str(error))
+            if isinstance(error, RpcError):
+                self.fail(error)
+            else:
+                self.faulty()
+
+        job = self._core.door.turns.run(work, done, failed)
+        if job.running:
+            self._job = job
+            if self._waiting is None:
+                self._waiting = deque()
+
+    def _pass_on(self, data: Buffer) -> None:
+        try:
+            self.call.message(data)
+        except RpcError as error:
+            self.fail(error)
+        except Exception:
+            self.faulty()
+
+    def ended(self) -> None:
+        """The caller sends no more."""
+        if self._waiting is not None:
+            self._end_waits = True
+            return
+        if self._buffer is not None or self._prefix:
+            self.fail(RpcError(Code.INTERNAL, "the last message of the call is incomplete"))
+            return
+        try:
+            self.call.half_closed()
+        except RpcError as error:
+            self.fail(error)
+        except Exception:
+            self.faulty()
+
+    def faulty(self) -> None:
+        """Of an exception that nobody expected: the call ends, and the connection goes on."""
+        log.exception("a service failed")
+        self.fail(RpcError(Code.INTERNAL, "internal error of the gateway; see its log"))
+
+    def _wait(self, data: bytes) -> None:
+        assert self._waiting is not None
+        if self._hold(len(data)):
+            self._waiting.append(data)
+
+    def _hold(self, size: int) -> bool:
+        try:
+            self._core.account.take(size)
+        except Unavailable as error:
+            self.fail(RpcError(Code.UNAVAILABLE, str(error)))
+            return False
+        self._held += size
+        return True
+
+    def _let_go(self, size: int) -> None:
+        size = min(size, self._held)
+        if size:
+            self._held -= size
+            self._core.account.give(size)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def _push(self) -> None:
+        self._core.watch(self)
+        self._core.push(self)
+
+    def fail(self, error: RpcError) -> None:
+        """The call ends with what went wrong, whatever of an answer waits."""
+        call, self.call = self.call, NO_CALL
+        if not self.over:
+            self._drop_answers()
+            if self._end is None:
+                self.finish(error.code, error.text)
+            else:
+                self._core.out.append(frames.reset(self.number, frames.Reason.CANCEL))
+                self.close()
+                self._core.wake()
+        tell(call.cancelled)
+
+    def cancel(self) -> None:
+        """The caller is gone, or takes the call back."""
+        call, self.call = self.call, NO_CALL
+        if not self.over:
+            self.close()
+        tell(call.cancelled)
+
+    def close(self) -> None:
+        self.over = True
+        self._drop_answers()
+        if self._job is not None:
+            self._job.cancel()
+            self._job = None
+        self._buffer = self._waiting = None
+        self._let_go(self._held)
+        self._core.forget(self)

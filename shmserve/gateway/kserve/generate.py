@@ -1,0 +1,139 @@
+"""The generate extension: a JSON object whose keys are inputs and parameters -> a Plan, and each answer -> such an
+object.
+
+The rule of the file: what a key means is said by the model's configuration, and nothing is guessed from its value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve.answers import Held, joined
+from shmserve.gateway.kserve.json_slices import check_depth, commas_of, unreadable
+from shmserve.gateway.kserve.json_tensors import to_bytes, to_json
+from shmserve.gateway.kserve.plans import Plan, Spec, Value, options_of, tensor_type
+from shmserve.gateway.limits.turns import Work
+
+ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
+    "of responses"
+)
+VALUES = 32_768
+"""Of a large request."""
+_OWN = ("id", "parameters")
+_encode = msgspec.json.Encoder().encode
+
+
+def check_in_slices(text: bytes) -> Work[None]:
+    """A large text is decoded at once if it is a few long strings, and refused if it is many values."""
+    commas = yield from commas_of(text)
+    if commas >= VALUES:
+        raise InvalidRequest(
+            f"the request has {commas + 1} values; the limit of generate is {VALUES}, use infer instead"
+        )
+
+
+def generate_plan(text: bytes, config: Mapping[str, Any]) -> Plan:
+    """`config` is the model's configuration."""
+    lead = (1,) if config.get("max_batch_size", 0) else ()
+    inputs = {one["name"]: one for one in config.get("input", [])}
+    given = _read(text, inputs)
+    specs: list[Spec] = []
+    parameters: dict[str, Value] = {}
+    request_id = ""
+    for name, value in given.items():
+        if name in inputs:
+            specs.append(_spec(name, inputs[name], lead, value))
+        elif name == "id":
+            request_id = value if type(value) is str else str(_scalar("id", value))
+        elif name == "parameters":
+            _add_all(parameters, value)
+        else:
+            _add(parameters, name, value)
+    return Plan(tuple(specs), 0, options_of(request_id, parameters))
+
+
+def _read(text: bytes, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise InvalidRequest(f"{'input' if name in inputs else 'key'} '{name[:80]}' already exists in request")
+            found[name] = value
+        return found
+
+    check_depth(text)
+    try:
+        given = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(error) from None
+    if type(given) is not dict:
+        raise unreadable("it is not an object")
+    return given
+
+
+def _scalar(name: str, value: Any) -> Value:
+    if type(value) not in (str, int, float, bool):
+        raise InvalidRequest(
+            f"parameter '{name[:80]}' has invalid type. It is not an input of the model, so it must be a string, a "
+            "number or a boolean"
+        )
+    found: Value = value
+    return found
+
+
+def _add_all(parameters: dict[str, Value], given: Any) -> None:
+    """What the keyword `parameters` holds."""
+    if type(given) is not dict:
+        raise InvalidRequest("Expected JSON object for keyword: 'parameters'")
+    for name, value in given.items():
+        try:
+            _add(parameters, name, value)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"Converting keyword: 'parameters': {error}") from None
+
+
+def _add(parameters: dict[str, Value], name: str, value: Any) -> None:
+    if name in parameters:
+        raise InvalidRequest(f"parameter '{name[:80]}' is given more than once")
+    parameters[name] = _scalar(name, value)
+
+
+def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: Any) -> Spec:
+    """A value for one element, or a list of all elements in order."""
+    dims = [int(dim) for dim in config["dims"]]
+    count = len(value) if type(value) is list else 1
+    variable = [index for index, dim in enumerate(dims) if dim < 0]
+    if len(variable) > 1:
+        dims = [1] * (len(dims) - 1) + [count]
+    elif variable:
+        others = elements(tuple(dim for dim in dims if dim >= 0))
+        dims[variable[0]] = count // others if others else 0
+    shape = (*lead, *dims)
+    dtype = tensor_type(config)
+    data = to_bytes(name, dtype, shape, value)
+    return Spec(name, dtype, shape, len(data), data)
+
+
+def generated(model: str, plan: Plan, answer: Held) -> bytes:
+    """One answer as an object: an output of one element as its value, others as lists of all elements in order."""
+    found: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
+    if plan.options.id:
+        found["id"] = plan.options.id
+    for tensor, parts in zip(answer.reply.outputs, answer.buffers, strict=True):
+        text = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
+        if elements(tensor.shape) == 1:
+            text = msgspec.Raw(bytes(text)[1:-1])
+        found[tensor.name] = text
+    return _encode(found)
+
+
+def event(text: bytes) -> bytes:
+    """As one server-sent event."""
+    return b"data: %b\n\n" % text

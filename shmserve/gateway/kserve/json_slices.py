@@ -1,0 +1,395 @@
+"""Large JSON, a slice at a time. The rule of the file: its cost grows with its bytes, whatever they say, and no Python
+object is made for a bracket.
+
+A request is cut in two by its brackets: the `data` of each input, which may be megabytes, and all around it, which is
+decoded at once. The values of `data` are wanted flat, so its inner brackets are blanked out and the values decoded in
+slices that end at a comma.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+
+JSON_DEPTH = 100
+AROUND_BYTES = 1 << 20
+"""Of the JSON of a request, less the `data` of its inputs and runs of white space."""
+VALUE_BYTES = 1 << 20
+"""Of one number, with the space around it."""
+AROUND_FIELDS, AROUND_BRACKETS = 16_384, 65_536
+"""In that JSON: it is decoded at once, and each is an object of Python."""
+_CUT_BYTES = 1024
+"""Lists from this size on are cut out."""
+_DATA_DEPTH = 4
+"""{"inputs": [{"data": [: the brackets around a value of `data`, with its own."""
+_MARK = f"cut {secrets.token_hex(8)}"
+"""Stands for a list that was cut out. Clients cannot know it, so they cannot write it."""
+_QUOTE, _COMMA, _BACKSLASH, _LIST, _LIST_END, _OPEN, _CLOSE, _COLON = b'",\\[]{}:'
+_SPACE = np.zeros(256, bool)
+_SPACE[list(b" \t\r\n")] = True
+_PLAIN = np.ones(256, bool)
+_PLAIN[list(b" \t\r\n[],")] = False
+"""Bytes of values."""
+_TAIL_BYTES = 12
+"""An escape sequence that is cut off is shorter: at most the first 11 bytes of a surrogate pair."""
+_ESCAPED = re.compile(
+    rb"(?:[^\\]+|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*"
+)
+Text = bytes | memoryview
+_Bytes = npt.NDArray[np.uint8]
+_Mask = npt.NDArray[np.bool_]
+
+
+class Cut(Struct):
+    """A list that was cut out: the places of its brackets in the text."""
+
+    begin: int
+    end: int
+
+
+class Part(Struct):
+    """Of a string that is longer than a slice. `last`: it ends here."""
+
+    text: str
+    last: bool
+
+
+class Outline(Struct):
+    """`around`: the text with a mark in place of each cut."""
+
+    around: bytes
+    cuts: list[Cut]
+
+
+def too_deep() -> InvalidRequest:
+    return InvalidRequest(f"JSON nesting depth exceeds maximum allowed limit ({JSON_DEPTH})")
+
+
+def unreadable(text: object) -> InvalidRequest:
+    return InvalidRequest(f"failed to parse the request JSON buffer: {text}")
+
+
+def check_depth(text: bytes) -> None:
+    """Of JSON that is decoded at once."""
+    if text.count(b"[") + text.count(b"{") > JSON_DEPTH:
+        for _ in _Scan(text, 0, len(text)).slices():
+            pass
+
+
+class _Slice(Struct):
+    """The place and the bytes of one slice, and which of them are in strings (with the quotes that begin them). Of its
+    brackets outside of strings: their places in it, what each adds to the depth, and the depth behind each."""
+
+    at: int
+    data: _Bytes
+    inside: _Mask
+    brackets: npt.NDArray[np.intp]
+    steps: npt.NDArray[np.int32]
+    depths: npt.NDArray[np.int32]
+
+
+class _Scan:
+    """Goes through a part of JSON that begins outside of strings, `depth` deep."""
+
+    def __init__(self, text: Text, begin: int, end: int, depth: int = 0) -> None:
+        self.depth = depth
+        self._bytes: _Bytes = np.frombuffer(text, np.uint8)
+        self._begin = begin
+        self._end = end
+        self._inside = False
+        self._escapes = False
+        """The last slice ends with a backslash that escapes the next byte."""
+
+    def slices(self) -> Iterator[_Slice]:
+        for at in range(self._begin, self._end, SLICE_BYTES):
+            data = self._bytes[at : min(at + SLICE_BYTES, self._end)]
+            inside = self._strings(data)
+            folded = data | 32  # takes [ for {, and ] for }
+            opens = (folded == _OPEN) & ~inside
+            brackets = np.flatnonzero(opens | ((folded == _CLOSE) & ~inside))
+            steps = np.where(opens[brackets], np.int32(1), np.int32(-1))
+            depths = np.cumsum(steps, dtype=np.int32) + np.int32(self.depth)
+            if len(depths):
+                self.depth = int(depths[-1])
+                if depths.max() > JSON_DEPTH:
+                    raise too_deep()
+                if depths.min() < 0:
+                    raise unreadable("unmatched closing bracket")
+            yield _Slice(at, data, inside, brackets, steps, depths)
+
+    def _strings(self, data: _Bytes) -> _Mask:
+        quotes = data == _QUOTE
+        backslashes = data == _BACKSLASH
+        if self._escapes or backslashes.any():
+            # A byte is escaped by an odd number of backslashes before it.
+            places = np.arange(len(data))
+            others = np.maximum.accumulate(np.where(backslashes, -1 - self._escapes, places))
+            odd = (places - others) % 2 == 1
+            quotes[1:] &= ~odd[:-1]
+            if self._escapes:
+                quotes[0] = False
+            self._escapes = bool(odd[-1])
+        # A count of 8 bits wraps around, which leaves it odd or even.
+        inside: _Mask = (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool) ^ self._inside
+        self._inside = bool(inside[-1])
+        return inside
+
+
+def outline(text: Text) -> Work[Outline]:
+    """Large lists of `data` are cut out."""
+    cuts: list[Cut] = []
+    begun: list[int] = []
+    """The place of a bracket whose end is in another slice."""
+    scan = _Scan(text, 0, len(text))
+    for part in scan.slices():
+        edges = part.brackets[np.maximum(part.depths, part.depths - part.steps) == _DATA_DEPTH] + part.at
+        places = begun + edges.tolist()
+        begun = [places.pop()] if len(places) % 2 else []
+        pairs = np.array(places, np.int64).reshape(-1, 2)
+        for begin, end in pairs[pairs[:, 1] - pairs[:, 0] >= _CUT_BYTES].tolist():
+            if text[begin] == _LIST and text[end] == _LIST_END:
+                cuts.append(Cut(begin, end))
+        yield
+    if scan.depth:
+        raise unreadable("unexpected end inside a list or an object")
+    return Outline((yield from _around(text, cuts)), cuts)
+
+
+def commas_of(text: bytes) -> Work[int]:
+    """Outside of strings."""
+    found = 0
+    for part in _Scan(text, 0, len(text)).slices():
+        found += int(np.count_nonzero((part.data == _COMMA) & ~part.inside))
+        yield
+    return found
+
+
+def _around(text: Text, cuts: list[Cut]) -> Work[bytes]:
+    size = len(text) - sum([cut.end - cut.begin for cut in cuts])
+    parts: list[Text] = []
+    at, left = 0, AROUND_BYTES
+    for number, end in enumerate([*(cut.begin for cut in cuts), len(text)]):
+        piece = text[at:end] if size <= AROUND_BYTES else (yield from _trimmed(text, at, end, left))
+        left -= len(piece)
+        if left < 0:
+            raise InvalidRequest(
+                f"the request JSON has {size} bytes besides the 'data' of its inputs; the limit is {AROUND_BYTES}"
+            )
+        parts.append(piece)
+        if number < len(cuts):
+            parts.append(b'{"%b":%d}' % (_MARK.encode(), number))
+            at = cuts[number].end + 1
+    around = b"".join(parts)
+    fields = brackets = 0
+    for part in _Scan(around, 0, len(around)).slices():
+        fields += int(np.count_nonzero((part.data == _COLON) & ~part.inside))
+        brackets += int(np.count_nonzero(part.steps > 0))
+        yield
+    if fields > AROUND_FIELDS or brackets > AROUND_BRACKETS:
+        raise InvalidRequest(
+            f"the request JSON has {fields} fields and {brackets} lists and objects, besides large 'data' of its "
+            f"inputs; the limits are {AROUND_FIELDS} and {AROUND_BRACKETS}"
+        )
+    return around
+
+
+def _trimmed(text: Text, begin: int, end: int, limit: int) -> Work[bytes]:
+    """A part between cuts, with one byte of each run of white space outside of strings; at most one slice over the
+    limit."""
+    kept = bytearray()
+    follows = False
+    """The last slice ends with white space."""
+    for part in _Scan(text, begin, end, _DATA_DEPTH - 1 if begin else 0).slices():
+        space = _SPACE[part.data] & ~part.inside
+        dropped = space & np.concatenate(([follows], space[:-1]))
+        follows = bool(space[-1])
+        kept += part.data[~dropped].tobytes()
+        yield
+        if len(kept) > limit:
+            break
+    return bytes(kept)
+
+
+def cut_of(data: Any, found: Outline) -> Cut | None:
+    """What `data` of a request stands for; None: for itself."""
+    if type(data) is dict and _MARK in data:
+        return found.cuts[data[_MARK]]
+    return None
+
+
+# ---------------------------------------------------------------------------------------- values
+
+
+class _Shape:
+    """How the lists of one `data` are nested: in any way, but all values have to be equally deep."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._leaf = 0
+        """How deep values are; 0: there was none yet."""
+        self._hollow = False
+        """There was a list without values."""
+        self._bare = False
+        """Nothing has come since a list began."""
+
+    def check(self, part: _Slice, depth: int) -> None:
+        """`depth`: before this slice."""
+        values = _PLAIN[part.data] | part.inside
+        brackets, opens = part.brackets, part.steps > 0
+        seen = np.cumsum(values, dtype=np.int32)
+        if len(seen) and seen[-1]:
+            first = int(values.argmax())
+            deep = np.full(1, depth) if not len(brackets) else self._depths(part, depth)[values]
+            self._leaf = self._leaf or int(deep[0])
+            if (deep != self._leaf).any():
+                raise self._mixed()
+            self._bare = self._bare and bool(len(brackets)) and int(brackets[0]) < first
+        if len(brackets):
+            hollow = opens[:-1] & ~opens[1:] & (seen[brackets[1:]] == seen[brackets[:-1]])
+            self._hollow = self._hollow or bool(hollow.any()) or (self._bare and not opens[0])
+            self._bare = bool(opens[-1]) and seen[-1] == seen[brackets[-1]]
+        if self._hollow and self._leaf:
+            raise self._mixed()
+
+    @staticmethod
+    def _depths(part: _Slice, depth: int) -> npt.NDArray[np.int32]:
+        """Of each byte."""
+        steps = np.zeros(len(part.data), np.int32)
+        steps[part.brackets] = part.steps
+        return np.cumsum(steps, dtype=np.int32) + np.int32(depth)
+
+    def _mixed(self) -> InvalidRequest:
+        return InvalidRequest(f"input '{self._name}': its 'data' mixes lists and values")
+
+
+class _LongString:
+    """A string that began in an earlier slice. What is left of each slice is its end."""
+
+    def __init__(self, begin: bytes) -> None:
+        self._rest = begin
+
+    def part(self, more: bytes, last: bool) -> Part:
+        data = self._rest + more
+        at = len(data) if last else _whole(data)
+        self._rest = data[at:]
+        return Part(_string(data[:at]), last)
+
+
+def _whole(data: bytes) -> int:
+    """Up to where the beginning of a string can be decoded: no character and no escape sequence is cut."""
+    end = len(data)
+    for back in range(1, min(4, end) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:
+            if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4):
+                end -= back
+            break
+        if byte < 0x80:
+            break
+    if _BACKSLASH in data:
+        found = _ESCAPED.match(data, 0, end)
+        assert found is not None
+        if end - found.end() < _TAIL_BYTES:  # else the sequence is wrong, which the decoder reports
+            return found.end()
+    return end
+
+
+def _string(data: bytes) -> str:
+    try:
+        found: str = msgspec.json.decode(b'"%b"' % data, type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise unreadable(error) from None
+    return found
+
+
+def flat(name: str, text: Text, cut: Cut) -> Iterator[list[Any]]:
+    """The values of a list that was cut out, a slice of them at a time, however they are nested. Strings that are
+    longer than a slice come in Parts."""
+    scan, shape = _Scan(text, cut.begin + 1, cut.end, 1), _Shape(name)
+    rest: list[bytes] = []
+    """Behind the last comma, with spaces for brackets."""
+    found = missing = skip = False
+    """`skip`: the next value stands for a string that came in parts."""
+    string: _LongString | None = None
+    depth = 1
+    for part in scan.slices():
+        shape.check(part, depth)
+        depth = scan.depth
+        blanked = part.data.tobytes()
+        begin = 0
+        if string is not None:
+            outside = np.flatnonzero(~part.inside)
+            begin = int(outside[0]) + 1 if len(outside) else len(blanked)
+            yield [string.part(blanked[: begin - 1] if len(outside) else blanked, bool(len(outside)))]
+            if not len(outside):
+                continue
+            string = None
+        if len(part.brackets):
+            lists = part.brackets[(part.data[part.brackets] | 6) == 0x5F]  # [ and ], not { and }
+            copy = part.data.copy()
+            copy[lists] = 32
+            blanked = copy.tobytes()
+        commas = np.flatnonzero((part.data == _COMMA) & ~part.inside)
+        last = part.at + len(blanked) == cut.end
+        end = len(blanked) if last else int(commas[-1]) if len(commas) else -1
+        values: list[Any] = []
+        if end < begin and not last:
+            rest.append(blanked[begin:])
+        else:
+            piece = b"".join([*rest, blanked[begin:end]])
+            rest = [blanked[end + 1 :]]
+            if piece.strip(b" \t\r\n,"):
+                found = True
+                values = _decoded(piece)
+                if skip:
+                    del values[0]
+                skip = False
+            else:
+                missing = True
+        yield values
+        size = sum(map(len, rest))
+        if size >= SLICE_BYTES and len(part.inside) and part.inside[-1]:
+            before, _, content = b"".join(rest).partition(b'"')
+            string = _LongString(content)
+            rest, skip = [before, b'""'], True
+        elif size > VALUE_BYTES:
+            raise InvalidRequest(f"input '{name}': a value of its 'data' exceeds {VALUE_BYTES} bytes")
+    if not found:
+        if cut.end - cut.begin > VALUE_BYTES:
+            raise InvalidRequest(f"input '{name}': its 'data' has more than {VALUE_BYTES} bytes without a value")
+        _checked(bytes(text[cut.begin : cut.end + 1]))
+    elif missing:
+        raise unreadable("missing value in a list")
+
+
+def _decoded(piece: bytes) -> list[Any]:
+    """Values between commas."""
+    whole = b"[%b]" % piece
+    try:
+        values: list[Any] = msgspec.json.decode(whole)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if b"N" not in piece and b"I" not in piece:
+            raise unreadable(error) from None
+        try:
+            values = json.loads(whole.decode())  # takes NaN and Infinity
+        except (ValueError, RecursionError):
+            raise unreadable(error) from None
+    return values
+
+
+def _checked(text: bytes) -> None:
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except msgspec.MsgspecError as error:
+        raise unreadable(error) from None

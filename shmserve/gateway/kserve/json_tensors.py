@@ -1,0 +1,255 @@
+"""Tensors as JSON, both ways, and as the typed contents of gRPC. The rule of the file: numbers are never rounded to
+make them fit; what has no exact place in the type, but for the precision of floats, is refused.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shmserve.dtypes import ITEM_BYTES, to_numpy
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve import json_slices
+from shmserve.gateway.kserve.json_slices import JSON_DEPTH, Cut, Text
+from shmserve.gateway.limits.turns import SLICE_BYTES, Work
+from shmserve.shm import strings
+
+_BINARY_ONLY = ("FP16", "BF16")
+_KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, float}, "FP64": {int, float}}
+_encode = msgspec.json.Encoder().encode
+
+
+def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
+    """The values of `data` in the tensor's own form."""
+    _check_dtype(name, dtype)
+    values = _flat(name, data)
+    if len(values) != math.prod(shape):
+        raise _other_count(name, shape, str(len(values)))
+    return _converted(name, dtype, values)
+
+
+def cut_to_bytes(name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: Cut, most: int) -> Work[bytearray]:
+    """The same of a list that was cut out of `text`; over `most` bytes are refused."""
+    _check_dtype(name, dtype)
+    count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
+    if count * size > most:
+        why = json_too_large(count * size, most, "--http-max-input-size")
+        raise InvalidRequest(f"{why} Input '{name}' has the shape {list(shape)} and the data-type {dtype}.")
+    found, data = 0, bytearray()
+    begin = -1
+    """Of a string that came in parts, in `data`."""
+    for values in json_slices.flat(name, text, cut):
+        if values and type(values[0]) is json_slices.Part:
+            part = values[0]
+            if dtype != "BYTES":
+                raise _other_kind(name, dtype, {str})
+            if begin < 0:
+                begin = len(data)
+                data += bytes(4)
+            data += part.text.encode()
+            if part.last:
+                data[begin : begin + 4] = (len(data) - begin - 4).to_bytes(4, "little")
+                begin = -1
+            found += part.last
+        else:
+            found += len(values)
+            data += _converted(name, dtype, values)
+        if found > count:
+            raise _other_count(name, shape, f"{found} or more")
+        yield
+    if found != count:
+        raise _other_count(name, shape, str(found))
+    return data
+
+
+def json_too_large(size: int, limit: int, flag: str) -> str:
+    return (
+        f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. Use {flag} to "
+        "increase the limit."
+    )
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    if dtype in _BINARY_ONLY:
+        raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as JSON; use the binary data extension")
+    if dtype not in ITEM_BYTES:
+        raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype}'")
+
+
+def _other_count(name: str, shape: tuple[int, ...], found: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Unable to parse 'data': Shape does not match true shape of 'data' field: input '{name}' of shape "
+        f"{list(shape)} has {math.prod(shape)} elements, and {found} are given"
+    )
+
+
+def _other_kind(name: str, dtype: str, wrong: set[type]) -> InvalidRequest:
+    kind = _json_kind(dtype)
+    return InvalidRequest(
+        f"attempt to access JSON non-{kind} as {kind}: input '{name}' is of {dtype}, and some of its data is "
+        f"{_json_names(wrong)}"
+    )
+
+
+def _converted(name: str, dtype: str, values: list[Any]) -> bytes:
+    wrong = set(map(type, values)) - _KINDS.get(dtype, {int})
+    if wrong:
+        raise _other_kind(name, dtype, wrong)
+    try:
+        if dtype == "BYTES":
+            return bytes(strings.encode_bytes(np.array(values, object)))
+        with np.errstate(over="ignore"):
+            return np.array(values, to_numpy(dtype)).tobytes()
+    except (OverflowError, ValueError) as error:
+        raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype} ({error})") from error
+
+
+CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""Data-type -> the list of InferTensorContents that has its elements."""
+_CONTENTS = {"int_contents": "INT32", "uint_contents": "UINT32"}
+
+
+def contents_to_bytes(name: str, dtype: str, contents: Any) -> bytes:
+    """The elements of an InferTensorContents in the tensor's own form."""
+    field = CONTENTS.get(dtype)
+    if field is None:
+        raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")
+    for other in dict.fromkeys(CONTENTS.values()):
+        if other != field and len(getattr(contents, other)):
+            raise InvalidRequest(f"input '{name}' is of {dtype}, whose elements are in {field}, and {other} has some")
+    values = getattr(contents, field)
+    if dtype == "BYTES":
+        return bytes(strings.encode_bytes(np.array(list(values), object)))
+    array = np.fromiter(values, to_numpy(_CONTENTS.get(field, dtype)), len(values))
+    kind = to_numpy(dtype)
+    if array.dtype != kind:
+        narrow = array.astype(kind)
+        if not np.array_equal(narrow, array):
+            raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype}")
+        array = narrow
+    return array.tobytes()
+
+
+def _flat(name: str, data: Any) -> list[Any]:
+    """The values in order. Nesting need not be that of the shape, but each value has to be as deep as the others."""
+    values: list[Any] = data if type(data) is list else [data]
+    for _ in range(JSON_DEPTH):
+        kinds = set(map(type, values))
+        if list not in kinds:
+            return values
+        if len(kinds) > 1:
+            raise InvalidRequest(f"input '{name}': its 'data' mixes lists and values")
+        values = list(chain.from_iterable(values))
+    raise InvalidRequest(f"input '{name}': its 'data' is nested more than {JSON_DEPTH} levels deep")
+
+
+def _json_kind(dtype: str) -> str:
+    """What Triton's parser calls a value of the type."""
+    kinds = {"BOOL": "boolean", "BYTES": "string", "FP32": "double", "FP64": "double"}
+    return kinds.get(dtype, "unsigned-integer" if dtype.startswith("U") else "signed-integer")
+
+
+def _json_names(kinds: set[type]) -> str:
+    names = {bool: "true or false", str: "a string", int: "an integer", float: "a number with a fraction"}
+    return " or ".join(sorted(names.get(kind, "null" if kind is type(None) else "an object") for kind in kinds))
+
+
+def to_json(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> msgspec.Raw:
+    """The values as one flat list of JSON. What is not a number is written NaN, Infinity and -Infinity."""
+    if dtype in _BINARY_ONLY:
+        raise InvalidRequest(f"output '{name}': {dtype} data cannot be sent as JSON; request it as binary data")
+    if dtype == "BYTES":
+        return msgspec.Raw(_encode(_texts(name, shape, data)))
+    array = np.frombuffer(data, to_numpy(dtype))
+    values = array.tolist()
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return msgspec.Raw(json.dumps(values, separators=(",", ":")).encode())
+    return msgspec.Raw(_encode(values))
+
+
+def to_json_in_slices(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> Work[msgspec.Raw]:
+    """The same, in turns with other work."""
+    pieces: list[bytes] = []
+    if dtype == "BYTES":
+        for piece in _strings_in_slices(name, data):
+            pieces.append(piece)
+            yield
+    else:
+        item = to_numpy(dtype).itemsize if dtype not in _BINARY_ONLY else 1
+        step = max(1, SLICE_BYTES // 2 // item) * item
+        for at in range(0, len(data), step):
+            comma = b"," if at + step < len(data) else b""
+            pieces += [bytes(to_json(name, dtype, shape, data[at : at + step]))[1:-1], comma]
+            yield
+    return msgspec.Raw(b"".join([b"[", *pieces, b"]"]))
+
+
+def _strings_in_slices(name: str, data: bytes) -> Iterator[bytes]:
+    """JSON of some strings, or of a part of one that is longer than a slice."""
+    at = 0
+    while at < len(data):
+        texts, until = [], at + SLICE_BYTES
+        end = at
+        while at < min(until, len(data)):
+            end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+            if end - at > SLICE_BYTES:
+                break
+            texts.append(_text(name, data[at + 4 : end]))
+            at = end
+        if texts:
+            yield _encode(texts)[1:-1] + (b"," if at < len(data) else b"")
+        if at < end:
+            yield from _string_in_slices(name, data, at + 4, end)
+            at = end
+
+
+def _string_in_slices(name: str, data: bytes, begin: int, end: int) -> Iterator[bytes]:
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    for at in range(begin, end, SLICE_BYTES):
+        last = at + SLICE_BYTES >= end
+        try:
+            text = decode(data[at : min(at + SLICE_BYTES, end)], last)
+        except UnicodeDecodeError:
+            raise _no_text(name) from None
+        mark = (b'"' if at == begin else b""), (b'"' if last else b""), (b"," if last and end < len(data) else b"")
+        yield mark[0] + _encode(text)[1:-1] + mark[1] + mark[2]
+
+
+def _text(name: str, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise _no_text(name) from None
+
+
+def _no_text(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"output '{name}' has strings that are not UTF-8, which JSON cannot represent; request it as binary data"
+    )
+
+
+def _texts(name: str, shape: tuple[int, ...], data: bytes) -> list[str]:
+    try:
+        return [item.decode() for item in strings.decode_bytes(data, shape).ravel().tolist()]
+    except UnicodeDecodeError:
+        raise _no_text(name) from None

@@ -1,0 +1,433 @@
+"""A request of the KServe protocol, written as JSON -> a Plan: what the broker is to be asked, and how it is answered.
+
+The rule of the file: bytes in, a Plan or InvalidRequest out; and what a Plan says can travel to the broker, so that no
+caller's mistake is counted as this gateway's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from shmserve.dtypes import ITEM_BYTES
+from shmserve.dtypes import elements as elements_of
+from shmserve.errors import Internal, InvalidRequest
+from shmserve.gateway.kserve import json_slices, json_tensors
+from shmserve.gateway.kserve.json_slices import Cut, Text
+from shmserve.gateway.limits.turns import Work
+from shmserve.protocol.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
+from shmserve.session.options import TopK
+
+CLASSES = 1_000_000
+Value = str | int | float | bool
+_LARGEST = 2**63 - 1
+_MOST = 2**64 - 1
+_REMEMBERED = 1024
+_REMEMBERED_BYTES = 2048
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+RESERVED = ("headers",)
+_OWN_PREFIX = "triton_"
+
+
+class _Input(Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Value] = {}
+    data: Any = UNSET
+
+
+class _Output(Struct):
+    name: str
+    parameters: dict[str, Value] = {}
+
+
+class _Request(Struct):
+    inputs: list[_Input]
+    outputs: list[_Output] | None = None
+    id: str = ""
+    parameters: dict[str, Value] = {}
+
+
+_decode = msgspec.json.Decoder(_Request).decode
+
+
+class Place(Struct, frozen=True):
+    """Where a tensor is, or goes to, in shared memory that the caller has registered."""
+
+    region: str
+    offset: int
+    size: int
+
+    def check(self, region: str, size: int) -> None:
+        """Whether it is inside the region of this size. In the order of Triton, whose texts these are."""
+        if self.offset >= size:
+            raise InvalidRequest(f"Invalid offset for shared memory region: '{region}'")
+        if self.offset + self.size > _MOST:
+            raise InvalidRequest(
+                f"Integer overflow detected: byte_size ({self.size}) + offset ({self.offset}) > {_MOST} for shared "
+                f"memory region: '{region}'"
+            )
+        if self.offset + self.size > size:
+            raise InvalidRequest(f"Invalid offset + byte size for shared memory region: '{region}'")
+
+
+class Spec(Struct, frozen=True):
+    """An input. `data`: its bytes, where the JSON had them; or its `place`; else `size` bytes follow the JSON."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    data: bytes | bytearray | None = None
+    place: Place | None = None
+
+    @property
+    def follows(self) -> bool:
+        return self.data is None and self.place is None
+
+
+class Options(Struct):
+    """The parameters of a request, as the session takes them."""
+
+    id: str = ""
+    priority: int | None = None
+    sequence: int | str | None = None
+    sequence_start: bool = False
+    sequence_end: bool = False
+    parameters: dict[str, Value] | None = None
+    binary: bool = False
+    """All outputs as binary data, as far as nothing else is said of one."""
+
+
+class Plan(Struct):
+    """One request to a model. It may be used again for an equal one: nothing of it is ever changed."""
+
+    inputs: tuple[Spec, ...]
+    binary_bytes: int
+    """So many follow behind the JSON."""
+    options: Options
+    outputs: Sequence[str] | Mapping[str, TopK | None] | None = None
+    binary: dict[str, bool] = {}
+    """Outputs of which it is said how they are wanted."""
+    places: dict[str, Place] = {}
+    """Outputs that are not sent, but written there."""
+
+    @property
+    def in_regions(self) -> list[str]:
+        """Regions that the request reads or writes."""
+        places = [spec.place for spec in self.inputs if spec.place is not None]
+        return [place.region for place in (*places, *self.places.values())] if places or self.places else []
+
+    def is_binary(self, output: str) -> bool:
+        return self.binary.get(output, self.options.binary)
+
+
+class Plans:
+    """Plans of what came before: callers repeat themselves, and what is equal to the byte means the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Plan] = {}
+
+    def plan(self, text: bytes) -> Plan:
+        found = self._known.get(text)
+        if found is not None:
+            return found
+        made = plan_of(text)
+        if len(text) <= _REMEMBERED_BYTES and not made.options.id and all(spec.data is None for spec in made.inputs):
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[text] = made
+        return made
+
+
+def plan_of(text: bytes) -> Plan:
+    json_slices.check_depth(text)
+    request = _request_of(text)
+    return _plan(request, [_spec(given) for given in request.inputs])
+
+
+def plan_in_slices(text: Text, most: int) -> Work[Plan]:
+    """The same of a large text, in turns with other work. `most`: bytes of an input."""
+    outline = yield from json_slices.outline(text)
+    request = _request_of(outline.around)
+    yield
+    specs = []
+    for given in request.inputs:
+        cut = json_slices.cut_of(given.data, outline)
+        specs.append(_spec(given) if cut is None else (yield from _cut_spec(given, text, cut, most)))
+    return _plan(request, specs)
+
+
+def _plan(request: _Request, specs: Sequence[Spec]) -> Plan:
+    total = sum([spec.size for spec in specs if spec.follows])
+    plan = Plan(tuple(specs), total, options_of(request.id, request.parameters))
+    if request.outputs:
+        add_outputs(plan, [(output.name, output.parameters) for output in request.outputs])
+    return plan
+
+
+def _request_of(text: bytes) -> _Request:
+    try:
+        found = _decode(text)
+    except _UNREADABLE as error:
+        if b"NaN" not in text and b"Infinity" not in text:
+            raise json_slices.unreadable(error) from None
+        found = _with_what_is_no_number(text)
+    if len(found.inputs) > TENSORS:
+        raise InvalidRequest(f"the request has {len(found.inputs)} inputs; the limit is {TENSORS}")
+    return found
+
+
+def _with_what_is_no_number(text: bytes) -> _Request:
+    """NaN and Infinity are no JSON, but have always been taken and given here."""
+    try:
+        return msgspec.convert(json.loads(text), _Request)
+    except _UNREADABLE as error:
+        raise json_slices.unreadable(error) from None
+
+
+# ---------------------------------------------------------------------------------------- tensors
+
+
+def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """What is said of an input, beside its data. Gives the shape."""
+    check_text("input name", name)
+    if len(shape) > DIMS:
+        raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
+    found = tuple(shape)
+    if any(not 0 <= dim <= _LARGEST for dim in found):
+        raise InvalidRequest(f"input '{name}' of shape {list(found)}: dims must be from 0 to {_LARGEST}")
+    if dtype not in ITEM_BYTES:
+        raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype[:40]}'")
+    count = elements_of(found)
+    if count > _LARGEST:
+        raise InvalidRequest(
+            f"shape {list(found)} of input '{name}' causes total element count to exceed maximum size of {_LARGEST}"
+        )
+    if count * (ITEM_BYTES[dtype] or 1) > _LARGEST:
+        raise InvalidRequest(f"byte size overflow for input '{name}' of shape {list(found)} and data-type {dtype}")
+    return found
+
+
+def _shape_of(given: _Input) -> tuple[int, ...]:
+    if any(dim < 0 for dim in given.shape):  # Triton's parser answers this with the status 500
+        raise Internal(
+            "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer: input "
+            f"'{given.name[:80]}' has the shape {given.shape[:DIMS]}"
+        )
+    return check_tensor(given.name, given.datatype, given.shape)
+
+
+def _spec(given: _Input) -> Spec:
+    name, parameters = given.name, given.parameters
+    shape = _shape_of(given)
+    size = parameters.get("binary_data_size")
+    place = place_of(f"input '{name}'", parameters) if parameters else None
+    if place is not None:
+        if size is not None or given.data is not UNSET:
+            raise InvalidRequest(f"input '{name}' is in a shared memory region, but also has data")
+        return Spec(name, given.datatype, shape, place.size, None, place)
+    if size is None:
+        if given.data is UNSET:
+            raise InvalidRequest(f"input '{name}' has neither 'data' nor the parameter 'binary_data_size'")
+        data = json_tensors.to_bytes(name, given.datatype, shape, given.data)
+        return Spec(name, given.datatype, shape, len(data), data)
+    if given.data is not UNSET:
+        raise InvalidRequest(f"input '{name}' has both 'data' and the parameter 'binary_data_size'")
+    return Spec(name, given.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
+
+
+def _cut_spec(given: _Input, text: Text, cut: Cut, most: int) -> Work[Spec]:
+    if "binary_data_size" in given.parameters or "shared_memory_region" in given.parameters:
+        return _spec(given)  # which raises
+    shape = _shape_of(given)
+    data = yield from json_tensors.cut_to_bytes(given.name, given.datatype, shape, text, cut, most)
+    return Spec(given.name, given.datatype, shape, len(data), data)
+
+
+def add_outputs(plan: Plan, given: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
+    """What is asked for, and how: names with their parameters."""
+    if len(given) > TENSORS:
+        raise InvalidRequest(f"the request names {len(given)} outputs; the limit is {TENSORS}")
+    wanted: dict[str, TopK | None] = {}
+    plan.binary, plan.places = {}, {}
+    for name, parameters in given:
+        check_text("output name", name)
+        if name in wanted:
+            raise InvalidRequest(f"output '{name}' already exists in request")
+        wanted[name] = _classes(name, parameters)
+        place = place_of(f"output '{name}'", parameters) if parameters else None
+        if place is not None:
+            plan.places[name] = place
+        if "binary_data" in parameters:
+            plan.binary[name] = _bool(f"'binary_data' of output '{name}'", parameters["binary_data"])
+    plan.outputs = wanted if any(wanted.values()) else list(wanted)
+
+
+def _classes(name: str, parameters: Mapping[str, Value]) -> TopK | None:
+    count = parameters.get("classification")
+    if count is None:
+        return None
+    if "shared_memory_region" in parameters:
+        raise InvalidRequest(f"output '{name}': 'classification' results cannot be written to a shared memory region")
+    if type(count) is not int or not 0 < count <= CLASSES:
+        raise InvalidRequest(f"'classification' of output '{name}' must be a number from 1 to {CLASSES}, not {count!r}")
+    return TopK(count)
+
+
+def place_of(what: str, parameters: Mapping[str, Value]) -> Place | None:
+    region = parameters.get("shared_memory_region")
+    if region is None:
+        return None
+    if type(region) is not str:
+        raise InvalidRequest(f"'shared_memory_region' of {what} must be a name")
+    if "shared_memory_byte_size" not in parameters:
+        raise InvalidRequest(f"{what} is in a shared memory region, but has no 'shared_memory_byte_size'")
+    offset = _count(f"'shared_memory_offset' of {what}", parameters.get("shared_memory_offset", 0), _MOST)
+    size = _count(f"'shared_memory_byte_size' of {what}", parameters["shared_memory_byte_size"], _MOST)
+    return Place(check_text("region name", region), offset, size)
+
+
+# ---------------------------------------------------------------------------------------- parameters
+
+
+def options_of(request_id: str, given: Mapping[str, Value]) -> Options:
+    """The parameters that mean something to the server, and the rest, which is the model's. `timeout` stays there:
+    the session knows it."""
+    found = Options(check_text("request id", request_id) if request_id else "")
+    if not given:
+        return found
+    rest: dict[str, Value] = {}
+    for name, value in given.items():
+        match name:
+            case "sequence_id":
+                found.sequence = _sequence(value)
+            case "sequence_start":
+                found.sequence_start = _bool(f"'{name}'", value)
+            case "sequence_end":
+                found.sequence_end = _bool(f"'{name}'", value)
+            case "priority":
+                found.priority = _count(f"'{name}'", value, _MOST)
+            case "binary_data_output":
+                found.binary = _bool(f"'{name}'", value)
+            case _:
+                rest[check_text("parameter name", name)] = _parameter(name, value)
+    if len(rest) > PARAMETERS:
+        raise InvalidRequest(f"the request has {len(rest)} parameters; the limit is {PARAMETERS}")
+    if not found.sequence:  # number 0: no sequence, whatever else is said of it
+        found.sequence_start = found.sequence_end = False
+    if rest:
+        found.parameters = rest
+    return found
+
+
+def _parameter(name: str, value: Value) -> Value:
+    if name == "timeout":
+        return _count("'timeout'", value)
+    if name in RESERVED or name.startswith(_OWN_PREFIX):
+        raise InvalidRequest(f"parameter '{name}' is reserved for Triton usage and should not be specified")
+    if type(value) is int and not -_LARGEST - 1 <= value <= _LARGEST:
+        raise InvalidRequest(f"parameter '{name}' does not fit in 64 bits")
+    if type(value) is str:
+        _writable(f"parameter '{name}'", value)
+    return value
+
+
+def _sequence(value: Value) -> int | str | None:
+    if type(value) is str:
+        return check_text("sequence_id", value) if value else None
+    number = _count("'sequence_id'", value, _MOST)
+    return number or None
+
+
+def _count(what: str, value: Value, largest: int = _LARGEST) -> int:
+    if type(value) is not int or not 0 <= value <= largest:
+        raise InvalidRequest(f"{what} must be a number from 0 to {largest}, not {value!r:.40}")
+    return value
+
+
+def _bool(what: str, value: Value) -> bool:
+    if type(value) is not bool:
+        raise InvalidRequest(f"{what} must be true or false, not {value!r:.40}")
+    return value
+
+
+def check_version(version: str) -> str:
+    if version and not (version.isascii() and version.isdecimal() and 0 < int(version[:20]) <= _LARGEST):
+        raise InvalidRequest(
+            f"failed to get model version from specified version string '{version[:40]}': expected an integer above 0"
+        )
+    return version
+
+
+def check_text(what: str, text: str) -> str:
+    """A name that the wire can carry."""
+    if len(text) > NAME_LENGTH:
+        raise InvalidRequest(f"{what} '{text[:40]}...' has {len(text)} characters; the limit is {NAME_LENGTH}")
+    return _writable(what, text)
+
+
+def _writable(what: str, text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{what} contains a lone surrogate") from None
+    return text
+
+
+# ---------------------------------------------------------------------------------------- raw requests
+
+
+def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[Plan, bytes]:
+    """The plan of a request that is nothing but the bytes of the model's one input, and what has to stand before them.
+
+    `config` is the model's configuration."""
+    inputs = config.get("input", [])
+    if len(inputs) != 1:
+        raise InvalidRequest(
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(inputs)} inputs in "
+            f"'{model}' model configuration"
+        )
+    name, dtype = inputs[0]["name"], tensor_type(inputs[0])
+    dims = [int(dim) for dim in inputs[0]["dims"]]
+    lead = (1,) if config.get("max_batch_size", 0) else ()
+    prefix = b""
+    if dtype == "BYTES":
+        if any(dim != 1 for dim in dims):
+            raise InvalidRequest(f"For BYTE datatype raw input '{name}', the model must have input shape [1]")
+        prefix = size.to_bytes(4, "little")
+    else:
+        dims = _fitted(name, dims, size, ITEM_BYTES[dtype])
+    spec = Spec(name, dtype, (*lead, *dims), len(prefix) + size)
+    return Plan((spec,), spec.size, Options(binary=True)), prefix
+
+
+def tensor_type(config: Mapping[str, Any]) -> str:
+    """Of an input in a model's configuration."""
+    found: str = config["data_type"].removeprefix("TYPE_")
+    return "BYTES" if found == "STRING" else found
+
+
+def _fitted(name: str, dims: list[int], size: int, item: int) -> list[int]:
+    variable = [index for index, dim in enumerate(dims) if dim < 0]
+    if len(variable) > 1:
+        raise InvalidRequest(
+            f"The shape of the raw input '{name}' can not be deduced because there are more than one variable-sized "
+            "dimension"
+        )
+    for index in variable:
+        row = item
+        for dim in dims:
+            row *= dim if dim >= 0 else 1
+        if not row or size % row:
+            raise InvalidRequest(
+                f"{size} bytes of raw input '{name}' are not a multiple of its row size of {row} bytes"
+            )
+        dims[index] = size // row
+    return dims

@@ -1,0 +1,142 @@
+"""Bytes of request bodies and of unsent answers that the gateway holds for its clients. Only bytes that have arrived
+count, never an announced size.
+
+A connection, and an address, may hold a share (by default a quarter) of what all others leave, or an equal part if that
+is more, so a few clients cannot use up the budget for the rest. A connection is not refused for what others of its
+address hold while it has less than an equal part of that. So limits can be exceeded, at most twofold.
+
+The rule differs from that of caller_shares.py: a call is refused before it costs anything, and the broker's limit on calls is
+hard; a body is refused when part of it has been received, so a connection must get an equal part whatever others hold.
+Both use `share_of_rest`.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.limits.caller_shares import network_of, share_of_rest
+
+HELD_BYTES = 1 << 30
+SHARE = 0.25
+
+
+class _Address:
+    """What the connections of one address hold."""
+
+    __slots__ = ("__weakref__", "held", "holders")
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.holders = 0
+        """Connections that hold anything."""
+
+
+class Budget:
+    """`limit`: bytes in total. `connection` and `address`: the fraction of what the others leave that one may hold."""
+
+    def __init__(self, limit: int = HELD_BYTES, connection: float = SHARE, address: float = SHARE) -> None:
+        self.limit = limit
+        self.connection = connection
+        self.address = address
+        self.sure = min(connection, address) * limit
+        """Up to so many bytes in total nobody can be over a share."""
+        self.held = 0
+        self.holders = 0
+        """Connections that hold anything."""
+        self._addresses: WeakValueDictionary[str, _Address] = WeakValueDictionary()
+
+    def account(self, address: str) -> Account:
+        """Of a new connection. `address`: of the peer of its socket."""
+        address = network_of(address)
+        if not address:
+            return Account(self, None)
+        found = self._addresses.get(address)
+        if found is None:
+            found = self._addresses[address] = _Address()
+        return Account(self, found)
+
+    def share_of(self, share: float, held: int, parties: int) -> float:
+        """What a party that holds so much may hold in all, as one of so many."""
+        return max(share_of_rest(share, self.limit, self.held, held), self.limit / max(parties, 1 / share))
+
+    @property
+    def addresses(self) -> int:
+        return len(self._addresses)
+
+
+class Account:
+    """What one connection holds."""
+
+    __slots__ = ("_address", "_budget", "held", "unsent")
+
+    def __init__(self, budget: Budget, address: _Address | None) -> None:
+        self._budget = budget
+        self._address = address
+        self.held = 0
+        self.unsent = 0
+        """Of `held`, bytes of an answer."""
+
+    def take(self, size: int) -> None:
+        """Counts bytes that have arrived. Unavailable: that would be more than a share, and they are not counted."""
+        budget, address = self._budget, self._address
+        if budget.held + size > budget.sure:
+            self._check(size)
+        if not self.held and size:
+            budget.holders += 1
+            if address is not None:
+                address.holders += 1
+        self.held += size
+        budget.held += size
+        if address is not None:
+            address.held += size
+
+    def give(self, size: int) -> None:
+        """They are held no longer."""
+        budget, address = self._budget, self._address
+        self.held -= size
+        budget.held -= size
+        if address is not None:
+            address.held -= size
+        if not self.held and size:
+            budget.holders -= 1
+            if address is not None:
+                address.holders -= 1
+
+    def answer(self, size: int) -> None:
+        """Of a large answer to the one request of the connection, whose body is not held any more. `sent` gives it."""
+        self.give(self.held)
+        self.unsent = 0
+        self.take(size)
+        self.unsent = size
+
+    def sent(self) -> None:
+        self.give(self.unsent)
+        self.unsent = 0
+
+    def used(self) -> None:
+        """Only the answer is held still."""
+        self.give(self.held - self.unsent)
+
+    def _check(self, size: int) -> None:
+        budget, address = self._budget, self._address
+        wanted, first = self.held + size, not self.held
+        if (
+            wanted > budget.share_of(budget.connection, self.held, budget.holders + first)
+            or budget.held + size > 2 * budget.limit
+        ):
+            raise _over("connection", wanted, budget)
+        if address is None:
+            return
+        share = budget.share_of(budget.address, address.held, budget.addresses)
+        held = address.held + size
+        if held > 2 * share or (held > share and wanted * (address.holders + first) > share):
+            raise _over("address", held, budget)
+
+
+def _over(kind: str, wanted: int, budget: Budget) -> Unavailable:
+    return Unavailable(
+        f"the bodies and unsent responses of this {kind} would take {wanted} bytes, over its share (--{kind}-share) of "
+        f"{budget.limit} bytes, of which {budget.held} are in use; retry later, or raise --http-max-held-size of "
+        "the gateway"
+    )

@@ -1,0 +1,298 @@
+"""What one connection, address or token may have in flight at the broker through this gateway.
+
+The broker sees a gateway as one client, with one limit on its requests (client_requests) and one on its questions
+(client_questions), and all callers share the gateway's memory for inputs. So without shares the callers of one slow
+model could use up everything. Each party may use a fraction of what all others leave, so something is always left. As
+in the broker (core/requests/quotas.py), a full share of an address or a token is closed only to those who already have much of
+it: its connections divide as much again by the same rule, and one with nothing in flight is refused only where the rest
+is reserved for other addresses.
+
+Invariant: the counts of an account are the sums over the calls in flight that were charged to it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Protocol
+
+from msgspec import Struct
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.metrics import family
+
+
+class Bounds(Struct, frozen=True):
+    """Fractions of what the others leave, above 0; 1 is no limit but the total."""
+
+    connection: float = 0.25
+    address: float = 0.25
+    token: float = 0.25
+    input_bytes: int = 4 << 30
+    """Of all requests together."""
+
+
+class Account:
+    """`kind`: whose, as the flag and the error text name it."""
+
+    __slots__ = ("calls", "connections", "input_bytes", "kind", "share")
+
+    def __init__(self, kind: str, share: float) -> None:
+        self.kind = kind
+        self.share = share
+        self.calls = 0
+        self.input_bytes = 0
+        self.connections = 0
+        """That use this account, idle ones too."""
+
+
+class Creditor(Protocol):
+    """Is told when a call is over."""
+
+    def give(self, input_bytes: int) -> None: ...
+
+
+class Charged(Protocol):
+    """What `Payer.charge` notes on a ticket, for `release`."""
+
+    payer: Creditor | None
+    input_bytes: int
+
+
+class Payer:
+    """One connection with one token, and the accounts that its calls are charged to; the first is the total."""
+
+    __slots__ = ("_pool", "accounts", "calls", "input_bytes", "questions", "token")
+
+    def __init__(
+        self, pool: Pool, accounts: tuple[Account, ...], questions: Payer | None = None, token: str = ""
+    ) -> None:
+        self._pool = pool
+        self.accounts = accounts
+        self.calls = 0
+        self.input_bytes = 0
+        self.questions = questions or self
+        """Who pays for questions."""
+        self.token = token
+        """The name of who has it, or a ZeroMQ client's key: ids of sequences belong to it. Empty: there is none."""
+
+    def charge(self, ticket: Charged, input_bytes: int) -> None:
+        """Unavailable: it would be over a share, and nothing is charged."""
+        ticket.payer = None
+        self.take(input_bytes)
+        ticket.payer = self
+        ticket.input_bytes = input_bytes
+
+    def take(self, input_bytes: int) -> None:
+        pool = self._pool
+        total = pool.total
+        if total.calls >= pool.calm_calls or total.input_bytes + input_bytes > pool.calm_bytes:
+            pool.check(self, input_bytes)
+        self.calls += 1
+        self.input_bytes += input_bytes
+        for account in self.accounts:
+            account.calls += 1
+            account.input_bytes += input_bytes
+
+    def give(self, input_bytes: int) -> None:
+        self.calls -= 1
+        self.input_bytes -= input_bytes
+        for account in self.accounts:
+            account.calls -= 1
+            account.input_bytes -= input_bytes
+
+
+def release(ticket: Charged) -> None:
+    """Its call is not in flight any more. May be called again."""
+    payer, ticket.payer = ticket.payer, None
+    if payer is not None:
+        payer.give(ticket.input_bytes)
+
+
+class Pool:
+    """The calls of one kind that the broker takes from this gateway. `limit`: the broker's name of how many."""
+
+    def __init__(self, what: str, limit: str, calls: int, bounds: Bounds) -> None:
+        self.total = Account("gateway", 1.0)
+        self.refused = {"connection": 0, "address": 0, "token": 0}
+        self.limit = limit
+        self._what = what
+        self._bounds = bounds
+        self._addresses: dict[str, Account] = {}
+        self._tokens: dict[str, Account] = {}
+        self.allow(calls, bounds.input_bytes)
+
+    def allow(self, calls: int, input_bytes: int | None = None) -> None:
+        """So many in all. Below `calm_calls` and `calm_bytes` no party can be over its share."""
+        bounds = self._bounds
+        least = min(bounds.connection, bounds.address, bounds.token)
+        self.calls = calls
+        self.calm_calls = int(least * calls)
+        if input_bytes is not None:
+            self._input_bytes = input_bytes
+            self.calm_bytes = least * input_bytes
+
+    @property
+    def most_calls(self) -> int:
+        """That a connection may have in flight while there are no others."""
+        return int(self._bounds.connection * self.calls)
+
+    # ------------------------------------------------------------------------------------ accounts
+
+    def enter(self, connection: Account, address: str, token: str) -> tuple[Account, ...]:
+        accounts = [self.total, connection]
+        if address:
+            accounts.append(_entered(self._addresses, address, "address", self._bounds.address))
+        if token:
+            accounts.append(_entered(self._tokens, token, "token", self._bounds.token))
+        return tuple(accounts)
+
+    def leave(self, address: str, token: str) -> None:
+        """A connection that used these accounts has ended."""
+        if address:
+            _left(self._addresses, address)
+        if token:
+            _left(self._tokens, token)
+
+    # ------------------------------------------------------------------------------------ limits
+
+    def check(self, payer: Payer, input_bytes: int) -> None:
+        """Unavailable: one more call, with so many bytes of inputs, would put one of its accounts over its share."""
+        total = self.total
+        for account in payer.accounts[1:]:
+            if _is_over(account, account.calls, payer.calls, total.calls, self.calls, 1):
+                raise self._too_many(account)
+            if _is_over(
+                account, account.input_bytes, payer.input_bytes, total.input_bytes, self._input_bytes, input_bytes
+            ):
+                raise self._too_large(account, input_bytes)
+
+    def _too_many(self, account: Account) -> Unavailable:
+        self.refused[account.kind] += 1
+        if self.total.calls >= self.calls:
+            return Unavailable(
+                f"{self.total.calls} {self._what} are in flight through this gateway, the broker's limit ({self.limit})"
+                "; retry later"
+            )
+        return Unavailable(
+            f"{account.calls} {self._what} of this {account.kind} are in flight, its share (--{account.kind}-share) of "
+            f"the {self.calls} that this gateway may have; retry later"
+        )
+
+    def _too_large(self, account: Account, more: int) -> Unavailable:
+        self.refused[account.kind] += 1
+        return Unavailable(
+            f"the inputs of this {account.kind}'s {self._what} in flight take {account.input_bytes} bytes; "
+            f"{more} more would exceed its share (--{account.kind}-share) of {self._input_bytes} bytes "
+            "(--memory-bytes); retry later"
+        )
+
+
+class ConnectionShares:
+    """Of one connection, from its beginning to `close`."""
+
+    __slots__ = ("_accounts", "_address", "_payers", "_shares")
+
+    def __init__(self, shares: Shares, address: str) -> None:
+        self._shares = shares
+        self._address = address
+        share = shares.bounds.connection
+        self._accounts = Account("connection", share), Account("connection", share)
+        self._payers: dict[str, Payer] = {}
+
+    def payer(self, token: str) -> Payer:
+        """`token`: the name of who has it; empty for a call without one."""
+        found = self._payers.get(token)
+        if found is None:
+            shares, address, (requests, questions) = self._shares, self._address, self._accounts
+            asks = Payer(shares.questions, shares.questions.enter(questions, address, token))
+            found = Payer(shares.requests, shares.requests.enter(requests, address, token), asks, token)
+            self._payers[token] = found
+        return found
+
+    def close(self) -> None:
+        for token in self._payers:
+            self._shares.requests.leave(self._address, token)
+            self._shares.questions.leave(self._address, token)
+        self._payers = {}
+
+
+class Shares:
+    """Of one gateway."""
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self.bounds = bounds or Bounds()
+        self.requests = Pool("requests", "client_requests", 8192, self.bounds)
+        self.questions = Pool("questions", "client_questions", 1024, self.bounds)
+
+    def limits(self, said: dict[str, int]) -> None:
+        """What the broker says in Welcome."""
+        for pool in (self.requests, self.questions):
+            pool.allow(said.get(pool.limit, pool.calls))
+
+    def connect(self, address: str) -> ConnectionShares:
+        """`address`: of the peer of the socket. What a proxy writes into headers is not looked at: callers can too."""
+        return ConnectionShares(self, network_of(address))
+
+    def metrics(self) -> str:
+        requests, questions = self.requests, self.questions
+        refused = {
+            f'share="{kind}"': count + questions.refused[kind] for kind, count in sorted(requests.refused.items())
+        }
+        return (
+            family("requests", "gauge", "Requests in flight at the broker", {"": requests.total.calls})
+            + family("questions", "gauge", "Queries in flight at the broker", {"": questions.total.calls})
+            + family("input_bytes", "gauge", "Bytes of inputs in flight", {"": requests.total.input_bytes})
+            + family(
+                "share_refusals_total",
+                "counter",
+                "Calls refused because a share was exceeded, by kind of share",
+                refused,
+            )
+        )
+
+
+def share_of_rest(share: float, most: int, total: int, used: int) -> float:
+    """What one who uses so much may use: a fraction of what all others leave."""
+    return share * (most - total + used)
+
+
+def _is_over(account: Account, used: int, part: int, total: int, most: int, more: int) -> bool:
+    """Whether `more` would be too much for an account that has used so much, `part` of it by this payer, while all
+    have `total` of `most` in flight."""
+    limit = share_of_rest(account.share, most, total, used)
+    if not used or used + more <= limit:
+        return False
+    if account.kind == "connection":
+        return True
+    if not part:
+        return total + more > (1 - account.share) * most
+    return part + more > account.share * (2 * limit - used + part)
+
+
+def _entered(accounts: dict[str, Account], key: str, kind: str, share: float) -> Account:
+    found = accounts.get(key)
+    if found is None:
+        found = accounts[key] = Account(kind, share)
+    found.connections += 1
+    return found
+
+
+def _left(accounts: dict[str, Account], key: str) -> None:
+    account = accounts[key]
+    account.connections -= 1
+    if not account.connections:
+        del accounts[key]
+
+
+def network_of(address: str) -> str:
+    """What callers are counted by: with IPv6 the /64 network, as a host mostly has all of one. Empty for a loopback
+    address, which all callers on this machine have, and all behind a proxy on it."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is None:
+            return "" if found.is_loopback else str(ipaddress.IPv6Network((found, 64), strict=False))
+        found = found.ipv4_mapped
+    return "" if found.is_loopback else str(found)

@@ -1,0 +1,162 @@
+"""All connections of a listening socket of HTTP, of either version, and what they share. The rule of the file: one slow
+clock for all of them, so that no request costs a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, Protocol
+
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import Shares
+from shmserve.gateway.limits.turns import ReadTurns, Turns
+from shmserve.gateway.listeners.listen import Listener
+from shmserve.gateway.metrics import family
+
+EVICTED = 32
+"""Idle connections that are closed at once, at most."""
+TURNS = 4
+"""The slow clock goes so often while the shortest time that it measures goes by."""
+
+
+class Caller(Protocol):
+    """A connection."""
+
+    def look(self, waited: int) -> None:
+        """Every turn of the slow clock. `waited`: so many turns are too many for one who keeps others waiting."""
+
+    def stop(self) -> None:
+        """No more requests are taken after those that are here."""
+
+    def abort(self) -> None: ...
+
+    @property
+    def idle_since(self) -> float | None:
+        """On the clock of the loop. None: it is in use, and no slower than the data rate."""
+
+    def evict(self) -> None:
+        """Closes it, as a new connection needs its place."""
+
+
+class Bounds(Protocol):
+    @property
+    def connections(self) -> int: ...
+    @property
+    def read_timeout_s(self) -> float: ...
+    @property
+    def idle_timeout_s(self) -> float: ...
+    @property
+    def exit_timeout_s(self) -> float: ...
+    @property
+    def data_rate(self) -> int: ...
+
+
+class Callers:
+    """`made` makes the protocol of a new connection. `turn_s`: of the slow clock. `budget`: for what clients send."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, made: Callable[[], Any], bounds: Bounds, turn_s: float, budget: Budget,
+        shares: Shares, turns: Turns | None = None, reads: ReadTurns | None = None,
+    ) -> None:  # fmt: skip
+        self.loop = loop
+        self.now = loop.time
+        self.shares = shares
+        self.turns = turns or Turns(loop)
+        self.reads = reads or ReadTurns(loop)
+        self.turn = 0
+        self.least_bytes = max(1, int(bounds.data_rate * turn_s))
+        """Whoever moves less in a turn is waited for no longer than one who does not move."""
+        self.idle_turns = math.ceil(bounds.idle_timeout_s / turn_s)
+        self.stopping = False
+        self.answers: Counter[int] = Counter()
+        self.budget = budget
+        self._bounds = bounds
+        self._turn_s = turn_s
+        self._read_turns = math.ceil(bounds.read_timeout_s / turn_s)
+        self._connections: set[Caller] = set()
+        self.evicted = 0
+        self._listener = Listener(loop, made, self._room, bounds.read_timeout_s)
+        self._empty = asyncio.Event()
+        self._clock = loop.call_later(turn_s, self._tick)
+
+    async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
+        return await self._listener.open(address, port, share, tls)
+
+    async def renew(self, tls: ssl.SSLContext | None) -> None:
+        """Certificates and tokens have been read again."""
+        if tls is not None:
+            self._listener.renew(tls)
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    def _room(self) -> int:
+        """How many connections may be in the handshake of TLS."""
+        return self._bounds.connections - len(self._connections)
+
+    def metrics(self, protocol: str, answers: str, label: str) -> str:
+        """`answers`: what they are called. `label`: that of their status."""
+        name = protocol.lower()
+        counts = {f'{label}="{status:d}"': count for status, count in sorted(self.answers.items())}
+        opened = f"Open {protocol} connections, including those in the TLS handshake"
+        evicted = f"Idle {protocol} connections closed to make room for new ones"
+        return (
+            family(f"{name}_connections", "gauge", opened, {"": self.connections + self._listener.handshakes})
+            + family(f"{name}_connections_evicted_total", "counter", evicted, {"": self.evicted})
+            + family(f"{name}_answers_total", "counter", f"{answers}, by status", counts)
+        )
+
+    # ------------------------------------------------------------------------------------ what connections call
+
+    def enter(self, connection: Caller) -> bool:
+        if len(self._connections) >= self._bounds.connections:
+            self._evict()
+        self._connections.add(connection)
+        return len(self._connections) <= self._bounds.connections and not self.stopping
+
+    def _evict(self) -> None:
+        """Closes those that are idle for longest; their clients connect again when they need to. Several at once, as
+        all connections are looked at to find them."""
+        idle = [(since, one) for one in self._connections if (since := one.idle_since) is not None]
+        idle.sort(key=itemgetter(0))
+        for _, connection in idle[: max(1, min(EVICTED, len(idle) // 8))]:
+            self._connections.discard(connection)
+            self.evicted += 1
+            connection.evict()
+
+    def leave(self, connection: Caller) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+    def answered(self, status: int) -> None:
+        self.answers[status] += 1
+
+    # ------------------------------------------------------------------------------------ time, and the end
+
+    def _tick(self) -> None:
+        self.turn += 1
+        self._clock = self.loop.call_later(self._turn_s, self._tick)
+        for connection in list(self._connections):
+            connection.look(self._read_turns)
+
+    async def close(self) -> None:
+        """Takes no new requests, and waits for the answers to those that are here, as long as the limit says."""
+        self.stopping = True
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.stop()
+        if self._connections:
+            self._empty.clear()
+            waiting = self.loop.create_task(self._empty.wait())
+            await asyncio.wait([waiting], timeout=self._bounds.exit_timeout_s)
+            for connection in list(self._connections):
+                connection.abort()
+            await waiting
+        self._clock.cancel()

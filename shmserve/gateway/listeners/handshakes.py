@@ -1,0 +1,246 @@
+"""Connections of a TLS listener until their handshake is done.
+
+A handshake costs about a millisecond of the event loop, so hundreds at once would stall every other client. Here one is
+started per iteration of the loop, in turns between addresses, and only a bounded number is under way. A connection
+whose client has sent nothing yet costs no handshake.
+
+Invariant: `arrivals` holds every accepted connection until its handshake has ended, so that they can be counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+from shmserve.gateway.limits.caller_shares import network_of
+
+log = logging.getLogger("shmserve.gateway")
+
+UNDER_WAY = 64
+"""Handshakes under way at once. Clients can time theirs so that all go on in the same iteration."""
+ADDRESS_SHARE = 0.5
+"""Of what other addresses leave of UNDER_WAY, for one address."""
+ACCEPTED = 16
+"""Connections accepted per iteration; the others wait in the backlog of the socket."""
+LEAST_ROOM = 32
+"""Connections that may be in the handshake when the endpoint is full: idle ones are closed for them afterwards."""
+CROWDED_S = 0.5
+"""Time after which a handshake under way is ended if others wait for its place."""
+_RETRY_S = 1.0
+"""Until connections are accepted again after there was no descriptor or memory for one."""
+
+
+class Arrival:
+    """A connection whose handshake has not ended."""
+
+    __slots__ = ("address", "sock", "started", "task", "timer")
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.sock = sock
+        self.address = address
+        self.started = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        """Until the handshake is started."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class Address:
+    """An address, or one /64 network with IPv6."""
+
+    __slots__ = ("arrivals", "queue", "under_way")
+
+    def __init__(self) -> None:
+        self.arrivals: dict[Arrival, None] = {}
+        """Silent or queued, the oldest first."""
+        self.queue: dict[Arrival, None] = {}
+        """Those of them whose client has begun its handshake."""
+        self.under_way: dict[Arrival, None] = {}
+        """The oldest first."""
+
+
+class Handshakes:
+    """`made` makes the protocol of a connection. `room`: how many connections may be in the handshake."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, made: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext,
+        patience_s: float, goodbye_s: float, room: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self.tls = tls
+        """For handshakes that start from now on."""
+        self._loop = loop
+        self._made = made
+        self._patience_s = patience_s
+        self._goodbye_s = goodbye_s
+        self._room = room
+        self._listening: list[socket.socket] = []
+        self._addresses: dict[str, Address] = {}
+        self._waiting: deque[str] = deque()
+        """Addresses with a queue, in the order of their turns."""
+        self._next: asyncio.Handle | None = None
+        self._crowded: asyncio.TimerHandle | None = None
+        self.count = 0
+        """Connections that are accepted and whose handshake has not ended."""
+        self.under_way = 0
+
+    def listen(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        self._listening.append(listening)
+        self._loop.add_reader(listening, self._accept, listening)
+
+    def close(self) -> None:
+        """Handshakes under way may still end."""
+        for listening in self._listening:
+            self._loop.remove_reader(listening)
+            listening.close()
+        self._listening = []
+        for address in list(self._addresses.values()):
+            for arrival in list(address.arrivals):
+                self._drop(arrival)
+
+    # ------------------------------------------------------------------------------------ accepting
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTED):
+            try:
+                sock, peer = listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                log.error(
+                    "cannot accept connections: %s; retrying in %g s (open files are limited by ulimit -n, or "
+                    "LimitNOFILE= of the unit)", error.strerror, _RETRY_S,
+                )  # fmt: skip
+                self._loop.remove_reader(listening)
+                self._loop.call_later(_RETRY_S, self._accept_again, listening)
+                return
+            self._arrive(sock, network_of(peer[0]) or peer[0])
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._listening:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def _arrive(self, sock: socket.socket, peer: str) -> None:
+        sock.setblocking(False)
+        if self.count >= max(LEAST_ROOM, self._room()):
+            crowd = max(self._addresses.values(), key=_waiting)
+            if crowd.arrivals:
+                self._drop(next(iter(crowd.arrivals)))
+        arrival = Arrival(sock, peer)
+        self.count += 1
+        self._addresses.setdefault(peer, Address()).arrivals[arrival] = None
+        arrival.timer = self._loop.call_later(self._patience_s, self._drop, arrival)
+        self._loop.add_reader(sock, self._begun, arrival)
+
+    def _begun(self, arrival: Arrival) -> None:
+        """The first bytes are here, or the end of the connection."""
+        self._loop.remove_reader(arrival.sock)
+        queue = self._addresses[arrival.address].queue
+        queue[arrival] = None
+        if len(queue) == 1:
+            self._waiting.append(arrival.address)
+        self._start_soon()
+
+    def _drop(self, arrival: Arrival) -> None:
+        """Closes a connection whose handshake was not started."""
+        address = self._addresses[arrival.address]
+        del address.arrivals[arrival]
+        if arrival in address.queue:
+            del address.queue[arrival]
+            if not address.queue:
+                self._waiting.remove(arrival.address)
+        else:
+            self._loop.remove_reader(arrival.sock)
+        assert arrival.timer is not None
+        arrival.timer.cancel()
+        arrival.sock.close()
+        self._gone(arrival)
+
+    def _gone(self, arrival: Arrival) -> None:
+        self.count -= 1
+        address = self._addresses[arrival.address]
+        if not address.arrivals and not address.under_way:
+            del self._addresses[arrival.address]
+
+    # ------------------------------------------------------------------------------------ handshakes
+
+    def _start_soon(self) -> None:
+        if self._next is None and self._waiting:
+            self._next = self._loop.call_soon(self._start_one)
+
+    def _start_one(self) -> None:
+        self._next = None
+        for _ in range(len(self._waiting)):
+            name = self._waiting.popleft()
+            address = self._addresses[name]
+            others = self.under_way - len(address.under_way)
+            started = len(address.under_way) < (UNDER_WAY - others) * ADDRESS_SHARE
+            if started:
+                self._start(address, next(iter(address.queue)))
+            if address.queue:
+                self._waiting.append(name)
+            if started:
+                self._start_soon()
+                return
+        if self._waiting and self._crowded is None:
+            self._make_room()
+
+    def _start(self, address: Address, arrival: Arrival) -> None:
+        del address.queue[arrival]
+        del address.arrivals[arrival]
+        address.under_way[arrival] = None
+        self.under_way += 1
+        assert arrival.timer is not None
+        arrival.timer.cancel()
+        arrival.started = self._loop.time()
+        arrival.task = self._loop.create_task(self._shake(arrival))
+        arrival.task.add_done_callback(lambda _: self._ended(arrival))
+
+    async def _shake(self, arrival: Arrival) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                self._made, arrival.sock, ssl=self.tls,
+                ssl_handshake_timeout=self._patience_s, ssl_shutdown_timeout=self._goodbye_s,
+            )  # fmt: skip
+        except OSError as error:  # the client's: no TLS, no certificate that is accepted, too slow, or disconnected
+            log.debug("TLS handshake with %s failed: %s", arrival.address, error)
+
+    def _ended(self, arrival: Arrival) -> None:
+        """A callback, as a task that is cancelled before its first step does not run."""
+        del self._addresses[arrival.address].under_way[arrival]
+        self.under_way -= 1
+        self._gone(arrival)
+        self._start_soon()
+
+    def _make_room(self) -> None:
+        """No address with a queue may start one more. Ends handshakes that have had CROWDED_S, one for each
+        that waits."""
+        self._crowded = None
+        now = self._loop.time()
+        due = now + CROWDED_S
+        for name in self._waiting:
+            address = self._addresses[name]
+            crowd = address if address.under_way else max(self._addresses.values(), key=_under_way)
+            for arrival in islice(crowd.under_way, len(address.queue)):
+                if arrival.started + CROWDED_S > now:
+                    due = min(due, arrival.started + CROWDED_S)
+                    break
+                assert arrival.task is not None
+                arrival.task.cancel()
+        if self._waiting:
+            self._crowded = self._loop.call_at(due, self._make_room)
+
+
+def _waiting(address: Address) -> int:
+    return len(address.arrivals)
+
+
+def _under_way(address: Address) -> int:
+    return len(address.under_way)

@@ -1,0 +1,186 @@
+"""The process of a gateway. The rule of the file: it starts without a server, and stays when the server goes: callers
+are told 503 until it is back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import uvloop
+
+from shmserve.clients.cli.commands.base import Failed, Misuse
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.auth import tokens
+from shmserve.gateway.auth.gate import Guard, Guards
+from shmserve.gateway.grpc import start as grpc_start
+from shmserve.gateway.http.limits import Limits
+from shmserve.gateway.http.listener import Door
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import Bounds
+from shmserve.gateway.service import Service
+from shmserve.gateway.supervised import ServerLog, end_with
+from shmserve.gateway.upstream.link import GatewayLink
+from shmserve.gateway.upstream.regions import Regions
+from shmserve.gateway.zmq_tcp import start as zmqtcp_start
+from shmserve.system.service_manager import of_this_process
+
+if TYPE_CHECKING:
+    from shmserve.gateway.http2.listener import RpcDoor
+    from shmserve.gateway.zmq_tcp.listener import ZmqDoor
+
+log = logging.getLogger("shmserve.gateway")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.new_token is not None:
+        return _new_token(*args.new_token)
+    _log_to_stderr(of_server=args.parent is not None)
+    if args.parent is not None:
+        end_with(args.parent)
+    guards = Guards(args)
+    make_zmq = zmqtcp_start.check(args)
+    url = args.url
+    if url is None and args.runtime_dir is None:
+        url = os.environ.get("SHMSERVE_URL") or None
+    bounds = Bounds(args.connection_share, args.address_share, args.token_share, args.memory_bytes)
+    try:
+        link = GatewayLink(url, args.runtime_dir, f"gateway of {os.getpid()}", args.memory_bytes, bounds)
+    except InvalidRequest as error:
+        raise Misuse(str(error)) from error
+    uvloop.run(_serve(args, link, guards, make_zmq))
+    return 0
+
+
+def _new_token(name: str, roles: str) -> int:
+    try:
+        token, line = tokens.new(name, roles)
+    except tokens.BadTokens as error:
+        raise Misuse(f"--new-token: {error}") from error
+    print(f"token of {name}, not shown again: {token}", file=sys.stderr)
+    print(line)
+    return 0
+
+
+def _log_to_stderr(of_server: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ServerLog() if of_server else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    return Limits(
+        args.http_max_input_size, args.http_max_json_size or args.http_max_input_size, args.http_max_connections,
+        args.http_read_timeout, args.http_min_data_rate, args.http_idle_timeout, args.exit_timeout_secs,
+    )  # fmt: skip
+
+
+class Opening(NamedTuple):
+    """A door, what stands before it, and where it is."""
+
+    name: str
+    title: str
+    door: Door | RpcDoor
+    guard: Guard
+    address: str
+    port: int
+
+
+def _openings(
+    args: argparse.Namespace, link: GatewayLink, limits: Limits, guards: Guards, zmq_door: ZmqDoor | None
+) -> list[Opening]:
+    made = []
+    regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
+    budget = Budget(args.http_max_held_size, args.connection_share, args.address_share)
+    guard = guards.http
+    http = Door(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
+    if args.allow_http:
+        made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
+    more: list[Callable[[], str]] = [link.shares.metrics, partial(http.metrics, "HTTP", "HTTP responses", "status")]
+    if zmq_door is not None:
+        more.append(zmq_door.metrics)
+    if args.allow_grpc:
+        rpc = grpc_start.door(args, link, guards.rpc, regions, budget)
+        more.append(partial(rpc.metrics, "gRPC", "Completed gRPC calls", "code"))
+        made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
+    if args.allow_metrics:
+        guard = guards.metrics
+        metrics = Door(link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in more]))
+        address = args.metrics_address or args.http_address
+        made.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
+    return made
+
+
+async def _serve(
+    args: argparse.Namespace, link: GatewayLink, guards: Guards, make_zmq: Callable[[GatewayLink], ZmqDoor] | None
+) -> None:
+    loop = asyncio.get_running_loop()
+    told: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, told.put_nowait, number)
+    service = Service(loop, of_this_process())
+    link.bind()
+    limits = _limits(args)
+    zmq_door = make_zmq(link) if make_zmq is not None else None
+    openings = _openings(args, link, limits, guards, zmq_door)
+    ports = {}
+    try:
+        for opening in openings:
+            ports[opening.name] = await _open(opening, args.reuse_port)
+        if zmq_door is not None:
+            ports["zmq"] = zmqtcp_start.listen(zmq_door, args)
+        for lack in {opening.guard.lack(opening.address) for opening in openings} - {None}:
+            log.warning("%s; or listen on 127.0.0.1 behind a proxy that provides this", lack)
+        if args.ready_fd is not None:
+            with open(args.ready_fd, "w") as ready:
+                ready.write(f"READY {' '.join(f'{door}={port}' for door, port in ports.items())}\n")
+        service.ready(ports)
+        _freeze()
+        while await told.get() == signal.SIGHUP:
+            service.reloading()
+            await _renew(openings, guards)
+            service.ready(ports)
+        service.stopping()
+        log.info(
+            "shutting down: new requests are refused, requests in flight have %g s to finish", limits.exit_timeout_s
+        )
+    finally:
+        closing = [opening.door.close() for opening in openings]
+        await asyncio.gather(*closing, *([zmq_door.close()] if zmq_door is not None else []))
+        await link.close()
+        service.close()
+
+
+def _freeze() -> None:
+    """Leaves modules out of collections: to go through them takes 20 to 35 ms, in which no caller is served."""
+    gc.collect()
+    gc.freeze()
+
+
+async def _open(opening: Opening, share: bool) -> int:
+    address, guard = opening.address, opening.guard
+    try:
+        port = await opening.door.open(address, opening.port, share, guard.tls)
+    except OSError as error:
+        raise Failed(f"cannot listen on {address}, port {opening.port}: {error.strerror or error}") from error
+    log.info("%s on %s, port %d%s, %s", opening.title, address, port, " with TLS" if guard.tls else "", guard.access)
+    return port
+
+
+async def _renew(openings: list[Opening], guards: Guards) -> None:
+    try:
+        guards.read_again()
+        for opening in openings:
+            await opening.door.renew(opening.guard.tls)
+    except (Failed, OSError) as error:
+        log.error("%s; the previous certificates and tokens stay in use", error)
+    else:
+        log.info("certificates and tokens reloaded")

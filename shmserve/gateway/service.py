@@ -1,0 +1,42 @@
+"""A gateway that a service manager has started: it says when it listens, that it lives, and that it is about to end.
+
+The rule of the file: WATCHDOG=1 is sent by a timer of the gateway's own loop, so that a loop that hangs is not fed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from shmserve.system.service_manager import Manager
+
+
+class Service:
+    def __init__(self, loop: asyncio.AbstractEventLoop, manager: Manager) -> None:
+        self._loop = loop
+        self._manager = manager
+        self._timer: asyncio.TimerHandle | None = None
+        if manager.watchdog_s:
+            self._beat()
+
+    def ready(self, ports: Mapping[str, int]) -> None:
+        """All doors are open."""
+        text = ", ".join(f"{door} on port {port}" for door, port in ports.items())
+        self._manager.tell("READY=1", f"STATUS=listening: {text or 'no endpoints'}", once=True)
+
+    def reloading(self) -> None:
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
+
+    def stopping(self) -> None:
+        self._manager.tell("STOPPING=1", "STATUS=finishing requests in flight", once=True)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._manager.close()
+
+    def _beat(self) -> None:
+        self._timer = self._loop.call_later(self._manager.watchdog_s / 2, self._beat)
+        self._manager.tell("WATCHDOG=1")

@@ -1,0 +1,30 @@
+"""A gateway that a server has started: it ends with the server, and its log goes into the server's.
+
+The rule of the file: however the server ends, its ports are free for the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+from shmserve.clients.cli.commands.base import Failed
+from shmserve.system.prctl import PDEATHSIG, prctl
+
+
+def end_with(parent: int) -> None:
+    """The kernel ends this process when its parent, of that pid, has ended."""
+    if error := prctl(PDEATHSIG, signal.SIGKILL):
+        raise Failed(f"cannot set the parent-death signal: {os.strerror(error)}")
+    if os.getppid() != parent:
+        raise Failed(f"the server (process {parent}) exited before its gateway started")
+
+
+class ServerLog(logging.Formatter):
+    """`level: text`, a line each, as workers write it; the server adds the time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = super().format(record).splitlines() or [""]
+        level = record.levelname.lower()
+        return "\n".join(f"{level}: {line}" for line in lines)

@@ -1,0 +1,97 @@
+"""Memory on GPUs that callers have registered. The rule of the file: it is never opened here, nor anything else of a
+GPU: what a caller says of it goes on to the worker whose model reads or writes it, which alone opens it.
+"""
+
+from __future__ import annotations
+
+import binascii
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.plans import Place
+from shmserve.session.gpu.foreign_memory import Foreign, RegionPart
+from shmserve.shm.extents.cuda import EXPORTED_BYTES, name_of, uuid_bytes
+
+_LARGEST = 2**63 - 1
+
+
+class DeviceOrder(Struct):
+    """What a caller says of a region. `device_id`: of the GPU, as the driver lists them."""
+
+    raw_handle: bytes
+    device_id: int
+    byte_size: int
+
+
+class DeviceRegion:
+    """Requests refer to it by parts, which keep it as it is while they are in flight."""
+
+    def __init__(self, name: str, order: DeviceOrder, foreign: Callable[[], Foreign]) -> None:
+        """Raises what the caller is told, if it cannot be one."""
+        self.name = name
+        self.users = 0
+        self.unwanted = False
+        self._foreign = foreign
+        self._size, self._device = order.byte_size, order.device_id
+        if not 0 < order.byte_size <= _LARGEST or len(order.raw_handle) != EXPORTED_BYTES:
+            raise InvalidRequest(
+                f"failed to register shared memory region '{name}': invalid args: a CUDA handle has {EXPORTED_BYTES} "
+                f"bytes, this one {len(order.raw_handle)}, and the region {order.byte_size}"
+            )
+        uuid = _uuid_of(order.device_id)
+        if not uuid:
+            raise InvalidRequest(
+                f"failed to register shared memory region '{name}': invalid args: there is no GPU {order.device_id}"
+            )
+        self._region = foreign().announce(order.byte_size, name_of(order.raw_handle, uuid_bytes(uuid)))
+
+    def status(self) -> dict[str, Any]:
+        return {"name": self.name, "device_id": self._device, "byte_size": self._size}
+
+    def check(self, place: Place) -> None:
+        place.check(self.name, self._size)
+
+    def part(self, place: Place) -> RegionPart:
+        return RegionPart(self._region, place.offset, place.size)
+
+    def write(self, place: Place, parts: Sequence[Buffer]) -> None:
+        """The model's worker has written there already."""
+        if parts:
+            raise Unsupported(f"an output for CUDA shared memory region '{self.name}' was returned in host memory")
+
+    def close(self) -> None:
+        self._foreign().withdraw(self._region)
+
+
+def _uuid_of(device: int) -> str:
+    """That of a GPU, as the driver says; "" where it says of none."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return ""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ""
+    try:
+        if not 0 <= device < nvml.nvmlDeviceGetCount():
+            return ""
+        found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(device))
+    except nvml.NVMLError:
+        return ""
+    finally:
+        nvml.nvmlShutdown()
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def handle_of(text: str) -> bytes:
+    """As it stands in JSON."""
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest("raw_handle.b64 is not base64") from None

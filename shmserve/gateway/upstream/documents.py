@@ -1,0 +1,340 @@
+"""Questions and operations: what the broker is asked, and the document that the caller gets. The rule of the file: no
+door is known here; a request comes as a route and its arguments, an answer as what the broker's JSON said.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.gateway.kserve.json_slices import check_depth
+from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
+from shmserve.gateway.upstream.regions import Order, Regions
+from shmserve.session.uploads import Body, loading, of_json, of_unload
+
+_FILE = "file:"
+_NO_MODEL = "failed to poll from model repository"
+_MEMORY = ("system_shared_memory", "cuda_shared_memory")
+_ASKED_BYTES = 1 << 20
+"""Of a body that brings no model along."""
+_SETTINGS_BYTES = 16 * 1024
+_encode = msgspec.json.Encoder().encode
+
+
+class Route(Struct, frozen=True):
+    """What is wanted, and of what. `status` other than 200: nothing, and this is why."""
+
+    action: str
+    model: str = ""
+    version: str = ""
+    status: int = 200
+    text: str = ""
+    kind: str = ""
+    """Of memory: system or cuda. `model` is the name of the region then."""
+    allow: str = ""
+    """The methods that the path has, where another was used."""
+
+
+class Flag(Struct):
+    """Yes, or no and why."""
+
+    yes: bool
+    text: str = ""
+
+
+def _same(said: Any) -> Any:
+    return said
+
+
+def _raise(error: ServeError) -> Any:
+    raise error
+
+
+class Question(Struct):
+    """`show` makes the document of what the broker said: a Flag, None for nothing, or what can be JSON. `failed` makes
+    it of an error that is an answer as well, and raises others."""
+
+    what: str
+    show: Callable[[Any], Any] = _same
+    model: str = ""
+    version: str = ""
+    body: Body | None = None
+    failed: Callable[[ServeError], Any] = _raise
+
+
+class BadLoad(InvalidRequest):
+    """What came along with a load is no model. Programs look for these words."""
+
+    def __init__(self, model: str, error: InvalidRequest) -> None:
+        text, begin = str(error), f"failed to load '{model}'"
+        if text.startswith("load failed for model "):
+            super().__init__(text)
+            return
+        reason = text.removeprefix(begin).removeprefix(": ").removeprefix(f", {_NO_MODEL}: ")
+        super().__init__(f"{begin}, {_NO_MODEL}: {reason}")
+
+
+class Known(Struct):
+    """A document for which nobody has to be asked."""
+
+    document: Any
+
+
+class Arguments(Struct):
+    """What callers say beside the route. Each has those of what he asks for."""
+
+    only_ready: bool = False
+    config: str | None = None
+    files: dict[str, bytes] = {}
+    previous: bool = False
+    unload_dependents: bool = False
+    force: bool = False
+    order: Order | DeviceOrder | None = None
+    settings: dict[str, Any] | None = None
+
+
+def question_of(route: Route, given: Arguments, regions: Regions) -> Question | Known:
+    """What to ask; or the answer, where there is nothing to ask. Raises what the caller is told."""
+    model, version = route.model, route.version
+    match route.action:
+        case "live" | "ready":
+            return Question(route.action, _flag(route.action), failed=_not_there)
+        case "model_ready":
+            return Question("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
+        case "metadata":
+            return Question("metadata", _server(regions))
+        case "model_metadata":
+            return Question("metadata", _same, model, version)
+        case "config" | "statistics":
+            return Question(route.action, _same, model, version)
+        case "index":
+            return Question("models", _index(given.only_ready))
+        case "load":
+            operation, body = _loading(model, given)
+            return Question(operation, _nothing, model, body=body, failed=_not_loaded(model))
+        case "unload":
+            body = of_unload(given.unload_dependents, False, given.force, None)
+            return Question("unload", _nothing, model, body=body, failed=_was_not_there)
+        case "trace" | "log":
+            return Question(route.action, _same, model)
+        case "set_trace" | "set_log":
+            return Question(route.action, _same, model, body=of_json(given.settings or {}))
+        case "memory_status":
+            return Known(regions.status(route.kind, model))
+        case "memory_register":
+            regions.register(model, given.order or Order("", 0))
+            return Known(None)
+        case "memory_unregister":
+            regions.unregister(route.kind, model)
+            return Known(None)
+        case "named_repository":
+            raise Unsupported("'repository_name' specification is not supported")
+    raise Unsupported("not supported by this gateway")
+
+
+# ---------------------------------------------------------------------------------------- as HTTP has it
+
+
+def error_body(text: str) -> bytes:
+    if not text.isascii():  # it may say what the caller said, and that may be half a character
+        text = text.encode(errors="replace").decode()
+    return _encode({"error": text})
+
+
+def http_answer(document: Any) -> tuple[int, bytes]:
+    """Status and body."""
+    if document is None:
+        return 200, b""
+    if type(document) is Flag:
+        if document.yes:
+            return 200, b""
+        return 400, error_body(document.text) if document.text else b""
+    return 200, _encode(document)
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+
+def _server(regions: Regions) -> Callable[[Any], Any]:
+    """With what doors add."""
+    added = ["binary_tensor_data", *(_MEMORY if regions.allowed else ())]
+    return lambda said: said | {"extensions": [*said["extensions"], *added]}
+
+
+def _nothing(said: Any) -> Any:
+    return None
+
+
+def _flag(name: str, otherwise: str = "") -> Callable[[Any], Any]:
+    return lambda said: Flag(True) if said[name] else Flag(False, otherwise)
+
+
+def _not_there(error: ServeError) -> Any:
+    """Health of a server that is not there, or about to stop, is an answer and no error."""
+    if isinstance(error, Unavailable):
+        return Flag(False)
+    raise error
+
+
+def _not_ready(error: ServeError) -> Any:
+    if isinstance(error, NotFound):
+        return Flag(False, f"Model version not ready: {error}")
+    raise error
+
+
+def _was_not_there(error: ServeError) -> Any:
+    """To unload what is not there is no mistake."""
+    if isinstance(error, NotFound):
+        return None
+    raise error
+
+
+def _not_loaded(model: str) -> Callable[[ServeError], Any]:
+    def failed(error: ServeError) -> Any:
+        raise BadLoad(model, error) if isinstance(error, InvalidRequest) else error
+
+    return failed
+
+
+def _index(only_ready: bool) -> Callable[[Any], Any]:
+    def show(said: Any) -> Any:
+        found = []
+        for model in said:
+            if only_ready and model["state"] != "READY":
+                continue
+            if model["state"]:
+                found.append({name: model[name] for name in ("name", "version", "state", "reason")})
+            else:
+                found.append({"name": model["name"]})
+        return found
+
+    return show
+
+
+# ---------------------------------------------------------------------------------------- what comes along
+
+
+class _Filter(Struct):
+    ready: bool = False
+
+
+class _Load(Struct):
+    parameters: dict[str, str | bool] = {}
+
+
+class _UnloadParameters(Struct):
+    unload_dependents: bool = False
+    force: bool = False
+
+
+class _Unload(Struct):
+    parameters: _UnloadParameters = msgspec.field(default_factory=_UnloadParameters)
+
+
+class _Handle(Struct):
+    b64: str
+
+
+class _DeviceOrder(Struct):
+    raw_handle: _Handle
+    device_id: int
+    byte_size: int
+
+
+def arguments_of(route: Route, body: bytes) -> Arguments:
+    """Of a body of JSON."""
+    match route.action:
+        case "index":
+            return Arguments(only_ready=_only_ready(body))
+        case "load":
+            return _of_load(_read(_Load, body).parameters)
+        case "unload":
+            given = _read(_Unload, body).parameters
+            return Arguments(unload_dependents=given.unload_dependents, force=given.force)
+        case "memory_register" if route.kind == "system":
+            return Arguments(order=_read(Order, body or b"{}"))
+        case "memory_register":
+            found = _read(_DeviceOrder, body or b"{}")
+            return Arguments(order=DeviceOrder(handle_of(found.raw_handle.b64), found.device_id, found.byte_size))
+        case "set_trace" | "set_log":
+            if len(body) > _SETTINGS_BYTES:
+                raise InvalidRequest(f"the settings have {len(body)} bytes; the limit is {_SETTINGS_BYTES}")
+            return Arguments(settings=_read(dict[str, Any], body))
+    return Arguments()
+
+
+def _read(kind: Any, body: bytes) -> Any:
+    if not body.strip():
+        return kind()
+    if kind is not _Load:
+        _check_size(body)
+    check_depth(body)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _no_json(error) from None
+
+
+def _check_size(body: bytes) -> None:
+    if len(body) > _ASKED_BYTES:
+        raise InvalidRequest(f"the request body has {len(body)} bytes; the limit is {_ASKED_BYTES}")
+
+
+def _no_json(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"failed to parse the request JSON buffer: {error}")
+
+
+def _only_ready(body: bytes) -> bool:
+    """As in Triton, a wrong type is reported however deep the value is nested: it ends the decoding."""
+    if not body.strip():
+        return False
+    _check_size(body)
+    try:
+        return msgspec.json.decode(body, type=_Filter).ready
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"Invalid value for 'ready': expected a boolean ({error})") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _no_json(error) from None
+
+
+def _of_load(parameters: dict[str, str | bool]) -> Arguments:
+    """`config`, files under the names "file:PATH", in base64, and `previous`."""
+    found = Arguments(files={})
+    for name, value in parameters.items():
+        if isinstance(value, bool) is not (name == "previous"):
+            kind = "a string" if isinstance(value, bool) else "true or false"
+            raise InvalidRequest(f"load parameter '{name[:80]}' must be {kind}")
+        if isinstance(value, bool):
+            found.previous = value
+        elif name == "config":
+            found.config = value
+        elif name.startswith(_FILE):
+            try:
+                found.files[name.removeprefix(_FILE)] = binascii.a2b_base64(value, strict_mode=True)
+            except (binascii.Error, ValueError):
+                raise InvalidRequest(f"load parameter '{name[:80]}' is not base64") from None
+        else:
+            raise unknown_of_load(name)
+    return found
+
+
+def unknown_of_load(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Unrecognized load parameter '{name[:80]}'; supported are 'config', 'file:PATH' and 'previous'"
+    )
+
+
+def _loading(model: str, given: Arguments) -> tuple[str, Body]:
+    try:
+        if given.files and given.config is None:
+            raise InvalidRequest(
+                "files require the parameter 'config', as the repository is not read for a model that is sent"
+            )
+        return loading(given.config, given.files, given.previous)
+    except InvalidRequest as error:
+        raise BadLoad(model, error) from error

@@ -1,0 +1,198 @@
+"""The lane to the broker, for tensors that stay bytes. The rule of the file: no array is made of a tensor here, and no
+string taken apart: bytes that came from the network are what the model gets, and the other way round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from shmserve.clients.transport.address import address_of
+from shmserve.clients.transport.event_loop import LoopLink, flusher
+from shmserve.errors import HandleLost, Internal, InvalidRequest, Unavailable, Unsupported
+from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.gateway.limits.caller_shares import Bounds, Shares
+from shmserve.gateway.limits.turns import ReadTurns, Turns
+from shmserve.gateway.upstream.receive import Room
+from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor, Welcome
+from shmserve.session import Session, Ticket
+from shmserve.session.gpu.foreign_memory import Region, RegionPart
+from shmserve.session.inputs import MESSAGE_BYTES
+from shmserve.session.memory import Memory
+from shmserve.session.ticket import Array, Kept
+
+_BYTE = np.dtype("uint8")
+RECONNECT_S = 1.0
+"""So long callers wait for a server that was there and is being started again."""
+Piece = bytes | bytearray | memoryview | Array
+"""The bytes of a tensor; an array is one of `space`, and already where the model can read it."""
+
+
+class GatewaySession(Session):
+    """Takes inputs that are tensors already, and gives outputs as their bytes."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._tensors = _as_they_are
+        self._result_of = _held
+        self.on_limits: Callable[[dict[str, int]], None] = lambda said: None
+
+    def _on_welcome(self, message: Welcome) -> int:
+        self.on_limits(message.limits)
+        return super()._on_welcome(message)
+
+    def _on_fail(self, message: Fail) -> int:
+        if message.code == HandleLost.code:
+            regions = self._regions_of(self.tickets.get(message.request))
+            if any(region.on_gpu for region in regions):
+                text = f"{message.text}; CUDA shared memory works only with models on the same GPU"
+                message = Fail(message.request, Unsupported.code, text)
+            elif regions:
+                for region in regions:
+                    region.lost = True
+                text = (
+                    "the model's worker could not open the shared memory by its key; retry, the gateway now copies it"
+                )
+                message = Fail(message.request, Unavailable.code, text)
+        return super()._on_fail(message)
+
+    def _regions_of(self, ticket: Ticket | None) -> list[Region]:
+        """Memory of callers that the request goes to or comes from."""
+        asked = ticket.message if ticket is not None else None
+        if not isinstance(asked, Infer):
+            return []
+        handles = [part for tensor in asked.inputs if isinstance(tensor.data, tuple) for part in tensor.data]
+        handles += [wanted.place for wanted in asked.outputs or () if wanted.place is not None]
+        found = [self.memory.foreign.regions.get(handle.segment) for handle in handles]
+        return [region for region in found if region is not None]
+
+
+def _as_they_are(inputs: Any) -> Any:
+    """What `Inputs.made` gives."""
+    return inputs
+
+
+def _held(reply: Reply | Part, frames: Any, places: Any, memory: Memory) -> Any:
+    """A reply that came inline stays as it is."""
+    if type(reply) is Reply and all(type(tensor.data) is bytes for tensor in reply.outputs):
+        return reply
+    return Held(reply, [_buffers(tensor, memory) for tensor in reply.outputs])
+
+
+def _buffers(tensor: Tensor, memory: Memory) -> list[Buffer]:
+    data = tensor.data
+    if isinstance(data, int):
+        raise Internal("an output arrived in a frame, which the Unix socket does not support")
+    if not isinstance(data, tuple):
+        return [data]
+    if len(data) == 1 and memory.is_own(data[0]):
+        return []  # it is in the caller's region
+    dropped = memory.drops.dropped
+    found: list[Buffer] = []
+    left = list(data)
+    try:
+        while left:
+            handle = left[0]
+            found.append(memory.mapped.view(handle, _BYTE, (handle.size,), on_drop=dropped).data)
+            del left[0]
+    except BaseException:
+        for handle in left:
+            dropped(handle)
+        raise
+    return found
+
+
+class Inputs:
+    """The inputs of one request, put where the broker's side finds them: small ones inside the message, large ones in
+    this process's arena."""
+
+    __slots__ = ("_kept", "_memory", "_size", "_tensors")
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._tensors: list[Tensor] = []
+        self._kept: Kept | None = None
+        self._size = 0
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], piece: Piece | RegionPart) -> None:
+        if isinstance(piece, RegionPart):
+            self._tensors.append(Tensor(name, dtype, shape, (piece.handle,)))
+            return
+        size = len(piece)
+        if size <= INLINE_BYTES and self._size + size <= MESSAGE_BYTES:
+            self._size += size
+            self._tensors.append(Tensor(name, dtype, shape, bytes(piece)))
+            return
+        if not isinstance(piece, np.ndarray):
+            place = space(self._memory, size)
+            place.data[:] = piece
+            piece = place
+        found = self._memory.locate(piece)
+        if found is None:
+            raise Internal("the location of an input is not in this process's arena")
+        if self._kept is None:
+            self._kept = Kept()
+        self._kept.arrays.append(piece)
+        self._tensors.append(Tensor(name, dtype, shape, (found[0],)))
+
+    def made(self) -> Any:
+        """For `session.infer`."""
+        return tuple(self._tensors), self._kept, self._size
+
+
+def space(memory: Memory, size: int) -> Array:
+    """So many bytes that the broker's side can read; free again when it is dropped. Unavailable: there are no more."""
+    return memory.empty((size,), _BYTE)
+
+
+EARLY = 0.5
+"""Up to this fraction of the memory for inputs is given to tensors of which only a part has arrived. The rest is for
+the inputs of complete requests, so clients that never finish a body cannot use it up."""
+
+
+def early_room(memory: Memory, size: int, shift: int = 0) -> Room | None:
+    """As `space`, before all of the bytes are here: `size` bytes, `shift` bytes after the beginning of a block. None:
+    they are to be received elsewhere, and copied in the end."""
+    if memory.used >= EARLY:
+        return None
+    try:
+        found = memory.empty((size + shift,), _BYTE, cold=True)[shift:]
+    except Unavailable:
+        return None
+    return Room(found.data, partial(memory.warm, found))
+
+
+class GatewayLink(LoopLink):
+    """The one connection of a gateway. All its endpoints share it, and their callers what it may have in flight."""
+
+    def __init__(
+        self, url: str | None, runtime_dir: str | None, name: str, memory_bytes: int, bounds: Bounds | None = None
+    ) -> None:
+        address = address_of(url, runtime_dir)
+        if address.kind != "unix":
+            raise InvalidRequest(
+                f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
+            )
+        self.shares = Shares(bounds or Bounds(input_bytes=memory_bytes))
+        super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
+
+    @cached_property
+    def turns(self) -> Turns:
+        """Of all endpoints together."""
+        return Turns(self.bind())
+
+    @cached_property
+    def reads(self) -> ReadTurns:
+        """Of all endpoints together."""
+        return ReadTurns(self.bind())
+
+    def make_session(self) -> Session:
+        made = GatewaySession(
+            self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)), cold=True
+        )
+        made.on_limits = self.shares.limits
+        return made

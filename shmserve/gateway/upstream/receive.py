@@ -1,0 +1,110 @@
+"""Where bytes of an announced length are received. Memory is reserved for what has arrived; an announcement alone
+reserves next to nothing.
+
+Large tensors are received straight into shared memory that the worker maps, so the client's bytes are not copied. A
+block there can neither grow nor be reserved in part, so it is allocated once a sixteenth has arrived. That part is
+copied, and the pages of the block are warmed, little by little as the rest arrives: a turn of the loop costs as much as
+the bytes that it receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from shmserve.gateway.kserve.answers import Buffer
+
+PART = 16
+"""One part in so many has to arrive before memory is reserved for all of them."""
+FIRST_BYTES = 64 * 1024
+"""Reserved at once."""
+WINDOW_BYTES = 256 * 1024
+"""The most that one read may receive."""
+
+
+class Room(NamedTuple):
+    """`warm(begin, end)` comes before these bytes are used. Unavailable: the machine has no memory for them."""
+
+    memory: memoryview
+    warm: Callable[[int, int], None]
+
+
+Place = Callable[[Buffer], Room | None]
+"""Is given the bytes that have arrived; None: there is no better place than private memory."""
+
+
+class ReceiveBuffer:
+    """`place` finds the memory for all of it. `begin` and `add` raise Unavailable where the machine has no more."""
+
+    __slots__ = ("_arrived", "_copied", "_end", "_place", "_warm", "filled", "memory", "placed", "size")
+
+    def __init__(self, size: int, place: Place | None = None) -> None:
+        self.size = size
+        self.filled = 0
+        self.memory = memoryview(b"")
+        """What is reserved, of which `filled` bytes have arrived."""
+        self.placed = False
+        """It is where `place` has said."""
+        self._place = place
+        self._warm: Callable[[int, int], None] | None = None
+        self._end = 0
+        """Up to here it can be written."""
+        self._arrived: Buffer = b""
+        """What had arrived before all of it was reserved, of which so much is copied."""
+        self._copied = 0
+
+    @property
+    def full(self) -> bool:
+        return self.filled == self.size
+
+    def begin(self, first: Buffer) -> int:
+        """Takes what has arrived already, and gives how much of it."""
+        enough = max(FIRST_BYTES, self.size // PART)
+        taken = min(len(first), self.size)
+        if max(taken, enough) >= self.size or taken >= enough:
+            self._reserve_all(first[:taken])
+            self._copy(taken)
+        else:
+            self.memory = np.empty(enough, np.uint8).data
+            self.memory[:taken] = first[:taken]
+        self.filled = taken
+        self._open()
+        return taken
+
+    def space(self) -> memoryview:
+        """Where the next bytes go."""
+        return self.memory[self.filled : self._end]
+
+    def add(self, count: int) -> None:
+        """So many bytes have arrived there."""
+        self.filled += count
+        if self.filled == len(self.memory) < self.size:
+            self._reserve_all(self.memory)
+        if self._arrived:
+            self._copy(len(self._arrived) if self.full else self._copied + count)
+        self._open()
+
+    def _open(self) -> None:
+        if self.filled >= self._end and not self.full:
+            self._end = min(self.filled + WINDOW_BYTES, len(self.memory))
+            if self._warm is not None:
+                self._warm(self.filled, self._end)
+
+    def _reserve_all(self, arrived: Buffer) -> None:
+        found = self._place(arrived) if self._place is not None else None
+        self.placed = found is not None
+        # Pages of private memory are the kernel's to give, one by one as they are written.
+        self.memory, self._warm = (np.empty(self.size, np.uint8).data, None) if found is None else found
+        self._arrived, self._end = arrived, 0
+
+    def _copy(self, end: int) -> None:
+        """The rest of what had arrived first, up to `end`."""
+        begin, end = self._copied, min(end, len(self._arrived))
+        if self._warm is not None:
+            self._warm(begin, end)
+        self.memory[begin:end] = self._arrived[begin:end]
+        self._copied = end
+        if end == len(self._arrived):
+            self._arrived = b""

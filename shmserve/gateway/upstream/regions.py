@@ -1,0 +1,233 @@
+"""Shared memory that callers have registered: their tensors are taken from it, and answers written to it. The rule
+of the file: nothing of it is ever mapped here. Its name goes on to the workers, which read and write it in place; where
+that cannot be, it is read and written by calls. That on GPUs is in `device_regions`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import posix_ipc
+from msgspec import Struct
+
+from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.plans import Place, check_text
+from shmserve.gateway.limits.caller_shares import Creditor
+from shmserve.gateway.upstream.device_regions import DeviceOrder, DeviceRegion
+from shmserve.protocol.messages import INLINE_BYTES
+from shmserve.session.gpu.foreign_memory import Foreign, RegionPart
+from shmserve.session.gpu.foreign_memory import Region as Passed
+from shmserve.shm.extents.posix import PREFIX
+
+_KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
+_NAME = re.compile(r"/?[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100}")
+"""Keys that a message can carry."""
+_TRITON_PREFIX = "triton_python_backend_shm_region_"
+_MOST = 1024
+_MOST_PASSED = 512
+"""So many at most are known to the workers, too: a client may have so many segments, and no more."""
+
+
+class Order(Struct):
+    """What a caller says of a region."""
+
+    key: str
+    byte_size: int
+    offset: int = 0
+
+
+class Region:
+    """One of them. Its descriptor is closed when nobody refers to it any more, also no request in flight."""
+
+    def __init__(self, name: str, order: Order, descriptor: int, foreign: Callable[[], Foreign] | None = None) -> None:
+        """`foreign`: that of the link by which its name goes on to the workers; None: it does not."""
+        self.name = name
+        self.order = order
+        self._descriptor = descriptor
+        self._foreign = foreign
+        self._passed: Passed | None = None
+        self.users = 0
+        """Uses by requests in flight."""
+        self.unwanted = False
+        """It was unregistered."""
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def part(self, place: Place) -> RegionPart | None:
+        """The place as workers find it. None: its bytes are to be copied."""
+        if self._foreign is None or place.size <= INLINE_BYTES or not self._foreign().takes_names:
+            return None
+        if self._passed is None:
+            self._passed = self._foreign().announce(
+                self.order.offset + self.order.byte_size, "/" + self.order.key.lstrip("/")
+            )
+        return None if self._passed.lost else RegionPart(self._passed, self.order.offset + place.offset, place.size)
+
+    def close(self) -> None:
+        if self._foreign is not None and self._passed is not None:
+            self._foreign().withdraw(self._passed)
+
+    def status(self) -> dict[str, Any]:
+        order = self.order
+        return {"name": self.name, "key": order.key, "offset": order.offset, "byte_size": order.byte_size}
+
+    def check(self, place: Place) -> None:
+        place.check(self.name, self.order.byte_size)
+
+    def read_into(self, place: Place, target: Any) -> None:
+        at, left = self.order.offset + place.offset, memoryview(target)
+        while len(left):
+            count = os.preadv(self._descriptor, [left], at)
+            if not count:
+                raise self._shorter()
+            at, left = at + count, left[count:]
+
+    def write(self, place: Place, parts: Sequence[Buffer]) -> None:
+        at = self.order.offset + place.offset
+        end = at + sum([len(part) for part in parts])
+        if os.fstat(self._descriptor).st_size < end:  # to write behind the end would make it longer
+            raise self._shorter()
+        for part in parts:
+            left = memoryview(part)
+            while len(left):
+                count = os.pwrite(self._descriptor, left, at)
+                at, left = at + count, left[count:]
+
+    def _shorter(self) -> InvalidRequest:
+        return InvalidRequest(f"region '{self.name}' is smaller than when it was registered")
+
+
+class Use:
+    """Regions that one request uses, and who pays for it: the request is over for both at once."""
+
+    __slots__ = ("_payer", "_regions", "_used")
+
+    def __init__(self, regions: Regions, used: list[Region | DeviceRegion], payer: Creditor) -> None:
+        self._regions = regions
+        self._used = used
+        self._payer = payer
+
+    def give(self, input_bytes: int) -> None:
+        self._payer.give(input_bytes)
+        self._regions.let_go(self._used)
+
+
+class Regions:
+    """`allowed` false: nothing can be registered. `foreign`: that of the link to the broker, for memory on GPUs, and
+    without `copied` for that on the host, too. `changed` is called when the broker is to be told of an end."""
+
+    def __init__(
+        self,
+        allowed: bool,
+        foreign: Callable[[], Foreign] | None = None,
+        copied: bool = False,
+        changed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.allowed = allowed
+        self._changed = changed
+        self._foreign = foreign
+        self._copied = copied
+        self._regions: dict[str, Region | DeviceRegion] = {}
+
+    def register(self, name: str, order: Order | DeviceOrder) -> None:
+        self._check_allowed()
+        if not name:
+            raise InvalidRequest(f"{_invalid(name)}: a region needs a name")
+        check_text("region name", name)
+        if name in self._regions:
+            raise AlreadyExists(f"shared memory region '{name}' already in manager")
+        if len(self._regions) >= _MOST:
+            raise Unavailable(f"{_MOST} shared memory regions are registered, the limit; unregister some")
+        if isinstance(order, DeviceOrder):
+            if self._foreign is None:
+                raise Unsupported("CUDA shared memory is not supported")
+            self._regions[name] = DeviceRegion(name, order, self._foreign)
+            return
+        by_name = not self._copied and len(self._regions) < _MOST_PASSED and _NAME.fullmatch(order.key)
+        self._regions[name] = Region(name, order, _opened(name, order), self._foreign if by_name else None)
+
+    def _check_allowed(self) -> None:
+        if not self.allowed:
+            raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway enables it")
+
+    def unregister(self, kind: str, name: str) -> None:
+        """Without a name all. One that is not there is no mistake. One that requests use goes when they are over."""
+        self._check_allowed()
+        for region in self._of(kind):
+            if not name or region.name == name:
+                region.unwanted = True
+                self._remove(region)
+        self._changed()
+
+    def _remove(self, region: Region | DeviceRegion) -> bool:
+        if region.users or not region.unwanted:
+            return False
+        del self._regions[region.name]
+        region.close()
+        return True
+
+    def use(self, payer: Creditor, names: Iterable[str]) -> Use:
+        found = [self._regions[name] for name in names if name in self._regions]
+        for region in found:
+            region.users += 1
+        return Use(self, found, payer)
+
+    def let_go(self, used: list[Region | DeviceRegion]) -> None:
+        for region in used:
+            region.users -= 1
+        gone = [region for region in dict.fromkeys(used) if self._remove(region)]
+        if gone:
+            self._changed()
+
+    def _of(self, kind: str) -> list[Region | DeviceRegion]:
+        return [region for region in self._regions.values() if isinstance(region, DeviceRegion) == (kind == "cuda")]
+
+    def status(self, kind: str, name: str) -> list[dict[str, Any]]:
+        found = self._of(kind)
+        if name:
+            found = [region for region in found if region.name == name]
+            if not found:
+                raise NotFound(f"Unable to find {kind} shared memory region: '{name}'")
+        return [region.status() for region in found]
+
+    def find(self, place: Place) -> Region | DeviceRegion:
+        """The region that the place is in, as a whole."""
+        region = self._regions.get(place.region)
+        if region is None:
+            raise NotFound(f"Unable to find shared memory region: '{place.region}'")
+        region.check(place)
+        return region
+
+
+def _opened(name: str, order: Order) -> int:
+    key, given = order.key, order.key.lstrip("/")
+    for prefix in (PREFIX.lstrip("/"), _TRITON_PREFIX):
+        if given.startswith(prefix):
+            raise InvalidRequest(
+                f"cannot register shared memory region '{name}' with key '{key[:80]}' as the key contains the reserved "
+                f"prefix '{prefix}'"
+            )
+    if not _KEY.fullmatch(key) or given in (".", ".."):
+        raise InvalidRequest(
+            f"cannot register shared memory region '{name}' - invalid shm key '{key[:80]}': a key is up to 250 of A-Z, "
+            "a-z, 0-9, '_', '.' and '-', optionally after a '/'"
+        )
+    try:
+        descriptor: int = posix_ipc.SharedMemory(f"/{given}").fd
+    except (posix_ipc.Error, OSError, ValueError):
+        raise Internal(f"Unable to open shared memory region: '{key}'") from None
+    found = os.fstat(descriptor)
+    fits = order.offset >= 0 and 0 < order.byte_size <= found.st_size - order.offset
+    if not fits or not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise _invalid(name)
+    return descriptor
+
+
+def _invalid(name: str) -> InvalidRequest:
+    return InvalidRequest(f"failed to register shared memory region '{name}': invalid args")

@@ -1,0 +1,200 @@
+"""Asks the broker for those who came through any door. The rule of the file: whatever goes wrong with one request is
+answered to it, and to nobody else; how, is known by the door.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shmserve.errors import Internal, ServeError
+from shmserve.gateway.auth.header_forwarding import merged
+from shmserve.gateway.kserve.answers import Held
+from shmserve.gateway.kserve.plans import Plan, Spec
+from shmserve.gateway.limits.caller_shares import Creditor, Payer, release
+from shmserve.gateway.upstream.device_regions import DeviceRegion
+from shmserve.gateway.upstream.documents import Question
+from shmserve.gateway.upstream.link import GatewayLink, Inputs, Piece, space
+from shmserve.gateway.upstream.regions import Region, Regions
+from shmserve.protocol.messages import INLINE_BYTES, Reply
+from shmserve.session import WINDOW, StreamTicket, Ticket
+from shmserve.session.gpu.foreign_memory import RegionPart
+
+log = logging.getLogger("shmserve.gateway")
+_KNOWN = 1024
+NO_TIME = 0.0
+"""The session looks at the time only of what has a timeout of its own, which requests of doors do not have."""
+
+
+class Waiting(Ticket):
+    """A call with one answer, charged to the caller who waits for it."""
+
+    __slots__ = ("input_bytes", "payer")
+
+    payer: Creditor | None
+    input_bytes: int
+
+    def settle(self, answer: Any) -> None:
+        release(self)
+        try:
+            self.take(answer)
+        except ServeError as error:
+            self.failed(error)
+        except Exception:
+            self.failed(not_passed_on())
+
+    def fail(self, error: ServeError) -> None:
+        release(self)
+        self.failed(error)
+
+    def take(self, answer: Any) -> None:
+        raise NotImplementedError
+
+    def failed(self, error: ServeError) -> None:
+        raise NotImplementedError
+
+
+class InParts(StreamTicket):
+    """A request with any number of answers, charged to the caller who waits for them. Each part is a Held."""
+
+    __slots__ = ("input_bytes", "payer")
+
+    def __init__(self, window: int = WINDOW) -> None:
+        super().__init__(window)
+        self.payer: Creditor | None = None
+        self.input_bytes = 0
+
+    def part(self, result: Any, last: bool) -> None:
+        if last:
+            release(self)
+        super().part(result, last)
+
+    def fail(self, error: ServeError) -> None:
+        release(self)
+        super().fail(error)
+
+    def settle(self, answer: Any) -> None:
+        """All of it at once."""
+        if type(answer) is Reply:
+            answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
+        self.part(answer, True)
+
+
+Charge = Waiting | InParts
+
+
+def withdraw(link: GatewayLink, ticket: Charge) -> None:
+    """Its caller no longer waits."""
+    release(ticket)
+    link.cancel(ticket)
+
+
+def not_passed_on() -> Internal:
+    """For a mistake of ours, called where it was caught."""
+    log.exception("cannot forward a response")
+    return Internal("the gateway could not forward the response; see its log")
+
+
+class _Learning(Ticket):
+    """Whether a model is one that has its outputs written where they are wanted."""
+
+    __slots__ = ("_found", "_key")
+
+    def __init__(self, found: dict[tuple[str, str], bool], key: tuple[str, str]) -> None:
+        self._found = found
+        self._key = key
+
+    def settle(self, answer: Any) -> None:
+        self._found[self._key] = "ensemble_scheduling" not in answer
+
+    def fail(self, error: ServeError) -> None:
+        self._found.pop(self._key, None)
+
+
+class Asker:
+    """Of one door. `regions` are those of all doors."""
+
+    def __init__(self, link: GatewayLink, regions: Regions) -> None:
+        self.link = link
+        self.regions = regions
+        self._plain: dict[tuple[str, str], bool] = {}
+
+    def ask(self, payer: Payer, ticket: Charge, question: Question) -> None:
+        """Raises what the caller is told, Unavailable where it is over a share."""
+        link = self.link
+        payer.questions.charge(ticket, 0)
+        try:
+            link.session.ask(
+                ticket, question.what, NO_TIME, question.model, question.version or None, None, question.body
+            )  # fmt: skip
+        except BaseException:
+            release(ticket)
+            raise
+        link.send_soon()
+
+    def given(self, spec: Spec) -> Any:
+        """The bytes of an input that came neither behind nor beside the request; or where workers find them."""
+        if spec.place is None:
+            return spec.data or b""
+        region = self.regions.find(spec.place)
+        part = region.part(spec.place)
+        if part is not None:
+            return part
+        assert isinstance(region, Region)
+        size = spec.place.size
+        target: Piece = bytearray(size) if size <= INLINE_BYTES else space(self.link.session.memory, size)
+        region.read_into(spec.place, target)
+        return target
+
+    def targets(self, plan: Plan) -> dict[str, Region | DeviceRegion] | None:
+        """The regions that outputs go to."""
+        return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
+
+    def _outputs(self, plan: Plan, model: str, version: str, window: int) -> Any:
+        """Those with a place are written there by the model's worker, as far as that can be."""
+        found = {}
+        for name, place in plan.places.items():
+            region = self.regions.find(place)
+            on_gpu = isinstance(region, DeviceRegion)
+            part = region.part(place) if on_gpu or not window else None
+            if part is not None and (on_gpu or self._written_by_workers(model, version)):
+                found[name] = part
+        outputs = plan.outputs or ()
+        return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **found}
+
+    def _written_by_workers(self, model: str, version: str) -> bool:
+        """Of an ensemble not every output can be. What a model is, is asked for at its first request, for the next."""
+        known = self._plain.get((model, version))
+        if known is None:
+            if len(self._plain) >= _KNOWN:
+                self._plain.clear()
+            self._plain[model, version] = False
+            ticket = _Learning(self._plain, (model, version))
+            self.link.session.ask(ticket, "config", NO_TIME, model, version or None)
+        return bool(known)
+
+    def infer(
+        self, payer: Payer, ticket: Charge, model: str, version: str, plan: Plan, pieces: Sequence[Piece],
+        request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
+    ) -> None:  # fmt: skip
+        """Raises what the caller is told, Unavailable where it is over a share. `forwarded`: headers that the model
+        gets to see."""
+        link, asked = self.link, plan.options
+        payer.charge(ticket, sum([len(piece) for piece in pieces if not isinstance(piece, RegionPart)]))
+        try:
+            if plan.in_regions:
+                ticket.payer = self.regions.use(payer, plan.in_regions)
+            inputs = Inputs(link.session.memory)
+            for spec, piece in zip(plan.inputs, pieces, strict=True):
+                inputs.add(spec.name, spec.dtype, spec.shape, piece)
+            outputs = self._outputs(plan, model, version, window) if plan.places else plan.outputs
+            parameters = asked.parameters if forwarded is None else merged(asked.parameters, forwarded)
+            link.session.infer(
+                ticket, model, inputs.made(), NO_TIME, outputs, version or None, None, asked.priority, asked.sequence,
+                asked.sequence_start, asked.sequence_end, parameters, request_id or None, window, payer.token,
+            )  # fmt: skip
+        except BaseException:
+            release(ticket)
+            raise
+        link.send_soon()

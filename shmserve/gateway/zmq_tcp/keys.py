@@ -1,0 +1,112 @@
+"""Who is let in by the ZeroMQ door: a file of public keys and their roles, and ZAP, by which libzmq asks. The rule of
+the file: a key that is not in the file gets nothing, not even an answer of this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+from msgspec import Struct
+from zmq.utils import z85
+
+from shmserve.clients.transport import keys
+from shmserve.errors import InvalidRequest
+from shmserve.protocol import zmq_frames
+from shmserve.protocol.roles import ROLES, roles_of
+
+log = logging.getLogger("shmserve.gateway")
+
+_ASK_PARTS = 7
+_KEY_BYTES = 32
+_CURVE = b"CURVE"
+_VERSION = b"1.0"
+UNKNOWN, FULL, GOOD = b"400", b"500", b"200"
+"""What ZAP answers. Of 300 libzmq would tell the client nothing, which would try again for ever."""
+
+
+class Entry(Struct, frozen=True):
+    roles: int
+    name: str
+
+
+def parse(text: str, shown: str) -> dict[str, Entry]:
+    """Lines of PUBLIC-KEY ROLE,ROLE NAME. InvalidRequest, which names the line."""
+    found: dict[str, Entry] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split(None, 2)
+        if not words or words[0] == keys.COMMENT.strip():
+            continue
+        where = f"{shown}, line {number}"
+        if not keys.KEY.fullmatch(words[0]):
+            raise InvalidRequest(f"{where}: expected a public key of 40 characters, then its roles")
+        if len(words) < 2:
+            raise InvalidRequest(f"{where}: the key has no roles; they are {', '.join(ROLES)}, with commas between")
+        if words[0] in found:
+            raise InvalidRequest(f"{where}: duplicate key")
+        try:
+            roles = roles_of(words[1])
+        except ValueError as error:
+            raise InvalidRequest(f"{where}: {error}") from None
+        found[words[0]] = Entry(roles, words[2].strip() if len(words) > 2 else "")
+    return found
+
+
+class Allowed:
+    """The file, as it was read last. What is wrong with it when it has changed is for the log: what was, goes on."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.entries: Mapping[str, Entry] = parse(keys.read(path), path)
+        self._seen = self._state()
+
+    def _state(self) -> tuple[int, ...]:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return ()
+        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+
+    def look(self) -> bool:
+        """Reads it again if it has changed, and says whether it has."""
+        now = self._state()
+        if now == self._seen:
+            return False
+        self._seen = now
+        try:
+            self.entries = parse(keys.read(self._path), self._path)
+        except InvalidRequest as error:
+            log.error("the previous keys stay in use: %s", error)
+            return False
+        log.info("keys reloaded: %d", len(self.entries))
+        return True
+
+
+class Zap:
+    """Answers libzmq, of the same context, when a client shakes hands. `decide` says GOOD, UNKNOWN or FULL of a key."""
+
+    def __init__(self, context: zmq.Context[Any], decide: Callable[[str, str], bytes]) -> None:
+        self._decide = decide
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind("inproc://zeromq.zap.01")
+        self.descriptor = int(self._socket.getsockopt(zmq.FD))
+
+    def look(self) -> None:
+        """Until there is nothing: the descriptor tells only that something changed."""
+        while zmq_frames.events(self._socket) & zmq_frames.IN:
+            self._socket.send_multipart(self._answer(self._socket.recv_multipart(zmq.NOBLOCK)))
+
+    def _answer(self, parts: list[bytes]) -> list[bytes]:
+        number = parts[1] if len(parts) > 1 else b""
+        status, user = UNKNOWN, b""
+        if len(parts) == _ASK_PARTS and parts[5] == _CURVE and len(parts[6]) == _KEY_BYTES:
+            user = z85.encode(parts[6])
+            status = self._decide(user.decode(), parts[3].decode("utf-8", "replace"))
+        return [_VERSION, number, status, b"", user if status == GOOD else b"", b""]
+
+    def close(self) -> None:
+        self._socket.close()

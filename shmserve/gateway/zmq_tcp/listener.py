@@ -1,0 +1,374 @@
+"""The ZeroMQ door on tcp: a ROUTER with CURVE, whose clients are known by their keys. A message is [packet, frame,
+frame, ...], as on ipc.
+
+The rule of the file: whoever has not shaken hands with a key that is let in is libzmq's business, and never seen here.
+A client may choose its identity, so whose message it is, is asked of libzmq for each message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from shmserve.clients.transport.address import TCP_FRAME_BYTES
+from shmserve.clients.transport.keys import Pair
+from shmserve.errors import Internal, ProtocolError, Unavailable
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.metrics import family
+from shmserve.gateway.upstream.link import GatewayLink
+from shmserve.gateway.zmq_tcp.keys import FULL, GOOD, UNKNOWN, Allowed, Entry, Zap
+from shmserve.gateway.zmq_tcp.peer import Peer, decode
+from shmserve.gateway.zmq_tcp.requests import Limits, Outside
+from shmserve.protocol import zmq_frames
+from shmserve.protocol.messages import PACKET_BYTES, Hello
+
+log = logging.getLogger("shmserve.gateway")
+
+QUEUE = 16
+"""Messages of one client that libzmq keeps in each direction."""
+BACKLOG = 1024
+HANDSHAKE_MS = 5000
+HEARTBEAT_MS = 5000
+"""A client that has vanished without a word is noticed after three of these."""
+LINGER_MS = 500
+BURST = 64
+BURST_S = 0.001
+"""So many messages, or as many as take so long, are read before the others of this loop have their turn."""
+FILE_S = 2.0
+"""How often it is looked whether the file of keys has changed."""
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENT = struct.Struct("=hi")
+TOLD_S = 1.0
+NOBODY = Entry(0, "")
+
+monotonic = time.monotonic
+
+
+class ZmqDoor(Outside):
+    """`pair` is the server's own; `allowed` who is let in."""
+
+    def __init__(self, link: GatewayLink, limits: Limits, pair: Pair, allowed: Allowed) -> None:
+        self.link = link
+        self.limits = limits
+        self.stopping = False
+        self.messages = 0
+        self.refused = 0
+        """Handshakes."""
+        self._loop = link.bind()
+        self._allowed = allowed
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._zap = Zap(self._context, self._decide)
+        self._socket = self._make(pair)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._peers: dict[bytes, Peer] = {}
+        self._by_connection: dict[int, Peer] = {}
+        self._of_keys: Counter[str] = Counter()
+        self._connections: set[int] = set()
+        """Descriptors of connections, also of those that are still shaking hands."""
+        self._most = min(2 * limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._port = 0
+        self._sent_away: dict[bytes, int] = {}
+        """Identities whose connection is still there, and its descriptor."""
+        self._dirty: dict[Peer, None] = {}
+        self._stuck: dict[Peer, None] = {}
+        self._looking = False
+        self._told_at = -TOLD_S
+        self._idle = asyncio.Event()
+        self._watched = [self._zap.descriptor, self._descriptor(self._socket), self._descriptor(self._monitor)]
+        for descriptor in self._watched:
+            self._loop.add_reader(descriptor, self._look)
+        self._clock = self._loop.call_later(FILE_S, self._tick)
+
+    def _make(self, pair: Pair) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        made.setsockopt(zmq.CURVE_SERVER, 1)
+        made.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+        made.setsockopt(zmq.ZAP_DOMAIN, b"shmserve")
+        made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # Of one frame that is larger libzmq can only end the connection; what is smaller can be refused with a text.
+        most = max(TCP_FRAME_BYTES, self.limits.input_bytes) + PACKET_BYTES
+        made.setsockopt(zmq.MAXMSGSIZE, most)
+        made.setsockopt(zmq.SNDHWM, QUEUE)
+        made.setsockopt(zmq.RCVHWM, QUEUE)
+        made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * HEARTBEAT_MS)
+        made.setsockopt(zmq.LINGER, LINGER_MS)
+        return made
+
+    @staticmethod
+    def _descriptor(of: zmq.Socket[bytes]) -> int:
+        return int(of.getsockopt(zmq.FD))
+
+    def open(self, address: str, share: bool = False) -> int:
+        """Listens at tcp://HOST:PORT, and says on which port. OSError where that cannot be. `share`: others may listen
+        there as well, which libzmq has no option for; so the socket is not made by it."""
+        host, port = host_of(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=share) as made:
+            made.setblocking(False)
+            found: int = made.getsockname()[1]
+            self._socket.setsockopt(zmq.IPV6, family == socket.AF_INET6)
+            self._socket.setsockopt(zmq.USE_FD, made.fileno())
+            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else '127.0.0.1'}:{found}")
+            made.detach()
+        self._port = found
+        return found
+
+    @property
+    def keys(self) -> int:
+        return len(self._allowed.entries)
+
+    @property
+    def peers(self) -> int:
+        return len(self._peers)
+
+    # ------------------------------------------------------------------------------------ in
+
+    def _look(self) -> None:
+        """The descriptors tell only that something changed, so read until there is nothing."""
+        self._looking = False
+        if self._socket.closed:
+            return
+        self._zap.look()
+        receive = self._socket.recv_multipart
+        end = monotonic() + BURST_S
+        for _ in range(BURST):
+            try:
+                parts = receive(zmq_frames.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._heed_monitor()
+                break
+            self._heed_monitor()  # the end of a connection comes before the first message of the next
+            self._take(parts)
+            if monotonic() > end:
+                self._soon()
+                break
+        else:
+            self._soon()
+        self._flush()
+
+    def _soon(self) -> None:
+        """Sending may have swallowed the signal that something came, so it is looked once more."""
+        if not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._look)
+
+    def _heed_monitor(self) -> None:
+        while zmq_frames.events(self._monitor) & zmq_frames.IN:
+            event, value = _EVENT.unpack(zmq_frames.receive(self._monitor)[0])
+            if event == zmq.EVENT_ACCEPTED:
+                self._connections.add(value)
+                if len(self._connections) > self._most:
+                    self._cut(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._disconnected(value)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self.refused += 1
+
+    def _cut(self, connection: int) -> None:
+        """libzmq has no limit of connections that shake hands, so one too many is ended behind its back, and it finds
+        that out. The descriptor may be another's by now: then its port is another, or it is one too many itself."""
+        try:
+            with socket.socket(fileno=os.dup(connection)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == self._port:
+                    found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended by itself
+        self.refused += 1
+
+    def _disconnected(self, connection: int) -> None:
+        self._connections.discard(connection)
+        peer = self._by_connection.get(connection)
+        if peer is not None:
+            self.drop(peer, False)
+        for identity in [one for one, its in self._sent_away.items() if its == connection]:
+            del self._sent_away[identity]
+
+    def _take(self, parts: Sequence[zmq.Frame]) -> None:
+        first = parts[0]
+        identity, key, connection = first.bytes, str(first.get("User-Id")), int(first.get(zmq.SRCFD))
+        self.messages += 1
+        peer = self._peers.get(identity)
+        if peer is not None and (peer.connection != connection or peer.key != key):
+            self.drop(peer, False)  # its connection has ended, and another has come in its name
+            peer = None
+        packet: Buffer = parts[1].buffer if len(parts) > 1 else b""
+        if peer is None:
+            if self._sent_away.get(identity) == connection and not _is_hello(packet):
+                return  # it has been told already
+            peer = self._enter(identity, connection, key, str(first.get("Peer-Address")))
+            if peer is None:
+                return
+        try:
+            peer.hear(packet, [part.buffer for part in parts[2:]])
+        except Exception:  # a mistake of ours, which is to cost nobody else anything
+            log.exception("cannot process a message of a ZeroMQ client")
+            peer.goodbye(Internal("the gateway could not process a message of this client; see its log"))
+
+    def _enter(self, identity: bytes, connection: int, key: str, address: str) -> Peer | None:
+        self._sent_away.pop(identity, None)
+        entry = self._allowed.entries.get(key)
+        peer = Peer(self, identity, connection, key, entry or NOBODY, address)
+        limits, mine = self.limits, self._of_keys[key]
+        count = len(self._peers)
+        self._peers[identity] = self._by_connection[connection] = peer
+        self._of_keys[key] += 1
+        if entry is None:
+            peer.revoked()
+        elif count >= limits.connections:
+            peer.goodbye(Unavailable(f"{count} clients are connected, the limit (connections); retry later"))
+        elif mine >= limits.key_connections:
+            peer.goodbye(
+                Unavailable(f"{mine} clients are connected with this key, the limit (key_connections); close some")
+            )
+        return None if peer.gone else peer
+
+    def _decide(self, key: str, address: str) -> bytes:
+        """ZAP asks."""
+        self.read_keys()
+        status = GOOD
+        if key not in self._allowed.entries:
+            status = UNKNOWN
+        elif self.stopping:
+            status = FULL
+        if status != GOOD:
+            self.refused += 1
+            now = monotonic()
+            if now - self._told_at >= TOLD_S:  # whoever tries again and again shall not fill the log
+                self._told_at = now
+                why = "it is not in the file of --zmq-keys" if status == UNKNOWN else "the gateway is stopping"
+                log.warning("ZeroMQ: key %s from %s refused: %s", key, address, why)
+        return status
+
+    # ------------------------------------------------------------------------------------ out
+
+    def dirty(self, peer: Peer) -> None:
+        self._dirty[peer] = None
+        self._soon()
+
+    def _flush(self) -> None:
+        while self._dirty:
+            dirty, self._dirty = self._dirty, {}
+            for peer in dirty:
+                peer.take_out()
+        for peer in list(self._stuck):
+            while peer.unsent and self._try(peer, peer.unsent[0]):
+                peer.unsent_bytes -= sum(map(len, peer.unsent.pop(0)))
+            if not peer.unsent:
+                self._stuck.pop(peer, None)
+        if self.stopping and not any(peer.tickets for peer in self._peers.values()):
+            self._idle.set()
+
+    def send(self, peer: Peer, packet: bytes, frames: Sequence[Buffer]) -> None:
+        if peer.gone:
+            return
+        parts: list[Buffer] = [packet, *frames]
+        if not peer.unsent and self._try(peer, parts):
+            return
+        peer.unsent.append([bytes(part) for part in parts])  # what lies in shared memory is given back
+        peer.unsent_bytes += sum(map(len, parts))
+        self._stuck[peer] = None
+        behind, limit = peer.unsent_bytes, self.limits.unsent_bytes
+        if behind > limit and len(peer.unsent) > 1:
+            log.info("ZeroMQ: client disconnected: it does not read, and %d bytes are queued for it", behind)
+            self.drop(peer, True)
+
+    def _try(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
+        """Each part is copied, once: CURVE writes another copy of it anyway, and a buffer that libzmq borrows would
+        take a thread of pyzmq's to be given back."""
+        self._soon()
+        try:
+            zmq_frames.send(self._socket, (peer.identity, *parts))
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._loop.call_soon(self.drop, peer, False)
+        return True
+
+    # ------------------------------------------------------------------------------------ going
+
+    def drop(self, peer: Peer, sent_away: bool) -> None:
+        if peer.gone:
+            return
+        peer.end()
+        del self._peers[peer.identity]
+        if self._by_connection.get(peer.connection) is peer:
+            del self._by_connection[peer.connection]
+        self._of_keys[peer.key] -= 1
+        if not self._of_keys[peer.key]:
+            del self._of_keys[peer.key]
+        self._dirty.pop(peer, None)
+        self._stuck.pop(peer, None)
+        if sent_away:
+            self._sent_away[peer.identity] = peer.connection
+        if self.stopping:
+            self._soon()
+
+    def _tick(self) -> None:
+        self._clock = self._loop.call_later(FILE_S, self._tick)
+        self.read_keys()
+
+    def read_keys(self) -> None:
+        """Again, if they have changed. Whoever is connected has what the file says now."""
+        if self._allowed.look():
+            for peer in list(self._peers.values()):
+                entry = self._allowed.entries.get(peer.key)
+                if entry is None:
+                    peer.revoked()
+                else:
+                    peer.entry = entry
+
+    async def close(self) -> None:
+        """Takes no new requests, and waits for the answers to those that are here, as long as the limit says. Until
+        then it listens: libzmq would end the connections together with that."""
+        self.stopping = True
+        self._soon()
+        waiting = self._loop.create_task(self._idle.wait())
+        await asyncio.wait([waiting], timeout=self.limits.exit_timeout_s)
+        waiting.cancel()
+        self._clock.cancel()
+        self._flush()
+        for descriptor in self._watched:
+            self._loop.remove_reader(descriptor)
+        for peer in list(self._peers.values()):
+            self.drop(peer, False)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._zap.close()
+        self._context.term()
+
+    def metrics(self) -> str:
+        about = "ZeroMQ connections over tcp whose handshake failed"
+        return (
+            family("zmq_connections", "gauge", "ZeroMQ clients over tcp", {"": len(self._peers)})
+            + family("zmq_messages_total", "counter", "Messages from ZeroMQ clients over tcp", {"": self.messages})
+            + family("zmq_refused_total", "counter", about, {"": self.refused})
+        )
+
+
+def _is_hello(packet: Buffer) -> bool:
+    try:
+        return any(isinstance(message, Hello) for message in decode(packet))  # type: ignore[arg-type]
+    except ProtocolError:
+        return False
+
+
+def host_of(address: str) -> tuple[str, int]:
+    """`tcp://*:8790` -> `("0.0.0.0", 8790)`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    return "0.0.0.0" if host == "*" else host, int(port)

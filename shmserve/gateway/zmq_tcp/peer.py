@@ -1,0 +1,450 @@
+"""One client of the ZeroMQ door: its messages -> questions to the broker, and the answers -> messages. The rule of the
+file: no handle goes through here, neither way. What came in frames lies in this process's arena, and what goes out in
+frames is copied by whoever sends it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import (
+    Cancelled,
+    ConnectionLost,
+    Denied,
+    Internal,
+    InvalidRequest,
+    ProtocolError,
+    ServeError,
+    Unavailable,
+)
+from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.gateway.kserve.status import text_of
+from shmserve.gateway.upstream.link import Inputs
+from shmserve.gateway.upstream.requests import NO_TIME
+from shmserve.gateway.zmq_tcp.requests import (
+    Asked,
+    Outside,
+    Question,
+    Streamed,
+    outputs_of,
+    piece_of,
+    without_words,
+)  # fmt: skip
+from shmserve.protocol import codec, roles
+from shmserve.protocol.messages import (
+    FIELD_BYTES,
+    INLINE_BYTES,
+    PACKET_BYTES,
+    PROTOCOL,
+    Answer,
+    Ask,
+    Bye,
+    Cancel,
+    ClientMessage,
+    Fail,
+    Goodbye,
+    Hello,
+    Infer,
+    Map,
+    More,
+    Part,
+    Ping,
+    Pong,
+    Reply,
+    Return,
+    Tensor,
+    Unmap,
+    Welcome,
+)
+from shmserve.protocol.roles import OPERATIONS
+from shmserve.session.uploads import of_bytes
+
+if TYPE_CHECKING:
+    from shmserve.gateway.zmq_tcp.keys import Entry
+
+GIVEN_BY = "the file of --zmq-keys of the gateway"
+MISTAKES_S = 100
+MISTAKES = 1000
+"""So many at once, and MISTAKES_S a second; whoever makes more is sent away."""
+
+decode = codec.Codec(ClientMessage).decode
+monotonic = time.monotonic
+
+
+class Peer:
+    """`entry`: what its key may. `hear` takes a message of ZeroMQ; what there is to say is in `outbox`."""
+
+    def __init__(self, door: Outside, identity: bytes, connection: int, key: str, entry: Entry, address: str) -> None:
+        self.identity = identity
+        self.connection = connection
+        self.key = key
+        self.entry = entry
+        self.outbox: list[Any] = []
+        self.unsent: list[list[bytes]] = []
+        self.unsent_bytes = 0
+        self.gone = False
+        self.tickets: dict[int, Asked | Streamed] = {}
+        self._door = door
+        self._link = door.link
+        self._limits = door.limits
+        self._greeted = False
+        self._shares = door.link.shares.connect(address)
+        self._payer = self._shares.payer(key)
+        self._bodies: dict[int, tuple[Ask, list[bytes]]] = {}
+        """Operations whose body is not complete; it is one at the most."""
+        self._body_bytes = 0
+        self._mistakes = 0.0
+        self._mistaken_at = 0.0
+
+    # ------------------------------------------------------------------------------------ in
+
+    def hear(self, packet: Buffer, frames: Sequence[Buffer]) -> None:
+        try:
+            messages = decode(packet)  # type: ignore[arg-type]
+        except ProtocolError as error:
+            messages = [codec.Refused(0, error.message)]
+        for message in messages:
+            if self.gone:
+                return
+            if type(message) is Infer and self._greeted:
+                self._infer(message, frames)
+                continue
+            if not self._greeted and type(message) is not Hello:
+                self.goodbye(ConnectionLost("the first message of a connection must be Hello"))
+                return
+            _HANDLERS[type(message)](self, message)
+
+    def _hello(self, message: Hello) -> None:
+        limits = self._limits
+        if message.protocol != PROTOCOL:
+            text = f"protocol version {message.protocol} is not supported, only {PROTOCOL}; use a matching client"
+            self.goodbye(ProtocolError(text))
+        elif self._greeted:
+            self.goodbye(ProtocolError("second Hello on one connection"))
+        elif message.outputs != "frames":
+            self.goodbye(ProtocolError("over tcp, outputs can only be sent as 'frames'"))
+        elif self._door.stopping:
+            self.goodbye(Unavailable("the gateway is stopping"))
+        else:
+            self._greeted = True
+            known = {
+                "packet_bytes": PACKET_BYTES,
+                "inline_bytes": INLINE_BYTES,
+                "frame_bytes": limits.input_bytes,
+                "client_requests": self._link.shares.requests.most_calls,
+            }
+            self.say(Welcome(PROTOCOL, 1, self._link.session.server or "gateway", known))
+
+    def _check_role(self, action: str) -> None:
+        if not roles.allows(action, self.entry.roles):
+            raise roles.refusal(action, self.entry.roles, GIVEN_BY)
+
+    def _refuse(self, number: int, error: ServeError) -> None:
+        self.say(Fail(number, error.code, error.message))
+        if not isinstance(error, Unavailable):
+            self._fine()
+
+    def _refused(self, message: codec.Refused) -> None:
+        number = 0 if message.request in self.tickets else message.request
+        self._refuse(number, ProtocolError(message.text))
+
+    def _fine(self) -> None:
+        """One more mistake."""
+        now = monotonic()
+        self._mistakes = max(0.0, self._mistakes - (now - self._mistaken_at) * MISTAKES_S) + 1
+        self._mistaken_at = now
+        if self._mistakes > MISTAKES:
+            text = f"this client made {MISTAKES} errors at more than {MISTAKES_S} per second (client_errors)"
+            self.goodbye(Unavailable(text))
+
+    # ------------------------------------------------------------------------------------ inference
+
+    def _infer(self, infer: Infer, frames: Sequence[Buffer]) -> None:
+        try:
+            self._ask_model(infer, frames)
+        except ServeError as error:  # which is no mistake: who asks may pass on what others ask
+            number = 0 if infer.request in self.tickets else infer.request
+            self.say(Fail(number, error.code, text_of(error)))
+
+    def _ask_model(self, infer: Infer, frames: Sequence[Buffer]) -> None:
+        number = infer.request
+        if not self.entry.roles & roles.INFER:
+            self._check_role("infer")
+        self._check_room(number)
+        pieces = [piece_of(tensor, frames) for tensor in infer.inputs]
+        size = sum(map(len, pieces))
+        self._check_bytes(size)
+        self._payer.take(size)
+        try:
+            self.tickets[number] = self._put_request(infer, pieces, size)
+        except BaseException:
+            self._payer.give(size)
+            raise
+
+    def _put_request(self, infer: Infer, pieces: Sequence[Buffer], size: int) -> Asked | Streamed:
+        number, options, link = infer.request, infer.options, self._link
+        inputs = Inputs(link.session.memory)
+        for tensor, piece in zip(infer.inputs, pieces, strict=True):
+            inputs.add(tensor.name, tensor.dtype, tensor.shape, piece)
+        outputs = outputs_of(infer)
+        timeout = infer.timeout_us / 1e6 or None
+        now = NO_TIME if timeout is None else monotonic()
+        ticket: Asked | Streamed
+        if options is None:
+            ticket = Asked(self, number, size)
+            link.session.infer(ticket, infer.model, inputs.made(), now, outputs, infer.version or None, timeout)
+        else:
+            window = options.window
+            ticket = Streamed(self, number, size, window) if window else Asked(self, number, size)
+            parameters = options.parameters
+            if options.queue_timeout_us:
+                parameters = {**parameters, "timeout": options.queue_timeout_us}
+            link.session.infer(
+                ticket, infer.model, inputs.made(), now, outputs, infer.version or None, timeout, options.priority,
+                options.sequence or None, options.sequence_start, options.sequence_end, parameters or None,
+                options.id or None, window, self._payer.token,
+            )  # fmt: skip
+        link.send_soon(timeout is not None)
+        return ticket
+
+    def _check_room(self, number: int) -> None:
+        if number == 0 or number in self.tickets:
+            raise InvalidRequest(f"request number {number} is 0 or already in flight")
+        if self._door.stopping:
+            raise Unavailable("the gateway is stopping")
+
+    def _check_bytes(self, size: int) -> None:
+        limits = self._limits
+        if size > limits.input_bytes:
+            raise InvalidRequest(
+                f"the inputs have {size} bytes, over the limit of {limits.input_bytes} for one request; send smaller "
+                "requests, or raise --zmq-max-input-size of the gateway"
+            )
+
+    def _cancel(self, message: Cancel) -> None:
+        self._drop_body(message.request)
+        ticket = self.tickets.get(message.request)
+        if ticket is None or isinstance(ticket, Question):
+            return  # it has been answered, and the two have crossed; or it is an operation, which goes on
+        self._link.cancel(ticket)
+        self._over(ticket)
+        self.say(Fail(message.request, Cancelled.code, "the request was cancelled by the client"))
+
+    def _more(self, message: More) -> None:
+        ticket = self.tickets.get(message.request)
+        if not isinstance(ticket, Streamed):
+            return
+        asked, session = ticket.message, self._link.session
+        if isinstance(asked, Infer) and asked.options is not None and not ticket.begun:
+            asked.options.window += message.count  # if it is sent again, to another server
+        if session.connected:
+            session.outbox.say(More(ticket.number, message.count))
+            self._link.send_soon()
+
+    # ------------------------------------------------------------------------------------ questions
+
+    def _ask(self, message: Ask) -> None:
+        try:
+            if message.what:
+                self._begin_question(message)
+            else:
+                self._go_on(message)
+        except ServeError as error:
+            self._refuse(0 if message.request in self.tickets else message.request, error)
+
+    def _begin_question(self, ask: Ask) -> None:
+        if ask.what not in roles.QUESTIONS:
+            raise roles.unknown(ask.what)
+        self._check_role(ask.what)
+        self._check_room(ask.request)
+        if ask.what in OPERATIONS:
+            if self._bodies:
+                raise InvalidRequest("the body of another operation is incomplete; send it first")
+            self._bodies[ask.request] = (ask, [])
+            self._go_on(ask)
+        elif ask.body or ask.more:
+            raise InvalidRequest(f"the query '{ask.what}' takes no body")
+        else:
+            self._put(ask, b"")
+
+    def _go_on(self, ask: Ask) -> None:
+        found = self._bodies.get(ask.request)
+        if found is None:
+            return  # it was refused or cancelled
+        self._body_bytes += len(ask.body)
+        if self._body_bytes > self._limits.input_bytes:
+            self._drop_body(ask.request)
+            raise InvalidRequest(
+                f"the body of '{found[0].what}' exceeds {self._limits.input_bytes} bytes; put the files into the "
+                "server's repository, or raise --zmq-max-input-size of the gateway"
+            )
+        found[1].append(ask.body)
+        if not ask.more:
+            self._drop_body(ask.request)
+            self._put(found[0], b"".join(found[1]))
+
+    def _drop_body(self, number: int) -> None:
+        if self._bodies.pop(number, None) is not None:
+            self._body_bytes = 0
+
+    def _put(self, ask: Ask, body: bytes) -> None:
+        ticket = Question(self, ask)
+        self._payer.questions.take(0)
+        try:
+            self._link.session.ask(
+                ticket, ask.what, NO_TIME, ask.model, ask.version or None, None, of_bytes(body) if body else None
+            )
+        except BaseException:
+            self._payer.questions.give(0)
+            raise
+        self.tickets[ask.request] = ticket
+        self._link.send_soon()
+
+    # ------------------------------------------------------------------------------------ the rest
+
+    def _no_memory(self, message: Map | Unmap) -> None:
+        self.goodbye(InvalidRequest("shared memory is not supported over tcp: send tensors in frames"))
+
+    def _return(self, message: Return) -> None:
+        if message.handles:
+            self._refuse(0, InvalidRequest("this client holds no handles to return"))
+
+    def _ping(self, message: Ping) -> None:
+        self.say(Pong(message.number))
+
+    def _pong(self, message: Pong) -> None:
+        """It was not asked."""
+
+    def _bye(self, message: Bye) -> None:
+        self._door.drop(self, False)
+
+    # ------------------------------------------------------------------------------------ out
+
+    def say(self, message: Any) -> None:
+        if not self.gone:
+            self.outbox.append(message)
+            self._door.dirty(self)
+
+    def take_out(self) -> None:
+        """All that is in the outbox goes."""
+        messages, self.outbox = self.outbox, []
+        if not messages:
+            return
+        try:
+            packets = codec.pack(messages)
+        except Internal:
+            packets = [packet for message in messages for packet in _packed(message)]
+        for packet in packets:
+            self._door.send(self, packet, ())
+
+    def answered(self, ticket: Asked | Streamed, answer: Reply | Held) -> None:
+        self._over(ticket)
+        if isinstance(answer, Held):
+            reply = answer.reply
+            self._say_framed(answer, lambda outputs: Reply(ticket.request, reply.version, outputs, reply.parameters))
+        else:
+            self.say(Reply(ticket.request, answer.version, answer.outputs, answer.parameters))
+
+    def part(self, ticket: Streamed, answer: Reply | Held | None, last: bool) -> None:
+        number = ticket.request
+        if last:
+            self._over(ticket)
+        if answer is None:
+            self.say(Part(number, 0, (), None, True))
+        elif isinstance(answer, Held):
+            reply = answer.reply
+            self._say_framed(answer, lambda outputs: Part(number, reply.version, outputs, reply.parameters, last))
+        else:
+            self.say(Part(number, answer.version, answer.outputs, answer.parameters, last))
+
+    def answered_question(self, ticket: Question, answer: Any) -> None:
+        self._over(ticket)
+        if ticket.what == "models" and not self.entry.roles & roles.OPERATE:
+            without_words(answer)
+        body = json.dumps(answer).encode()
+        for start in range(0, len(body), FIELD_BYTES):
+            self.say(Answer(ticket.request, body[start : start + FIELD_BYTES], start + FIELD_BYTES < len(body)))
+
+    def failed(self, ticket: Asked | Streamed, error: ServeError) -> None:
+        if isinstance(ticket, Streamed):
+            ticket.ended = True
+        self._over(ticket)
+        self.say(Fail(ticket.request, error.code, text_of(error)))
+
+    def _over(self, ticket: Asked | Streamed) -> None:
+        if self.tickets.get(ticket.request) is ticket:
+            del self.tickets[ticket.request]
+            self._give(ticket)
+
+    def _give(self, ticket: Asked | Streamed) -> None:
+        payer = self._payer.questions if isinstance(ticket, Question) else self._payer
+        payer.give(ticket.size)
+
+    def _say_framed(self, answer: Held, make: Callable[[tuple[Tensor, ...]], Reply | Part]) -> None:
+        """An answer whose large outputs are frames behind it, and so a packet of its own."""
+        if self.gone:
+            return
+        outputs: list[Tensor] = []
+        frames: list[Buffer] = []
+        for tensor, buffers in zip(answer.reply.outputs, answer.buffers, strict=True):
+            if isinstance(tensor.data, tuple):
+                outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, len(frames)))
+                # Rows from several workers are one frame, and so joined.
+                frames.append(buffers[0] if len(buffers) == 1 else b"".join(buffers))
+            else:
+                outputs.append(tensor)
+        message = make(tuple(outputs))
+        if not frames:
+            self.say(message)
+            return
+        self.take_out()
+        self._door.send(self, codec.encode([message]), frames)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def goodbye(self, error: ServeError) -> None:
+        self.say(Goodbye(error.code, error.message))
+        self.take_out()
+        self._door.drop(self, True)
+
+    def revoked(self) -> None:
+        self.goodbye(Denied(f"the key of this client has no roles; roles are set in {GIVEN_BY}"))
+
+    def end(self) -> None:
+        """Nobody waits any more for what it has asked."""
+        self.gone = True
+        tickets, self.tickets = list(self.tickets.values()), {}
+        for ticket in tickets:
+            self._give(ticket)
+            if not (isinstance(ticket.message, Ask) and ticket.message.what in OPERATIONS):  # which goes on
+                self._link.cancel(ticket)
+        self._shares.close()
+        self._bodies.clear()
+        self.outbox.clear()
+        self.unsent.clear()
+
+
+def _packed(message: Any) -> list[bytes]:
+    """An answer that has just fitted into a packet may no longer do so with the client's own, larger number."""
+    try:
+        return codec.pack([message])
+    except Internal as error:
+        return codec.pack([Fail(message.request, error.code, error.message)])
+
+
+_HANDLERS: dict[type, Callable[[Peer, Any], None]] = {
+    Hello: Peer._hello,
+    Cancel: Peer._cancel,
+    More: Peer._more,
+    Ask: Peer._ask,
+    Map: Peer._no_memory,
+    Unmap: Peer._no_memory,
+    Return: Peer._return,
+    Ping: Peer._ping,
+    Pong: Peer._pong,
+    Bye: Peer._bye,
+    codec.Refused: Peer._refused,
+}

@@ -1,0 +1,133 @@
+"""What the ZeroMQ door knows of a request that is with the broker, and what it takes of one that has come. The rule of
+the file: there are no handles here, as over tcp no memory is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest, ServeError
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.upstream.link import GatewayLink
+from shmserve.protocol.messages import Ask, Infer, Tensor
+from shmserve.session import StreamTicket, Ticket
+from shmserve.session.options import TopK
+
+if TYPE_CHECKING:
+    from shmserve.gateway.zmq_tcp.peer import Peer
+
+
+class Limits(Struct, frozen=True):
+    """Of the ZeroMQ door."""
+
+    input_bytes: int = 64 << 20
+    """Of the inputs of one request, and of the body of one operation."""
+    unsent_bytes: int = 64 << 20
+    connections: int = 1024
+    key_connections: int = 256
+    exit_timeout_s: float = 30.0
+
+
+class Outside:
+    """What a peer may ask of its door."""
+
+    link: GatewayLink
+    limits: Limits
+    stopping: bool
+
+    def dirty(self, peer: Peer) -> None:
+        """It has something to say: `Peer.take_out` is called before the loop sleeps."""
+
+    def send(self, peer: Peer, packet: bytes, frames: Sequence[Buffer]) -> None:
+        """At once, or copied."""
+
+    def drop(self, peer: Peer, sent_away: bool) -> None:
+        """It is heard no more."""
+
+
+class Asked(Ticket):
+    """A request or a question of a peer, of which there is one answer."""
+
+    __slots__ = ("peer", "request", "size")
+
+    def __init__(self, peer: Peer, request: int, size: int) -> None:
+        self.peer = peer
+        self.request = request
+        self.size = size
+
+    def settle(self, answer: Any) -> None:
+        self.peer.answered(self, answer)
+
+    def fail(self, error: ServeError) -> None:
+        self.peer.failed(self, error)
+
+
+class Question(Asked):
+    __slots__ = ("what",)
+
+    def __init__(self, peer: Peer, ask: Ask) -> None:
+        super().__init__(peer, ask.request, 0)
+        self.what = ask.what
+
+    def settle(self, answer: Any) -> None:
+        self.peer.answered_question(self, answer)
+
+
+class Streamed(StreamTicket):
+    """A request that is answered in parts. They go on as they come: it is the peer who asks for more."""
+
+    __slots__ = ("peer", "request", "size")
+
+    def __init__(self, peer: Peer, request: int, size: int, window: int) -> None:
+        super().__init__(window)
+        self.peer = peer
+        self.request = request
+        self.size = size
+
+    def part(self, result: Any, last: bool) -> None:
+        self.begun = True
+        self.ended = last
+        self.peer.part(self, result, last)
+
+    def settle(self, answer: Any) -> None:
+        self.ended = True
+        self.peer.answered(self, answer)
+
+    def fail(self, error: ServeError) -> None:
+        self.peer.failed(self, error)
+
+
+def without_words(models: Any) -> None:
+    """What a process printed before it ended is for operators."""
+    for model in models:
+        for instance in model.get("instances", ()):
+            instance["last_words"] = []
+
+
+def piece_of(tensor: Tensor, frames: Sequence[Buffer]) -> Buffer:
+    data = tensor.data
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, tuple):
+        raise InvalidRequest(f"input '{tensor.name}' is in shared memory, which is not supported over tcp: send frames")
+    if not 0 <= data < len(frames):
+        raise InvalidRequest(f"input '{tensor.name}' refers to frame {data}, but the message has {len(frames)} frames")
+    return frames[data]
+
+
+def outputs_of(infer: Infer) -> dict[str, TopK | None] | None:
+    if infer.outputs is None:
+        return None
+    found: dict[str, TopK | None] = {}
+    for wanted in infer.outputs:
+        if wanted.place is not None:
+            raise InvalidRequest(
+                f"output '{wanted.name}' is requested in shared memory, which is not supported over tcp"
+            )
+        if wanted.name in found:
+            raise InvalidRequest(f"output '{wanted.name}' is requested twice")
+        found[wanted.name] = TopK(wanted.classes) if wanted.classes else None
+    return found

@@ -1,0 +1,84 @@
+"""The options of the ZeroMQ door, and how it is started. The rule of the file: what its options ask for is looked at
+before anything listens; zmq is imported only where the door is wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.cli.commands.base import Failed, Misuse
+from shmserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from shmserve.gateway.upstream.link import GatewayLink
+    from shmserve.gateway.zmq_tcp.listener import ZmqDoor
+
+log = logging.getLogger("shmserve.gateway")
+
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
+
+
+def add(option: Callable[..., Any], size: Callable[[str], int]) -> None:
+    option("--zmq-address", metavar="URL",
+           help="listener for ZeroMQ over TCP, e.g. tcp://127.0.0.1:8790 (default: none)")  # fmt: skip
+    option("--zmq-server-key", metavar="FILE", help="the gateway's NAME.key, from `shmserve keygen`")
+    option("--zmq-keys", metavar="FILE",
+           help="client keys and their roles: lines of PUBLIC-KEY ROLE,ROLE NAME; reloaded on change")  # fmt: skip
+    option("--zmq-max-input-size", metavar="BYTES", type=size, default=64 << 20,
+           help="maximum size of the inputs of a ZeroMQ request (default: %(default)s)")  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqDoor] | None:
+    """Makes the door; None: it is not wanted. Misuse and Unsupported where what is asked for cannot be."""
+    given = [f"--{name}" for name in ("zmq-server-key", "zmq-keys") if getattr(args, name.replace("-", "_"))]
+    if args.zmq_address is None:
+        if given:
+            raise Misuse(
+                f"{' and '.join(given)} without --zmq-address: set the listen address, e.g. tcp://127.0.0.1:8790"
+            )
+        return None
+    if len(given) < 2:
+        raise Misuse(
+            "--zmq-address needs --zmq-server-key and --zmq-keys: every client needs a key; "
+            "`shmserve keygen` creates keys"
+        )
+    found = _ADDRESS.fullmatch(args.zmq_address)
+    if found is None or int(found[2]) > 65535:
+        raise Misuse(f"--zmq-address {args.zmq_address} is not tcp://HOST:PORT")
+    from shmserve.clients.transport.keys import check_curve, read_pair
+    from shmserve.gateway.zmq_tcp.keys import Allowed
+    from shmserve.gateway.zmq_tcp.listener import ZmqDoor
+    from shmserve.gateway.zmq_tcp.requests import Limits
+
+    check_curve()
+    try:
+        pair, allowed = read_pair(args.zmq_server_key), Allowed(args.zmq_keys)
+    except InvalidRequest as error:
+        raise Misuse(str(error)) from error
+    limits = Limits(
+        input_bytes=args.zmq_max_input_size,
+        exit_timeout_s=args.exit_timeout_secs,
+    )
+    return lambda link: ZmqDoor(link, limits, pair, allowed)
+
+
+def listen(door: ZmqDoor, args: argparse.Namespace) -> int:
+    """The port."""
+    from shmserve.gateway.listeners.listen import is_local
+    from shmserve.gateway.zmq_tcp.listener import host_of
+
+    try:
+        port = door.open(args.zmq_address, args.reuse_port)
+    except OSError as error:
+        raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror or error}") from error
+    log.info("ZeroMQ with CURVE on %s, port %d, %d client keys", args.zmq_address, port, door.keys)
+    if not is_local(host_of(args.zmq_address)[0]):
+        log.warning(
+            "%s is reachable from other machines: clients with a key in --zmq-keys can connect",
+            args.zmq_address,
+        )
+    return port

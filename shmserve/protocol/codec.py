@@ -1,0 +1,149 @@
+"""Packets to messages and back. No socket is known here: somebody else has the bytes and the descriptors.
+
+A packet is a MessagePack array of messages. Decoding is typed and capped. When a packet has one bad message in it,
+the others are kept: `decode` gives each bad one as a `Refused`, with the number of its request if it can be found,
+so that an honest client's mistake costs it that request and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shmserve.errors import Internal, ProtocolError
+from shmserve.protocol import messages
+from shmserve.protocol.messages import PACKET_BYTES, PACKET_MESSAGES
+
+Message = Any
+
+
+class Refused(Struct):
+    """A message that could not be decoded. `request` 0: not even its request number could be read."""
+
+    request: int
+    text: str
+
+
+REFUSED = 64
+"""A packet with more bad messages than this is refused whole: that is no honest mistake, and each costs time."""
+
+encode = msgspec.msgpack.Encoder().encode
+"""A list of messages -> the bytes of a packet."""
+
+_raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw], strict=True)
+_integer = msgspec.msgpack.Decoder(int)
+
+
+class Codec:
+    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`, up to `most` of a packet."""
+
+    def __init__(self, union: Any, most: int = PACKET_BYTES) -> None:
+        self._most = most
+        self._decode: Callable[[bytes], list[Message]] = msgspec.msgpack.Decoder(
+            Annotated[list[union], Meta(max_length=most)]
+        ).decode
+        self._raws = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=most)]).decode
+        self._decode_one = msgspec.msgpack.Decoder(union).decode
+        self._by_tag = {kind.__struct_config__.tag: kind for kind in get_args(union)}
+
+    def decode(self, packet: bytes) -> list[Message]:
+        """All messages of a packet, bad ones as Refused. ProtocolError where it is no packet at all."""
+        if len(packet) > PACKET_BYTES:
+            raise ProtocolError(f"packet of {len(packet)} bytes is over the limit of {PACKET_BYTES}")
+        try:
+            return self._decode(packet)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return self._decode_singly(packet)
+
+    def _decode_singly(self, packet: bytes) -> list[Message]:
+        try:
+            raws = self._raws(packet)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if "of length <=" in str(error):
+                raise ProtocolError(f"a packet has more than {self._most} messages, which is the limit") from None
+            raise ProtocolError(f"not a packet, which is a MessagePack array of messages: {error}") from None
+        found: list[Message] = []
+        refused = 0
+        for raw in raws:
+            try:
+                found.append(self._decode_one(raw))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                refused += 1
+                if refused > REFUSED:
+                    raise ProtocolError(f"more than {REFUSED} messages of a packet cannot be read: {error}") from None
+                found.append(self._refuse(raw, str(error)))
+        return found
+
+    def _refuse(self, raw: msgspec.Raw, reason: str) -> Refused:
+        """Finds the request number of a bad message, and says in names, not indexes, which field is wrong. Of the
+        message no more is read than that: it may be large, and somebody may send many such."""
+        try:
+            fields = _raw_list.decode(raw)
+            tag = _integer.decode(fields[0])
+        except (msgspec.MsgspecError, IndexError):
+            return Refused(0, "a message is an array that begins with its tag, an integer")
+        kind = self._by_tag.get(tag)
+        if kind is None:
+            known = ", ".join(f"{tag} {known.__name__}" for tag, known in sorted(self._by_tag.items()))
+            return Refused(_request_of(fields), f"unknown message type {tag}; known here: {known}")
+        number = _request_of(fields) if "request" in kind.__struct_fields__[:1] else 0
+        return Refused(number, f"message {kind.__name__}: {_in_names(kind, reason)}")
+
+
+def _request_of(fields: list[msgspec.Raw]) -> int:
+    try:
+        number = _integer.decode(fields[1])
+    except (msgspec.MsgspecError, IndexError):
+        return 0
+    return number if 0 < number < 2**63 else 0
+
+
+_PATH = re.compile(r" - at `\$(.*)`$")
+_STEP = re.compile(r"\[(\d+|\.\.\.)\]")
+
+
+def _in_names(kind: type[Struct], reason: str) -> str:
+    """`Expected `str` ... - at `$[4][0][0]`` -> `inputs[0].name: expected `str` ...`."""
+    found = _PATH.search(reason)
+    if not found:
+        return reason
+    path, here = "", kind
+    in_struct = True
+    steps = _STEP.findall(found[1])
+    for position, step in enumerate(steps):
+        if in_struct and step != "..." and here is not None:
+            index = int(step) - (1 if position == 0 else 0)  # a tagged array begins with its tag
+            fields = here.__struct_fields__
+            name = fields[index] if 0 <= index < len(fields) else f"field {index}"
+            path += f".{name}" if path else name
+            here = _ELEMENT.get((here, name))  # type: ignore[assignment]
+            in_struct = here is messages.Options
+        else:
+            path += f"[{step}]" if step != "..." else "[]"
+            in_struct = here is not None
+    text = reason[: found.start()]
+    return f"{path or 'message'}: {text[:1].lower()}{text[1:]}"
+
+
+_ELEMENT: dict[tuple[type[Struct], str], type[Struct]] = {
+    (messages.Infer, "inputs"): messages.Tensor,
+    (messages.Infer, "outputs"): messages.Wanted,
+    (messages.Tensor, "data"): messages.Handle,
+    (messages.Return, "handles"): messages.Handle,
+}
+
+
+def pack(batch: Sequence[Message]) -> list[bytes]:
+    """Messages -> as few packets as they fit in, in order."""
+    packet = encode(batch)
+    if len(packet) <= PACKET_BYTES and len(batch) <= PACKET_MESSAGES:
+        return [packet]
+    if len(batch) == 1:
+        name = type(batch[0]).__name__
+        raise Internal(f"a {name} message of {len(packet)} bytes is over the packet limit of {PACKET_BYTES}")
+    half = len(batch) // 2
+    return pack(batch[:half]) + pack(batch[half:])

@@ -1,0 +1,286 @@
+"""Tensors of a client that are on a GPU: its own memory there, which workers on the same GPU read and write.
+
+The rule of the file: what a caller has elsewhere on the device, in the pool of a library, is never exported itself, as
+that would give away all that lies beside it: it is copied on the device, once, into memory made for this.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import elements, from_numpy
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import DIMS, Handle
+from shmserve.session.gpu.cuda import Cuda
+from shmserve.shm.arena import Arena, Block
+from shmserve.shm.extents.cuda import CudaExtent
+
+if TYPE_CHECKING:
+    from shmserve.session.memory import Memory
+    from shmserve.session.ticket import Array
+
+_DLPACK_CUDA = (2, 13)
+_spare: dict[tuple[int, int], list[CudaExtent]] = {}
+"""Memory of clients that were closed, by process and device: what was exported cannot be freed, but used again."""
+
+
+class DeviceArray:
+    """Memory on a GPU that models there use without a copy. CuPy, PyTorch and others make their arrays of it as of any
+    other (`cupy.asarray(x)`, `torch.as_tensor(x, device="cuda")`), which keep it, too."""
+
+    __slots__ = (
+        "__cuda_array_interface__", "__weakref__", "_dropped", "_fetch", "_pid", "block", "device", "dtype", "shape"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        block: Block,
+        device: int,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        fetch: Callable[[Source], Array],
+        dropped: Callable[[tuple[int, Block]], object],
+    ) -> None:
+        self.block = block
+        self.device = device
+        self.dtype = dtype
+        self.shape = shape
+        self._pid = os.getpid()
+        self._fetch = fetch
+        self._dropped = dropped
+        # No stream: whatever the server writes here is complete before its answer is.
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": shape, "typestr": dtype.str, "data": (block.address, False), "strides": None, "version": 3,
+            "stream": None,
+        }  # fmt: skip
+
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        if getpid() == self._pid:
+            self._dropped((self.device, self.block))
+
+    @property
+    def nbytes(self) -> int:
+        return elements(self.shape) * self.dtype.itemsize
+
+    def numpy(self) -> Array:
+        """A copy in host memory."""
+        return self._fetch(Source(self, self.block.address, self.device, self.dtype, self.shape, None))
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return importlib.import_module("cupy").asarray(self).__dlpack__(**how)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CUDA[0], self.device
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device='cuda:{self.device}')"
+
+
+class Source:
+    """An array of the caller's on a device. `stream`: what writes it is in that stream; None: in any; -1: it is done.
+    `block`: the memory that was made for a copy of it."""
+
+    __slots__ = ("address", "block", "device", "dtype", "owner", "shape", "stream")
+
+    def __init__(
+        self, owner: Any, address: int, device: int, dtype: np.dtype[Any], shape: tuple[int, ...], stream: int | None
+    ) -> None:
+        self.owner = owner
+        self.address = address
+        self.device = device
+        self.dtype = dtype
+        self.shape = shape
+        self.stream = stream
+        self.block: Block | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return elements(self.shape) * self.dtype.itemsize
+
+
+def interface_of(value: Any) -> Any:
+    """What says where an array is on a device. None: it is on none."""
+    try:
+        found = getattr(value, "__cuda_array_interface__", None)
+        if found is None and callable(getattr(value, "__dlpack_device__", None)):
+            if int(value.__dlpack_device__()[0]) in _DLPACK_CUDA:
+                found = importlib.import_module("cupy").from_dlpack(value).__cuda_array_interface__
+    except Exception as error:  # what a library thinks of its own array can be anything
+        raise InvalidRequest(f"an array on a GPU cannot be used: {error}") from error
+    return found
+
+
+class Devices:
+    """The memory of one session on the devices of its process. Like the session's, calls must be serialised, but for
+    arrays that are dropped."""
+
+    def __init__(self, memory: Memory, limit: int) -> None:
+        self.far: set[str] = set()
+        """Models that have said, on this connection, that they do not read it."""
+        self._memory = memory
+        self._limit = limit
+        self._arenas: dict[int, Arena] = {}
+        self._streams: dict[int, int] = {}
+        self._freed: deque[tuple[int, Block]] = deque()
+        self._cuda: Cuda | None = None
+
+    @property
+    def cuda(self) -> Cuda:
+        if self._cuda is None:
+            self._cuda = Cuda()
+        return self._cuda
+
+    # ------------------------------------------------------------------------------------ arrays
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> DeviceArray:
+        if dtype.hasobject or not dtype.itemsize:
+            raise InvalidRequest(f"no array of {dtype} can be on a GPU")
+        block = self._allocate(device, elements(shape) * dtype.itemsize)
+        return DeviceArray(block, device, dtype, shape, self.fetch, self._freed.append)
+
+    def source(self, name: str, value: Any, interface: Any) -> Source:
+        """InvalidRequest, where the array is one that cannot travel."""
+        try:
+            shape, dtype = tuple(map(int, interface["shape"])), np.dtype(interface["typestr"])
+            address, strides = int(interface["data"][0]), interface.get("strides")
+            wire = from_numpy(dtype)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"'{name}' is no tensor: {error}") from error
+        if len(shape) > DIMS or wire == "BYTES" or not dtype.isnative or interface.get("mask") is not None:
+            raise InvalidRequest(f"'{name}', {dtype} with {len(shape)} dims on a GPU, cannot be sent as a tensor")
+        if strides is not None and not _is_contiguous(shape, dtype.itemsize, tuple(strides)):
+            raise InvalidRequest(f"'{name}' is on a GPU and not contiguous; make it so before it is used here")
+        size = elements(shape) * dtype.itemsize
+        device = value.device if type(value) is DeviceArray else self.cuda.device_of(address) if size else 0
+        stream: int | None = None
+        if type(value) is not DeviceArray and interface.get("version", 0) >= 3 and "stream" in interface:
+            stream = -1 if interface["stream"] is None else int(interface["stream"])
+        return Source(value, address, device, dtype, shape, stream)
+
+    def locate(self, source: Source) -> Handle | None:
+        """Where workers find it, if it is in our own memory."""
+        arena = self._arenas.get(source.device)
+        found = arena.locate(source.address, source.nbytes) if arena is not None else None
+        return Handle(*found, source.nbytes) if found is not None else None
+
+    # ------------------------------------------------------------------------------------ bytes
+
+    def settle(self, source: Source) -> None:
+        """Waits until the caller's work has written it: another process knows nothing of streams."""
+        if source.stream != -1:
+            self.cuda.settle(source.device, source.stream)
+            source.stream = -1
+
+    def export(self, source: Source) -> Handle:
+        """Where workers find it: in place, or copied on the device."""
+        self.settle(source)
+        found = self.locate(source)
+        if found is None:
+            block = source.block = self._allocate(source.device, source.nbytes)
+            self._copy(source.device, block.address, source.address, source.nbytes, "memcpyDeviceToDevice")
+            source.address, source.owner = block.address, None
+            found = block.handle()
+        return found
+
+    def fetch(self, source: Source) -> Array:
+        array = np.empty(source.shape, source.dtype)
+        self.fetch_into(source, array.__array_interface__["data"][0])
+        return array
+
+    def fetch_into(self, source: Source, target: int) -> None:
+        """Copies it to that address on the host."""
+        self.settle(source)
+        if source.nbytes:
+            self._copy(source.device, target, source.address, source.nbytes, "memcpyDeviceToHost")
+
+    def store(self, target: Source, array: Array) -> None:
+        """Copies from the host."""
+        self.settle(target)
+        if array.nbytes:
+            array = np.ascontiguousarray(array)
+            address = array.__array_interface__["data"][0]
+            self._copy(target.device, target.address, address, array.nbytes, "memcpyHostToDevice")
+
+    def _copy(self, device: int, target: int, source: int, size: int, kind: str) -> None:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = self.cuda.stream(device)
+        self.cuda.copy(device, target, source, size, kind, stream)
+
+    # ------------------------------------------------------------------------------------ memory
+
+    def _allocate(self, device: int, size: int) -> Block:
+        freed = self._freed
+        while freed:
+            self.free(*freed.popleft())
+        arena = self._arenas.get(device)
+        if arena is None:
+            arena = self._arenas[device] = Arena(
+                self._memory.owner, partial(self._make, device), limit_bytes=self._limit, announce=self._tell,
+                knob="memory_bytes of the client", numbers=self._memory.numbers,
+            )  # fmt: skip
+        return arena.allocate(size)
+
+    def _make(self, device: int, size: int) -> CudaExtent:
+        spare = _spare.get((os.getpid(), device), [])
+        for extent in spare:
+            if extent.size >= size:
+                spare.remove(extent)
+                return extent
+        return self.cuda.extent(device, size)
+
+    def _tell(self, segment: Any) -> None:
+        if self._memory.on_gpu:
+            self._memory.maps.append(segment)
+
+    def free(self, device: int, block: Block) -> None:
+        self._arenas[device].free(block.segment, block.offset)
+
+    def let_go(self, source: Source) -> None:
+        """Nobody reads it any more."""
+        block, source.block = source.block, None
+        if block is not None:
+            self.free(source.device, block)
+
+    def owns(self, segment: int) -> bool:
+        return any(known.id == segment for arena in self._arenas.values() for known in arena.segments)
+
+    # ------------------------------------------------------------------------------------ connections
+
+    def connected(self, owner: int) -> dict[int, int]:
+        """As of the memory on the host."""
+        self.far.clear()
+        numbers: dict[int, int] = {}
+        for arena in self._arenas.values():
+            before = [segment.id for segment in arena.segments]
+            arena.renumber(owner)
+            numbers |= {old: segment.id for old, segment in zip(before, arena.segments, strict=True)}
+        return numbers
+
+    def close(self) -> None:
+        """Memory in which no array is left is for the next session of this process; the rest stays as it is."""
+        while self._freed:
+            self.free(*self._freed.popleft())
+        for device, arena in self._arenas.items():
+            idle = [segment.extent for segment in arena.segments if not segment.blocks.used]
+            _spare.setdefault((os.getpid(), device), []).extend(e for e in idle if isinstance(e, CudaExtent))
+        self._arenas.clear()
+        streams, self._streams = self._streams, {}
+        for device, stream in streams.items():
+            self.cuda.end_stream(device, stream)
+
+
+def _is_contiguous(shape: tuple[int, ...], item: int, strides: tuple[int, ...]) -> bool:
+    step = item
+    for dim, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if dim > 1 and stride != step:
+            return False
+        step *= dim
+    return True

@@ -1,0 +1,175 @@
+"""What is asked beside inference: questions, which change nothing, and operations. Both are answered with JSON.
+
+The rule of the file: a question may be sent again over a new connection; an operation never, once any of it was sent.
+
+A body may be hundreds of megabytes. It is read as it is sent, and the server must keep pace: behind every WINDOW_BYTES
+goes a Ping, and no more than WINDOWS of them are unanswered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.errors import ConnectionLost, Internal, ServeError
+from shmserve.protocol import codec
+from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Ping
+from shmserve.protocol.roles import OPERATIONS
+from shmserve.session.outbox import Outbox, Packet
+from shmserve.session.ticket import Ticket
+from shmserve.session.uploads import Body
+
+WINDOW_BYTES = 8 * FIELD_BYTES
+WINDOWS = 2
+TOGETHER = 2
+"""Pieces of FIELD_BYTES that fit in one packet."""
+
+
+class _Operation:
+    __slots__ = ("ask", "begun", "body", "complete")
+
+    def __init__(self, ask: Ask, body: Body) -> None:
+        self.ask = ask
+        self.body = body
+        self.begun = False
+        self.complete = False
+
+
+class Questions:
+    """`tickets` and `outbox` are the session's."""
+
+    def __init__(self, tickets: dict[int, Ticket], outbox: Outbox) -> None:
+        self._tickets = tickets
+        self._outbox = outbox
+        self._answers: dict[int, list[bytes]] = {}
+        """Number of a question -> what has come of its answer."""
+        self._operations: dict[int, _Operation] = {}
+        self.to_send: deque[_Operation] = deque()
+        self._window = WINDOW_BYTES
+        """So many bytes of bodies are left until the next Ping."""
+        self._unanswered = 0
+        """Pings."""
+
+    # ------------------------------------------------------------------------------------ out
+
+    def put(self, ask: Ask, body: Body | None) -> None:
+        if ask.what in OPERATIONS:
+            operation = self._operations[ask.request] = _Operation(ask, body or Body())
+            self.to_send.append(operation)
+        else:
+            self._outbox.say(ask)
+
+    def put_again(self, ask: Ask) -> None:
+        """On a new connection. An operation still waits where it was."""
+        if ask.request not in self._operations:
+            self._outbox.say(ask)
+
+    def packets(self, end: Callable[[Ticket, ServeError], None]) -> list[Packet]:
+        """As much of the operations as the server may be given now. `end` ends one whose body cannot be read."""
+        made: list[Packet] = []
+        while self.to_send and self._unanswered < WINDOWS:
+            operation = self.to_send[0]
+            try:
+                messages = self._pieces(operation)
+            except ServeError as error:
+                end(self._tickets[operation.ask.request], error)
+                continue
+            if operation.complete:
+                self.to_send.popleft()
+            if self._window <= 0:
+                self._window = WINDOW_BYTES
+                self._unanswered += 1
+                messages.append(Ping(self._unanswered))
+            made.append(Packet(codec.encode(messages)))
+        return made
+
+    def _pieces(self, operation: _Operation) -> list[Any]:
+        """For one packet. They count as sent, whatever becomes of it."""
+        found: list[Any] = []
+        ask = operation.ask
+        while len(found) < TOGETHER and not operation.complete:
+            piece = operation.body.take()
+            more = operation.body.left > 0
+            self._window -= len(piece)
+            if operation.begun:
+                found.append(Ask(ask.request, "", "", 0, piece, more))
+            else:
+                found.append(Ask(ask.request, ask.what, ask.model, ask.version, piece, more))
+            operation.begun = True
+            operation.complete = not more
+        return found
+
+    # ------------------------------------------------------------------------------------ in
+
+    def on_answer(self, message: Answer) -> int:
+        """Says how many tickets it settled."""
+        number = message.request
+        parts = self._answers.setdefault(number, [])
+        parts.append(message.body)
+        if message.more:
+            return 0
+        self.ended(number)
+        ticket = self._tickets.pop(number, None)
+        if ticket is None:
+            return 0
+        ticket.message = None
+        try:
+            said = json.loads(b"".join(parts))
+        except ValueError as error:
+            ticket.fail(Internal(f"the server's answer is no JSON: {error}"))
+        else:
+            ticket.settle(said)
+        return 1
+
+    def on_pong(self) -> bool:
+        """Whether something can be sent now that had to wait."""
+        self._unanswered = max(0, self._unanswered - 1)
+        return bool(self.to_send)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def ended(self, number: int) -> bool:
+        """Nobody waits for this answer. True: it was an operation that was not sent to its end and is taken back, so
+        that no answer will come."""
+        self._answers.pop(number, None)
+        operation = self._operations.pop(number, None)
+        if operation is None or operation.complete:
+            return False
+        operation.body.close()
+        self.to_send.remove(operation)
+        if operation.begun:
+            self._outbox.say(Cancel(number))
+        return True
+
+    def late(self, number: int) -> str:
+        """What to say when its deadline has passed."""
+        operation = self._operations.get(number)
+        if operation is None:
+            return "the server did not answer the question within its timeout"
+        what = f"'{operation.ask.what}' of model '{operation.ask.model}'"
+        if operation.complete:
+            return f"{what} has not ended within its timeout; it goes on in the server"
+        return f"{what} could not be sent within its timeout; nothing was done"
+
+    def disconnected(self) -> None:
+        self._answers.clear()
+        self._window = WINDOW_BYTES
+        self._unanswered = 0
+
+    def lost(self, ask: Ask, why: ServeError | None) -> ConnectionLost | None:
+        """What becomes of it when the connection has ended. None: it will be sent over the next one."""
+        operation = self._operations.get(ask.request)
+        if operation is None or not operation.begun:
+            return None
+        ended = f"the connection ended{f' ({why})' if why is not None else ''} before"
+        what = f"'{ask.what}' of model '{ask.model}'"
+        if operation.complete:
+            return ConnectionLost(f"{ended} {what} was answered; it may have been done, or not: look at the models")
+        return ConnectionLost(f"{ended} {what} was sent completely; nothing was done")
+
+    def close(self) -> None:
+        """In a forked child: what is sent is the parent's."""
+        for operation in self._operations.values():
+            operation.body.close()

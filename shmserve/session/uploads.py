@@ -1,0 +1,193 @@
+"""What an operation brings along: bytes and files, read piece by piece as they are sent. The rule of the file: no value
+and no file is ever held here a second time as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import FIELD_BYTES
+
+_BARE_NAME = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\Z))|([A-Za-z_]\w*)(?=\s*:)', re.DOTALL)
+"""A string, or the name of a field without quotes, which Triton accepts in the JSON of a configuration."""
+
+
+class _Bytes:
+    """A value that the caller has in memory."""
+
+    __slots__ = ("_view", "size")
+
+    def __init__(self, name: str, value: Any) -> None:
+        try:
+            self._view = memoryview(value).cast("B")
+        except TypeError as error:
+            raise InvalidRequest(f"file '{name}' must be bytes, or the path of a file: {error}") from error
+        self.size = self._view.nbytes
+
+    def read(self, offset: int, size: int) -> bytes:
+        return bytes(self._view[offset : offset + size])
+
+    def close(self) -> None:
+        self._view.release()
+
+
+class _File:
+    """A file, opened when its turn comes. It must stay as it was when the operation was asked for."""
+
+    __slots__ = ("_descriptor", "_name", "_path", "size")
+
+    def __init__(self, name: str, path: os.PathLike[str]) -> None:
+        self._name = name
+        self._path = os.fspath(path)
+        self._descriptor = -1
+        try:
+            found = os.stat(self._path)
+        except (OSError, ValueError) as error:
+            raise self._unreadable(error) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidRequest(f"file '{name}' cannot be read from {self._path}: it is no regular file")
+        self.size = found.st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        try:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                size_now = os.fstat(self._descriptor).st_size
+                if size_now != self.size:
+                    raise self._changed(size_now)
+            data = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if len(data) < size:
+            raise self._changed(offset + len(data))
+        if offset + size == self.size:
+            self.close()
+        return data
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _changed(self, size_now: int) -> InvalidRequest:
+        return InvalidRequest(f"file '{self._name}' had {self.size} bytes and has {size_now} now: it changed meanwhile")
+
+    def _unreadable(self, error: Exception) -> InvalidRequest:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return InvalidRequest(f"file '{self._name}' cannot be read from {self._path}: {reason}")
+
+
+class Body:
+    """Taken in pieces of up to FIELD_BYTES, each only once."""
+
+    __slots__ = ("_at", "_parts", "left")
+
+    def __init__(self, parts: Sequence[_Bytes | _File] = ()) -> None:
+        self._parts = list(parts)[::-1]
+        """The next one is the last."""
+        self._at = 0
+        self.left = sum(part.size for part in parts)
+
+    def take(self) -> bytes:
+        """The next piece; after the last one, and of an empty body, b""."""
+        size = min(FIELD_BYTES, self.left)
+        pieces = []
+        while size:
+            part = self._parts[-1]
+            length = min(size, part.size - self._at)
+            if length:
+                pieces.append(part.read(self._at, length))
+            self._at += length
+            self.left -= length
+            size -= length
+            if self._at == part.size:
+                part.close()
+                self._parts.pop()
+                self._at = 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """Nothing more is wanted of it."""
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
+        self.left = 0
+
+
+def of_bytes(data: bytes) -> Body:
+    """One that another client has made."""
+    return Body([_Bytes("", data)])
+
+
+def of_json(value: Mapping[str, Any]) -> Body:
+    return Body([_Bytes("", json.dumps(value).encode())])
+
+
+ANSWER_S = 2.0
+"""How much longer than the server a client waits for the end of an unload."""
+
+
+def of_unload(unload_dependents: bool, wait: bool, force: bool, timeout: float | None) -> Body:
+    """The body of `unload`. The server watches the time, as it knows what it waits for."""
+    said: dict[str, Any] = {"unload_dependents": unload_dependents, "wait": wait}
+    if force:
+        said["force"] = True
+    if timeout is not None:
+        said["timeout"] = timeout
+    return of_json(said)
+
+
+def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None) -> Body:
+    """The body of `load`: nothing; or a line of JSON, and behind it the bytes of the files one after another."""
+    if config is None:
+        if files:
+            raise InvalidRequest("files= needs config=: a model that is sent is not looked for in the repository")
+        return Body()
+    header: dict[str, Any] = {"config": _config(config)}
+    parts: list[_Bytes | _File] = []
+    if files:
+        parts = [_part(name, value) for name, value in files.items()]
+        header["files"] = [[name, part.size] for name, part in zip(files, parts, strict=True)]
+    try:
+        line = json.dumps(header, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"config cannot be written as JSON: {error}") from error
+    return Body([_Bytes("", line), *parts])
+
+
+def loading(
+    config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None, previous: bool
+) -> tuple[str, Body]:
+    """The operation that a load is, and its body."""
+    if not previous:
+        return "load", of_load(config, files)
+    if config is not None or files:
+        raise InvalidRequest("previous= goes back to what was served before; it takes no config= and no files=")
+    return "rollback", Body()
+
+
+def _config(config: Mapping[str, Any] | str) -> dict[str, Any]:
+    if isinstance(config, str):
+        text = config
+        try:
+            config = json.loads(text)
+        except ValueError as error:
+            try:
+                config = json.loads(_BARE_NAME.sub(lambda found: found[1] or f'"{found[2]}"', text))
+            except ValueError:
+                raise InvalidRequest(f"config is no JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise InvalidRequest(f"config is a mapping, or the JSON of one, not {type(config).__name__}")
+    return dict(config)
+
+
+def _part(name: Any, value: Any) -> _Bytes | _File:
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"a file is named by its path in the model's directory, as '1/model.onnx', not {name!r}")
+    return _File(name, value) if isinstance(value, os.PathLike) else _Bytes(name, value)

@@ -1,0 +1,182 @@
+"""What an extent is: a piece of memory that processes can share. The rule of the file: an extent never moves, grows or
+shrinks, and closing it never takes pages from under a view.
+
+The kinds are in files of their own: memfd (descriptors), posix (names), heap (tests).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import suppress
+from typing import Protocol
+
+import numpy as np
+
+from shmserve.errors import Internal, Unavailable
+from shmserve.shm import views
+from shmserve.shm.extents.pages import Pages
+
+_BYTE = np.dtype("uint8")
+_AVAILABLE = re.compile(rb"^MemAvailable: +(\d+) kB$", re.MULTILINE)
+_GROUP = re.compile(rb"^0::(/.*)$", re.MULTILINE)
+
+
+class Extent(Protocol):
+    """`fd` is -1 and `name` None where there is none. `memory` is writable only where `writable` says so."""
+
+    kind: str
+    name: str | None
+    fd: int
+    size: int
+    writable: bool
+
+    @property
+    def memory(self) -> memoryview: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def pages(self) -> Pages: ...
+
+    def close(self) -> None:
+        """Gives up the descriptor and, by the maker, the name. Pages stay mapped for views. May be called again."""
+
+
+STEP_BYTES = 256 * 1024
+"""Cold pages are reserved and touched so many bytes at a time: 0.2 to 0.4 ms."""
+
+
+class Cold:
+    """Which steps of an extent have neither been reserved nor touched."""
+
+    __slots__ = ("_done", "_extent", "bytes")
+
+    def __init__(self, extent: Extent) -> None:
+        self._extent = extent
+        self._done = bytearray(-(-extent.size // STEP_BYTES))
+        self.bytes = extent.size
+
+    def warm(self, begin: int, end: int) -> None:
+        """Unavailable: the machine has no memory for them."""
+        done, extent = self._done, self._extent
+        last = -(-end // STEP_BYTES)
+        at = done.find(0, begin // STEP_BYTES, last)
+        while at >= 0:
+            until = done.find(1, at, last)
+            if until < 0:
+                until = last
+            first, behind = at * STEP_BYTES, min(until * STEP_BYTES, extent.size)
+            fill(extent.fd, first, behind - first)
+            extent.pages.warm(first, behind)
+            done[at:until] = bytes([1]) * (until - at)
+            self.bytes -= behind - first
+            at = done.find(0, until, last)
+
+
+class MappedExtent:
+    """What all kinds have in common."""
+
+    kind = "?"
+
+    def __init__(self, pages: Pages, *, fd: int = -1, name: str | None = None) -> None:
+        self._pages: Pages | None = pages
+        self.fd = fd
+        self.name = name
+        self.size = pages.size
+        self.writable = pages.writable
+
+    @property
+    def pages(self) -> Pages:
+        if self._pages is None:
+            raise Internal(f"a closed {self.kind} extent was used")
+        return self._pages
+
+    @property
+    def address(self) -> int:
+        return self.pages.address
+
+    @property
+    def memory(self) -> memoryview:
+        pages = self.pages
+        return views.make(pages, pages.address, _BYTE, (pages.size,), pages.writable).data
+
+    def close(self) -> None:
+        self._pages = None
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_REASONS = {
+    errno.ENOSPC: "the file system of shared memory is full",
+    errno.EDQUOT: "the quota of shared memory is used up",
+    errno.EFBIG: "the process may not make objects that large (limit of file size, ulimit -f)",
+    errno.ENOMEM: "the machine or its control group has no memory left",
+}
+
+
+def reserve(fd: int, size: int) -> None:
+    """Gives the object behind `fd` its size and pages, so that no later touch can fail; Unavailable if it cannot."""
+    resize(fd, size)
+    fill(fd, 0, size)
+
+
+def resize(fd: int, size: int, promised: int = 0) -> None:
+    """`promised`: bytes of other extents that are not reserved yet."""
+    check_room(size + promised)
+    try:
+        os.ftruncate(fd, size)
+    except (OSError, OverflowError) as error:
+        raise failed("reserve", size, error, fd) from error
+
+
+def fill(fd: int, begin: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, begin, size)
+    except (OSError, OverflowError) as error:
+        raise failed("reserve", size, error, fd) from error
+
+
+def check_room(size: int) -> None:
+    """Unavailable where the machine has less. The kernel would not say so: it takes page after page for a descriptor
+    without a name, and then kills processes, perhaps others than the one that asked."""
+    room = _available()
+    if size > room:
+        raise Unavailable(
+            f"cannot reserve {size} bytes of shared memory: the machine, or the control group, has {room} bytes left"
+        )
+
+
+def _available() -> int:
+    with open("/proc/meminfo", "rb") as file:
+        found = _AVAILABLE.search(file.read())
+    if found is None:
+        raise Internal("the kernel does not say how much memory is available")
+    room = int(found[1]) * 1024
+    with open("/proc/self/cgroup", "rb") as file:
+        group = _GROUP.search(file.read())
+    if group is not None:
+        folder = "/sys/fs/cgroup" + os.fsdecode(group[1]).rstrip("/")
+        # The root group has no limit, and a group above the namespace cannot be seen.
+        with suppress(OSError), open(folder + "/memory.max", "rb") as file:
+            limit = file.read().strip()
+            if limit.isdigit():
+                room = min(room, int(limit))
+    return room
+
+
+def failed(doing: str, size: int, error: OSError | OverflowError, fd: int = -1) -> Unavailable:
+    """The error for an operation on shared memory that the system refused, in numbers and with what would help."""
+    number = error.errno if isinstance(error, OSError) else errno.EFBIG
+    reason = _REASONS.get(number or 0) or str(error.strerror if isinstance(error, OSError) else error)
+    if number == errno.ENOSPC and fd >= 0:
+        found = os.fstatvfs(fd)
+        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        reason += f": {free} of {total} bytes free (its mount option `size`, or --shm-size of a container)"
+    return Unavailable(f"cannot {doing} {size} bytes of shared memory: {reason}")

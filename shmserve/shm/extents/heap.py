@@ -1,0 +1,23 @@
+"""Extents of private memory, for tests of what stands on extents. The rule of the file: nobody else can map them."""
+
+from __future__ import annotations
+
+from shmserve.errors import Internal
+from shmserve.shm.extents.base import MappedExtent, check_room, failed
+from shmserve.shm.extents.pages import map_private
+
+
+class HeapExtent(MappedExtent):
+    kind = "heap"
+
+
+def create(size: int) -> HeapExtent:
+    if size <= 0:
+        raise Internal(f"an extent of {size} bytes was asked for")
+    check_room(size)
+    try:
+        pages = map_private(size)
+    except (OSError, OverflowError) as error:
+        raise failed("make", size, error) from error
+    pages.warm()
+    return HeapExtent(pages)

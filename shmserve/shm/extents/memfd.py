@@ -1,0 +1,123 @@
+"""Extents behind a descriptor: no name, nothing left over after any crash. The rule of the file: what is sealed can
+never be cut short under a reader, and what is not sealed is not mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+
+from shmserve.errors import Internal, InvalidRequest, Unavailable
+from shmserve.shm.extents.base import MappedExtent, failed, reserve, resize
+from shmserve.shm.extents.pages import map_shared
+
+SEAL_FUTURE_WRITE = 0x10
+"""Since kernel 5.1: mappings that exist may write, new ones may not. The standard library does not name it."""
+_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_NOEXEC_SEAL = 0x8
+_TMPFS_MAGIC = 0x01021994
+_fstatfs = ctypes.CDLL(None, use_errno=True).fstatfs
+_fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
+
+
+class MemfdExtent(MappedExtent):
+    kind = "memfd"
+    cold = False
+
+
+def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
+    """A sealed extent with warm pages. With `seal_future_write` only this process, by this mapping, can ever write."""
+    return _create(size, seal_future_write, None)
+
+
+def create_cold(size: int, promised: int) -> MemfdExtent:
+    """A sealed extent whose pages its maker has to warm before they are used. `promised`: bytes of other extents that
+    are still cold."""
+    made = _create(size, False, promised)
+    made.cold = True
+    return made
+
+
+def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdExtent:
+    """`promised`: of a cold one."""
+    if size <= 0:
+        raise Internal(f"an extent of {size} bytes was asked for")
+    fd = _open()
+    try:
+        if promised is None:
+            reserve(fd, size)
+        else:
+            resize(fd, size, promised)
+        pages = map_shared(fd, size, writable=True)
+        if promised is None:
+            pages.warm()
+        seals = _FIXED | fcntl.F_SEAL_SEAL | (SEAL_FUTURE_WRITE if seal_future_write else 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            raise failed("make", size, error) from error
+        raise
+    return MemfdExtent(pages, fd=fd)
+
+
+def attach(fd: int, size: int, writable: bool) -> MemfdExtent:
+    """Maps another process's extent. The descriptor is this function's to close, also where it raises."""
+    try:
+        verify(fd, size)
+        pages = map_shared(fd, size, writable)
+    except BaseException as error:
+        if not isinstance(error, OSError):
+            os.close(fd)
+            raise
+        if error.errno != errno.EBADF:
+            os.close(fd)
+        if error.errno == errno.EPERM and writable:
+            raise InvalidRequest("the segment is sealed against writing: only its owner can write it") from error
+        raise failed("map", size, error) from error
+    return MemfdExtent(pages, fd=fd)
+
+
+def verify(fd: int, size: int) -> None:
+    """InvalidRequest unless `fd` is a memfd of exactly `size` bytes that nobody can cut short any more."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or not _is_tmpfs(fd):
+        raise InvalidRequest("the descriptor of a segment must be a memfd; this one is something else")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise InvalidRequest("the descriptor of a segment must be a memfd; this one cannot be sealed") from error
+    if seals & _FIXED != _FIXED:
+        missing = [
+            name
+            for name, seal in (("F_SEAL_SHRINK", fcntl.F_SEAL_SHRINK), ("F_SEAL_GROW", fcntl.F_SEAL_GROW))
+            if not seals & seal
+        ]
+        raise InvalidRequest(f"the memfd of a segment must be sealed against resizing; it lacks {', '.join(missing)}")
+    if found.st_size != size or size <= 0:
+        raise InvalidRequest(f"a segment was announced with {size} bytes, but its memfd has {found.st_size}")
+
+
+def _open() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("shmserve", flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know the flag
+            raise Unavailable(f"cannot make shared memory: {error.strerror}") from error
+    try:
+        return os.memfd_create("shmserve", flags)
+    except OSError as error:
+        raise Unavailable(f"cannot make shared memory: {error.strerror}") from error
+
+
+def _is_tmpfs(fd: int) -> bool:
+    """Not so for huge pages, where a touch can fail although the size is sealed."""
+    answer = (ctypes.c_long * 32)()
+    if _fstatfs(fd, answer) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return answer[0] == _TMPFS_MAGIC

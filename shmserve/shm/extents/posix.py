@@ -1,0 +1,188 @@
+"""Extents with a name, through posix_ipc. The rule of the file: a name tells who made it, so that what a dead process
+left over can be found, and nothing else is ever removed.
+
+Nothing here stops the maker of a named segment from cutting it short under its readers, who then die by SIGBUS: map
+such segments of others only in a worker, which may die.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Container
+from contextlib import suppress
+from typing import Any
+
+import posix_ipc
+
+from shmserve.errors import Denied, Internal, InvalidRequest, NotFound
+from shmserve.shm.extents.base import MappedExtent, failed, reserve
+from shmserve.shm.extents.pages import map_shared
+
+PREFIX = "/shmserve-"
+_NAME = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
+_OURS = re.compile(re.escape(PREFIX[1:]) + r"(\d+)-(\d+)-(\d+)-[0-9a-f]{32}")
+_DIRECTORY = "/dev/shm"
+
+
+class PosixExtent(MappedExtent):
+    kind = "posix"
+
+    _maker = 0
+
+    def unlink(self) -> None:
+        """Takes the name away; who has it mapped keeps the pages. May be called again. Does nothing but for the maker:
+        neither the other side nor a forked child may take the name from those who still need it."""
+        maker, self._maker = self._maker, 0
+        if self.name is None or maker != os.getpid():
+            return
+        with suppress(posix_ipc.ExistentialError):  # removed by hand: it is gone, which is what was wanted
+            posix_ipc.unlink_shared_memory(self.name)
+
+    def bequeath(self) -> None:
+        """The name stays when this process goes, as others may not have opened it yet. Somebody will `remove` it."""
+        self._maker = 0
+
+    def close(self) -> None:
+        self.unlink()
+        super().close()
+
+
+def create(size: int, mode: int = 0o600, group: int | None = None) -> PosixExtent:
+    """A named extent with warm pages. `group` is a gid, for whom `mode` (0o640, 0o660) opens it."""
+    if size <= 0:
+        raise Internal(f"an extent of {size} bytes was asked for")
+    pid = os.getpid()
+    name = f"{PREFIX}{pid}-{_start_time(pid)}-{_namespace()}-{secrets.token_hex(16)}"
+    fd = _open(name, os.O_CREAT | os.O_EXCL, size)
+    try:
+        reserve(fd, size)
+        if group is not None:
+            os.fchown(fd, -1, group)
+        os.fchmod(fd, mode)
+        pages = map_shared(fd, size, writable=True)
+        pages.warm()
+    except BaseException as error:
+        os.close(fd)
+        posix_ipc.unlink_shared_memory(name)
+        if isinstance(error, PermissionError):
+            raise Denied(f"cannot give shared memory to group {group} with mode {mode:o}: {error.strerror}") from error
+        if isinstance(error, OSError):
+            raise failed("make", size, error) from error
+        raise
+    extent = PosixExtent(pages, fd=fd, name=name)
+    extent._maker = pid
+    return extent
+
+
+def attach(name: str, size: int, writable: bool, *, uid: int | None = None) -> PosixExtent:
+    """Maps `size` bytes of what another process made. With `uid`, only what belongs to that user: a caller who names
+    a segment of somebody else must not get at it through us."""
+    if not _NAME.fullmatch(name) or name.strip("/") in (".", ".."):
+        raise InvalidRequest("a shared memory name is up to 250 of the characters A-Z a-z 0-9 _ . - behind one slash")
+    name = "/" + name.lstrip("/")
+    try:
+        fd = _open(name, 0, 0)
+    except Denied:
+        if writable:
+            raise
+        fd = _open(name, 0, 0, read_only=True)
+    try:
+        found = os.fstat(fd)
+        if uid is not None and found.st_uid != uid:
+            raise Denied(f"the shared memory object of that name does not belong to user {uid}")
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidRequest("the object of that name is not shared memory")
+        if size <= 0 or found.st_size < size:
+            raise InvalidRequest(f"a segment was announced with {size} bytes, but its object has {found.st_size}")
+        pages = map_shared(fd, size, writable)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            raise failed("map", size, error) from error
+        raise
+    return PosixExtent(pages, fd=fd, name=name)
+
+
+def is_made_by(pid: int, name: str) -> bool:
+    """Whether the name is one that the process would give."""
+    ours = _OURS.fullmatch(name.removeprefix("/"))
+    return ours is not None and int(ours[1]) == pid
+
+
+def remove(name: str) -> None:
+    """Takes a name away that was bequeathed, or left behind by a death."""
+    with suppress(posix_ipc.ExistentialError):  # its maker was quicker
+        posix_ipc.unlink_shared_memory(name)
+
+
+def sweep(pid: int = 0, keep: Container[str] = ()) -> int:
+    """Removes the named segments that dead processes of this machine left behind, or one of them, but for the names in
+    `keep`; returns how many.
+
+    A name is judged only where its pid means something here, in the pid namespace that it was made in.
+    """
+    here, removed = _namespace(), 0
+    for entry in os.listdir(_DIRECTORY):
+        ours = _OURS.fullmatch(entry)
+        if ours is None or int(ours[3]) != here or pid not in (0, int(ours[1])) or "/" + entry in keep:
+            continue
+        if _lives(int(ours[1]), int(ours[2])):
+            continue
+        try:
+            posix_ipc.unlink_shared_memory("/" + entry)
+        except (posix_ipc.ExistentialError, posix_ipc.PermissionsError):
+            continue  # another sweep was faster, or it is another user's to remove
+        removed += 1
+    return removed
+
+
+def _start_time(pid: int) -> int:
+    """When the process began, in clock ticks since boot: pid and this together are never used twice."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        text = file.read()
+    fields = text[text.rindex(b")") + 2 :].split()
+    if fields[0] in (b"Z", b"X"):
+        raise ProcessLookupError(f"process {pid} has ended, and waits to be reaped")
+    return int(fields[19])
+
+
+def _lives(pid: int, started: int) -> bool:
+    try:
+        return _start_time(pid) == started
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        pass  # dead, or hidden by how /proc is mounted: the signal 0 tells
+    except PermissionError:
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _open(name: str, flags: int, size: int, *, read_only: bool = False) -> int:
+    options: dict[str, Any] = {"flags": flags, "mode": 0o600, "read_only": read_only}
+    try:
+        fd: int = posix_ipc.SharedMemory(name, **options).fd
+    except posix_ipc.ExistentialError as error:
+        raise NotFound(
+            "there is no shared memory object of that name; a process in a container needs the same shm mount (--ipc)"
+        ) from error
+    except posix_ipc.PermissionsError as error:
+        raise Denied(
+            "the shared memory object may not be opened by this user; make it readable for the server's group (0660)"
+        ) from error
+    except OSError as error:
+        raise failed("open", size, error) from error
+    return fd

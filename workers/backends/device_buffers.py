@@ -1,0 +1,191 @@
+"""Memory of a model on its GPU: buffers there, pinned ones here, and segments of callers that are pinned while they are
+mapped. The rule: nothing here is freed or written again before the stream that uses it has been waited for; that is up
+to whoever runs the batch, once for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.shm.views import hold_of
+from shmserve.workers.gpu.api import ALIGN
+from shmserve.workers.gpu.shared import DevicePiece
+
+if TYPE_CHECKING:
+    from shmserve.shm.extents.pages import Pages
+    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.gpu.api import Cuda
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_BYTE = np.dtype(np.uint8)
+
+DIRECT_BYTES = 64 * 1024
+"""Pieces of this size and above go to the device from where they are; smaller ones are gathered first, as each copy has
+a price of its own."""
+PINNED_BYTES = 256 * 1024 * 1024
+PINNED_KNOB = "pinned-memory-pool-byte-size"
+
+
+def address_of(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _on_device(piece: object) -> bool:
+    return isinstance(piece, DevicePiece)
+
+
+class Staging:
+    """A host buffer that grows, pinned if `pinned`. Its content counts until the next `bytes`."""
+
+    def __init__(self, cuda: Cuda, pinned: bool) -> None:
+        self._cuda = cuda
+        self._pinned = pinned
+        self._owned = 0
+        self._bytes: Array = np.empty(0, _BYTE)
+
+    def bytes(self, size: int) -> Array:
+        """The first `size` bytes of the buffer."""
+        if len(self._bytes) < size:
+            self._grow(size)
+        return self._bytes[:size]
+
+    def _grow(self, size: int) -> None:
+        if not self._pinned:
+            self._bytes = np.empty(size, _BYTE)
+            return
+        self.close()
+        self._owned = self._cuda.allocate_host(size)
+        self._bytes = np.ndarray((size,), _BYTE, memoryview((ctypes.c_ubyte * size).from_address(self._owned)))
+
+    def close(self) -> None:
+        self._bytes = np.empty(0, _BYTE)
+        owned, self._owned = self._owned, 0
+        if owned:
+            self._cuda.free_host(owned)
+
+
+class Pinned:
+    """Mapped segments that are pinned for the device, least recently used first out. A segment that is unmapped is
+    unpinned before, whoever lets go of it last."""
+
+    def __init__(self, cuda: Cuda, limit: int = PINNED_BYTES) -> None:
+        self._cuda = cuda
+        self._limit = limit
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+        """By address. 0: this one cannot be pinned, which is not tried again."""
+        self.used = 0
+
+    def ensure(self, array: Array) -> None:
+        """Pins the segment that the array lies in, if it lies in one and there is room. It is copied either way."""
+        hold = hold_of(array)
+        if hold is None:
+            return
+        pages = hold.pages
+        if pages.address in self._sizes:
+            self._sizes.move_to_end(pages.address)
+            return
+        if pages.size > self._limit:
+            return
+        if self.used + pages.size > self._limit:
+            self._cuda.settle()  # what is let go may still be read for this very batch
+            while self.used + pages.size > self._limit:
+                self._evict()
+        done = self._cuda.register(pages.address, pages.size, pages.writable)
+        self._sizes[pages.address] = pages.size if done else 0
+        self.used += pages.size if done else 0
+        pages.before_unmap = self._unmapped
+
+    def _evict(self) -> None:
+        address, size = self._sizes.popitem(last=False)
+        self._release(address, size)
+
+    def _unmapped(self, pages: Pages) -> None:
+        size = self._sizes.pop(pages.address, 0)
+        self._release(pages.address, size)
+
+    def _release(self, address: int, size: int) -> None:
+        if size:
+            self.used -= size
+            self._cuda.unregister(address)
+
+    def close(self) -> None:
+        while self._sizes:
+            self._evict()
+
+
+class Feed:
+    """Brings inputs of requests to the device: the rows of each straight from where its caller has them."""
+
+    def __init__(self, cuda: Cuda, pinned: Pinned, staged: bool, threshold: int, stream: int) -> None:
+        """`staged`: small pieces are gathered in pinned memory. `threshold` above 0: so many pieces, or more, are
+        gathered on the host whatever their size."""
+        self._cuda = cuda
+        self._pinned = pinned
+        self._pin = staged
+        self._threshold = threshold
+        self._stream = stream
+        self._staging: dict[int, Staging] = {}
+        self.direct = 0
+        """Bytes that were copied without a copy on the host before."""
+
+    def already_there(self, group: Group, index: int) -> int:
+        """The address of an input that is on the device in one piece, and where engines want it; else 0."""
+        pieces: Any = group.pieces(index)
+        if pieces is None or len(pieces) != 1 or not isinstance(pieces[0], DevicePiece):
+            return 0
+        address: int = pieces[0].address
+        return address if address % ALIGN == 0 and pieces[0].nbytes else 0
+
+    def put(self, group: Group, index: int, dtype: Any, shape: tuple[int, ...], size: int, target: int) -> None:
+        """Has an input of all requests copied to `target`. Its sources must stay until the stream was waited for."""
+        pieces = group.pieces(index)
+        if pieces is None or (0 < self._threshold <= len(pieces) and not any(map(_on_device, pieces))):
+            staged = self._staged(index).bytes(size)
+            group.copy(index, staged.view(dtype).reshape(shape))
+            self._send(target, staged, 0, size)
+            return
+        offset = begin = 0
+        buffer: Array | None = None
+        piece: Any
+        for piece in pieces:
+            length = piece.nbytes
+            if length and isinstance(piece, DevicePiece):
+                if buffer is not None:
+                    self._send(target, buffer, begin, offset)
+                self._cuda.copy(target + offset, piece.address, length, self._cuda.within, self._stream)
+                begin = offset + length
+            elif length >= DIRECT_BYTES:
+                if buffer is not None:
+                    self._send(target, buffer, begin, offset)
+                self._pinned.ensure(piece)
+                self._cuda.copy(target + offset, address_of(piece), length, self._cuda.to_device, self._stream)
+                self.direct += length
+                begin = offset + length
+            elif length:
+                if buffer is None:
+                    buffer = self._staged(index).bytes(size)
+                buffer[offset : offset + length] = piece.reshape(-1).view(_BYTE)
+            offset += length
+        if buffer is not None:
+            self._send(target, buffer, begin, offset)
+
+    def _send(self, target: int, buffer: Array, begin: int, end: int) -> None:
+        if end > begin:
+            source = address_of(buffer) + begin
+            self._cuda.copy(target + begin, source, end - begin, self._cuda.to_device, self._stream)
+
+    def _staged(self, index: int) -> Staging:
+        found = self._staging.get(index)
+        if found is None:
+            found = self._staging[index] = Staging(self._cuda, self._pin)
+        return found
+
+    def close(self) -> None:
+        for staging in self._staging.values():
+            staging.close()
+        self._staging.clear()

@@ -1,0 +1,90 @@
+"""Inputs that are on this process's GPU, for engines that have memory and streams of their own there: as one address
+for all requests of a batch.
+
+The rule: what is handed on is complete, and stays as it is until the batch is over; what is on the host altogether is
+left to the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shmserve.workers.gpu.shared import DevicePiece
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.device_buffers import Feed, Pinned
+    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.specs import Spec
+    from shmserve.workers.gpu.api import Cuda
+
+
+class There(NamedTuple):
+    """A tensor on the GPU."""
+
+    address: int
+    shape: tuple[int, ...]
+
+
+class DeviceInputs:
+    """Of one model. Its buffers are made when several requests are to be put together for the first time, and grow."""
+
+    def __init__(self) -> None:
+        self._cuda: Cuda | None = None
+        self._pinned: Pinned | None = None
+        self._feed: Feed | None = None
+        self._stream = 0
+        self._buffers: dict[int, tuple[int, int]] = {}
+
+    def find(self, group: Group, index: int, spec: Spec) -> There | None:
+        """An input of all requests; None: none of it is on the GPU. Complete when this returns."""
+        pieces: Any = group.pieces(index)
+        piece = next((piece for piece in pieces or () if isinstance(piece, DevicePiece)), None)
+        shape = group.shape(index)
+        if piece is None or shape is None:
+            return None
+        feed = self._feed or self._set_up(piece.cuda)
+        address = feed.already_there(group, index)
+        if address:
+            return There(address, shape)
+        size = sum(piece.nbytes for piece in pieces)
+        target = self._buffer(index, size)
+        cuda = piece.cuda
+        try:
+            feed.put(group, index, spec.numpy, shape, size, target)
+            cuda.synchronize_stream(self._stream)
+        except cuda.errors as error:
+            raise cuda.failure(error) from error
+        return There(target, shape)
+
+    def _set_up(self, cuda: Cuda) -> Feed:
+        from shmserve.workers.backends.device_buffers import Feed, Pinned
+
+        self._cuda, self._stream = cuda, cuda.stream()
+        self._pinned = Pinned(cuda)
+        self._feed = Feed(cuda, self._pinned, True, 0, self._stream)
+        return self._feed
+
+    def _buffer(self, index: int, size: int) -> int:
+        cuda = self._cuda
+        assert cuda is not None
+        address, room = self._buffers.get(index, (0, 0))
+        if room < size:
+            if address:
+                del self._buffers[index]
+                cuda.free(address)
+            address = cuda.allocate(size)
+            self._buffers[index] = address, size
+        return address
+
+    def close(self) -> None:
+        cuda, self._cuda = self._cuda, None
+        if cuda is None:
+            return
+        for address, _ in self._buffers.values():
+            cuda.free(address)
+        self._buffers.clear()
+        for owner in (self._feed, self._pinned):
+            if owner is not None:
+                owner.close()
+        self._feed = self._pinned = None
+        cuda.destroy_stream(self._stream)

@@ -1,0 +1,76 @@
+"""What a model file says of its tensors, held against what the configuration says.
+
+The rule: what could give a wrong answer, or fail every request, fails the load, and the text has both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shmserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.complete import TensorFacts
+    from shmserve.workers.batch.specs import Spec
+
+
+def unknown(facts: list[TensorFacts], known: Sequence[Spec], declared: Sequence[Spec]) -> list[TensorFacts]:
+    """Without those that callers neither give nor get, unless the configuration says that they do."""
+    names = {spec.name for spec in known} - {spec.name for spec in declared}
+    return [fact for fact in facts if fact.name not in names]
+
+
+def match(
+    model: str,
+    kind: str,
+    specs: Sequence[Spec],
+    facts: Sequence[TensorFacts],
+    *,
+    optional: Sequence[TensorFacts] = (),
+    batch: int = -1,
+    flat: tuple[int, ...] | None = None,
+    whose: str = "model",
+) -> None:
+    """The configuration says of these tensors what the model says. `optional`: more of them, with values in the model,
+    whose shapes are those of the values. `batch`: the first dim of those that batch. `flat`: the shape of those that
+    come flat; None: it may be any."""
+    by_name = {fact.name: fact for fact in facts}
+    optional_names = {fact.name: fact for fact in optional}
+    failed = f"unable to load model '{model}'"
+    for spec in specs:
+        fact = by_name.get(spec.name) or optional_names.get(spec.name)
+        if fact is None:
+            raise InvalidRequest(
+                f"{failed}: unexpected inference {kind} '{spec.name}', allowed {kind}s are: {', '.join(by_name)}"
+            )
+        if fact.dtype != spec.dtype:
+            raise InvalidRequest(
+                f"{failed}: {kind} '{spec.name}' is {spec.dtype} in the configuration and {fact.dtype} in the {whose}"
+            )
+        expected = flat if spec.flat else ((batch,) if spec.batched else ()) + spec.shape
+        if expected is None or spec.name not in by_name:
+            continue
+        if len(expected) != len(fact.dims) or any(
+            -1 not in pair and pair[0] != pair[1] for pair in zip(expected, fact.dims, strict=True)
+        ):
+            raise InvalidRequest(
+                f"{failed}: {kind} '{spec.name}' has shape {list(expected)} in the configuration"
+                f"{' (with the batch dimension)' if spec.batched else ''} and {list(fact.dims)} in the {whose}"
+            )
+        if spec.batched and batch == -1 and fact.dims[0] != -1:
+            raise InvalidRequest(
+                f"{failed}: max_batch_size is above 0, but the first dimension of {kind} '{spec.name}' is "
+                f"{fact.dims[0]} in the {whose}; a batch needs a dynamic one. Set max_batch_size: 0"
+            )
+
+
+def none_missing(model: str, specs: Sequence[Spec], facts: Sequence[TensorFacts]) -> None:
+    """The configuration has all the inputs that the model needs."""
+    given = {spec.name for spec in specs}
+    missing = [fact.name for fact in facts if fact.name not in given]
+    if missing:
+        raise InvalidRequest(
+            f"unable to load model '{model}', configuration expects {len(specs)} inputs, model provides "
+            f"{len(facts)}: it also has {', '.join(missing)}"
+        )

@@ -1,0 +1,275 @@
+"""ONNX Runtime.
+
+The rule: the engine reads inputs where they are. Outputs that end up in messages are taken from a plain run, which is
+the fastest call; outputs that end up in shared memory are bound there by pointer, so that the engine writes them once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnxruntime as ort
+
+from shmserve.errors import ModelFailed, NotFound, ServeError
+from shmserve.repo.config.complete import complete_from_model, with_scalars
+from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.device_inputs import DeviceInputs, There
+from shmserve.workers.backends.model_facts import match, none_missing, unknown
+from shmserve.workers.backends.onnx.facts import facts_of, said
+from shmserve.workers.backends.onnx.graphs import Graphs
+from shmserve.workers.backends.onnx.options import Plan, default_max_batch, plan, visible
+from shmserve.workers.backends.onnx.providers import lost
+from shmserve.workers.backends.onnx.run import Binding, Target, needs_own_binding, runner_of
+from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of, outputs_of
+from shmserve.workers.process.device import device_of
+from shmserve.workers.process.log import say
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.scatter import Results
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_FILE = "model.onnx"
+
+
+class Onnx(StackedBackend):
+    text = True
+    fresh = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._session: Any = None
+        self._graphs: Graphs | None = None
+        self._binding: Binding | None = None
+        self._near: DeviceInputs | None = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        if config.input and config.output:
+            return config
+        session = self._open(config)
+        needed = [entry.name for entry in config.output] or None
+        return complete_from_model(
+            config,
+            unknown(facts_of(session.get_inputs()), model_inputs_of(config), inputs_of(config)),
+            unknown(facts_of(session.get_outputs(), needed), model_outputs_of(config), outputs_of(config)),
+            default_max_batch=default_max_batch(self._setting),
+        )
+
+    def fitted(self, config: ModelConfig) -> ModelConfig:
+        session = self._open(config)
+        return with_scalars(config, facts_of(session.get_inputs()), facts_of(session.get_outputs(), ()))
+
+    def load(self, config: ModelConfig) -> None:
+        session = self._open(config)
+        self._inputs = model_inputs_of(config)
+        self._outputs = model_outputs_of(config)
+        self._names = [spec.name for spec in self._outputs]
+        optional = facts_of(session.get_overridable_initializers(), ())
+        needed = facts_of(session.get_inputs())
+        match(config.name, "input", self._inputs, needed, optional=optional, flat=(-1,))
+        none_missing(config.name, self._inputs, needed)
+        match(config.name, "output", self._outputs, facts_of(session.get_outputs(), self._names))
+        self._run = runner_of(session).run
+        self._must_bind = any(spec.dtype == "BF16" for spec in (*self._inputs, *self._outputs))
+        self._can_bind = self._must_bind or all(spec.item for spec in self._inputs)
+        self._binding = Binding(session, self._plan.on_host)
+        self._near = None
+        if not self._plan.on_host and not self._plan.captures and self._can_bind:
+            self.on_device, self._near = True, DeviceInputs()
+        if self._plan.captures:
+            self._graphs = Graphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)
+
+    def close(self) -> None:
+        self._session = self._run = self._binding = self._graphs = None
+        near, self._near = self._near, None
+        if near is not None:
+            near.close()
+
+    # ------------------------------------------------------------------------------------ a batch
+
+    def execute(self, inputs: Group, outputs: Results) -> None:
+        count = len(self._inputs)
+        if self._near is None:
+            arrays: list[Any] = [inputs.array(index) for index in range(count)]
+        else:
+            arrays = [self._given(self._near, inputs, index) for index in range(count)]
+        wanted = [index for index in range(len(self._names)) if outputs.needed(index)]
+        inputs.computing()
+        if not wanted:
+            return
+        try:
+            self._compute(arrays, inputs.rows, wanted, outputs)
+        except ServeError:
+            raise
+        except Exception as error:
+            raise ModelFailed(f"{type(error).__name__}: {said(error)}") from error
+
+    def _given(self, near: DeviceInputs, inputs: Group, index: int) -> Any:
+        """An input, as an array, unless it is on the GPU."""
+        return near.find(inputs, index, self._inputs[index]) or inputs.array(index)
+
+    def _compute(self, arrays: list[Any], rows: int, wanted: list[int], outputs: Results) -> None:
+        if self._graphs is not None and (recorded := self._graphs.of(arrays, rows)) is not None:
+            made = recorded.run([array for array in arrays if array is not None])
+            for index in wanted:
+                outputs.put(index, made[index])
+            return
+        if self._can_bind:
+            shapes = [self._known_shape(index, rows) for index in wanted]
+            places = [self._place(outputs, index, shape) for index, shape in zip(wanted, shapes, strict=True)]
+            near = self._near is not None and any(isinstance(array, There) for array in arrays)
+            if self._must_bind or near or any(place is not None for place in places):
+                self._run_bound(arrays, outputs, wanted, places)
+                return
+        names = self._names
+        feeds = {spec.name: array for spec, array in zip(self._inputs, arrays, strict=True) if array is not None}
+        chosen = names if len(wanted) == len(names) else [names[index] for index in wanted]
+        for index, value in zip(wanted, self._run(chosen, feeds, self._options), strict=True):
+            outputs.put(index, value)
+
+    def _known_shape(self, index: int, rows: int) -> tuple[int, ...] | None:
+        """The shape of an output before it is computed, where the configuration leaves only the batch open."""
+        spec = self._outputs[index]
+        if not spec.fixed:
+            return None
+        return (rows, *spec.shape) if spec.batched else spec.shape
+
+    def _run_bound(
+        self,
+        arrays: list[Any],
+        outputs: Results,
+        wanted: list[int],
+        places: list[Array | There | None],
+    ) -> None:
+        assert self._binding is not None
+        given = [(spec, array) for spec, array in zip(self._inputs, arrays, strict=True) if array is not None]
+        targets = [Target(self._outputs[index], place) for index, place in zip(wanted, places, strict=True)]
+        binding = self._binding
+        if needs_own_binding(targets):
+            binding = Binding(self._session, self._plan.on_host, once=True)
+        made = iter(binding.run(given, targets, self._options))
+        for index, target in zip(wanted, targets, strict=True):
+            if target.array is None:
+                outputs.put(index, next(made))
+
+    def _place(self, outputs: Results, index: int, shape: tuple[int, ...] | None) -> Array | There | None:
+        """Where its readers read an output, if the engine can write it there: on the GPU, where they are on it, too."""
+        if shape is None:
+            return None
+        address = outputs.near(index, shape) if self._near is not None else None
+        if address is not None:
+            return There(address, shape)
+        return outputs.place(index, shape) if outputs.direct(index, shape) else None
+
+    # ------------------------------------------------------------------------------------ the session
+
+    def _setting(self, key: str) -> str:
+        return self.context.setting("onnxruntime", key)
+
+    def planned(self, config: ModelConfig) -> Plan:
+        """How this instance is to run the model."""
+        kind, device = device_of(config, self.context.instance)
+        device = visible(device, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        # More threads than this process may use cores only take turns.
+        threads = self.context.threads or len(os.sched_getaffinity(0))
+        return plan(config, f"KIND_{kind}", device, ort.get_available_providers(), threads, self._setting)
+
+    def _open(self, config: ModelConfig) -> Any:
+        if self._session is None:
+            path = self._file(config)
+            self._plan = found = self.planned(config)
+            for note in found.notes:
+                say(f"model '{config.name}': {note}")
+            libraries = config.model_operations.op_library_filename if config.model_operations is not None else ()
+            self._options = _run_options(found)
+            self._session = self._start(config.name, path, found, [self._library(name) for name in libraries])
+        return self._session
+
+    def _start(self, model: str, path: Path, found: Plan, libraries: list[Path]) -> Any:
+        try:
+            options = _session_options(found)
+            for library in libraries:
+                options.register_custom_ops_library(os.fspath(library))
+            data = _unreachable(path.parent)
+            if data:
+                sizes = [len(mapped) for mapped in data.values()]
+                options.add_external_initializers_from_files_in_memory([*data], [*data.values()], sizes)
+            # Else a provider that does not start is replaced by another, and nobody knows.
+            session = ort.InferenceSession(os.fspath(path), options, providers=list(found.providers), enable_fallback=0)
+        except Exception as error:
+            raise ModelFailed(f"unable to load model '{model}': {type(error).__name__}: {said(error)}") from error
+        running = session.get_providers()
+        for name in found.required:
+            if name not in running:
+                raise lost(model, name)
+        return session
+
+    def _file(self, config: ModelConfig) -> Path:
+        name = config.default_model_filename or _FILE
+        path = self.context.version_folder / name
+        if path.is_dir():
+            path /= _FILE
+        if not path.is_file():
+            raise NotFound(f"version {self.context.version} of model '{config.name}' has no file '{name}'")
+        return path
+
+    def _library(self, name: str) -> Path:
+        """In the version's directory, in the model's, or where an absolute path says."""
+        for folder in (self.context.version_folder, self.context.folder):
+            path = folder / name
+            if path.is_file():
+                return path
+        raise NotFound(f"model_operations.op_library_filename: model '{self.context.model}' has no file '{name}'")
+
+
+def _unreachable(folder: Path) -> dict[str, mmap.mmap]:
+    """Files that were replaced in the repository and are kept by descriptor: ONNX Runtime looks for external data at
+    the path that the link names, where they are no more."""
+    found = {}
+    for directory, _, names in os.walk(folder):
+        for path in (Path(directory, name) for name in names if not name.endswith(".onnx")):
+            if (
+                path.is_symlink()
+                and path.is_file()
+                and path.stat().st_size
+                and not os.path.exists(os.path.realpath(path))
+            ):
+                with path.open("rb") as file:
+                    found[str(path.relative_to(folder))] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return found
+
+
+def _session_options(found: Plan) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    for key, value in found.attributes.items():
+        match key:
+            case "execution_mode":
+                value = getattr(ort.ExecutionMode, str(value))
+            case "graph_optimization_level":
+                value = getattr(ort.GraphOptimizationLevel, str(value))
+            case "enable_cpu_mem_arena" | "enable_mem_pattern" | "use_per_session_threads":
+                value = bool(value)
+        setattr(options, key, value)
+    for key, text in found.entries.items():
+        options.add_session_config_entry(key, text)
+    if found.pool is not None:
+        ort.set_global_thread_pool_sizes(*found.pool)
+    if found.arena is not None:
+        memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+        ort.create_and_register_allocator(memory, ort.OrtArenaCfg(found.arena))
+    return options
+
+
+def _run_options(found: Plan) -> Any:
+    if not found.run:
+        return None
+    options = ort.RunOptions()
+    for key, text in found.run.items():
+        options.add_run_config_entry(key, text)
+    return options

@@ -1,0 +1,59 @@
+"""What an ONNX model says of its tensors, and what the engine says when it fails.
+
+The rule: a tensor that requests cannot carry is found at load, and the error says what to do about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from shmserve.errors import Unsupported
+from shmserve.repo.config.complete import TensorFacts
+
+DTYPES = {
+    "tensor(bool)": "BOOL",
+    "tensor(uint8)": "UINT8",
+    "tensor(uint16)": "UINT16",
+    "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64",
+    "tensor(int8)": "INT8",
+    "tensor(int16)": "INT16",
+    "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64",
+    "tensor(float16)": "FP16",
+    "tensor(float)": "FP32",
+    "tensor(double)": "FP64",
+    "tensor(bfloat16)": "BF16",
+    "tensor(string)": "BYTES",
+}
+
+_WHERE = re.compile(r"\S*/\S+\.(?:cc|cpp|cu|h):\d+ (?:[^\n()]*\([^()]*\)(?: const)?:?)? ?")
+"""The place in the engine's source that its errors begin with."""
+
+
+def said(error: Exception) -> str:
+    """What the engine says, without the place in its source and what it says twice."""
+    return " ".join(_WHERE.sub("", str(error)).split())
+
+
+def facts_of(nodes: Iterable[Any], needed: Collection[str] | None = None) -> list[TensorFacts]:
+    """`needed`: the others may be of any type, and are left out if they are not tensors; None: all are needed."""
+    found = []
+    for node in nodes:
+        dtype = DTYPES.get(node.type)
+        if dtype is not None:
+            dims = tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape or ())
+            found.append(TensorFacts(node.name, dtype, dims))
+        elif needed is None or node.name in needed:
+            raise Unsupported(f"tensor '{node.name}' of the model is a {node.type}, not supported: {_why(node.type)}")
+    return found
+
+
+def _why(kind: str) -> str:
+    if kind.startswith("tensor("):
+        return "it has no data type among those of requests; cast it inside the model"
+    if kind.startswith("optional("):
+        return "give the tensor itself in the model, and an initializer of its name if it may be left out"
+    return "only tensors travel; an exporter's switch (zipmap, for classifiers) or an operator at its end makes it one"

@@ -1,0 +1,96 @@
+"""Runs that the engine has recorded: CUDA graphs.
+
+The rule: what was recorded reads and writes the addresses of that time, so each shape has tensors of its own on the
+device that never move; a request's bytes are copied into them. Shapes beyond the first few are run as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from shmserve.errors import Unsupported
+from shmserve.workers.backends.onnx.run import contiguous, runner_of
+from shmserve.workers.batch.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+GRAPH = "gpu_graph_id"
+MOST_SHAPES = 16
+"""A recorded graph keeps its tensors and its launch on the device."""
+
+
+class Recorded:
+    """One set of shapes: its tensors, and the number by which the engine knows its graph."""
+
+    def __init__(
+        self, session: Any, device: tuple[str, int], number: int, inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
+        """`inputs` and `outputs` are pairs of spec and shape."""
+        self._binding = session.io_binding()
+        inner = runner_of(session)
+        self._inner = getattr(self._binding, "_iobinding", self._binding) if inner is not session else self._binding
+        self._run = inner.run_with_iobinding
+        self._inputs = [_tensor(spec, shape, device) for spec, shape in inputs]
+        self._outputs = [_tensor(spec, shape, device) for spec, shape in outputs]
+        self._specs = [spec for spec, _ in outputs]
+        for (spec, _), value in zip(inputs, self._inputs, strict=True):
+            self._binding.bind_ortvalue_input(spec.name, value)
+        for spec, value in zip(self._specs, self._outputs, strict=True):
+            self._binding.bind_ortvalue_output(spec.name, value)
+        self._options = ort.RunOptions()
+        self._options.add_run_config_entry(GRAPH, str(number))
+
+    def run(self, arrays: Sequence[Array]) -> list[Array]:
+        for value, array in zip(self._inputs, arrays, strict=True):
+            value.update_inplace(contiguous(array))
+        self._run(self._inner, self._options)
+        return [value.numpy() for value in self._outputs]  # from the device, so each is a copy
+
+
+class Graphs:
+    """The recorded shapes of a session."""
+
+    def __init__(
+        self, model: str, session: Any, device: tuple[str, int], inputs: Sequence[Spec], outputs: Sequence[Spec]
+    ) -> None:
+        """`device` is what the engine calls it and its number."""
+        for what, specs in (("input", inputs), ("output", outputs)):
+            for spec in specs:
+                if not spec.item or spec.dtype == "BF16":
+                    raise Unsupported(f"{_cannot(model)}: {what} '{spec.name}' is {spec.dtype}")
+                if what == "output" and not spec.fixed:
+                    raise Unsupported(
+                        f"{_cannot(model)}: the size of output '{spec.name}' {list(spec.dims)} is not known before it "
+                        "is computed; give its dims, or turn enable_cuda_graph off"
+                    )
+        self._session = session
+        self._device = device
+        self._input_specs = tuple(inputs)
+        self._output_specs = tuple(outputs)
+        self._recorded: dict[Any, Recorded] = {}
+
+    def of(self, arrays: Sequence[Array | None], rows: int) -> Recorded | None:
+        """What to run for these shapes; None: there are too many of them, or an input is not there."""
+        key = tuple(None if array is None else array.shape for array in arrays)
+        found = self._recorded.get(key)
+        if found is not None or None in key or len(self._recorded) >= MOST_SHAPES:
+            return found
+        if any(0 in shape for shape in key if shape is not None):
+            return None
+        inputs = list(zip(self._input_specs, key, strict=True))
+        outputs = [(spec, (rows, *spec.shape) if spec.batched else spec.shape) for spec in self._output_specs]
+        # Numbers from 1 on: -1 records nothing, and 0 is what the engine takes by itself.
+        number = len(self._recorded) + 1
+        self._recorded[key] = found = Recorded(self._session, self._device, number, inputs, outputs)
+        return found
+
+
+def _tensor(spec: Spec, shape: tuple[int, ...], device: tuple[str, int]) -> Any:
+    return ort.OrtValue.ortvalue_from_shape_and_type(shape, spec.numpy.type, *device)
+
+
+def _cannot(model: str) -> str:
+    return f"unable to load model '{model}': runs cannot be recorded as CUDA graphs"

@@ -1,0 +1,161 @@
+"""Runs of an ONNX Runtime session on memory that is ours.
+
+The rule: the engine reads inputs where they are and writes outputs where they will be read. What it makes itself lives
+as long as the array that shows it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmserve.dtypes import elements
+from shmserve.workers.backends.device_inputs import There
+from shmserve.workers.backends.onnx.strings import value_of
+from shmserve.workers.batch.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+GPU = "cuda"
+"""The engine's name for the GPU of this process, which is its first one."""
+NOWHERE = (-1, ())
+"""What is bound on a GPU is bound anew each time: nothing on the host has this place."""
+_BFLOAT16 = 16
+"""Numpy has no bfloat16 that the engine knows, so it is bound by the number of the ONNX type."""
+
+
+def element_of(spec: Spec) -> Any:
+    return _BFLOAT16 if spec.dtype == "BF16" else spec.numpy.type
+
+
+def address_of(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def contiguous(array: Array) -> Array:
+    """The array itself, nearly always. numpy's own function would give a scalar a dimension."""
+    return array if array.flags.c_contiguous else array.copy()
+
+
+def runner_of(session: Any) -> Any:
+    """What has `run`. The engine's Python layer checks the names of each run, which are checked here at load, and that
+    takes longer than a small model; its inner session takes the same arguments."""
+    return getattr(session, "_sess", session)
+
+
+class Target(NamedTuple):
+    """An output of a bound run. `array` None: its shape is not known, or nobody reads it where it could be written."""
+
+    spec: Spec
+    array: Array | There | None
+
+
+class Binding:
+    """The one binding of a session. What lies where it lay in the run before is not bound again."""
+
+    def __init__(self, session: Any, keeps: bool, once: bool = False) -> None:
+        """`keeps`: inputs are bound by address; else binding copies them to a device, each time. `once`: this binding
+        is for one run, and what the engine has made stays in it."""
+        self._once = once
+        self._bound = session.io_binding()
+        inner = runner_of(session)
+        self._inner = getattr(self._bound, "_iobinding", self._bound) if inner is not session else self._bound
+        self._run = inner.run_with_iobinding
+        self._keeps = keeps
+        self._inputs: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._outputs: dict[str, tuple[int, tuple[int, ...]] | None] = {}
+
+    def run(self, inputs: Sequence[tuple[Spec, Array | There]], targets: Sequence[Target], options: Any) -> list[Array]:
+        """The outputs of those targets that have no array, in their order."""
+        try:
+            held = self._bind_inputs(inputs)
+            self._bind_outputs(targets)
+            self._run(self._inner, options)
+            if all(target.array is not None for target in targets):
+                return []
+            values = self._bound.get_outputs()
+            made = [
+                view_of(value, t.spec, self._bound) for value, t in zip(values, targets, strict=True) if t.array is None
+            ]
+            if not self._once:
+                self._renew(targets)
+        except BaseException:
+            self._forget()
+            raise
+        del held  # what is bound by address must be there until the run is over
+        return made
+
+    def _bind_inputs(self, inputs: Sequence[tuple[Spec, Array | There]]) -> list[Any]:
+        known = self._inputs
+        if len(inputs) != len(known) or any(spec.name not in known for spec, _ in inputs):
+            self._bound.clear_binding_inputs()
+            known.clear()
+        held: list[Any] = []
+        for spec, given in inputs:
+            if isinstance(given, There):
+                self._bound.bind_input(spec.name, GPU, 0, element_of(spec), given.shape, given.address)
+                known[spec.name] = NOWHERE
+                continue
+            if not spec.item:
+                held.append(value_of(given))
+                self._bound.bind_ortvalue_input(spec.name, held[-1])
+                known[spec.name] = (0, given.shape)
+                continue
+            array = contiguous(given)
+            held.append(array)
+            place = (address_of(array), array.shape)
+            if not self._keeps or known.get(spec.name) != place:
+                self._bound.bind_input(spec.name, "cpu", 0, element_of(spec), array.shape, place[0])
+                known[spec.name] = place
+        return held
+
+    def _bind_outputs(self, targets: Sequence[Target]) -> None:
+        known = self._outputs
+        if [target.spec.name for target in targets] != list(known):
+            self._bound.clear_binding_outputs()
+            known.clear()
+        for spec, array in targets:
+            if isinstance(array, There):
+                self._bound.bind_output(spec.name, GPU, 0, element_of(spec), array.shape, array.address)
+                known[spec.name] = NOWHERE
+                continue
+            place = None if array is None else (address_of(array), array.shape)
+            if spec.name in known and known[spec.name] == place:
+                continue
+            if array is None:
+                self._bound.bind_output(spec.name, "cpu")
+            else:
+                self._bound.bind_output(spec.name, "cpu", 0, element_of(spec), array.shape, address_of(array))
+            known[spec.name] = place
+
+    def _renew(self, targets: Sequence[Target]) -> None:
+        """What the engine has made is not the binding's any more: it would be written again."""
+        for spec, array in targets:
+            if array is None:
+                self._bound.bind_output(spec.name, "cpu")
+
+    def _forget(self) -> None:
+        self._bound.clear_binding_inputs()
+        self._bound.clear_binding_outputs()
+        self._inputs.clear()
+        self._outputs.clear()
+
+
+def needs_own_binding(targets: Sequence[Target]) -> bool:
+    """numpy has no array of these that keeps what the engine has made: only its binding does."""
+    return any(array is None and spec.dtype == "BF16" for spec, array in targets)
+
+
+def view_of(value: Any, spec: Spec, owner: Any) -> Array:
+    """What the engine has made. `owner`: who keeps it, if the array does not."""
+    if spec.dtype != "BF16":
+        array: Array = value.numpy()
+        return array
+    shape = tuple(value.shape())
+    raw = (ctypes.c_uint8 * (elements(shape) * spec.item)).from_address(value.data_ptr())
+    raw.kept = (owner, value)  # type: ignore[attr-defined]
+    return np.ndarray(shape, spec.numpy, memoryview(raw))

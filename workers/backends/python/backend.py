@@ -1,0 +1,332 @@
+"""Models that are a `model.py` with a class TritonPythonModel.
+
+The rule: the model sees requests one by one, as its author was promised, and its arrays are views of the callers' own
+memory. What it raises or gets wrong fails requests, never the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, ServeError
+from shmserve.protocol.messages import Failure
+from shmserve.repo.gpus import inputs_there
+from shmserve.workers.backends.base import Answer, Backend, Context, Request, SeparateBackend
+from shmserve.workers.backends.python import pb_utils
+from shmserve.workers.backends.python.model import PythonModel
+from shmserve.workers.backends.python.model_file import flag, has_generator
+from shmserve.workers.backends.python.pb_device import DeviceTensor, on_gpu
+from shmserve.workers.backends.python.pb_requests import request_from
+from shmserve.workers.batch.specs import request_inputs_of
+from shmserve.workers.model_calls.stream import NONE, ONE, Closed, Stream
+from shmserve.workers.process.device import device_of
+from shmserve.workers.process.log import public, say, say_trace
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Value, Work
+    from shmserve.repo.config.schema import ModelConfig
+
+_CODES = (
+    "UNKNOWN",
+    "MODEL_FAILED",
+    "NOT_FOUND",
+    "INVALID_ARG",
+    "UNAVAILABLE",
+    "UNSUPPORTED",
+    "ALREADY_EXISTS",
+    "CANCELLED",
+)
+"""The wire codes of TritonError's, by number. INTERNAL would say that it is our fault; it is the model's."""
+SEND_WAITS = "send_waits"
+"""The parameter of a configuration that says whether senders, outside of coroutines, wait for slow callers."""
+STACKED = "stacked"
+"""The one that says that the model gets a batch as one array for each input."""
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_NOT_ITERATIVE = Failure(
+    InvalidRequest.code,
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
+    "such a flag.",
+)
+_CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
+
+
+class Python(PythonModel, SeparateBackend):
+    @classmethod
+    def chosen(cls, config: ModelConfig) -> type[Backend]:
+        if not flag(config, STACKED, False):
+            return cls
+        from shmserve.workers.backends.python.stacked import StackedPython  # few models want it
+
+        return StackedPython
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._running: Sequence[Request] = ()
+        """The batch that the model has now."""
+
+    def _prepare(self, config: ModelConfig, kind: Any) -> None:
+        self._send_waits = flag(config, SEND_WAITS, True)
+        self._generator = has_generator(kind, config.name, self._streams.decoupled)
+        if not self._generator and not callable(getattr(kind, "execute", None)):
+            raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
+        self._inputs = [spec.name for spec in request_inputs_of(config)]
+        self._outputs = [entry.name for entry in config.output]
+        sequences = config.sequence_batching
+        self._again = Answer(again=True)
+        if sequences is None or not sequences.iterative_sequence:
+            self._again = Answer(error=_NOT_ITERATIVE)
+        self.on_device = inputs_there(config) and device_of(config, self.context.instance).kind == "GPU"
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, requests: list[Request]) -> list[Answer | None]:
+        streams = self._streams
+        self._running = requests
+        try:
+            if streams.decoupled:
+                return self._begun(requests, *self._begin(self._given(requests)))
+            given = self._given(requests)
+            responses = self._execute(given)
+            if responses is None:  # all of them were, or will be, sent
+                responses = [None] * len(requests)
+            elif type(responses) is not list and not isinstance(responses, (list, tuple)):
+                raise ModelFailed(f"Expected a list in the execute return, found type '{type(responses)}'.")
+            if len(responses) != len(requests):
+                raise ModelFailed(
+                    f"number of InferenceResponse objects returned ({len(responses)}) from execute must match the "
+                    f"number of requests ({len(requests)})"
+                )
+            for request, response in zip(given, responses, strict=True):
+                if response is not None and getattr(request, "_again", False):
+                    raise ModelFailed(
+                        "Expected a None object in the execute function return list for reschduled request, found "
+                        f"type '{type(response)}'."
+                    )
+            if streams.open or None in responses:
+                left = list(given)
+                del given  # if the model has dropped a request, nobody has it
+                return self._collected(left, list(responses))
+            return [self._answer(response) for response in responses]
+        finally:
+            self._running = ()
+            if streams.withdrawn:
+                streams.withdrawn.clear()
+
+    def _given(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
+        make, names, outputs = request_from, self._inputs, self._outputs
+        model, version = self.context.model, self.context.version
+        made = [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
+        if self.on_device:
+            on_gpu(made)
+        return made
+
+    def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
+        streams = self._streams
+        if streams.decoupled:
+            return [answer if streams.take_over(request.work.request) else None for request in requests]
+        return [streams.withdraw_sent(request.work.request) or answer for request in requests]
+
+    def _collected(self, given: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Answer | None]:
+        """The answers of a batch in which some are not where they should be, but were, or will be, sent."""
+        found: list[Answer | None] = []
+        while given:
+            request, response = given.pop(0), responses.pop(0)
+            sender = getattr(request, "_sender", None)
+            again = response is None and getattr(request, "_again", False)
+            if sender is None:
+                found.append(self._again if again else self._answer(response))
+                continue
+            stream: Stream = sender._stream
+            del request, sender  # if these are the last ones, nothing will be sent
+            if response is not None:
+                sent = self._streams.withdraw_sent(stream.work.request)
+                if sent is not None:
+                    say(
+                        f"model instance '{self._instance}' returned a response that it had sent before: {ONE}", "error"
+                    )
+                found.append(sent or self._answer(response))
+            elif again and not stream.final:
+                self._streams.take_over(stream.work.request)
+                found.append(self._again)
+            else:
+                answer = self._streams.collect(stream)
+                found.append(answer or self._failure(NONE))
+        return found
+
+    # ------------------------------------------------------------------------------------ decoupled
+
+    def _begin(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[Stream], list[bool]]:
+        """Starts a batch whose requests the model answers when it likes; says which it wants to run again."""
+        host = self._streams
+        streams = [host.begin(request._work) for request in given]
+        for request, stream in zip(given, streams, strict=True):
+            request._sender = pb_utils.InferenceResponseSender(self, stream)
+        if self._generator:
+            for request, stream in zip(given, streams, strict=True):
+                self._start(self._generate(request, stream), [stream])
+            return streams, []
+        host.leave()
+        try:
+            result = self._model.execute(given)
+        finally:
+            host.enter()
+        if inspect.iscoroutine(result):
+            self._start(self._follow(result, streams), streams)
+            return streams, []
+        self._check_nothing(result)
+        return streams, [getattr(request, "_again", False) for request in given]
+
+    def _begun(self, requests: list[Request], streams: list[Stream], again: list[bool]) -> list[Answer | None]:
+        host = self._streams
+        if not host.connected:  # a sample, of which only matters whether it fails
+            answers = [host.collect(stream) for stream in streams]
+            return [answer if answer is not None and answer.error is not None else None for answer in answers]
+        if True not in again:
+            return [None] * len(requests)
+        if self._again.error is not None:
+            for stream, wish in zip(streams, again, strict=True):
+                if wish:
+                    host.fail(stream, self._again.error)
+            return [None] * len(requests)
+        return [
+            self._again if wish and host.take_over(request.work.request) else None
+            for request, wish in zip(requests, again, strict=True)
+        ]
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], streams: list[Stream]) -> None:
+        loop = self._loop()
+        together = tuple(streams)
+
+        def started(task: asyncio.Task[None]) -> None:
+            for stream in together:
+                stream.together, stream.loop, stream.task = together, loop.loop, task
+            task.add_done_callback(ended)
+            if all(stream.cancelled for stream in together):
+                loop.loop.call_soon(task.cancel)  # when it has begun, so that it ends what it was to answer
+
+        def ended(task: asyncio.Task[None]) -> None:
+            for stream in together:
+                stream.together, stream.task = (), None
+
+        loop.start(coroutine, started)
+
+    async def _generate(self, request: pb_utils.InferenceRequest, stream: Stream) -> None:
+        """One request of a model that yields its responses."""
+        try:
+            async with aclosing(self._model.stream(request)) as responses:
+                async for response in responses:
+                    await self.send(stream, response, 0)
+            if not stream.final:
+                self.send(stream, None, _FINAL)
+        except asyncio.CancelledError:
+            self._streams.fail_all([stream], _CANCELLED)
+        except Exception as error:
+            self._streams.fail_all([stream], self._why(error))
+
+    async def _follow(self, coroutine: Coroutine[Any, Any, Any], streams: list[Stream]) -> None:
+        """A batch of a model whose execute is a coroutine."""
+        try:
+            self._check_nothing(await coroutine)
+        except asyncio.CancelledError:
+            self._streams.fail_all(streams, _CANCELLED)
+        except Exception as error:
+            self._streams.fail_all(streams, self._why(error))
+
+    # ------------------------------------------------------------------------------------ what the model asks
+
+    def sender(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponseSender:
+        """Of a model with one response a request; the others have theirs."""
+        work = request._work
+        if not any(running.work is work for running in self._running):
+            raise pb_utils.TritonModelException("the request was answered, its response sender is of no use")
+        request._sender = found = pb_utils.InferenceResponseSender(self, self._streams.begin_late(work))
+        return found
+
+    def send(self, stream: Stream, response: Any, flags: int) -> Awaitable[None]:
+        answer = None if response is None or _is_mere_end(response, flags) else self._answer(response)
+        coroutines = self._coroutines
+        try:
+            if coroutines is not None and coroutines.here:
+                return self._streams.send_soon(stream, answer, flags == _FINAL, coroutines.loop)
+            if not self._send_waits:
+                return self._streams.send_soon(stream, answer, flags == _FINAL, None)
+            return self._streams.send(stream, answer, flags == _FINAL)
+        except Closed as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
+        return self._streams.is_cancelled(request, stream)
+
+    def forget(self, stream: Stream) -> None:
+        self._streams.forget(stream)
+
+    # ------------------------------------------------------------------------------------ what it has now
+
+    def _works(self) -> Sequence[Work]:
+        streams = self._streams
+        if not streams.connected:
+            return ()  # of a sample the server knows nothing
+        works = [running.work for running in self._running]
+        return works + [stream.work for stream in list(streams.open.values())] if streams.decoupled else works
+
+    def _is_held(self) -> bool:
+        if self._streams.decoupled and threading.current_thread() is not threading.main_thread():
+            return False
+        return bool(self._running)
+
+    # ------------------------------------------------------------------------------------ answers
+
+    def _answer(self, response: Any) -> Answer:
+        if not isinstance(response, pb_utils.InferenceResponse):
+            return self._failure(
+                "Expected an 'InferenceResponse' object in the execute function return list, found type "
+                f"'{type(response)}'."
+            )
+        error = response._error
+        if error is not None:
+            code = _CODES[error._code] if error._code in range(len(_CODES)) else "UNKNOWN"
+            text = public(error._message, str(self.context.folder))
+            return Answer(error=Failure(code, text))
+        wanted: dict[str, Value] | None = response._parameters or None
+        return Answer([(tensor._name, self._given_back(tensor)) for tensor in response._tensors], None, wanted)
+
+    def _given_back(self, tensor: pb_utils.Tensor) -> Any:
+        """What a tensor holds: on a GPU, if it is there and of the right type. Nothing is converted there."""
+        name = tensor._name
+        if isinstance(tensor, DeviceTensor) and self._integers.get(name, tensor.piece.dtype) == tensor.piece.dtype:
+            return tensor.piece
+        return self._as_declared(name, tensor._array)
+
+    def _check_nothing(self, result: Any) -> None:
+        if result is not None:
+            raise ModelFailed(
+                f"Python model '{self._instance}' is using the decoupled mode and the execute function must return "
+                f"None. It returned {type(result)}"
+            )
+
+    def _failure(self, what: str) -> Answer:
+        return Answer(error=Failure(ModelFailed.code, self._text(what)))
+
+    def _text(self, what: str) -> str:
+        return f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
+
+    def _why(self, error: Exception) -> Failure:
+        """What callers are told when a coroutine fails; the operator gets the trace too."""
+        folder = str(self.context.folder)
+        if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
+            return Failure(error.code, public(str(error), folder))
+        say_trace(f"model instance '{self._instance}' failed", error)
+        what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
+        return Failure(ModelFailed.code, public(self._text(what), folder))
+
+
+def _is_mere_end(response: Any, flags: int) -> bool:
+    """The last response, which holds nothing."""
+    if not flags or not isinstance(response, pb_utils.InferenceResponse):
+        return False
+    return not (response._tensors or response._error or response._parameters)

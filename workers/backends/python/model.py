@@ -1,0 +1,222 @@
+"""What all python models have in common: the file, the instance made of its class, and whom it can ask.
+
+The rule: while the model's code runs, nobody has the turn, so that it may ask the server and wait for the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import InvalidRequest, ServeError
+from shmserve.repo.config.schema import as_triton_json, from_triton_json
+from shmserve.workers.backends.base import Backend, Context
+from shmserve.workers.backends.python import pb_calls, pb_host, pb_metrics, pb_utils
+from shmserve.workers.backends.python.model_file import ModelFile, flag
+from shmserve.workers.batch.output_checks import STRICT
+from shmserve.workers.batch.specs import model_outputs_of
+from shmserve.workers.model_calls.coroutines import Coroutines
+from shmserve.workers.model_calls.responses import Streams
+from shmserve.workers.process.log import say, say_trace
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Work
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.shm.counters import Subject
+    from shmserve.workers.backends.python.pb_tensor import Array
+    from shmserve.workers.model_calls.calls import Calls
+    from shmserve.workers.model_calls.pending import Pending
+
+PROBES = 1024
+"""The most questions that wait for an `is_ready` that hangs; the oldest ones, which nobody waits for, are dropped."""
+
+
+class PythonModel(Backend):
+    asks = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._file = ModelFile(context)
+        self._model: Any = None
+        self._coroutines: Coroutines | None = None
+        self._probe_lock = threading.Lock()
+        self._probing: deque[Callable[[bool], None]] = deque(maxlen=PROBES)
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        pb_host.bind(self)
+        function = getattr(self._file.kind(config), "auto_complete_config", None)
+        if function is None:
+            return config
+        given = pb_utils.ModelConfig(as_triton_json(config))
+        found = function(given)
+        if not isinstance(found, pb_utils.ModelConfig):
+            raise InvalidRequest(
+                f"auto_complete_config of model '{config.name}' must return the model configuration object that it "
+                f"was given, not {type(found).__name__}"
+            )
+        return from_triton_json(found.as_dict())
+
+    def load(self, config: ModelConfig) -> None:
+        pb_host.bind(self)
+        kind = self._file.kind(config)
+        policy = config.model_transaction_policy
+        self.streams = self._streams = Streams(policy is not None and policy.decoupled)
+        self.strict = flag(config, STRICT, False)
+        self._integers = {
+            spec.name: spec.numpy
+            for spec in model_outputs_of(config)
+            if self.strict and spec.item and spec.numpy.kind in "iu" and spec.dtype != "BF16"
+        }
+        self._instance = self.context.instance
+        self.probes = callable(getattr(kind, "is_ready", None))
+        self._prepare(config, kind)
+        if self.calls is not None:
+            self.calls.connect(self._streams)
+        if self.listen is not None:
+            self.listen(self._streams)
+        model = kind()
+        if callable(getattr(model, "initialize", None)):
+            self._streams.leave()
+            try:
+                model.initialize(self._file.arguments(config))
+            finally:
+                self._streams.enter()
+        self._model = model
+
+    def _prepare(self, config: ModelConfig, kind: Any) -> None:
+        """Looks at the class and the configuration. Raises where they do not fit together."""
+
+    def close(self) -> None:
+        pb_metrics.keep()
+        model, self._model = self._model, None
+        streams, self.streams = self.streams, None
+        if streams is not None:
+            streams.stop(False)
+        try:
+            if self._coroutines is not None:
+                self._coroutines.close()
+            if model is not None and callable(getattr(model, "finalize", None)):
+                model.finalize()
+        finally:
+            if streams is not None:
+                streams.close()
+
+    # ------------------------------------------------------------------------------------ is it ready
+
+    def probe(self, tell: Callable[[bool], None]) -> None:
+        """In a thread of its own, so that it is answered while the model runs. The model is asked once at a time: what
+        it says answers all that asked meanwhile."""
+        with self._probe_lock:
+            self._probing.append(tell)
+            if len(self._probing) > 1:
+                return
+        threading.Thread(target=self._probe, name="is_ready", daemon=True).start()
+
+    def _probe(self) -> None:
+        found = self._asked_model()
+        with self._probe_lock:
+            probing = list(self._probing)
+            self._probing.clear()
+        for tell in probing:
+            tell(found)
+
+    def _asked_model(self) -> bool:
+        try:
+            found = self._model.is_ready()
+            if inspect.iscoroutine(found):
+                found = asyncio.run(found)
+        except Exception as error:
+            say_trace(f"is_ready of model instance '{self._instance}' failed", error)
+            return False
+        if not isinstance(found, bool):
+            say(f"is_ready of model instance '{self._instance}' gave {type(found).__name__}, not True or False")
+        return found is True
+
+    # ------------------------------------------------------------------------------------ running
+
+    def _execute(self, given: Any) -> Any:
+        """What the model makes of a batch, also where its `execute` is a coroutine."""
+        self._streams.leave()
+        try:
+            found = self._model.execute(given)
+            if type(found) is not list and inspect.iscoroutine(found):
+                return self._run(found)
+            return found
+        finally:
+            self._streams.enter()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What the coroutine returns. Meanwhile the answers to its calls are read."""
+        future = self._loop().submit(coroutine)
+        streams = self._streams
+        if streams.listening:
+            future.add_done_callback(lambda _: streams.wake())
+            streams.wait_for(future.done, whatever=True)
+        return future.result()
+
+    def _loop(self) -> Coroutines:
+        if self._coroutines is None:
+            self._coroutines = Coroutines()
+        return self._coroutines
+
+    def _as_declared(self, name: str, array: Array) -> Array:
+        """numpy makes integers 64 bits wide where a model does not say otherwise. If outputs must be as the
+        configuration says, integers become the type that it says where they fit."""
+        declared = self._integers.get(name)
+        if declared is None or array.dtype == declared or array.dtype.kind not in "iu":
+            return array
+        converted = array.astype(declared)
+        return converted if (converted == array).all() else array
+
+    def _works(self) -> Sequence[Work]:
+        """The requests that the model has now, as far as the server knows of them."""
+        raise NotImplementedError
+
+    def _is_held(self) -> bool:
+        """Whether the instance does nothing else before a call of this thread is answered."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------ whom the model asks
+
+    def server(self) -> Calls:
+        if self.calls is None or self.streams is None:
+            raise pb_utils.TritonModelException("there is no server that the model could ask, or not at this time")
+        return self.calls
+
+    def count(self, subject: Subject) -> memoryview[float]:
+        if self.calls is None:
+            return memoryview(bytearray(8 * subject.count)).cast("d")  # without a server nobody reads them
+        try:
+            return self.server().count(subject)
+        except ServeError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def model_dir(self) -> str:
+        return str(self.context.version_folder)
+
+    def forked(self) -> None:
+        if self.streams is not None:
+            self.streams.forked()
+
+    def call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
+        calls, pending = self._begin_call(request, decoupled)
+        if decoupled:
+            return pb_calls.Responses(calls, pending, self._here)
+        return pb_calls.finish(calls, pending)
+
+    async def call_soon(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
+        calls, pending = self._begin_call(request, decoupled)
+        if decoupled:
+            return await pb_calls.begun_soon(calls, pending, self._here)
+        return await pb_calls.finish_soon(calls, pending, self._here())
+
+    def _begin_call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> tuple[Calls, Pending]:
+        calls = self.server()
+        return calls, pb_calls.begin(calls, request, decoupled, self._is_held(), self._works())
+
+    def _here(self) -> bool:
+        return self._coroutines is not None and self._coroutines.here

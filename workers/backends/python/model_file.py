@@ -1,0 +1,106 @@
+"""The file of a python model: found, imported, and what its author has put into it.
+
+The rule: nothing is written where the file is, and no other model can be meant by its name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import InvalidRequest, NotFound
+from shmserve.repo.config.schema import as_triton_json
+from shmserve.repo.gpus import VISIBLE
+from shmserve.workers.backends.python import pb_utils
+from shmserve.workers.process.device import device_of
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.base import Context
+
+
+class ModelFile:
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._module: ModuleType | None = None
+
+    def kind(self, config: ModelConfig) -> Any:
+        if self._module is None:
+            self._module = self._import(config)
+        kind = getattr(self._module, "TritonPythonModel", None)
+        if kind is None:
+            raise InvalidRequest(f"'{self._file(config)}' of model '{config.name}' has no class TritonPythonModel")
+        return kind
+
+    def _file(self, config: ModelConfig) -> str:
+        return config.default_model_filename or "model.py"
+
+    def _import(self, config: ModelConfig) -> ModuleType:
+        """Under a name of its own: a model may be called like any module. Its helpers are found beside it.
+
+        What is compiled is not kept: it would be written into the user's repository, also by what the model imports
+        when it runs."""
+        sys.dont_write_bytecode = True
+        sys.argv = [""]  # as in Triton: libraries that parse it must not find the worker's own arguments
+        folder = self.context.version_folder
+        path = folder / self._file(config)
+        if not path.is_file():
+            raise NotFound(
+                f"version {self.context.version} of model '{config.name}' has no file '{self._file(config)}'"
+            )
+        for name in ("triton_python_backend_utils", "c_python_backend_utils"):
+            sys.modules[name] = pb_utils
+        for place in (str(self.context.folder), str(folder)):
+            if place not in sys.path:
+                sys.path.insert(0, place)
+        spec = importlib.util.spec_from_file_location(f"shmserve_model_{self.context.version}", path)
+        if spec is None or spec.loader is None:
+            raise InvalidRequest(f"'{self._file(config)}' of model '{config.name}' is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    def arguments(self, config: ModelConfig) -> dict[str, str]:
+        kind, number = device_of(config, self.context.instance)
+        if kind == "GPU" and os.environ.get(VISIBLE, "").startswith("GPU-"):
+            number = 0  # of all GPUs this process sees its own, and that is the first
+        return {
+            "model_config": json.dumps(as_triton_json(config)),
+            "model_instance_kind": kind,
+            "model_instance_name": self.context.instance,
+            "model_instance_device_id": str(number),
+            "model_repository": str(self.context.folder),
+            "model_version": str(self.context.version),
+            "model_name": self.context.model,
+        }
+
+
+def has_generator(kind: Any, model: str, decoupled: bool) -> bool:
+    """Whether the class answers request by request: `async def stream(self, request)`, which yields responses."""
+    function = getattr(kind, "stream", None)
+    if not inspect.isasyncgenfunction(function):
+        return False
+    if not decoupled and not callable(getattr(kind, "execute", None)):
+        raise InvalidRequest(
+            f"class TritonPythonModel of model '{model}' has a stream method and no execute: such a model needs "
+            "model_transaction_policy { decoupled: true }"
+        )
+    return decoupled
+
+
+def flag(config: ModelConfig, name: str, default: bool) -> bool:
+    given = config.parameters.get(name)
+    if given is None:
+        return default
+    text = given.string_value.lower()
+    if text not in ("true", "false"):
+        raise InvalidRequest(
+            f"parameter '{name}' of model '{config.name}' is '{given.string_value}', not true or false"
+        )
+    return text == "true"

@@ -1,0 +1,241 @@
+"""Models that call models: the requests that a model makes become calls, and their answers responses; and what a model
+may ask of the server itself.
+
+The rule: what the other model, or the server, has to say against a call is a response with an error; exceptions are for
+calls that cannot be made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from shmserve.errors import NotFound, ServeError
+from shmserve.protocol.messages import Options
+from shmserve.workers.backends.python import pb_host
+from shmserve.workers.backends.python.pb_requests import InferenceRequest, InferenceResponse, TritonError
+from shmserve.workers.backends.python.pb_tensor import Tensor, TritonModelException
+from shmserve.workers.model_calls.calls import WINDOW
+from shmserve.workers.model_calls.pending import Given
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Work
+    from shmserve.workers.model_calls.calls import Calls
+    from shmserve.workers.model_calls.pending import Pending, Response
+
+_NUMBERS = {
+    "INTERNAL": TritonError.INTERNAL,
+    "MODEL_FAILED": TritonError.INTERNAL,
+    "NOT_FOUND": TritonError.NOT_FOUND,
+    "INVALID_ARG": TritonError.INVALID_ARG,
+    "PROTOCOL": TritonError.INVALID_ARG,
+    "UNAVAILABLE": TritonError.UNAVAILABLE,
+    "QUEUE_TIMEOUT": TritonError.UNAVAILABLE,
+    "CONNECTION_LOST": TritonError.UNAVAILABLE,
+    "DEADLINE_EXCEEDED": TritonError.UNAVAILABLE,
+    "DENIED": TritonError.UNAVAILABLE,
+    "HANDLE_LOST": TritonError.UNAVAILABLE,
+    "UNSUPPORTED": TritonError.UNSUPPORTED,
+    "ALREADY_EXISTS": TritonError.ALREADY_EXISTS,
+    "CANCELLED": TritonError.CANCELLED,
+}
+"""Wire code -> the code of a TritonError."""
+_PLAIN = Options()
+REPLAYED_BYTES = 1024 * 1024
+"""The most that the responses to a call may have together for a second loop over them."""
+
+
+class Responses:
+    """The answers to a call of a model that gives as many as it likes, for `for` and `async for`. Dropping it, or
+    `cancel`, ends the call. Once complete, it can be iterated over again, as in Triton."""
+
+    def __init__(self, calls: Calls, pending: Pending, here: Callable[[], bool]) -> None:
+        self._calls = calls
+        self._pending = pending
+        self._here = here
+        self._taken: list[InferenceResponse] | None = []
+        """All so far; None if they are too large to be kept."""
+        self._size = 0
+        self._at = -1
+        """Of the next one of `taken`. Negative until the call is complete."""
+
+    def __iter__(self) -> Responses:
+        if self._at >= 0 and self._taken is None:
+            raise TritonModelException(
+                f"the {self._size} bytes of these responses are more than the {REPLAYED_BYTES} that are kept for a "
+                f"second loop; keep the responses in a list"
+            )
+        if self._taken is not None and self._at >= len(self._taken):
+            self._at = 0
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._at >= 0:
+            again = self._again()
+            if again is None:
+                raise StopIteration
+            return again
+        try:
+            found = self._took(self._calls.next(self._pending))
+        except ServeError as error:
+            raise TritonModelException(str(error)) from None
+        if found is None:
+            raise StopIteration
+        return found
+
+    def __aiter__(self) -> Responses:
+        return iter(self)
+
+    async def __anext__(self) -> InferenceResponse:
+        if self._at >= 0:
+            again = self._again()
+            if again is None:
+                raise StopAsyncIteration
+            return again
+        pending = self._pending
+        try:
+            await self._calls.wait_soon(pending, lambda: pending.ready, self._here())
+        except ServeError as error:
+            raise TritonModelException(str(error)) from None
+        found = self._took(self._calls.take(pending))
+        if found is None:
+            raise StopAsyncIteration
+        return found
+
+    def _took(self, response: Response | None) -> InferenceResponse | None:
+        if response is None:
+            self._at = len(self._taken or ())
+            return None
+        found = response_from(response)
+        self._size += sum(tensor._array.nbytes for tensor in found._tensors)
+        if self._size > REPLAYED_BYTES:
+            self._taken = None
+        if self._taken is not None:
+            self._taken.append(found)
+        return found
+
+    def _again(self) -> InferenceResponse | None:
+        if self._taken is None or self._at >= len(self._taken):
+            return None
+        self._at += 1
+        return self._taken[self._at - 1]
+
+    def cancel(self) -> None:
+        """Ends the call. If it was not complete, the next and last response is an error with the code CANCELLED."""
+        self._calls.cancel(self._pending)
+
+    def __del__(self) -> None:
+        self._calls.forget(self._pending)
+
+
+def begin(calls: Calls, request: InferenceRequest, decoupled: bool, held: bool, running: Sequence[Work]) -> Pending:
+    """Sends the call that a request of the model's own is."""
+    flags = request._flags
+    options: Options | None = replace(
+        request._options,
+        sequence_start=bool(flags & 1),
+        sequence_end=bool(flags & 2),
+        window=WINDOW if decoupled else 0,
+    )
+    inputs = [Given(tensor._name, tensor._array, getattr(tensor, "_work", None)) for tensor in request._inputs]
+    if options == _PLAIN:
+        options = None
+    version = max(request._version, 0)
+    try:
+        return calls.call(request._model, version, inputs, request._names, options, held, running)
+    except ServeError as error:
+        raise TritonModelException(f"model '{request._model}' cannot be called: {error}") from None
+
+
+def finish(calls: Calls, pending: Pending) -> InferenceResponse:
+    try:
+        response = calls.next(pending)
+    except ServeError as error:
+        raise TritonModelException(str(error)) from None
+    return response_from(response)
+
+
+async def begun_soon(calls: Calls, pending: Pending, here: Callable[[], bool]) -> Responses:
+    """Waits for the first response, as Triton does: a coroutine often takes the responses with a plain `for`, which
+    would keep the loop from running others while it waits."""
+    responses = Responses(calls, pending, here)
+    try:
+        await calls.wait_soon(pending, lambda: pending.ready, here())
+    except ServeError as error:
+        raise TritonModelException(str(error)) from None
+    return responses
+
+
+async def finish_soon(calls: Calls, pending: Pending, coroutines: bool) -> InferenceResponse:
+    try:
+        await calls.wait_soon(pending, lambda: pending.ready, coroutines)
+    except ServeError as error:
+        raise TritonModelException(str(error)) from None
+    return response_from(calls.take(pending))
+
+
+def response_from(response: Response | None) -> InferenceResponse:
+    if response is None:
+        return InferenceResponse(error=TritonError("the call was cancelled", TritonError.CANCELLED))
+    if response.code:
+        return InferenceResponse(error=TritonError(response.text, _NUMBERS.get(response.code, TritonError.UNKNOWN)))
+    return InferenceResponse([Tensor(name, array) for name, array in response.outputs], None, response.parameters)
+
+
+# ---------------------------------------------------------------------------------------------- the server
+
+
+def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
+    """Loads a model, and waits until it is ready. `config` is JSON; `files` are the contents of the version's files by
+    "file:1/model.onnx" and the like, and need a `config`."""
+    if files and not config:
+        raise TritonModelException(f"files of model '{model_name}' are given without a config")
+    body = b""
+    if config or files:
+        head: dict[str, Any] = {"config": _json(model_name, config)}
+        contents = [(name.removeprefix("file:"), bytes(data)) for name, data in (files or {}).items()]
+        if contents:
+            head["files"] = [[name, len(data)] for name, data in contents]
+        body = json.dumps(head).encode() + b"\n" + b"".join(data for _, data in contents)
+    _ask("load", model_name, body=body)
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Unloads a model. Does not wait for its end: a model may unload what it is itself a part of."""
+    _ask("unload", model_name, body=json.dumps({"unload_dependents": unload_dependents, "wait": False}).encode())
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    version = int(model_version) if model_version.isdecimal() else 0
+    if model_version and not version:
+        raise TritonModelException(f"'{model_version}' is no version of a model")
+    return bool(_ask("ready", model_name, version, unknown={"ready": False})["ready"])
+
+
+def _ask(
+    what: str, model: str, version: int = 0, body: bytes = b"", unknown: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The answer; `unknown`: where the server knows of no such model."""
+    calls = pb_host.current().server()
+    try:
+        pending = calls.ask(what, model, version, body)
+        calls.wait(pending)
+    except ServeError as error:
+        raise TritonModelException(str(error)) from None
+    response = calls.take(pending)
+    if response is not None and response.code == NotFound.code and unknown is not None:
+        return unknown
+    if response is not None:
+        raise TritonModelException(response.text)
+    found: dict[str, Any] = json.loads(pending.body)
+    return found
+
+
+def _json(model: str, config: str) -> Any:
+    try:
+        return json.loads(config)
+    except ValueError as error:
+        raise TritonModelException(f"the config of model '{model}' is no JSON: {error}") from None

@@ -1,0 +1,137 @@
+"""Metrics of python models: counted where the model runs, in memory that the server reads when it is asked.
+
+The rule: counting costs no message. What several objects, or several instances, call by the same name, kind and labels
+is one metric.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, Subject
+from shmserve.workers.backends.python import pb_host
+from shmserve.workers.backends.python.pb_tensor import TritonModelException
+
+_OURS = ("nv_", "shmserve_", "process_")
+"""Names that begin so are the server's."""
+_KINDS = (COUNTER, GAUGE, HISTOGRAM)
+_lock = threading.Lock()
+
+
+class _Shared:
+    """What all objects of one metric share: its place, and how many they are."""
+
+    __slots__ = ("numbers", "users")
+
+    def __init__(self, numbers: memoryview[float]) -> None:
+        self.numbers = numbers
+        self.users = 0
+
+
+class _Registry:
+    """Of this process."""
+
+    metrics: dict[Subject, _Shared] = {}
+    families: dict[str, tuple[str, str]] = {}
+    """By name: kind and description, as first given."""
+    kept = False
+
+
+def keep() -> None:
+    """The model ends: what it has counted stays, though its objects go."""
+    _Registry.kept = True
+
+
+class Metric:
+    """One metric of a family. Made by `MetricFamily.Metric`."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        with _lock:
+            shared = _Registry.metrics.get(subject)
+            if shared is None:
+                shared = _Registry.metrics[subject] = _Shared(pb_host.current().count(subject))
+            shared.users += 1
+            shared.numbers[0] = 1.0
+        self._shared = shared
+
+    def increment(self, value: float) -> None:
+        subject = self._subject
+        if subject.kind == HISTOGRAM or (subject.kind == COUNTER and value < 0):
+            raise TritonModelException(f"{subject.kind} '{subject.name}' cannot be incremented by {value}")
+        numbers = self._shared.numbers
+        with _lock:
+            numbers[1] += value
+
+    def set(self, value: float) -> None:
+        if self._subject.kind != GAUGE:
+            raise TritonModelException(f"{self._subject.kind} '{self._subject.name}' cannot be set, only a gauge can")
+        numbers = self._shared.numbers
+        with _lock:
+            numbers[1] = value
+            numbers[2] = time.monotonic()
+
+    def observe(self, value: float) -> None:
+        subject = self._subject
+        if subject.kind != HISTOGRAM:
+            raise TritonModelException(f"{subject.kind} '{subject.name}' cannot observe, only a histogram can")
+        numbers = self._shared.numbers
+        bucket = bisect_left(subject.edges, value)
+        with _lock:
+            numbers[1] += value
+            numbers[2 + bucket] += 1
+
+    def value(self) -> float:
+        """What this instance of the model has counted, or set last."""
+        if self._subject.kind == HISTOGRAM:
+            raise TritonModelException(f"histogram '{self._subject.name}' has no single value")
+        found: float = self._shared.numbers[1]
+        return found
+
+    def __del__(self) -> None:
+        shared: _Shared | None = getattr(self, "_shared", None)
+        if shared is None or _Registry.kept:
+            return
+        shared.users -= 1
+        if not shared.users:
+            for index in range(len(shared.numbers)):
+                shared.numbers[index] = 0.0
+
+
+class MetricFamily:
+    """Metrics of one name, that differ in their labels."""
+
+    COUNTER, GAUGE, HISTOGRAM = range(3)
+
+    def __init__(self, name: str, description: str, kind: int) -> None:
+        if name.startswith(_OURS):
+            raise TritonModelException(f"metric family '{name}': names that begin with {_OURS} are the server's")
+        if kind not in range(len(_KINDS)):
+            raise TritonModelException(f"metric family '{name}' has the unknown kind {kind}")
+        _checked(Subject(name, "", _KINDS[kind]))
+        known, self._help = _Registry.families.setdefault(name, (_KINDS[kind], str(description)))
+        if known != _KINDS[kind]:
+            raise TritonModelException(f"metric family '{name}' is a {known} already, and cannot be a {_KINDS[kind]}")
+        self._name = name
+        self._kind = _KINDS[kind]
+
+    def Metric(self, labels: dict[str, Any] | None = None, buckets: Sequence[float] | None = None) -> Metric:
+        pairs = tuple(sorted((str(key), str(value)) for key, value in (labels or {}).items()))
+        if (buckets is not None) != (self._kind == HISTOGRAM):
+            raise TritonModelException(
+                f"metric of {self._kind} '{self._name}' {'needs' if buckets is None else 'cannot have'} buckets"
+            )
+        edges = tuple(float(edge) for edge in buckets or ())
+        return Metric(_checked(Subject(self._name, self._help, self._kind, pairs, edges)))
+
+
+def _checked(subject: Subject) -> Subject:
+    try:
+        subject.check()
+    except ValueError as error:
+        raise TritonModelException(f"metric {error}") from None
+    return subject

@@ -1,0 +1,329 @@
+"""Requests and responses of python models: those that came, and those that a model makes.
+
+The rule: a request that came is looked at where it lies; nothing of it is made anew before the model asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import PARAMETERS, Options, Work
+from shmserve.workers.backends.python import pb_host
+from shmserve.workers.backends.python.pb_tensor import Array, PreferredMemory, Tensor, TritonModelException, text_of
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.python.pb_host import Asked, Host
+    from shmserve.workers.model_calls.stream import Stream
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+TRACE_PARENT, TRACE_STATE = "traceparent", "tracestate"
+"""The parameters of a request that carry the W3C context of its trace."""
+PARAMETER_BYTES = 16 * 1024
+"""The most characters that the parameters of a response may have."""
+
+
+class TritonError:
+    """Why a request failed, for InferenceResponse."""
+
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
+    __slots__ = ("_code", "_message")
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        self._message = str(message)
+        self._code = code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class InferenceTrace:
+    """The trace that a request belongs to, as its caller has named it in the request's parameters."""
+
+    __slots__ = ("_parameters",)
+
+    def __init__(self, parameters: dict[str, Any] | None = None) -> None:
+        self._parameters = parameters or {}
+
+    def get_context(self) -> str | None:
+        """The W3C context as JSON; None where there is none."""
+        found = {name: self._parameters[name] for name in (TRACE_PARENT, TRACE_STATE) if name in self._parameters}
+        return json.dumps(found) if found else None
+
+
+class InferenceRequest:
+    """A request that came, or one that a model makes for another model."""
+
+    __slots__ = ("_again", "_flags", "_host", "_inputs", "_model", "_names", "_options", "_sender", "_version", "_work")
+
+    # Set of requests that came, the last two only where they are needed.
+    _host: Host
+    _work: Work
+    _sender: InferenceResponseSender
+    _again: bool
+
+    def __init__(
+        self,
+        model_name: str,
+        requested_output_names: Sequence[str],
+        inputs: Sequence[Tensor],
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
+        parameters: dict[str, Any] | None = None,
+        priority: int = 0,
+    ) -> None:
+        if preferred_memory is not None and not isinstance(preferred_memory, PreferredMemory):
+            raise TypeError(f"preferred_memory must be PreferredMemory, not {type(preferred_memory).__name__}")
+        self._model: str = text_of(model_name, "model_name")
+        self._version: int = _integer(model_version, "model_version")
+        if isinstance(requested_output_names, (str, bytes)):
+            raise TypeError("requested_output_names must be a list of names, not one name")
+        self._names = [text_of(name, "requested_output_names") for name in requested_output_names]
+        identity = text_of(request_id, "request_id")
+        self._inputs = _tensors(
+            inputs, "inputs", f"Input tensor for request with id '{identity}' and model name '{self._model}'"
+        )
+        self._flags = _integer(flags, "flags")
+        traced = {} if trace is None else json.loads(trace.get_context() or "{}")
+        named = isinstance(correlation_id, (str, bytes))
+        self._options = Options(
+            id=identity,
+            sequence=text_of(correlation_id) if named else _integer(correlation_id, "correlation_id"),
+            queue_timeout_us=_integer(timeout, "timeout"),
+            parameters=traced | dict(parameters or {}),
+            priority=priority,
+        )
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def model_name(self) -> str:
+        return self._model
+
+    def version(self) -> int:
+        return self._version
+
+    def request_id(self) -> str:
+        return self._options.id
+
+    def correlation_id(self) -> int | str:
+        return self._options.sequence
+
+    def flags(self) -> int:
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = flags
+
+    def timeout(self) -> int:
+        return self._options.queue_timeout_us
+
+    def parameters(self) -> str:
+        return json.dumps(self._options.parameters)
+
+    def priority(self) -> int:
+        return self._options.priority
+
+    def trace(self) -> InferenceTrace:
+        return InferenceTrace(self._options.parameters)
+
+    def requested_output_names(self) -> list[str]:
+        return self._names
+
+    def is_cancelled(self) -> bool:
+        """Whether its caller no longer waits: it cancelled the request, its timeout has passed, or it has gone."""
+        host = _host_of(self)
+        if host is None:
+            return False
+        sender = getattr(self, "_sender", None)
+        return host.is_cancelled(self._work.request, None if sender is None else sender._stream)
+
+    def set_release_flags(self, flags: int) -> None:
+        """RESCHEDULE: the request is not answered now, but run again in a batch to come."""
+        if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException(f"{flags} is none of the flags TRITONSERVER_REQUEST_RELEASE_...")
+        self._again = flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        """For answers outside of what `execute` returns. Always the same one."""
+        host = _host_of(self)
+        if host is None:
+            raise TritonModelException("a request that a model makes has no response sender")
+        found: InferenceResponseSender | None = getattr(self, "_sender", None)
+        return host.sender(self) if found is None else found
+
+    def exec(self, decoupled: bool = False) -> Any:
+        """Asks the other model, and waits: its response, or with `decoupled` an iterator of them, at once."""
+        return _asker(self).call(self, decoupled)
+
+    async def async_exec(self, decoupled: bool = False) -> Any:
+        """The same for coroutines, of which several can wait at once."""
+        return await _asker(self).call_soon(self, decoupled)
+
+
+def _integer(value: Any, what: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{what} must be an integer, not {type(value).__name__}") from None
+
+
+def _tensors(given: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
+    """The list's own copy. None among them raises what it does in Triton, where other types are a TypeError."""
+    found = list(given)
+    for tensor in found:
+        if tensor is None:
+            raise TritonModelException(f"{which} should not be empty.")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{what} must be pb_utils.Tensor objects, not {type(tensor).__name__}")
+    return found
+
+
+def _asker(request: InferenceRequest) -> Asked:
+    if _host_of(request) is not None:
+        raise TritonModelException("this request came to the model; make one of your own to ask another model")
+    return pb_host.current()
+
+
+_NO_OPTIONS = Options()
+
+
+def _host_of(request: InferenceRequest) -> Host | None:
+    host: Host | None = getattr(request, "_host", None)
+    return host
+
+
+def request_from(
+    host: Host,
+    work: Work,
+    arrays: Sequence[Array | None],
+    names: Sequence[str],
+    outputs: list[str],
+    model: str,
+    version: int,
+) -> InferenceRequest:
+    """A request as the model sees it. Not by way of the constructor, which checks what has been checked."""
+    request = InferenceRequest.__new__(InferenceRequest)
+    request._host = host
+    request._work = work
+    options = work.options or _NO_OPTIONS
+    request._model = model
+    request._version = version
+    request._names = list(outputs) if work.outputs is None else [wanted.name for wanted in work.outputs]
+    request._options = options
+    request._flags = options.sequence_start + 2 * options.sequence_end
+    inputs: list[Tensor] = []
+    for name, array in zip(names, arrays, strict=True):
+        if array is not None:
+            tensor = Tensor.__new__(Tensor)
+            tensor._name = name
+            tensor._array = array
+            tensor._work = work
+            inputs.append(tensor)
+    request._inputs = inputs
+    return request
+
+
+class InvalidParameters(TritonModelException, InvalidRequest):
+    """Parameters of a response that cannot be sent."""
+
+
+def check_parameters(parameters: Any) -> None:
+    """Raises InvalidParameters where the parameters of a response are not names with plain values."""
+    if not isinstance(parameters, dict):
+        raise InvalidParameters(f"Expect dict, got {type(parameters)}")
+    if len(parameters) > PARAMETERS:
+        raise InvalidParameters(f"a response can have up to {PARAMETERS} parameters, this one has {len(parameters)}")
+    size = 0
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise InvalidParameters(f"Expect parameters keys to have type str, found type {type(key)}")
+        if not isinstance(value, (str, int, float)):
+            raise InvalidParameters(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise InvalidParameters(f"response parameter '{key}' does not fit into 64 bits")
+        size += len(key) + (len(value) if isinstance(value, str) else 8)
+    if size > PARAMETER_BYTES:
+        raise InvalidParameters(f"the parameters of a response have {size} characters, more than {PARAMETER_BYTES}")
+
+
+class InferenceResponse:
+    """The answer to one request: its outputs, or why there are none."""
+
+    __slots__ = ("_error", "_parameters", "_tensors")
+
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | str | None = None,
+        parameters: dict[str, Any] | None = None,
+    ) -> None:
+        self._tensors = _tensors(output_tensors, "output_tensors", "Output tensor for inference response")
+        if error is not None and not isinstance(error, TritonError):
+            error = TritonError(str(error))
+        self._error = error
+        if parameters is not None:
+            check_parameters(parameters)
+        self._parameters = parameters
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters or {})
+
+
+class InferenceResponseSender:
+    """Sends the responses of one request, from any thread, also after `execute` has returned."""
+
+    __slots__ = ("_host", "_stream")
+
+    def __init__(self, host: Host | None = None, stream: Stream | None = None) -> None:
+        if host is None or stream is None:
+            raise TritonModelException("a response sender comes from InferenceRequest.get_response_sender()")
+        self._host = host
+        self._stream = stream
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> Awaitable[None]:
+        """Sends a response, with TRITONSERVER_RESPONSE_COMPLETE_FINAL as the last one; with the flag alone it only says
+        that there are no more. Waits until the caller wants to have it; a coroutine awaits what is returned instead."""
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException(
+                f"Unable to send response. Unsupported flag value. It is {flags}, and neither 0 nor "
+                "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+            )
+        if response is None and not flags:
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flags is set to zero."
+            )
+        return self._host.send(self._stream, response, flags)
+
+    def is_cancelled(self) -> bool:
+        """Whether the caller no longer waits: what is sent is dropped, and the model may stop."""
+        return self._host.is_cancelled(self._stream.work.request, self._stream)
+
+    def __del__(self) -> None:
+        stream = getattr(self, "_stream", None)
+        if stream is not None and not (stream.final or stream.over):
+            self._host.forget(stream)

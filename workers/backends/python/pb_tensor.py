@@ -1,0 +1,214 @@
+"""Tensors of python models: named numpy arrays, and DLPack in and out.
+
+The rule: what a tensor was made of is not copied, unless its consumer could write where nobody may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve import dtypes
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Work
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+TRITONSERVER_MEMORY_CPU = 0
+TRITONSERVER_MEMORY_GPU = 2
+
+NUMBERS = {
+    name: number
+    for number, name in enumerate(
+        ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64"), 1
+    )
+} | {"BYTES": 13, "BF16": 14}
+"""Wire name -> the number of the data type in the configuration's enum."""
+NAMES = {number: name for name, number in NUMBERS.items()}
+_CPU, CUDA = 1, 2
+"""The types of devices in DLPack: host memory, and that of a GPU."""
+_BF16 = dtypes.to_numpy("BF16")
+
+# In DLPack a capsule holds a struct that names its device, by type and number, here, and the type of its elements, by a
+# code in one byte, 12 bytes behind that.
+_CAPSULES = ((b"dltensor", 8), (b"dltensor_versioned", 40))
+_TO_CODE = 12
+_CODE_UINT, _CODE_BFLOAT = 1, 4
+_is_valid: Callable[..., int] = ctypes.pythonapi.PyCapsule_IsValid
+_pointer: Callable[..., int] = ctypes.pythonapi.PyCapsule_GetPointer
+ctypes.pythonapi.PyCapsule_IsValid.argtypes = [ctypes.py_object, ctypes.c_char_p]
+ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+ctypes.pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
+
+
+class TritonModelException(Exception):
+    """What the functions of this module raise."""
+
+
+def text_of(value: Any, what: str = "name") -> str:
+    """Elements of string tensors are bytes, and models use them as names."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    raise TypeError(f"{what} must be a string, not {type(value).__name__}")
+
+
+def _named(name: Any) -> str:
+    found = text_of(name)
+    if not found:
+        raise TritonModelException("Tensor name cannot be an empty string.")
+    return found
+
+
+class Tensor:
+    """A named numpy array. Arrays of inputs are read-only and, when large, lie in the caller's own memory."""
+
+    __slots__ = ("_array", "_name", "_work")
+
+    _work: Work
+    """The request that it came with. Only set of inputs."""
+
+    def __init__(self, name: str, numpy_array: Array) -> None:
+        if not isinstance(numpy_array, np.ndarray):
+            raise TypeError(f"Tensor '{name}' needs a numpy array, not {type(numpy_array).__name__}")
+        self._name = _named(name)
+        self._array = numpy_array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Array:
+        return self._array
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def triton_dtype(self) -> int:
+        return NUMBERS[dtypes.from_numpy(self._array.dtype)]
+
+    def is_cpu(self) -> bool:
+        return True
+
+    def to_dlpack(self) -> Any:
+        return self.__dlpack__()
+
+    def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
+        """Older consumers cannot be told that memory is read-only, so they get a copy of what is."""
+        array = self._array
+        if array.dtype.hasobject:
+            raise TritonModelException(f"tensor '{self._name}' holds strings, which DLPack cannot describe")
+        if not array.flags.writeable and "max_version" not in options:
+            array = array.copy()
+        brain = array.dtype == _BF16 and array.dtype != np.dtype("uint16")
+        try:
+            capsule = (array.view(np.uint16) if brain else array).__dlpack__(stream=stream, **options)
+        except (BufferError, TypeError) as error:
+            raise TritonModelException(f"tensor '{self._name}' cannot be given as DLPack: {error}") from error
+        if brain:
+            _code_of(capsule).value = _CODE_BFLOAT
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU, 0
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        """From anything with `__dlpack__`, or a capsule. It must be contiguous. What lies on a GPU stays there until
+        it is known where it is read; what cannot is copied to host memory, if its maker does that."""
+        name = _named(name)
+        try:
+            source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
+            device = source.__dlpack_device__()
+            if int(device[0]) == CUDA:
+                from shmserve.workers.backends.python.pb_device import given  # few models are on a GPU
+
+                there = given(name, source)
+                if there is not None:
+                    return there
+            if int(device[0]) != _CPU:
+                source = _to_host(name, source, device)
+            array = _from_capsule(_capsule_of(source))
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TritonModelException(f"tensor '{name}' cannot be read as DLPack: {error}") from error
+        check_contiguous(name, array)
+        return Tensor(name, array)
+
+
+def check_contiguous(name: str, array: Any) -> None:
+    if not array.flags.c_contiguous:
+        raise TritonModelException(f"tensor '{name}' is not contiguous; DLPack tensors must be")
+
+
+class _Capsule:
+    """What libraries want around a bare DLPack capsule."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+        self._device = _device_of(capsule)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+
+def _capsule_of(source: Any) -> Any:
+    """One that can say that it is read-only, if its maker knows of that."""
+    try:
+        return source.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        return source.__dlpack__()
+
+
+def _from_capsule(capsule: Any) -> Array:
+    """numpy does not know bfloat16: it is shown integers of that size."""
+    code = _code_of(capsule)
+    brain = code.value == _CODE_BFLOAT
+    if brain:
+        code.value = _CODE_UINT
+    array = np.from_dlpack(_Capsule(capsule))
+    return array.view(_BF16) if brain else array
+
+
+def _code_of(capsule: Any) -> ctypes.c_uint8:
+    return ctypes.c_uint8.from_address(_device_at(capsule) + _TO_CODE)
+
+
+def _device_of(capsule: Any) -> tuple[int, int]:
+    kind, number = (ctypes.c_int32 * 2).from_address(_device_at(capsule))
+    return kind, number
+
+
+def _device_at(capsule: Any) -> int:
+    for name, offset in _CAPSULES:
+        if _is_valid(capsule, name):
+            return _pointer(capsule, name) + offset
+    raise TypeError("it is no DLPack capsule, or one that was consumed already")
+
+
+def _to_host(name: str, source: Any, device: tuple[int, int]) -> Any:
+    """By what PyTorch (`cpu`) or CuPy (`get`) call it."""
+    for method in ("cpu", "get"):
+        function = getattr(source, method, None)
+        if callable(function):
+            return function()
+    raise TritonModelException(
+        f"tensor '{name}' is on device {tuple(map(int, device))}; give one in host memory (1, 0), or one that can be "
+        "copied there"
+    )
+
+
+class PreferredMemory:
+    """Where a model would like the outputs of a call to be. They are in host memory, which is what most want."""
+
+    __slots__ = ("device_id", "kind")
+
+    def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
+        self.kind = preferred_memory_type
+        self.device_id = preferred_device_id

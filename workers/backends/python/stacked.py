@@ -1,0 +1,63 @@
+"""Python models that get a whole batch at once: `execute` is given an array for each input, and gives one for each
+output.
+
+The rule: a batch of one request is a view of its caller's own memory, a batch of many is put together once; what the
+model gives is copied to where it will be read, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.workers.backends.base import StackedBackend
+from shmserve.workers.backends.python import pb_utils
+from shmserve.workers.backends.python.model import PythonModel
+from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Work
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.scatter import Results
+
+
+class StackedPython(PythonModel, StackedBackend):
+    _running: Sequence[Work] = ()
+
+    def _prepare(self, config: ModelConfig, kind: Any) -> None:
+        if self._streams.decoupled:
+            raise InvalidRequest(
+                f"model '{config.name}' is decoupled and has the parameter 'stacked': a batch as one array can be "
+                "answered once only"
+            )
+        if not callable(getattr(kind, "execute", None)):
+            raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
+        self._inputs = [spec.name for spec in model_inputs_of(config)]
+        self._outputs = {spec.name: index for index, spec in enumerate(model_outputs_of(config))}
+
+    def execute(self, inputs: Group, outputs: Results) -> None:
+        arrays = {name: array for index, name in enumerate(self._inputs) if (array := inputs.array(index)) is not None}
+        for array in arrays.values():
+            array.flags.writeable = False
+        inputs.computing()
+        self._running = inputs.works
+        try:
+            found = self._execute(arrays)
+        finally:
+            self._running = ()
+        if not isinstance(found, Mapping):
+            raise ModelFailed(f"expected a dict of arrays by name from execute, it returned {type(found).__name__}")
+        for name, array in found.items():
+            index = self._outputs.get(name)
+            if index is None:
+                raise ModelFailed(f"unexpected output '{name}': the outputs are {', '.join(self._outputs)}")
+            given = array.as_numpy() if isinstance(array, pb_utils.Tensor) else array
+            outputs.put(index, self._as_declared(name, given) if hasattr(given, "dtype") else given)
+
+    def _works(self) -> Sequence[Work]:
+        return self._running if self._streams.connected else ()
+
+    def _is_held(self) -> bool:
+        return bool(self._running)

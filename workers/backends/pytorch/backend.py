@@ -1,0 +1,250 @@
+"""PyTorch: TorchScript (`model.pt`), torch.export programs and compiled packages (`model.pt2`).
+
+The rule: tensors of requests are given to the model where they lie, and its results are copied once, to where they
+will be read. Only what a program may write to or keep is a copy of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shmserve.dtypes import FROM_CONFIG
+from shmserve.errors import Internal, InvalidRequest, ModelFailed, NotFound, Unsupported
+from shmserve.repo.config.complete import complete_from_model
+from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.device_inputs import DeviceInputs
+from shmserve.workers.backends.model_facts import match, unknown
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.backends.pytorch import device
+from shmserve.workers.backends.pytorch.programs import DTYPES, Program, arrange, open_program, picker
+from shmserve.workers.batch.specs import Spec, inputs_of, model_inputs_of, model_outputs_of, outputs_of
+from shmserve.workers.process.device import device_of
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.scatter import Results
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_CONFIG_TYPES = {wire: name for name, wire in FROM_CONFIG.items()}
+_BITS16 = np.dtype(np.int16)
+
+
+class Torch(StackedBackend):
+    text = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._program: Program | None = None
+        self._modes = ExitStack()
+        self._near: DeviceInputs | None = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        if config.input and config.output:
+            return config
+        facts = self._open(config).facts()
+        if facts is None:
+            raise InvalidRequest(
+                f"model '{config.name}' needs input and output in its config.pbtxt: a TorchScript file does not say "
+                "what shapes it takes; a torch.export package (model.pt2) does"
+            )
+        inputs, outputs = ([fact for fact in found if fact is not None] for found in facts)
+        return complete_from_model(
+            config,
+            unknown(inputs, model_inputs_of(config), inputs_of(config)),
+            unknown(outputs, model_outputs_of(config), outputs_of(config)),
+        )
+
+    def load(self, config: ModelConfig) -> None:
+        parameters = Parameters(config)
+        self._inputs = model_inputs_of(config)
+        self._outputs = model_outputs_of(config)
+        program = self._open(config)
+        self._leaves = arrange(config.name, program, self._inputs)
+        self._match(config.name, program)
+        self._pick = picker(config.name, program, self._outputs)
+        self._call = program.call
+        self._names = [spec.name for spec in self._inputs] if program.whole_dict else None
+        changed = [argument.changed for argument in program.arguments]
+        self._copied = {
+            given
+            for place, given in enumerate(self._leaves)
+            if given is not None and (self._names is not None or changed[place])
+        }
+        self._clean = self._device.type == "cuda" and parameters.flag("ENABLE_CACHE_CLEANING", False)
+        if self._device.type == "cuda":
+            self.on_device, self._near = True, DeviceInputs()
+        self._set_modes(parameters)
+
+    def close(self) -> None:
+        self._modes.close()
+        self._program = None
+        near, self._near = self._near, None
+        if near is not None:
+            near.close()
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, inputs: Group, outputs: Results) -> None:
+        tensors = [self._given(index, spec, inputs) for index, spec in enumerate(self._inputs)]
+        inputs.computing()
+        if self._names is not None:
+            given: list[Any] = [
+                {name: tensor for name, tensor in zip(self._names, tensors, strict=True) if tensor is not None}
+            ]
+        else:
+            given = [None if place is None else tensors[place] for place in self._leaves]
+        values = self._pick(self._call(given))
+        try:
+            for index, value in enumerate(values):
+                if outputs.needed(index) and not (self._near is not None and self._stays(index, value, outputs)):
+                    outputs.put(index, self._array(self._outputs[index], value, inputs.rows))
+        finally:
+            if self._near is not None:
+                device.settle(self._device)
+        if self._clean:
+            torch.cuda.empty_cache()
+
+    def _given(self, index: int, spec: Spec, inputs: Group) -> Any:
+        """An input as the model takes it: where it is, also on the GPU."""
+        there = self._near.find(inputs, index, spec) if self._near is not None else None
+        if there is None:
+            return self._tensor(index, spec, inputs.array(index))
+        tensor = device.over(there.address, there.shape, spec, self._device)
+        return tensor.clone() if index in self._copied else tensor
+
+    def _stays(self, index: int, value: Any, outputs: Results) -> bool:
+        """Whether all readers of a result want it on the GPU. Then it is copied to where they read it."""
+        spec = self._outputs[index]
+        if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
+            return False
+        if DTYPES.get(value.dtype) != spec.dtype:
+            return False  # what is wrong with it is said where it is put
+        shape = tuple(value.shape)
+        address = outputs.near(index, shape)
+        if address is None:
+            return False
+        device.over(address, shape, spec, self._device).copy_(value.detach())
+        return True
+
+    def _tensor(self, index: int, spec: Spec, array: Array | None) -> Any:
+        """An input as the model takes it: the memory of the array, unless it may be written to."""
+        if array is None:
+            return None
+        if not spec.item:
+            return array.ravel().tolist()
+        if spec.dtype == "BF16":
+            tensor = torch.from_numpy(array.view(_BITS16)).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(array)
+        if self._device.type != "cpu":
+            return tensor.to(self._device)  # a copy, and so the model's own
+        return tensor.clone() if index in self._copied else tensor
+
+    def _array(self, spec: Spec, value: Any, rows: int) -> Array:
+        """A result as an array of its own memory."""
+        if not spec.item:
+            return _strings(spec, value, rows)
+        if not isinstance(value, torch.Tensor):
+            raise ModelFailed(f"output '{spec.name}' is a {type(value).__name__}; expected a tensor")
+        found = DTYPES.get(value.dtype)
+        if found != spec.dtype:
+            provided = _CONFIG_TYPES.get(found or "", str(value.dtype))
+            raise Internal(
+                f"configuration expects datatype {_CONFIG_TYPES[spec.dtype]} for output '{spec.name}', model provides "
+                f"{provided}"
+            )
+        if value.requires_grad:
+            value = value.detach()
+        if value.device.type != "cpu":
+            value = value.cpu()
+        if value.dtype == torch.bfloat16:
+            bits: Array = value.view(torch.int16).numpy()
+            return bits.view(spec.numpy)
+        array: Array = value.resolve_conj().resolve_neg().numpy()
+        return array
+
+    # ------------------------------------------------------------------------------------ loading
+
+    def _open(self, config: ModelConfig) -> Program:
+        if self._program is None:
+            name = config.default_model_filename or "model.pt"
+            path = self.context.version_folder / name
+            if not path.is_file():
+                raise NotFound(f"version {self.context.version} of model '{config.name}' has no file '{name}'")
+            self._device = _device(config, self.context.instance)
+            self._set_threads(Parameters(config))
+            self._program = open_program(path, self._device)
+        return self._program
+
+    def _match(self, model: str, program: Program) -> None:
+        """The configuration says of the inputs what the file says, if it does."""
+        facts = program.facts()
+        for fact, given in zip(facts[0], self._leaves, strict=True) if facts is not None else ():
+            if fact is not None and given is not None:
+                spec = self._inputs[given]
+                match(model, "input", [spec], [fact._replace(name=spec.name)])
+
+    def _set_threads(self, parameters: Parameters) -> None:
+        """Before anything is computed: the pools cannot be resized afterwards."""
+        threads = self.context.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(parameters.whole("INTRA_OP_THREAD_COUNT", 0) or threads)
+        between = parameters.whole("INTER_OP_THREAD_COUNT", 0)
+        if between:
+            torch.set_num_interop_threads(between)
+        if parameters.text("ENABLE_JIT_EXECUTOR"):
+            torch._C._jit_set_profiling_executor(parameters.flag("ENABLE_JIT_EXECUTOR", True))
+        if parameters.text("ENABLE_JIT_PROFILING"):
+            torch._C._jit_set_profiling_mode(parameters.flag("ENABLE_JIT_PROFILING", True))
+        for ineffective in ("ENABLE_NVFUSER", "ENABLE_WEIGHT_SHARING"):
+            parameters.flag(ineffective, False)
+
+    def _set_modes(self, parameters: Parameters) -> None:
+        """What holds for all that this thread computes, until `close`."""
+        with warnings.catch_warnings():
+            # Tensors over memory that is not ours to write: `_copied` sees to those that would be written to. This
+            # is said once in a process.
+            warnings.simplefilter("ignore", UserWarning)
+            fixed = np.zeros(1, np.uint8)
+            fixed.flags.writeable = False
+            torch.from_numpy(fixed)
+        torch.backends.cudnn.enabled = not parameters.flag("DISABLE_CUDNN", False)
+        if parameters.flag("DISABLE_OPTIMIZED_EXECUTION", False):
+            self._modes.enter_context(torch.jit.optimized_execution(False))
+        if parameters.flag("INFERENCE_MODE", True):
+            self._modes.enter_context(torch.inference_mode())
+        else:
+            self._modes.enter_context(torch.no_grad())
+
+
+def _strings(spec: Spec, value: Any, rows: int) -> Array:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ModelFailed(f"output '{spec.name}' is a {type(value).__name__}; expected a list of strings")
+    texts = np.empty(len(value), object)
+    texts[:] = value
+    shape = spec.expected(rows)
+    try:
+        return texts.reshape(shape)
+    except ValueError:
+        raise ModelFailed(
+            f"output '{spec.name}' has {len(value)} strings, which do not fill the shape {shape}"
+        ) from None
+
+
+def _device(config: ModelConfig, instance: str) -> torch.device:
+    kind, number = device_of(config, instance)
+    if kind != "GPU":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise Unsupported(
+            f"instance '{instance}' is to run on GPU {number}, and the PyTorch that is installed sees none: it needs "
+            "a build of PyTorch with CUDA and a driver; or choose KIND_CPU"
+        )
+    # A process that is shown its own device only knows it as the first.
+    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else number)

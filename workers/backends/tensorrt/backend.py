@@ -1,0 +1,377 @@
+"""TensorRT: plans, on the GPU of this process.
+
+The rule: rows go to the device straight from where their callers have them, and come back straight to where their
+callers read them; a batch waits for the device once, at its end, and nothing of it is used again before that.
+
+An instance has a context for each of its optimisation profiles, buffers as large as its largest batch, a stream, and
+where the configuration asks for them, CUDA graphs. Nothing is allocated while a batch runs, but for outputs whose shape
+only the run tells.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unsupported
+from shmserve.repo.config.complete import complete_from_model
+from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, address_of
+from shmserve.workers.backends.tensorrt.engine import (
+    Engine,
+    check_batch,
+    check_profiles,
+    largest_batch,
+    logger_of,
+    match,
+    open_engine,
+    profiles_of,
+)
+from shmserve.workers.backends.tensorrt.graphs import Graph, Graphs, wishes
+from shmserve.workers.backends.tensorrt.profile import HostValues, Profile, allocator_of, no_profile
+from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of
+from shmserve.workers.gpu.api import PRIORITIES, Cuda, tensorrt
+from shmserve.workers.process.exit_codes import Exit
+from shmserve.workers.process.log import say
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.tensorrt.engine import Shape
+    from shmserve.workers.batch.gather import Group
+    from shmserve.workers.batch.scatter import Results
+
+Array = np.ndarray[Any, np.dtype[Any]]
+STRATEGY = "execution_context_allocation_strategy"
+_STRATEGIES = ("STATIC", "ON_PROFILE_CHANGE")
+end_process = os._exit
+"""After the device was lost. The broker starts another process, and finds the request that did it."""
+
+
+class TensorRT(StackedBackend):
+    on_device = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._cuda = Cuda()
+        self._trt = tensorrt()
+        self._logger = logger_of(self._trt, say)
+        self._engine: Engine | None = None
+        self._profiles: list[Profile] = []
+        self._graphs = Graphs()
+        self._buffers: list[int] = []
+        self._allocators: dict[int, Any] = {}
+        self._staging: dict[int, Staging] = {}
+        self._streams: list[int] = []
+        self._events: list[int] = []
+        self._feed: Feed | None = None
+        self._pinned: Pinned | None = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        if config.input and config.output:
+            return config
+        engine = self._open(config)
+        most = largest_batch(config, engine)
+        return complete_from_model(config, engine.inputs, engine.outputs, default_max_batch=most)
+
+    def load(self, config: ModelConfig) -> None:
+        engine = self._open(config)
+        self._inputs = model_inputs_of(config)
+        self._outputs = model_outputs_of(config)
+        self._names = [spec.name for spec in inputs_of(config)]
+        match(config, engine, self._inputs, self._outputs)
+        numbers = profiles_of(config, self.context.instance)
+        check_profiles(config.name, engine, numbers)
+        check_batch(config, engine, numbers)
+        self._model = config.name
+        self._set_up(config)
+        strategy = self._strategy(config)
+        self._profiles = [
+            Profile(engine, number, strategy, self._stream, self._inputs, self._outputs) for number in numbers
+        ]
+        self._make_buffers(config)
+        self._cuda.synchronize_stream(self._stream)
+        self._capture(config)
+
+    def close(self) -> None:
+        """In the order in which things refer to each other. Nothing of it is needed when the process ends."""
+        self._profiles = []
+        for allocator in self._allocators.values():
+            allocator.close()
+        for graph in self._graphs.take_all():
+            self._cuda.destroy_graph(graph)
+        for buffer in self._buffers:
+            self._cuda.free(buffer)
+        for owner in (*self._staging.values(), self._feed, self._pinned):
+            if owner is not None:
+                owner.close()
+        for event in self._events:
+            self._cuda.destroy_event(event)
+        for stream in self._streams:
+            self._cuda.destroy_stream(stream)
+        self._allocators, self._staging = {}, {}
+        self._buffers, self._events, self._streams = [], [], []
+        self._feed = self._pinned = self._engine = None
+
+    # ------------------------------------------------------------------------------------ at load
+
+    def _open(self, config: ModelConfig) -> Engine:
+        if self._engine is None:
+            self._engine = open_engine(config, self.context, self._trt, self._logger, self._cuda.capability)
+        return self._engine
+
+    def _strategy(self, config: ModelConfig) -> Any:
+        given = config.parameters.get(STRATEGY)
+        name = given.string_value if given is not None and given.string_value else _STRATEGIES[0]
+        if name not in _STRATEGIES:
+            raise InvalidRequest(f"parameter {STRATEGY} is '{name}', expected one of {', '.join(_STRATEGIES)}")
+        return self._trt.ExecutionContextAllocationStrategy.__members__[name]
+
+    def _set_up(self, config: ModelConfig) -> None:
+        """Streams and events, and what moves tensors."""
+        cuda, optimization = self._cuda, config.optimization
+        hints = optimization.cuda if optimization is not None else None
+        priority = PRIORITIES[optimization.priority] if optimization is not None else 0
+        self._stream = self._copy_stream = cuda.stream(priority)
+        self._streams.append(self._stream)
+        self._computed = 0
+        if hints is not None and hints.output_copy_stream:
+            self._copy_stream = cuda.stream(priority)
+            self._streams.append(self._copy_stream)
+            self._computed = cuda.event()
+            self._events.append(self._computed)
+        self._end = cuda.event(spin=hints is not None and hints.busy_wait_events)
+        self._events.append(self._end)
+        pinned_in = optimization.input_pinned_memory if optimization is not None else None
+        pinned_out = optimization.output_pinned_memory if optimization is not None else None
+        self._pin_outputs = pinned_out is None or pinned_out.enable
+        threshold = optimization.gather_kernel_buffer_threshold if optimization is not None else 0
+        self._pinned = Pinned(cuda, int(self.context.settings.get(PINNED_KNOB, PINNED_BYTES)))
+        staged = pinned_in is None or pinned_in.enable
+        self._feed = Feed(cuda, self._pinned, staged, threshold, self._stream)
+
+    def _make_buffers(self, config: ModelConfig) -> None:
+        """As large as the largest batch of any profile needs, and bound in every context."""
+        engine = self._engine
+        assert engine is not None
+        self._host = {
+            index: HostValues(spec, tuple(max(dim, 1) for dim in spec.shape))
+            for index, spec in enumerate(self._inputs)
+            if spec.name in engine.on_host
+        }
+        in_bytes = [0] * len(self._inputs)
+        out_bytes = [0] * len(self._outputs)
+        unknown: set[int] = set()
+        for profile in self._profiles:
+            for index, values in self._host.items():
+                profile.address(self._inputs[index].name, values.address)
+            shapes = profile.largest(config.max_batch_size)
+            for index, (spec, shape) in enumerate(zip(self._inputs, shapes, strict=True)):
+                in_bytes[index] = max(in_bytes[index], elements(shape) * spec.item)
+            if self._host:
+                unknown.update(range(len(self._outputs)))  # they depend on values, which nobody knows yet
+                continue
+            for index, shape in enumerate(profile.prepare(shapes)):
+                out_bytes[index] = max(out_bytes[index], elements(shape) * self._outputs[index].item)
+                if -1 in shape:
+                    unknown.add(index)
+        for spec in self._outputs:
+            if spec.name in engine.on_host:
+                raise Unsupported(f"output '{spec.name}' of model '{config.name}' is a shape tensor, not supported")
+        self._input_at = [0 if index in self._host else self._buffer(size) for index, size in enumerate(in_bytes)]
+        self._output_at = [0 if index in unknown else self._buffer(size) for index, size in enumerate(out_bytes)]
+        self._allocators = {index: allocator_of(self._trt, self._cuda) for index in sorted(unknown)}
+        for profile in self._profiles:
+            self._bind(profile)
+        self._bind_unused(engine)
+
+    def _bind(self, profile: Profile) -> None:
+        for spec, address in zip(self._inputs, self._input_at, strict=True):
+            if address:
+                profile.address(spec.name, address)
+        for index, spec in enumerate(self._outputs):
+            allocator = self._allocators.get(index)
+            if allocator is None:
+                profile.address(spec.name, self._output_at[index])
+            elif not profile.context.set_output_allocator(spec.name, allocator):
+                raise ModelFailed(f"the engine takes no memory for output '{spec.name}'")
+
+    def _bind_unused(self, engine: Engine) -> None:
+        """Outputs that the configuration leaves out: the engine writes them all the same."""
+        configured = {spec.name for spec in self._outputs}
+        for number, fact in enumerate(engine.outputs):
+            if fact.name in configured:
+                continue
+            allocator = self._allocators[-1 - number] = allocator_of(self._trt, self._cuda)
+            for profile in self._profiles:
+                if not profile.context.set_output_allocator(fact.name, allocator):
+                    raise ModelFailed(f"the engine takes no memory for output '{fact.name}'")
+
+    def _buffer(self, size: int) -> int:
+        address = self._cuda.allocate(size)
+        self._buffers.append(address)
+        return address
+
+    def _capture(self, config: ModelConfig) -> None:
+        """Each graph is captured after a run of the same shapes, in which the library does what it does only once."""
+        engine, cuda = self._engine, self._cuda
+        assert engine is not None
+        if config.optimization is None or config.optimization.cuda is None or not config.optimization.cuda.graphs:
+            return
+        if self._allocators or self._host:
+            say(f"model '{config.name}': no CUDA graphs, as shapes or memory depend on values", "warning")
+            return
+        for wish in wishes(config, engine, self._inputs, self._profiles[0].number):
+            profile = self._choose(wish.shapes)
+            outputs = tuple(profile.prepare(wish.shapes))
+            if not profile.run(self._stream):
+                raise ModelFailed(f"the engine does not run: {self._logger.last}")
+            cuda.synchronize_stream(self._stream)
+            cuda.begin_capture(self._stream)
+            try:
+                captured = profile.run(self._stream)
+            except BaseException:
+                cuda.give_up_capture(self._stream)
+                raise
+            if not captured:
+                cuda.give_up_capture(self._stream)
+                say(f"model '{config.name}': no CUDA graphs, the engine refuses: {self._logger.last}", "warning")
+                return
+            self._graphs.add(Graph(cuda.end_capture(self._stream), wish.shapes, outputs, wish.least))
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, inputs: Group, outputs: Results) -> None:
+        shapes = self._shapes(inputs)
+        wanted = [index for index in range(len(self._outputs)) if outputs.needed(index)]
+        if not wanted:
+            inputs.computing()
+            return
+        cuda = self._cuda
+        try:
+            self._run(inputs, outputs, shapes, wanted)
+        except cuda.errors as error:
+            self._settle(error)
+            raise cuda.failure(error) from error
+        except ServeError as error:
+            self._settle(error)
+            raise
+
+    def _shapes(self, inputs: Group) -> tuple[Shape, ...]:
+        found = []
+        for index, spec in enumerate(self._inputs):
+            shape = inputs.shape(index)
+            if shape is None:
+                raise InvalidRequest(f"input '{spec.name}' is missing: the engine of model '{self._model}' needs it")
+            found.append(shape)
+        return tuple(found)
+
+    def _choose(self, shapes: tuple[Shape, ...]) -> Profile:
+        """Of the profiles that take these shapes, the one that is made for the most similar ones."""
+        profiles = [profile for profile in self._profiles if profile.holds(shapes)]
+        if not profiles:
+            raise no_profile(self._model, self._profiles, self._inputs, shapes)
+        return profiles[0] if len(profiles) == 1 else min(profiles, key=lambda profile: profile.distance(shapes))
+
+    def _run(self, inputs: Group, outputs: Results, shapes: tuple[Shape, ...], wanted: list[int]) -> None:
+        cuda, stream, rows = self._cuda, self._stream, inputs.rows
+        feed = self._feed
+        assert feed is not None
+        for index, values in self._host.items():
+            given = inputs.array(index)
+            if given is None or given.nbytes > values.bytes:
+                raise InvalidRequest(f"input '{self._inputs[index].name}' has more values than the model's dims allow")
+            values.array(shapes[index])[...] = given
+        graph = self._graphs.find(shapes, rows) if len(self._graphs) else None
+        if graph is None:
+            profile = self._choose(shapes)
+            made = list(profile.prepare(shapes))
+        else:
+            made = [(rows, *shape[1:]) if rows else shape for shape in graph.outputs]
+        for index, spec in enumerate(self._inputs):
+            if index in self._host:
+                continue
+            there = feed.already_there(inputs, index) if graph is None else 0
+            if graph is None:
+                profile.address(spec.name, there or self._input_at[index])
+            if not there:
+                size = elements(shapes[index]) * spec.item
+                feed.put(inputs, index, spec.numpy, shapes[index], size, self._input_at[index])
+        inputs.computing()
+        targets: dict[int, tuple[Array, bool]] = {}
+        near: dict[int, int] = {}
+        for index in wanted:
+            if -1 in made[index]:
+                continue  # its place is found when its shape is known
+            address = outputs.near(index, made[index]) if index not in self._allocators else None
+            if address is None:
+                targets[index] = self._target(index, made[index], outputs)
+            else:
+                near[index] = address
+        if graph is not None:
+            cuda.launch(graph.it, stream)
+        elif not self._run_profile(profile, near):
+            cuda.synchronize_stream(stream)  # where the device failed, this says so
+            raise ModelFailed(f"the engine does not run: {self._logger.last or 'the library gives no reason'}")
+        if self._computed:
+            cuda.record(self._computed, stream)
+            cuda.wait_for(self._copy_stream, self._computed)
+        for index, address in near.items() if graph is not None else ():  # which writes where it always does
+            size = elements(made[index]) * self._outputs[index].item
+            cuda.copy(address, self._output_at[index], size, cuda.within, self._copy_stream)
+        self._collect([index for index in wanted if index not in near], targets, outputs)
+
+    def _run_profile(self, profile: Profile, near: dict[int, int]) -> bool:
+        """Outputs that stay on the device are written where they stay."""
+        for index, spec in enumerate(self._outputs):
+            if index not in self._allocators:
+                profile.address(spec.name, near.get(index) or self._output_at[index])
+        return profile.run(self._stream)
+
+    def _target(self, index: int, shape: Shape, outputs: Results) -> tuple[Array, bool]:
+        """Where an output goes: to where its callers read it, or into staging, from where they get their shares."""
+        spec = self._outputs[index]
+        if outputs.direct(index, shape):
+            array = outputs.place(index, shape)
+            assert self._pinned is not None
+            self._pinned.ensure(array)
+            return array, True
+        staging = self._staging.get(index)
+        if staging is None:
+            staging = self._staging[index] = Staging(self._cuda, self._pin_outputs)
+        return staging.bytes(elements(shape) * spec.item).view(spec.numpy).reshape(shape), False
+
+    def _collect(self, wanted: list[int], targets: dict[int, tuple[Array, bool]], outputs: Results) -> None:
+        cuda, stream = self._cuda, self._copy_stream
+        for index in wanted:
+            allocator = self._allocators.get(index)
+            if index not in targets:
+                assert allocator is not None
+                targets[index] = self._target(index, allocator.shape, outputs)
+            array, _ = targets[index]
+            source = self._output_at[index] if allocator is None else allocator.address
+            if array.nbytes:
+                cuda.copy(address_of(array), source, array.nbytes, cuda.to_host, stream)
+        cuda.record(self._end, stream)
+        cuda.synchronize(self._end)
+        for index in wanted:
+            array, placed = targets[index]
+            if not placed:
+                outputs.put(index, array)
+
+    def _settle(self, error: Exception) -> None:
+        """A batch has failed: nothing may be read or written any more for it when its memory goes to others."""
+        cuda = self._cuda
+        lost = cuda.lost(error)
+        if not lost:
+            try:
+                for stream in self._streams:
+                    cuda.synchronize_stream(stream)
+            except cuda.errors as later:
+                lost = cuda.lost(later)
+                error = later
+        if lost:
+            say(f"model instance '{self.context.instance}': the GPU cannot be used any more by this process: {error}")
+            end_process(Exit.DEVICE_LOST)

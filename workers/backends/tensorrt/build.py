@@ -1,0 +1,284 @@
+"""`python -m shmserve.workers.backends.tensorrt.build ORDER`: what `shmserve build` becomes. ONNX in, a plan for this GPU out.
+
+The rule: the plan is there when it is complete, and not before; whatever else is at its place stays until then.
+
+Exit codes: 0 done, 1 it cannot be built, 2 used wrongly, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.clients.cli.tables import duration_text, shape_text, table
+from shmserve.errors import ModelFailed, ServeError, Unsupported
+from shmserve.repo.config.schema import ModelConfig
+from shmserve.repo.gpus import discover
+from shmserve.repo.storage.store import scan_model
+from shmserve.workers.backends.tensorrt.build_progress import Interrupted, Progress, interrupts
+from shmserve.workers.backends.tensorrt.build_shapes import Misuse, Ranges, from_config, from_words, with_batch
+from shmserve.workers.backends.tensorrt.engine import Engine, load_plugins, logger_of
+from shmserve.workers.gpu.api import Cuda, major, tensorrt
+from shmserve.workers.process.log import say
+
+ONNX = "model.onnx"
+_HARDWARE = {"": "NONE", "ampere+": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
+_PRECISIONS = {"fp16": "FP16", "bf16": "BF16"}
+
+
+class Order(Struct, forbid_unknown_fields=True):
+    """What `shmserve build` was asked for, by the names of its arguments."""
+
+    model: str
+    out: str
+    profile: list[list[str]] = []
+    max_batch: int = 0
+    version: int | None = None
+    precision: str = ""
+    workspace_mb: int = 0
+    level: int | None = None
+    timing_cache: str | None = None
+    no_timing_cache: bool = False
+    version_compatible: bool = False
+    hardware: str = ""
+    plugins: str = ""
+    json: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    order = msgspec.json.decode(words[0], type=Order)
+    try:
+        _build(order)
+    except Misuse as error:
+        return _end(str(error), 2)
+    except Interrupted:
+        return _end("interrupted; no plan was written", 130)
+    except ServeError as error:
+        return _end(str(error), 1)
+    except OSError as error:
+        return _end(f"{error.filename or order.out}: {error.strerror}", 1)
+    return 0
+
+
+def _end(text: str, code: int) -> int:
+    print(f"shmserve build: {text}", file=sys.stderr)
+    return code
+
+
+def _build(order: Order) -> None:
+    source, config = _source(order)
+    out = Path(order.out)
+    if out.is_dir() or not out.parent.is_dir():
+        raise Misuse(f"{out} is not the name of a file that can be written; name one in a directory that exists")
+    cuda, trt = Cuda(), tensorrt()
+    if order.precision and major(trt) > 10:
+        raise Unsupported(
+            f"TensorRT {trt.__version__} computes in the types that the ONNX file has: convert that to "
+            f"{order.precision} instead of giving --precision, which is for TensorRT 10"
+        )
+    logger = logger_of(trt, say)
+    load_plugins(order.plugins)
+    trt.init_libnvinfer_plugins(logger, "")
+    started = time.perf_counter()
+    with interrupts() as interrupted:
+        progress = Progress(trt, interrupted, quiet=order.json)
+        plan, words = _made(order, trt, logger, source, config, progress.monitor, cuda.capability)
+        progress.end()
+        if plan is None:
+            if interrupted():
+                raise Interrupted
+            raise ModelFailed(f"no plan could be built: {logger.last or 'the library gives no reason'}")
+    _write(out, plan)
+    _report(order, trt, logger, out, time.perf_counter() - started, cuda, words)
+
+
+def _source(order: Order) -> tuple[Path, ModelConfig | None]:
+    """The ONNX file, and the configuration where a model's directory was named."""
+    path = Path(order.model)
+    if path.is_file():
+        return path, None
+    if not path.is_dir():
+        raise Misuse(f"{path} is neither an ONNX file nor the directory of a model")
+    found = scan_model(Path(os.path.abspath(path)), gpus=discover().numbers)
+    if found.problems or found.given is None:
+        raise Misuse("\n".join([f"the configuration of model '{found.name}' is wrong:", *found.problems]))
+    versions = [order.version] if order.version is not None else list(found.versions[-1:])
+    for version in versions:
+        file = path / str(version) / ONNX
+        if (file / ONNX).is_file():
+            return file / ONNX, found.given
+        if file.is_file():
+            return file, found.given
+    which = f"version {versions[0]}" if versions else "any version"
+    raise Misuse(f"there is no file '{ONNX}' in {which} of model '{found.name}'")
+
+
+def _made(
+    order: Order, trt: Any, logger: Any, source: Path, config: ModelConfig | None, monitor: Any, capability: str
+) -> tuple[Any, list[str]]:
+    """The plan as the library gives it, None where it gives none; and what is to be said of the timing cache."""
+    builder = trt.Builder(logger)
+    flags = 0 if order.precision else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(os.fspath(source)):
+        raise ModelFailed("\n".join([f"{source.name} cannot be read by TensorRT:", *_errors(parser)]))
+    settings = builder.create_builder_config()
+    settings.progress_monitor = monitor
+    if order.workspace_mb:
+        settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_mb << 20)
+    if order.level is not None:
+        settings.builder_optimization_level = order.level
+    if order.version_compatible:
+        settings.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+    if order.hardware:
+        name = _HARDWARE[order.hardware]
+        settings.hardware_compatibility_level = trt.HardwareCompatibilityLevel.__members__[name]
+    if order.precision:
+        settings.set_flag(trt.BuilderFlag.__members__[_PRECISIONS[order.precision]])
+    for ranges in _ranges(order, config, network):
+        profile = builder.create_optimization_profile()
+        for name, (low, best, high) in ranges.items():
+            profile.set_shape(name, low, best, high)
+        settings.add_optimization_profile(profile)
+    cache, words = _timing_cache(order, trt, settings, capability)
+    plan = builder.build_serialized_network(network, settings)
+    if plan is not None and cache is not None:
+        try:
+            _write(cache, settings.get_timing_cache().serialize())
+        except OSError as error:  # no reason to lose the plan
+            words.append(f"the timing cache cannot be kept: {error.strerror}")
+    return plan, words
+
+
+def _errors(parser: Any) -> Iterator[str]:
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        yield f"  node '{error.node_name()}' ({error.node_operator()}): {error.desc()}"
+
+
+def _ranges(order: Order, config: ModelConfig | None, network: Any) -> list[Ranges]:
+    """The profiles: as given, else from the configuration, else batches of up to --max-batch."""
+    inputs = {}
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        inputs[tensor.name] = tuple(tensor.shape)
+    dynamic = {name: shape for name, shape in inputs.items() if -1 in shape}
+    if order.profile:
+        return [from_words(words, inputs) for words in order.profile]
+    if not dynamic:
+        return []
+    if config is not None and (config.max_batch_size or config.input):
+        return [from_config(config, dynamic, order.max_batch)]
+    return [with_batch(dynamic, order.max_batch)]
+
+
+# ------------------------------------------------------------------------------------------- timing cache
+
+
+def _timing_cache(order: Order, trt: Any, settings: Any, capability: str) -> tuple[Path | None, list[str]]:
+    """Gives the builder what was measured in earlier builds: where that is kept, and what is to be said."""
+    if order.no_timing_cache:
+        return None, []
+    path = Path(order.timing_cache) if order.timing_cache is not None else _cache_place(trt, capability)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = path.read_bytes() if path.is_file() else b""
+    except OSError as error:
+        if order.timing_cache is not None:
+            raise
+        return None, [f"no timing cache: {path}: {error.strerror}"]
+    if data and settings.set_timing_cache(settings.create_timing_cache(data), False):
+        return path, [f"timing cache: {path}, {len(data)} bytes were there"]
+    settings.set_timing_cache(settings.create_timing_cache(b""), False)
+    was = "of another device or version, begun anew" if data else "new"
+    return path, [f"timing cache: {path}, {was}"]
+
+
+def _cache_place(trt: Any, capability: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shmserve" / f"tensorrt-{trt.__version__}-sm{capability}.cache"
+
+
+# ------------------------------------------------------------------------------------------- what comes out
+
+
+def _write(path: Path, data: Any) -> None:
+    """All of it, or nothing: beside it first, then in its place."""
+    with _beside(path) as file:
+        file.write(memoryview(data))
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Any]:
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _report(order: Order, trt: Any, logger: Any, out: Path, seconds: float, cuda: Cuda, words: Sequence[str]) -> None:
+    """What the plan says of itself: it is loaded once, as a server would."""
+    runtime = trt.Runtime(logger)
+    runtime.engine_host_code_allowed = order.version_compatible
+    loaded = runtime.deserialize_cuda_engine(out.read_bytes())
+    if loaded is None:
+        raise ModelFailed(f"the plan was written, but cannot be loaded here: {logger.last}")
+    engine = Engine(trt, runtime, loaded)
+    size = out.stat().st_size
+    if order.json:
+        document = {
+            "plan": os.fspath(out),
+            "bytes": size,
+            "seconds": round(seconds, 3),
+            "tensorrt": trt.__version__,
+            "compute_capability": cuda.capability,
+            "inputs": [_input(engine, fact.name, fact.dtype, fact.dims) for fact in engine.inputs],
+            "outputs": [{"name": f.name, "datatype": f.dtype, "shape": list(f.dims)} for f in engine.outputs],
+            "profiles": engine.profiles,
+        }
+        print(json.dumps(document, indent=2))
+        return
+    rows = [["input", f.name, f.dtype, shape_text(f.dims), _allowed(engine, f.name)] for f in engine.inputs]
+    rows += [["output", f.name, f.dtype, shape_text(f.dims), ""] for f in engine.outputs]
+    print(table(["", "name", "type", "shape", "profiles"], rows))
+    for line in words:
+        print(line)
+    print(
+        f"{out}: {size / 2**20:.1f} MiB in {duration_text(seconds)}, for compute capability {cuda.capability} and "
+        f"TensorRT {trt.__version__}"
+    )
+
+
+def _allowed(engine: Engine, name: str) -> str:
+    if name in engine.on_host:
+        return "values of shapes"
+    return "; ".join(str(engine.range_of(name, profile)) for profile in range(engine.profiles))
+
+
+def _input(engine: Engine, name: str, dtype: str, dims: tuple[int, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": name, "datatype": dtype, "shape": list(dims)}
+    if name not in engine.on_host:
+        ranges = [engine.range_of(name, profile) for profile in range(engine.profiles)]
+        found["profiles"] = [{"min": list(r.low), "opt": list(r.best), "max": list(r.high)} for r in ranges]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

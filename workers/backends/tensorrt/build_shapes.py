@@ -1,0 +1,101 @@
+"""The shapes that a plan is built for: minimum, best and maximum of each input.
+
+The rule: nothing is guessed. A dimension that neither the words nor the configuration fix is asked for, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+
+Shape = tuple[int, ...]
+Ranges = dict[str, tuple[Shape, Shape, Shape]]
+FORM = "NAME=MIN:BEST:MAX, each like 8x3x224x224, or NAME=SHAPE for all three"
+
+
+class Misuse(Exception):
+    """The command was used wrongly."""
+
+
+def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
+    """`x=1x3:4x3:8x3 mask=1x5:4x5:8x5`: one profile. Inputs whose dims are all fixed need not be named."""
+    found: Ranges = {}
+    for word in words:
+        name, equals, text = word.rpartition("=")
+        if not equals or not name:
+            raise Misuse(f"--profile: '{word}' is not {FORM}")
+        if name not in inputs:
+            raise Misuse(f"--profile: the model has no input '{name}'; its inputs are {', '.join(inputs)}")
+        shapes = [_shape(part, word) for part in text.split(":")]
+        if len(shapes) not in (1, 3):
+            raise Misuse(f"--profile: '{word}' is not {FORM}")
+        low, best, high = shapes * 3 if len(shapes) == 1 else shapes
+        dims = inputs[name]
+        for shape in (low, best, high):
+            if len(shape) != len(dims) or any(dim not in (-1, have) for dim, have in zip(dims, shape, strict=True)):
+                raise Misuse(f"--profile: {_text(shape)} is not a shape of input '{name}', which is {list(dims)}")
+        if not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
+            raise Misuse(f"--profile: '{word}' must not get smaller from MIN to BEST to MAX")
+        found[name] = low, best, high
+    missing = [name for name, dims in inputs.items() if -1 in dims and name not in found]
+    if missing:
+        raise Misuse(f"--profile: inputs with dynamic dims are missing: {_listed(missing, inputs)}")
+    return found
+
+
+def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
+    """Batches up to max_batch_size, best at the largest preferred one, of the dims that the configuration has."""
+    most = max_batch or config.max_batch_size
+    preferred = config.dynamic_batching.preferred_batch_size if config.dynamic_batching is not None else ()
+    best = max((size for size in preferred if size <= most), default=most)
+    entries = {entry.name: entry for entry in config.input}
+    found: Ranges = {}
+    for name, dims in dynamic.items():
+        entry = entries.get(name)
+        tail = dims[1:] if most else dims
+        if entry is not None:
+            given = tuple(entry.dims if entry.reshape is None else entry.reshape.shape)
+            if len(given) == len(tail):
+                tail = tuple(have if have != -1 else dim for have, dim in zip(tail, given, strict=True))
+        if -1 in tail or (most and dims[0] != -1):
+            raise Misuse(_ask(name, dims))
+        if not most:
+            found[name] = tail, tail, tail
+            continue
+        found[name] = (1, *tail), (best, *tail), (most, *tail)
+    return found
+
+
+def with_batch(dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
+    """Batches up to so many rows, of inputs whose other dims are fixed."""
+    found: Ranges = {}
+    for name, dims in dynamic.items():
+        if not max_batch or dims[0] != -1 or -1 in dims[1:]:
+            raise Misuse(_ask(name, dims))
+        found[name] = (1, *dims[1:]), (max_batch, *dims[1:]), (max_batch, *dims[1:])
+    return found
+
+
+def _shape(text: str, word: str) -> Shape:
+    parts = text.split("x") if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise Misuse(f"--profile: '{word}' is not {FORM}")
+    return tuple(map(int, parts))
+
+
+def _text(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def _listed(names: Sequence[str], inputs: Mapping[str, Shape]) -> str:
+    return ", ".join(f"'{name}' {list(inputs[name])}" for name in names)
+
+
+def _ask(name: str, dims: Shape) -> str:
+    return (
+        f"input '{name}' is {list(dims)}: say with --max-batch N how large batches get (where only the first dim is "
+        f"dynamic), or with --profile {FORM} what it is to be built for"
+    )

@@ -1,0 +1,238 @@
+"""A TensorRT engine: found, loaded, and what it says of itself held against the configuration.
+
+The rule: an engine that does not fit its configuration is refused here, at load, in words that name both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.repo.config.complete import TensorFacts
+from shmserve.workers.backends import model_facts
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
+    from shmserve.workers.backends.base import Context
+    from shmserve.workers.batch.specs import Spec
+
+DTYPES = {
+    "FLOAT": "FP32",
+    "HALF": "FP16",
+    "BF16": "BF16",
+    "INT8": "INT8",
+    "INT32": "INT32",
+    "INT64": "INT64",
+    "BOOL": "BOOL",
+    "UINT8": "UINT8",
+}
+_LOADED: set[str] = set()
+"""Libraries of plug-ins that this process has. They register themselves once, and stay."""
+
+Shape = tuple[int, ...]
+
+
+class Range(Struct, frozen=True):
+    """The shapes that a profile allows an input, with the batch dimension."""
+
+    low: Shape
+    best: Shape
+    high: Shape
+
+    def holds(self, shape: Shape) -> bool:
+        return len(shape) == len(self.low) and all(
+            low <= dim <= high for low, dim, high in zip(self.low, shape, self.high, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return f"{list(self.low)} to {list(self.high)}" if self.low != self.high else str(list(self.low))
+
+
+class Engine:
+    """An engine, its inputs and outputs, and the ranges of its profiles."""
+
+    def __init__(self, trt: Any, runtime: Any, engine: Any) -> None:
+        self.trt = trt
+        self.it = engine
+        self._runtime = runtime  # which the library wants to outlive its engines
+        self.inputs: list[TensorFacts] = []
+        self.outputs: list[TensorFacts] = []
+        self.on_host: set[str] = set()
+        """Tensors whose values shapes are computed from: the library reads them here, and not on the device."""
+        self.profiles: int = engine.num_optimization_profiles
+        for index in range(engine.num_io_tensors):
+            self._look(engine.get_tensor_name(index))
+
+    def _look(self, name: str) -> None:
+        trt, engine = self.trt, self.it
+        kind = engine.get_tensor_dtype(name).name
+        dtype = DTYPES.get(kind)
+        if dtype is None:
+            raise Unsupported(f"tensor '{name}' of the engine is {kind}, not supported")
+        if engine.get_tensor_format(name) != trt.TensorFormat.LINEAR:
+            raise Unsupported(
+                f"tensor '{name}' of the engine has the layout {engine.get_tensor_format(name).name}; only row-major "
+                "tensors (LINEAR) are supported"
+            )
+        fact = TensorFacts(name, dtype, tuple(engine.get_tensor_shape(name)))
+        is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+        (self.inputs if is_input else self.outputs).append(fact)
+        if engine.get_tensor_location(name) == trt.TensorLocation.HOST:
+            self.on_host.add(name)
+
+    def range_of(self, name: str, profile: int) -> Range:
+        """What an input on the device may be like."""
+        return Range(*(tuple(shape) for shape in self.it.get_tensor_profile_shape(name, profile)))
+
+    def largest_batch(self, profiles: Sequence[int]) -> int:
+        """The most rows that all inputs may have in one of these profiles."""
+        names = [fact.name for fact in self.inputs if fact.name not in self.on_host and fact.dims]
+        return max(min((self.range_of(name, profile).high[0] for name in names), default=0) for profile in profiles)
+
+
+def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, capability: str) -> Engine:
+    """Reads the file that is for this device."""
+    load_plugins(context.setting("tensorrt", "plugins"))
+    if not trt.init_libnvinfer_plugins(logger, ""):
+        raise Unavailable("the plug-ins of TensorRT cannot be set up")
+    runtime = trt.Runtime(logger)
+    if context.setting("tensorrt", "version-compatible", "false").lower() in ("true", "1"):
+        # Such an engine brings a runtime of its own, as code that is run: only for files that are trusted.
+        runtime.engine_host_code_allowed = True
+    path = _file(config, context, capability)
+    with open(path, "rb") as file:
+        try:
+            data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except ValueError:
+            raise InvalidRequest(f"file '{path.name}' of model '{config.name}' is empty") from None
+    with data:
+        engine = runtime.deserialize_cuda_engine(data)
+    if engine is None:
+        raise InvalidRequest(
+            f"unable to load plan of model '{config.name}': {logger.last or 'the library gives no reason'}; a plan "
+            "works on the kind of GPU and the version of TensorRT that built it (here: compute capability "
+            f"{capability}, TensorRT {trt.__version__}), unless it was built to be compatible"
+        )
+    return Engine(trt, runtime, engine)
+
+
+def _file(config: ModelConfig, context: Context, capability: str) -> Path:
+    name = config.cc_model_filenames.get(capability) or config.default_model_filename or "model.plan"
+    path = context.version_folder / name
+    if not path.is_file():
+        raise NotFound(f"version {context.version} of model '{config.name}' has no file '{name}'")
+    return path
+
+
+def load_plugins(paths: str) -> None:
+    """`a.so;b.so`, as the operator gave them: libraries that register what they have when they are loaded."""
+    for path in filter(None, (part.strip() for part in paths.split(";"))):
+        if path in _LOADED:
+            continue
+        try:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise Unavailable(
+                f"a library of plug-ins (--backend-config tensorrt,plugins) cannot be loaded: {error}"
+            ) from error
+        _LOADED.add(path)
+
+
+def logger_of(trt: Any, say: Callable[[str, str], None]) -> Any:
+    """What the library writes its messages to. `last` is the last error, for whoever was told only that it failed."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.last = ""
+
+        def log(self, severity: Any, msg: str) -> None:
+            if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
+                self.last = msg
+                say(f"TensorRT: {msg}", "error")
+            elif severity == trt.ILogger.Severity.WARNING:
+                say(f"TensorRT: {msg}", "warning")
+
+    return Logger()
+
+
+# ------------------------------------------------------------------------------------------- which profiles
+
+
+def profiles_of(config: ModelConfig, instance: str) -> tuple[int, ...]:
+    """The profiles of an instance, by its name: instances are numbered through the groups of one name."""
+    name, _, number = instance.rpartition("_")
+    found = [
+        group.profile
+        for group in config.instance_group
+        if group.name == name
+        for _ in range(group.count * (len(group.gpus) if group.kind == "KIND_GPU" else 1))
+    ]
+    place = int(number) if number.isdecimal() else len(found)
+    return _numbers(found[place]) if place < len(found) else (0,)
+
+
+def largest_batch(config: ModelConfig, engine: Engine) -> int:
+    """The most rows that every instance of the model can run at once."""
+    groups = [_numbers(group.profile) for group in config.instance_group] or [(0,)]
+    for profiles in groups:
+        check_profiles(config.name, engine, profiles)
+    return min(engine.largest_batch(profiles) for profiles in groups)
+
+
+def _numbers(profile: Sequence[str]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(int(text) for text in profile)) or (0,)
+
+
+def check_profiles(model: str, engine: Engine, profiles: Sequence[int]) -> None:
+    for profile in profiles:
+        if profile >= engine.profiles:
+            raise InvalidRequest(
+                f"instance_group of model '{model}' names profile {profile}; the engine has {engine.profiles}, "
+                "numbered from 0"
+            )
+
+
+# ------------------------------------------------------------------------------------------- does it fit
+
+
+def match(config: ModelConfig, engine: Engine, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
+    """The configuration must say what the engine says; of the outputs it may leave some out."""
+    model = config.name
+    model_facts.match(model, "input", inputs, engine.inputs, flat=(-1,), whose="engine")
+    model_facts.match(model, "output", outputs, engine.outputs, whose="engine")
+    model_facts.none_missing(model, inputs, engine.inputs)
+    entries: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+    declared = {entry.name: entry.is_shape_tensor for entry in entries}
+    for entry in entries:
+        if entry.is_non_linear_format_io:
+            raise Unsupported(f"tensor '{entry.name}' of model '{model}': is_non_linear_format_io is not supported")
+    for name, said in declared.items():
+        if said != (name in engine.on_host):
+            raise InvalidRequest(
+                f"unable to load model '{model}': tensor '{name}' is {'no' if said else 'a'} shape tensor in the "
+                f"engine, is_shape_tensor: {str(said).lower()} in the configuration"
+            )
+    if engine.on_host and config.max_batch_size > 0:
+        raise Unsupported(
+            f"model '{model}' has shape tensors ({', '.join(sorted(engine.on_host))}), whose values hold for a whole "
+            f"batch: set max_batch_size: 0 (it is {config.max_batch_size})"
+        )
+    optional = [spec.name for spec in inputs if spec.optional]
+    if optional:
+        raise Unsupported(f"model '{model}': an engine has no optional inputs, but {', '.join(optional)} is optional")
+
+
+def check_batch(config: ModelConfig, engine: Engine, profiles: Sequence[int]) -> None:
+    largest = engine.largest_batch(profiles)
+    if config.max_batch_size > largest:
+        raise InvalidRequest(
+            f"unable to load model '{config.name}': max_batch_size is {config.max_batch_size}, and profile(s) "
+            f"{', '.join(map(str, profiles))} of the engine allow batches up to {largest}"
+        )

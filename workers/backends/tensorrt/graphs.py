@@ -1,0 +1,140 @@
+"""CUDA graphs of an engine: which shapes get one, and which one serves a batch.
+
+The rule: a graph reads and writes the buffers that it was captured with, in the shapes that it was captured with. So it
+may run a smaller batch than its own, where the configuration allows that, and nothing else that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicyCudaGraphSpec
+    from shmserve.workers.backends.tensorrt.engine import Engine, Shape
+    from shmserve.workers.batch.specs import Spec
+
+
+class Wish(Struct, frozen=True):
+    """Shapes of all inputs that get a graph. `least`: it serves batches from so many rows on; 0: only its own."""
+
+    shapes: tuple[Shape, ...]
+    least: int = 0
+
+
+class Graph(Struct, frozen=True):
+    """A graph that was captured. `outputs` are the shapes in which it writes."""
+
+    it: int
+    shapes: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+    least: int
+
+
+class Graphs:
+    """The graphs of an instance."""
+
+    def __init__(self) -> None:
+        self._exact: dict[tuple[Shape, ...], Graph] = {}
+        self._padding: dict[tuple[Shape, ...], list[Graph]] = {}
+        """By the shapes behind the batch dimension, the smallest batch first."""
+
+    def __len__(self) -> int:
+        return len(self._exact)
+
+    def __contains__(self, shapes: tuple[Shape, ...]) -> bool:
+        return shapes in self._exact
+
+    def add(self, graph: Graph) -> None:
+        self._exact[graph.shapes] = graph
+        if graph.least:
+            same = self._padding.setdefault(_tails(graph.shapes), [])
+            same.append(graph)
+            same.sort(key=lambda one: one.shapes[0][0])
+
+    def find(self, shapes: tuple[Shape, ...], rows: int) -> Graph | None:
+        """The graph of these shapes, else the smallest that is meant for such batches too."""
+        found = self._exact.get(shapes)
+        if found is not None or not self._padding or not rows:
+            return found
+        for graph in self._padding.get(_tails(shapes), ()):
+            if graph.least <= rows <= graph.shapes[0][0]:
+                return graph
+        return None
+
+    def take_all(self) -> list[int]:
+        """What is to be destroyed; afterwards there are none."""
+        found = [graph.it for graph in self._exact.values()]
+        self._exact.clear()
+        self._padding.clear()
+        return found
+
+
+def _tails(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    return tuple(shape[1:] for shape in shapes)
+
+
+def wishes(config: ModelConfig, engine: Engine, specs: Sequence[Spec], profile: int) -> list[Wish]:
+    """What graph_spec asks for; without any, a graph for one row, for each preferred batch, and for the largest.
+    Dims that the configuration leaves open are those that the profile is best at."""
+    cuda = config.optimization.cuda if config.optimization is not None else None
+    if cuda is None or not cuda.graphs:
+        return []
+    if cuda.graph_spec:
+        return [_from_spec(config, engine, specs, profile, spec) for spec in cuda.graph_spec]
+    largest = config.max_batch_size
+    batching = config.dynamic_batching
+    preferred = batching.preferred_batch_size if batching is not None else ()
+    rows = sorted({1, largest, *(size for size in preferred if 0 < size <= largest)}) if largest else [0]
+    best = [engine.range_of(spec.name, profile).best for spec in specs]
+    return [Wish(tuple((count, *shape[1:]) if count else shape for shape in best)) for count in rows]
+
+
+def _from_spec(
+    config: ModelConfig,
+    engine: Engine,
+    specs: Sequence[Spec],
+    profile: int,
+    asked: ModelOptimizationPolicyCudaGraphSpec,
+) -> Wish:
+    rows, largest = asked.batch_size, config.max_batch_size
+    if not (1 <= rows <= largest if largest else rows == 0):
+        allowed = f"1 to {largest}" if largest else "0, as the model has no batch dimension"
+        raise InvalidRequest(f"graph_spec of model '{config.name}': batch_size is {rows}, expected {allowed}")
+    unknown = set(asked.input) - {spec.name for spec in specs}
+    if unknown:
+        raise InvalidRequest(
+            f"graph_spec of model '{config.name}': the model has no input {', '.join(sorted(unknown))}"
+        )
+    shapes = []
+    for spec in specs:
+        limits = engine.range_of(spec.name, profile)
+        given = asked.input.get(spec.name)
+        tail = tuple(given.dim) if given is not None else limits.best[bool(largest) :]
+        shape = (rows, *tail) if largest else tail
+        if not limits.holds(shape):
+            raise InvalidRequest(
+                f"graph_spec of model '{config.name}': shape {list(shape)} of input '{spec.name}' is outside of "
+                f"profile {profile}, which allows {limits}"
+            )
+        shapes.append(shape)
+    bound = asked.graph_lower_bound
+    if bound is None:
+        return Wish(tuple(shapes))
+    for name, dims in bound.input.items():
+        given = asked.input.get(name)
+        if given is None or given.dim != dims.dim:
+            raise InvalidRequest(
+                f"graph_spec of model '{config.name}': graph_lower_bound may have a smaller batch, but the dims of "
+                f"input '{name}' must be those of the graph, as rows of other dims lie elsewhere in memory"
+            )
+    if not 1 <= bound.batch_size <= rows:
+        raise InvalidRequest(
+            f"graph_spec of model '{config.name}': batch_size of graph_lower_bound is {bound.batch_size}, expected "
+            f"1 to {rows}"
+        )
+    return Wish(tuple(shapes), bound.batch_size)

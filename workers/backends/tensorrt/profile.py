@@ -1,0 +1,157 @@
+"""One optimisation profile of an engine, with the execution context and the addresses that it runs with.
+
+The rule: shapes are set before shapes are asked for, and addresses before anything runs; what has not changed since the
+last batch is not set again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest, ModelFailed
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.tensorrt.engine import Engine, Shape
+    from shmserve.workers.batch.specs import Spec
+    from shmserve.workers.gpu.api import Cuda
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Profile:
+    """A context on one profile. Inputs and outputs are known by their index in the configuration."""
+
+    def __init__(
+        self, engine: Engine, number: int, strategy: Any, stream: int, inputs: Sequence[Spec], outputs: Sequence[Spec]
+    ) -> None:
+        self.number = number
+        self._engine = engine
+        self._inputs = inputs
+        self._outputs = outputs
+        self.context = engine.it.create_execution_context(strategy)
+        if self.context is None:
+            free = "the device may have too little memory left"
+            raise ModelFailed(f"an execution context of the engine for profile {number} cannot be made: {free}")
+        if not self.context.set_optimization_profile_async(number, stream):
+            raise ModelFailed(f"profile {number} of the engine cannot be chosen")
+        self._on_device = [index for index, spec in enumerate(inputs) if spec.name not in engine.on_host]
+        self.ranges = {index: engine.range_of(inputs[index].name, number) for index in self._on_device}
+        self._addresses: dict[str, int] = {}
+        self._shapes: tuple[Shape, ...] | None = None
+        self._made: list[Shape] = []
+
+    def holds(self, shapes: Sequence[Shape]) -> bool:
+        return all(self.ranges[index].holds(shapes[index]) for index in self._on_device)
+
+    def distance(self, shapes: Sequence[Shape]) -> int:
+        """How far these shapes are from those that the profile is best at."""
+        return sum(
+            abs(dim - best)
+            for index in self._on_device
+            for dim, best in zip(shapes[index], self.ranges[index].best, strict=True)
+        )
+
+    def largest(self, max_batch: int) -> tuple[Shape, ...]:
+        """The largest shapes that can come."""
+        found = []
+        for index, spec in enumerate(self._inputs):
+            limits = self.ranges.get(index)
+            if limits is None:
+                found.append(tuple(max(dim, 1) for dim in spec.shape))
+            elif spec.batched:
+                rows = max(limits.low[0], min(max_batch, limits.high[0]))
+                found.append((rows, *limits.high[1:]))
+            else:
+                found.append(limits.high)
+        return tuple(found)
+
+    def address(self, name: str, address: int) -> None:
+        """Where a tensor is from the next run on."""
+        if self._addresses.get(name) == address:
+            return
+        if not self.context.set_tensor_address(name, address):
+            raise ModelFailed(f"the engine does not take the address of tensor '{name}'")
+        self._addresses[name] = address
+
+    def prepare(self, shapes: tuple[Shape, ...]) -> list[Shape]:
+        """Sets the shapes of the inputs: those of the outputs, with -1 where only the run will tell."""
+        context = self.context
+        if shapes == self._shapes and not self._engine.on_host:
+            return self._made
+        self._shapes = None
+        for spec, shape in zip(self._inputs, shapes, strict=True):
+            if not context.set_input_shape(spec.name, shape):
+                raise InvalidRequest(f"the engine does not take shape {list(shape)} of input '{spec.name}'")
+        missing = context.infer_shapes()
+        if missing:
+            raise ModelFailed(f"the engine cannot tell its shapes: it lacks those of {', '.join(missing)}")
+        self._made = [tuple(context.get_tensor_shape(spec.name)) for spec in self._outputs]
+        self._shapes = shapes
+        return self._made
+
+    def run(self, stream: int) -> bool:
+        """Gives the stream the work. False: the engine would not; its logger knows why."""
+        return bool(self.context.execute_async_v3(stream))
+
+
+def no_profile(
+    model: str, profiles: Sequence[Profile], specs: Sequence[Spec], shapes: Sequence[Shape]
+) -> InvalidRequest:
+    """The inputs of a request are outside of all profiles."""
+    given = ", ".join(f"'{spec.name}' {list(shape)}" for spec, shape in zip(specs, shapes, strict=True))
+    allowed = "; ".join(
+        f"profile {profile.number}: "
+        + ", ".join(f"'{specs[index].name}' {limits}" for index, limits in profile.ranges.items())
+        for profile in profiles
+    )
+    return InvalidRequest(f"inputs of model '{model}' are outside of what its engine was built for: {given}; {allowed}")
+
+
+def allocator_of(trt: Any, cuda: Cuda) -> Any:
+    """Memory for one output whose shape only the run tells. It grows, and stays for the next run."""
+
+    class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IOutputAllocator.__init__(self)
+            self.shape: tuple[int, ...] = ()
+            self.address = 0
+            self._size = 0
+
+        def reallocate_output_async(self, tensor_name: str, memory: int, size: int, alignment: int, stream: int) -> int:
+            if size > self._size or not self.address:
+                self.close()
+                self.address = cuda.allocate(size)
+                self._size = size
+            return self.address
+
+        def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int:
+            return self.reallocate_output_async(tensor_name, memory, size, alignment, 0)
+
+        def notify_shape(self, tensor_name: str, shape: Sequence[int]) -> None:
+            self.shape = tuple(shape)
+
+        def close(self) -> None:
+            address, self.address = self.address, 0
+            self._size = 0
+            if address:
+                cuda.free(address)
+
+    return Allocator()
+
+
+class HostValues:
+    """The values of a tensor that the library reads or writes on the host."""
+
+    def __init__(self, spec: Spec, shape: Shape) -> None:
+        self._dtype = spec.numpy
+        self.bytes = max(elements(shape) * spec.item, 1)
+        self._memory = (ctypes.c_ubyte * max(self.bytes, 64))()
+        self.address = ctypes.addressof(self._memory)
+
+    def array(self, shape: Shape) -> Array:
+        return np.ndarray(shape, self._dtype, memoryview(self._memory))

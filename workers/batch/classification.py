@@ -1,0 +1,127 @@
+"""The largest values of an output, for requests that want classes instead of the tensor.
+
+Each is written "value:index", or "value:index:label" where the class has a label: floats with six digits behind the
+point, integers as they are. The rule: the order is complete, so that the same tensor gives the same answer everywhere:
+larger values first, equal ones by index, NaN behind all numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import Struct
+
+from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest
+from shmserve.repo.files.labels import read_labels
+
+if TYPE_CHECKING:
+    from shmserve.errors import ServeError
+    from shmserve.protocol.messages import LabelFile, Wanted
+    from shmserve.workers.batch.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+LIMIT = 1_000_000
+"""The most elements of an output that is wanted as classes; each class becomes a string."""
+_NOT_NUMBERS = ("BYTES", "BOOL")
+
+
+class Top(Struct, frozen=True):
+    """So many of the largest values of each batch item are wanted, not the tensor. `labels`: those of an ensemble, in
+    place of the model's own."""
+
+    count: int
+    labels: tuple[str, ...] | None = None
+
+
+def top(model: str, spec: Spec, wanted: Wanted, labels: Sequence[LabelFile]) -> Top:
+    """`labels`: the files of an ensemble. Raises why the output cannot be given as classes."""
+    if (error := refusal(model, spec, wanted)) is not None:
+        raise error
+    for file in labels:
+        if file.output == wanted.name:
+            return Top(wanted.classes, _labels_in(file.folder, file.file))
+    return Top(wanted.classes)
+
+
+@lru_cache(maxsize=64)
+def _labels_in(folder: str, file: str) -> tuple[str, ...]:
+    """Of an ensemble. Files of a served version do not change."""
+    return read_labels(Path(folder), file)
+
+
+def refusal(model: str, spec: Spec, wanted: Wanted) -> ServeError | None:
+    """Why an output cannot be given as classes."""
+    if spec.dtype in _NOT_NUMBERS:
+        return InvalidRequest(
+            f"class result not available for output due to unsupported type '{spec.dtype}': output '{spec.name}' of "
+            f"model '{model}' must be of numbers"
+        )
+    if wanted.place is not None:
+        return InvalidRequest(
+            f"output '{spec.name}' of model '{model}' is wanted as {wanted.classes} classes, which are strings: they "
+            "cannot be written into shared memory of the caller"
+        )
+    return None
+
+
+def classify(spec: Spec, array: Array, count: int, labels: Sequence[str]) -> Array:
+    """The classes of one request's share of an output: [rows, classes], or [classes] without a batch dimension."""
+    rows = array.shape[0] if spec.batched else 1
+    items = array.reshape(rows, elements(array.shape[int(spec.batched) :]))
+    if items.size > LIMIT:
+        raise InvalidRequest(
+            f"classification output tensor too large: output '{spec.name}' has {items.size} elements; the "
+            f"limit is {LIMIT}"
+        )
+    kept = min(count, items.shape[1])
+    found: list[bytes] = []
+    for values in _numbers(items, spec.dtype):
+        found += _texts(values, largest(values, kept), labels)
+    texts = np.empty(rows * kept, object)
+    texts[:] = found
+    return texts.reshape((rows, kept) if spec.batched else (kept,))
+
+
+def largest(values: Array, count: int) -> Array:
+    """The indices of the `count` largest of a row of values, in order."""
+    if values.dtype.kind == "f":
+        nan = np.isnan(values)
+        if nan.any():
+            numbers = np.flatnonzero(~nan)
+            first = numbers[largest(values[numbers], min(count, len(numbers)))]
+            return np.concatenate([first, np.flatnonzero(nan)[: count - len(first)]])
+    chosen = None
+    if 0 < count < len(values):
+        least = np.partition(values, len(values) - count)[len(values) - count]
+        chosen = np.flatnonzero(values >= least)
+        values = values[chosen]
+    # A stable sort of the row read backwards, read backwards: descending, and equal values by index.
+    order = (len(values) - 1 - np.argsort(values[::-1], kind="stable"))[::-1][:count]
+    return order if chosen is None else chosen[order]
+
+
+def _numbers(items: Array, dtype: str) -> Array:
+    """The same values in a type that sorts fast and can be printed."""
+    if dtype not in ("BF16", "FP16"):
+        return items
+    if items.dtype == np.uint16:  # BF16 where numpy has no such type: the upper half of a float
+        return (items.astype(np.uint32) << 16).view(np.float32)
+    return items.astype(np.float32)
+
+
+def _texts(values: Array, indices: Array, labels: Sequence[str]) -> list[bytes]:
+    pattern = "%f:%d" if values.dtype.kind == "f" else "%d:%d"
+    known = len(labels)
+    found = []
+    for value, index in zip(values[indices].tolist(), indices.tolist(), strict=True):
+        text = pattern % (value, index)
+        if index < known and labels[index]:
+            text = f"{text}:{labels[index]}"
+        found.append(text.encode())
+    return found

@@ -1,0 +1,475 @@
+"""Tensors of requests -> the arrays that a model gets. The hot path of the worker.
+
+The rule: a batch of one is a view of the bytes where they are; a batch of many is gathered once. Whatever a request
+says is checked here before it is believed, and a request that lies fails alone.
+
+Ragged inputs, whose shapes differ between requests, become one dimension: the elements of all requests in their order.
+Padded ones are written into the batch buffer at their own length, and the rest of it is filled: each byte once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest, ServeError
+from shmserve.shm.mapped import OnDevice
+from shmserve.shm.strings import decode_bytes
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Handle, Tensor, Work
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.batch.specs import Pad, Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_BYTE = np.dtype(np.uint8)
+
+
+class Group:
+    """Requests whose inputs stack along axis 0, that a backend runs at once; or one request without a batch dimension.
+
+    `works` are in the order of their rows, `places` says where each stands in the batch. `rows` is the length of axis
+    0, 0 where there is no batch dimension. `extras`: the inputs that do not come from callers, behind those that do.
+    `lengths`: of each request of a model whose inputs are padded, to `length`.
+    """
+
+    __slots__ = (
+        "_blobs", "_gather", "_pieces", "_shapes", "extras", "length", "lengths", "places", "ready", "rows", "works",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        gather: Gather,
+        works: Sequence[Work],
+        places: Sequence[int],
+        rows: int,
+        shapes: list[tuple[int, ...] | None],
+        blobs: list[list[bytes]] | None,
+        pieces: list[list[Array]] | None,
+        lengths: Sequence[int] = (),
+        length: int = 0,
+    ) -> None:
+        self.works = works
+        self.lengths = lengths
+        self.length = length
+        self.places = places
+        self.rows = rows
+        self.ready = 0
+        self.extras: Sequence[Array] = ()
+        self._gather = gather
+        self._shapes = shapes
+        self._blobs = blobs
+        self._pieces = pieces
+
+    def computing(self) -> None:
+        """All inputs have been read or copied: the model begins to compute."""
+        self.ready = time.monotonic_ns()
+
+    def shape(self, index: int) -> tuple[int, ...] | None:
+        """The shape of an input as the backend sees it; None for an optional input that is not there."""
+        shapes = self._shapes
+        return shapes[index] if index < len(shapes) else self.extras[index - len(shapes)].shape
+
+    def array(self, index: int) -> Array | None:
+        """An input of all requests as one array, to be read before the next batch; None where it is not there."""
+        if index >= len(self._shapes):
+            return self.extras[index - len(self._shapes)]
+        shape = self._shapes[index]
+        if shape is None:
+            return None
+        spec = self._gather.specs[index]
+        if self._blobs is not None:
+            blobs = self._blobs[index]
+            return np.ndarray(shape, spec.numpy, b"".join(blobs) if len(blobs) > 1 else blobs[0])
+        assert self._pieces is not None
+        pieces = self._pieces[index]
+        if self._gather.on_device:
+            pieces = _on_host(pieces)
+        padded = self._is_padded(spec)
+        if len(pieces) == 1 and not padded:
+            only = pieces[0]
+            return only.reshape(shape) if spec.reshaped else only
+        if padded and not spec.item:
+            texts: Array = np.empty(shape, object)
+            self._pad(spec, pieces, texts)
+            return texts
+        if not spec.item:
+            strings: Array = np.concatenate(pieces)
+            return strings.reshape(shape)
+        gathered: Array = self._gather.buffer(index, elements(shape) * spec.item).view(spec.numpy).reshape(shape)
+        if padded:
+            self._pad(spec, pieces, gathered)
+        else:
+            _copy(pieces, gathered)
+        return gathered
+
+    def _is_padded(self, spec: Spec) -> bool:
+        """Some request is shorter than the batch, in this input."""
+        return spec.pad is not None and any(length != self.length for length in self.lengths)
+
+    def _pad(self, spec: Spec, pieces: list[Array], target: Array) -> None:
+        assert spec.pad is not None
+        value = spec.pad.value
+        if not spec.item and self._gather.text:
+            value = value.decode()
+        start = 0
+        for piece in pieces:
+            end = start + piece.shape[0]
+            _pad_to(target[start:end], piece, value)
+            start = end
+
+    def pieces(self, index: int) -> list[Array] | None:
+        """What an input consists of, in order, each one contiguous and where its caller has it. None where that is in
+        the messages, so that there is nothing to be had by taking it from there, and where it is to be padded."""
+        if index >= len(self._shapes) or self._pieces is None or not self._gather.specs[index].item:
+            return None
+        return None if self._is_padded(self._gather.specs[index]) else self._pieces[index]
+
+    def copy(self, index: int, target: Array) -> None:
+        """Copies an input of all requests into an array of its shape, once, from where the callers have it."""
+        if index >= len(self._shapes) or self._blobs is not None or not self._gather.specs[index].item:
+            target[...] = self.array(index)
+            return
+        assert self._pieces is not None
+        pieces = _on_host(self._pieces[index]) if self._gather.on_device else self._pieces[index]
+        if self._is_padded(self._gather.specs[index]):
+            self._pad(self._gather.specs[index], pieces, target)
+        else:
+            _copy(pieces, target)
+
+
+class Gather:
+    """Reads requests. One for each model; it keeps the batch buffers, which every batch uses again."""
+
+    def __init__(self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool = False) -> None:
+        """`text`: elements of BYTES are given as str, and those that are not UTF-8 refused."""
+        self.text = text
+        self.on_device = False
+        """Whether the backend reads tensors where they are on its GPU; else they are brought to the host."""
+        self.specs = tuple(specs)
+        self._model = model
+        self._mapped = mapped
+        self._index = {spec.name: index for index, spec in enumerate(self.specs)}
+        self._ragged = any(spec.flat for spec in self.specs)
+        self._pads: list[tuple[int, Pad]] = [
+            (index, spec.pad) for index, spec in enumerate(self.specs) if spec.pad is not None
+        ]
+        self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
+
+    def buffer(self, index: int, size: int) -> Array:
+        """`size` bytes of the batch buffer of an input."""
+        buffer = self._buffers[index]
+        if len(buffer) < size:
+            buffer = self._buffers[index] = np.empty(size, _BYTE)
+        return buffer[:size]
+
+    def groups(self, works: Sequence[Work]) -> tuple[list[Group], list[tuple[int, ServeError]]]:
+        """The batch as groups that stack, nearly always one, and the requests (by place) that cannot be read."""
+        uniform = self._uniform(works)
+        if uniform is not None:
+            return [uniform], []
+        failures: list[tuple[int, ServeError]] = []
+        found: dict[Any, list[tuple[int, list[list[Array]]]]] = {}
+        for place, work in enumerate(works):
+            try:
+                pieces = self._pieces(work)
+                self._length(pieces)
+            except ServeError as error:
+                failures.append((place, error))
+                continue
+            # Without a batch dimension nothing stacks: each request is a group.
+            key = self._key(pieces) if work.rows else place
+            found.setdefault(key, []).append((place, pieces))
+        return [self._group(works, members) for members in found.values()], failures
+
+    @property
+    def pads(self) -> bool:
+        return bool(self._pads)
+
+    def longest(self, works: Sequence[Work]) -> int:
+        """To what these are padded together; 0 where nothing is padded."""
+        if not self._pads:
+            return 0
+        return self._pads[0][1].rounded(max(map(self.length_of, works)))
+
+    def length_of(self, work: Work) -> int:
+        """Of its padded inputs; 0 if it has none."""
+        for tensor in work.inputs:
+            for index, pad in self._pads:
+                if tensor.name == self.specs[index].name and len(tensor.shape) > pad.axes[-1]:
+                    return tensor.shape[pad.axes[0]]
+        return 0
+
+    def read(self, work: Work, length: int = 0) -> list[Array | None]:
+        """The inputs of one request, each one array, None where an optional one is not there. `length`: to which those
+        are padded that are."""
+        arrays: list[Array | None] = []
+        found = self._pieces(work)
+        own = self._length(found)
+        for pieces, spec in zip(found, self.specs, strict=True):
+            if not pieces:
+                arrays.append(None)
+                continue
+            if spec.pad is not None and own < length:
+                arrays.append(self._padded(spec, spec.pad, _on_host(pieces), length))
+                continue
+            if self.on_device and (len(pieces) > 1 or spec.reshaped):
+                pieces = _on_host(pieces)
+            array = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            arrays.append(array.reshape(spec.inner(array.shape)) if spec.reshaped else array)
+        return arrays
+
+    def _padded(self, spec: Spec, pad: Pad, pieces: list[Array], length: int) -> Array:
+        rows = sum([piece.shape[0] for piece in pieces])
+        array: Array = np.empty(pad.to(length, (rows, *pieces[0].shape[1:])), spec.numpy if spec.item else object)
+        group = Group(self, (), (), rows, [], None, None)
+        group._pad(spec, pieces, array)
+        return array
+
+    def _length(self, pieces: list[list[Array]]) -> int:
+        """The one length of all padded inputs of a request."""
+        length = -1
+        for index, pad in self._pads:
+            if not pieces[index]:
+                continue
+            for axis in pad.axes:
+                found = pieces[index][0].shape[axis]
+                if length not in (-1, found):
+                    raise InvalidRequest(
+                        f"input '{self.specs[index].name}' has length {found} on padded axis {axis}, but another "
+                        f"input has {length}; the padded inputs of a request to model '{self._model}' must have one "
+                        f"length"
+                    )
+                length = found
+        return max(length, 0)
+
+    # ---------------------------------------------------------------------------------- all inline, all alike
+
+    def _uniform(self, works: Sequence[Work]) -> Group | None:
+        """The group of a batch whose tensors are all inline and fit together; None: look at them one by one.
+
+        Simple passes over the batch, one for each thing to know: this is what each request of a full batch pays.
+        """
+        count = len(works)
+        shares = [work.rows for work in works]
+        given = [work.inputs for work in works]
+        if self._ragged or 0 in shares or list(map(len, given)).count(len(self.specs)) != count:
+            return None
+        rows, length = sum(shares), -1
+        blobs: list[list[bytes]] = []
+        shapes: list[tuple[int, ...] | None] = []
+        for spec, column in zip(self.specs, zip(*given, strict=True), strict=True):
+            data: list[Any] = [tensor.data for tensor in column]
+            if (
+                list(map(type, data)).count(bytes) != count
+                or [tensor.name for tensor in column].count(spec.name) != count
+                or [tensor.dtype for tensor in column].count(spec.dtype) != count
+                or not spec.item
+            ):
+                return None
+            tail = _tail([tensor.shape for tensor in column], shares)
+            if tail is None:
+                return None
+            if spec.pad is not None:
+                found = {length, *[tail[axis - 1] for axis in spec.pad.axes]} - {-1}
+                length = max(found)
+                if len(found) > 1 or spec.pad.rounded(length) != length:
+                    return None
+            row_bytes = elements(tail) * spec.item
+            lengths = list(map(len, data))
+            if lengths.count(row_bytes) != rows and lengths != [share * row_bytes for share in shares]:
+                return None
+            blobs.append(data)
+            shapes.append(spec.inner((rows, *tail)))
+        length = max(length, 0)
+        alike = (length,) * count if self._pads else ()
+        return Group(self, works, range(count), rows, shapes, blobs, None, alike, length)
+
+    # ---------------------------------------------------------------------------------- one by one
+
+    def _key(self, pieces: list[list[Array]]) -> tuple[tuple[int, ...] | None, ...]:
+        """What requests have in common that stack."""
+        if self._pads:
+            return tuple(_unpadded(p[0].shape, spec) if p else None for p, spec in zip(pieces, self.specs, strict=True))
+        if not self._ragged:
+            return tuple(p[0].shape[1:] if p else None for p in pieces)
+        return tuple(
+            (() if spec.flat else p[0].shape[1:]) if p else None for p, spec in zip(pieces, self.specs, strict=True)
+        )
+
+    def _group(self, works: Sequence[Work], members: list[tuple[int, list[list[Array]]]]) -> Group:
+        chosen = [works[place] for place, _ in members]
+        rows = sum(work.rows for work in chosen)
+        pieces: list[list[Array]] = []
+        shapes: list[tuple[int, ...] | None] = []
+        lengths: Sequence[int] = ()
+        longest = 0
+        if self._pads:
+            lengths = tuple(self._length(inputs) for _, inputs in members)
+            longest = self._pads[0][1].rounded(max(lengths))
+        for index, spec in enumerate(self.specs):
+            column = [piece for _, inputs in members for piece in inputs[index]]
+            pieces.append(column)
+            if not column:
+                shapes.append(None)
+                continue
+            if spec.flat:
+                pieces[-1] = column = [piece.reshape(-1) for piece in column]
+                shapes.append((sum(map(len, column)),))
+                continue
+            first = column[0].shape if spec.pad is None else spec.pad.to(longest, column[0].shape)
+            length = sum(piece.shape[0] for piece in column) if len(column) > 1 else 0
+            shapes.append(spec.inner((length, *first[1:]) if length else first))
+        places = [place for place, _ in members]
+        return Group(self, chosen, places, rows, shapes, None, pieces, lengths, longest)
+
+    def _pieces(self, work: Work) -> list[list[Array]]:
+        """The parts of every input of a request, in the order of the configuration, as the caller shaped them."""
+        found: list[list[Array]] = [[] for _ in self.specs]
+        for tensor in work.inputs:
+            index = self._index.get(tensor.name)
+            if index is None:
+                allowed = ", ".join(self._index)
+                raise InvalidRequest(
+                    f"unexpected inference input '{tensor.name}', allowed inputs are: {allowed} "
+                    f"for model '{self._model}'"
+                )
+            if found[index]:
+                raise InvalidRequest(f"input '{tensor.name}' is given twice for model '{self._model}'")
+            if work.rows and (not tensor.shape or tensor.shape[0] != work.rows):
+                raise InvalidRequest(
+                    f"input '{tensor.name}' batch size does not match other inputs for '{self._model}': "
+                    f"shape {list(tensor.shape)}, {work.rows} rows"
+                )
+            found[index] = self._parts(self.specs[index], tensor)
+        missing = [spec.name for spec, parts in zip(self.specs, found, strict=True) if not parts and not spec.optional]
+        if missing:
+            raise InvalidRequest(
+                f"expected {sum(not spec.optional for spec in self.specs)} inputs but got {len(work.inputs)} inputs "
+                f"for model '{self._model}'. Missing required input(s) {missing}"
+            )
+        return found
+
+    def _parts(self, spec: Spec, tensor: Tensor) -> list[Array]:
+        shape, data = tensor.shape, tensor.data
+        if tensor.dtype != spec.dtype:
+            raise InvalidRequest(
+                f"inference input '{spec.name}' data-type is '{tensor.dtype}', but model '{self._model}' "
+                f"expects '{spec.dtype}'"
+            )
+        if shape and min(shape) < 0:
+            raise InvalidRequest(f"input '{spec.name}' has a negative dim in its shape {list(shape)}")
+        if isinstance(data, int):
+            raise InvalidRequest(f"input '{spec.name}' refers to a frame, which does not travel this far")
+        if not spec.item:
+            return [self._strings(spec, shape, data)]
+        size = elements(shape) * spec.item
+        given = len(data) if isinstance(data, bytes) else sum(part.size for part in data)
+        if given != size:
+            raise InvalidRequest(
+                f"input byte size mismatch for input '{spec.name}' for model '{self._model}'. "
+                f"Expected {size}, got {given}"
+            )
+        if isinstance(data, bytes):
+            return [np.ndarray(shape, spec.numpy, data)]
+        if len(data) == 1:
+            return [self._view(data[0], spec.numpy, shape)]
+        if not data:
+            return [np.ndarray(shape, spec.numpy)]  # zero bytes in no parts
+        return self._stacked(spec, shape, data)
+
+    def _stacked(self, spec: Spec, shape: tuple[int, ...], parts: Sequence[Handle]) -> list[Array]:
+        """Parts along axis 0: each holds whole rows."""
+        row_bytes = elements(shape[1:]) * spec.item
+        pieces = []
+        for part in parts:
+            if not shape or not row_bytes or part.size % row_bytes:
+                raise InvalidRequest(
+                    f"input '{spec.name}' of shape {list(shape)} is in {len(parts)} parts, one of {part.size} bytes, "
+                    f"which is not a whole number of rows of {row_bytes} bytes"
+                )
+            pieces.append(self._view(part, spec.numpy, (part.size // row_bytes, *shape[1:])))
+        return pieces
+
+    def _strings(self, spec: Spec, shape: tuple[int, ...], data: bytes | tuple[Handle, ...]) -> Array:
+        """Lengths in shared memory may change while they are read, so strings are decoded from a private copy."""
+        if not isinstance(data, bytes):
+            data = b"".join(self._mapped.memory(part).tobytes() for part in data)
+        what = f"inference input '{spec.name}' for model '{self._model}'"
+        strings = decode_bytes(data, shape, what)
+        if not self.text:
+            return strings
+        texts = np.empty(strings.size, object)
+        try:
+            texts[:] = [element.decode() for element in strings.ravel().tolist()]
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"{what}: a string element is not UTF-8: {error.reason}") from None
+        return texts.reshape(shape)
+
+    def _view(self, part: Handle, dtype: Any, shape: tuple[int, ...]) -> Array:
+        """Engines want elements on their own boundaries; a caller may have put them anywhere."""
+        try:
+            view = self._mapped.view(part, dtype, shape)
+        except OnDevice:
+            return self._from_device(part, dtype, shape)
+        return view if view.flags.aligned else view.copy()
+
+    def _from_device(self, part: Handle, dtype: Any, shape: tuple[int, ...]) -> Array:
+        from shmserve.workers.gpu.shared import memory_of  # few models need it
+
+        piece = memory_of(self._mapped).piece(part, dtype, shape)
+        # Whoever says `on_device` asks each piece what it is; to all others it is an array.
+        return piece if self.on_device else piece.host()  # type: ignore[return-value]
+
+
+def _tail(shapes: list[tuple[int, ...]], shares: list[int]) -> tuple[int, ...] | None:
+    """The shape behind axis 0 that all have in common, if axis 0 is each request's share; else None."""
+    shape = shapes[0]
+    if not shape:
+        return None
+    tail = shape[1:]
+    if tail and min(tail) < 0:
+        return None
+    if shapes.count(shape) == len(shapes) == shares.count(shape[0]):
+        return tail
+    for other, share in zip(shapes, shares, strict=True):
+        if not other or other[0] != share or other[1:] != tail:
+            return None
+    return tail
+
+
+def _unpadded(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+    """What must agree of the shapes in a batch."""
+    return shape[1:] if spec.pad is None else spec.pad.to(-1, shape)[1:]
+
+
+def _pad_to(target: Array, piece: Array, value: Any) -> None:
+    """Copies the rows of a request into larger ones, and fills the rest."""
+    for axis, (own, length) in enumerate(zip(piece.shape, target.shape, strict=True)):
+        if own < length:
+            before = (slice(None),) * axis
+            target[(*before, slice(own, None))] = value
+            target = target[(*before, slice(own))]
+    target[...] = piece
+
+
+def _on_host(pieces: list[Array]) -> list[Array]:
+    return [piece if isinstance(piece, np.ndarray) else piece.host() for piece in pieces]
+
+
+def _copy(pieces: list[Array], target: Array) -> None:
+    if len(pieces) == 1:
+        np.copyto(target.reshape(pieces[0].shape), pieces[0])
+        return
+    if not target.size:
+        return
+    start = 0
+    flat = target.reshape((-1, *pieces[0].shape[1:]))
+    for piece in pieces:
+        end = start + piece.shape[0]
+        flat[start:end] = piece
+        start = end

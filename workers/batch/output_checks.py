@@ -1,0 +1,122 @@
+"""What a model can get wrong in its outputs. Texts say what was expected, and what was found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import structs
+
+from shmserve.dtypes import ITEM_BYTES, from_numpy, to_numpy
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.protocol.messages import DIMS
+from shmserve.shm.strings import encode_bytes
+from shmserve.workers.process.log import say
+
+if TYPE_CHECKING:
+    from shmserve.workers.batch.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_BYTE = np.dtype(np.uint8)
+STRICT = "strict_outputs"
+"""The parameter of a configuration that makes outputs that differ from it an error."""
+
+
+class OutputChecks:
+    """Of one model. Not `strict`: outputs may differ from the configuration in data type and shape, and may be missing
+    where no request names them, as in Triton. Each output that differs is logged once."""
+
+    def __init__(self, model: str, strict: bool) -> None:
+        self._model = model
+        self.strict = strict
+        self._logged: set[str] = set()
+
+    def check(self, spec: Spec, array: Array, rows: int, requests: int) -> Spec:
+        """The spec of an output as the model made it for so many requests. Raises ModelFailed where it must not differ
+        from the configuration, cannot be sent, or cannot be split between the requests."""
+        found = self._typed(spec, array)
+        shape = array.shape
+        if not (spec.fits(shape) and (not spec.batched or shape[0] == rows)):
+            if self.strict or len(shape) > DIMS or (requests > 1 and shape[:1] != (rows,)):
+                check_shape(self._model, spec, shape, rows)
+            found = structs.replace(found, reshaped=False, batched=spec.batched and bool(shape))
+        if found is not spec:
+            self._log(spec, found.dtype, list(shape), spec.expected(rows))
+        return found
+
+    def check_flat(self, spec: Spec, array: Array) -> Spec:
+        """The same for an output of any shape."""
+        found = self._typed(spec, array)
+        if found is not spec:
+            self._log(spec, found.dtype, "", "")
+        return found
+
+    def _typed(self, spec: Spec, array: Array) -> Spec:
+        if _has_type(spec, array):
+            return spec
+        dtype = "" if self.strict or not isinstance(array, np.ndarray) else _wire_name(array.dtype)
+        if dtype not in ITEM_BYTES:
+            check_type(self._model, spec, array)
+        if dtype == spec.dtype:  # in another byte order
+            return spec
+        return structs.replace(spec, dtype=dtype, numpy=to_numpy(dtype), item=ITEM_BYTES[dtype])
+
+    def _log(self, spec: Spec, dtype: str, shape: object, expected: object) -> None:
+        if spec.name not in self._logged:
+            self._logged.add(spec.name)
+            say(
+                f"output '{spec.name}' of model '{self._model}' is {dtype} {shape} and is passed on as it is; the "
+                f"configuration says {spec.dtype} {expected} (the parameter {STRICT} makes this an error)",
+                "warning",
+            )
+
+
+def check_type(model: str, spec: Spec, array: Any) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ModelFailed(f"output '{spec.name}' of model '{model}' is a {type(array).__name__}; expected an array")
+    if not _has_type(spec, array):
+        raise ModelFailed(
+            f"output '{spec.name}' of model '{model}' has the wrong data type: expected {spec.dtype}, found "
+            f"{_wire_name(array.dtype)}"
+        )
+
+
+def _has_type(spec: Spec, array: Any) -> bool:
+    if not isinstance(array, np.ndarray):
+        return False
+    return bool(array.dtype == spec.numpy) or (not spec.item and array.dtype.kind in "SU")
+
+
+def check_shape(model: str, spec: Spec, shape: tuple[int, ...], rows: int) -> None:
+    if not spec.fits(shape) or (spec.batched and shape[0] != rows):
+        raise ModelFailed(
+            f"output '{spec.name}' of model '{model}' has the wrong shape: expected {spec.expected(rows)}, found "
+            f"{list(shape)}"
+        )
+
+
+def as_state(spec: Spec, array: Array) -> Array:
+    """A state of a model whose outputs may differ, in the data type of the configuration, which is that of the
+    input that it becomes: floats are converted, and integers that fit."""
+    kinds = spec.numpy.kind + array.dtype.kind
+    if kinds == "ff":
+        return array.astype(spec.numpy, copy=False)
+    if kinds in ("ii", "iu", "ui", "uu"):
+        converted = array.astype(spec.numpy, copy=False)
+        return converted if (converted == array).all() else array
+    return array
+
+
+def strings(model: str, spec: Spec, part: Array) -> Array:
+    """As they travel."""
+    try:
+        return np.frombuffer(encode_bytes(part, str), _BYTE)
+    except InvalidRequest as error:
+        raise ModelFailed(f"output '{spec.name}' of model '{model}': {error}") from None
+
+
+def _wire_name(dtype: np.dtype[Any]) -> str:
+    try:
+        return from_numpy(dtype)
+    except TypeError:
+        return str(dtype)

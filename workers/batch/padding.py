@@ -1,0 +1,86 @@
+"""Outputs of batches whose requests were padded: each request gets what it would have got alone.
+
+A request's share of an output that is cut back is not contiguous, so there is no block that could be split: the output
+is computed in a buffer that is used again, and each share is copied from there, once, to where it will be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import elements
+from shmserve.errors import ModelFailed
+from shmserve.workers.batch.output_checks import check_shape
+from shmserve.workers.batch.scatter import Results
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Tensor, Work
+    from shmserve.workers.batch.scatter import Scatter
+    from shmserve.workers.batch.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class PaddedResults(Results):
+    """`lengths` are those of the requests, which were padded to `length`; -1 where that is not known."""
+
+    __slots__ = ("_length", "_lengths", "_short")
+
+    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int, lengths: Sequence[int], length: int) -> None:
+        super().__init__(scatter, works, rows)
+        self._lengths = lengths
+        self._length = length
+        self._short = any(own != length for own in lengths)
+
+    def direct(self, index: int, shape: tuple[int, ...]) -> bool:
+        return not self._is_cut(index, shape) and super().direct(index, shape)
+
+    def near(self, index: int, shape: tuple[int, ...]) -> int | None:
+        return None if self._is_cut(index, shape) else super().near(index, shape)
+
+    def place(self, index: int, shape: tuple[int, ...]) -> Array:
+        if not self._is_cut(index, shape):
+            return super().place(index, shape)
+        spec = self._scatter.specs[index]
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        if spec.item:
+            size = elements(shape) * spec.item
+            array: Array = self._scatter.buffer(index, size).view(spec.numpy).reshape(shape)
+        else:
+            array = np.empty(shape, spec.numpy)
+        self._ready[index] = array
+        return array
+
+    def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
+        # The input as it came is the output cut back; where that is not wanted it is not the output at all.
+        if self._short and not self._scatter.specs[index].cut:
+            return False
+        return super().alias(index, source, shape)
+
+    def _is_cut(self, index: int, shape: tuple[int, ...]) -> bool:
+        """Checked where nothing is cut, too: a mistake must not wait for the first batch of different lengths."""
+        spec = self._scatter.specs[index]
+        for axis in spec.cut:
+            if self._length >= 0 and axis < len(shape) and shape[axis] != self._length:
+                raise ModelFailed(
+                    f"output '{spec.name}' of model '{self._scatter.model}' has the shape {list(shape)}, and cannot be "
+                    f"cut back from length {self._length} along axis {axis}; the model's parameter padding_outputs "
+                    f"names those that are"
+                )
+        return self._short and bool(spec.cut)
+
+    def _split(self, index: int, spec: Spec, array: Array) -> Sequence[Tensor | None]:
+        if not self._is_cut(index, array.shape):
+            return super()._split(index, spec, array)
+        tensors = []
+        start = 0
+        for position, (work, own) in enumerate(zip(self._works, self._lengths, strict=True)):
+            end = start + work.rows
+            kept = [slice(own) if axis in spec.cut else slice(None) for axis in range(1, array.ndim)]
+            share = array[(slice(start, end), *kept)]
+            tensors.append(self._one(index, spec, position, share, share.shape))
+            start = end
+        return tensors

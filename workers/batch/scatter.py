@@ -1,0 +1,500 @@
+"""The arrays that a model made -> the rows that its requests get.
+
+The rule: every output is written where it will be read, or copied there once. Small ones go into the message, large
+ones into the arena of the request's audience, and into the caller's own memory where it asked for that. Where a request
+asked for classes it gets these strings, and never the tensor. Those that are not `inline` get only single bytes in the
+message, as conditions are: the broker looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import lt
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import ITEM_BYTES, elements
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
+from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, OWNER_SHIFT, Failure, Handle, Row, Tensor, Wanted
+from shmserve.workers.batch.classification import Top, classify, refusal, top
+from shmserve.workers.batch.output_checks import OutputChecks, check_shape, strings
+from shmserve.workers.batch.placement import Placing
+from shmserve.workers.output_arenas import INTERNAL
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Value, Work
+    from shmserve.shm.arena import Block
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.batch.specs import Spec
+    from shmserve.workers.gpu.shared import DevicePiece
+    from shmserve.workers.model_calls.calls import Calls
+    from shmserve.workers.output_arenas import Arenas
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_BYTE = np.dtype(np.uint8)
+_Place = Handle | Top | None | bool
+"""Where a request wants an output: a place of its own, None: wherever, False: not at all; or only its top classes."""
+
+
+class Scatter:
+    """Makes rows of outputs. One for each model; it keeps the buffers for outputs that end up in messages."""
+
+    def __init__(
+        self,
+        model: str,
+        specs: Sequence[Spec],
+        arenas: Arenas,
+        mapped: Mapped,
+        labels: Sequence[Sequence[str]] = (),
+        calls: Calls | None = None,
+        strict: bool = True,
+    ) -> None:
+        """`labels`: of the classes of each output, empty where it has none. `calls`: outputs that came from one go on
+        as they are. `strict`: outputs must be as the configuration says."""
+        self.calls = calls
+        self.checks = OutputChecks(model, strict)
+        self.model = model
+        self.specs = tuple(specs)
+        self.labels = tuple(labels) or ((),) * len(self.specs)
+        self.names = {spec.name: index for index, spec in enumerate(self.specs)}
+        self.arenas = arenas
+        self.placing = Placing(model, mapped)
+        self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
+
+    def buffer(self, index: int, size: int) -> Array:
+        buffer = self._buffers[index]
+        if len(buffer) < size:
+            buffer = self._buffers[index] = np.empty(size, _BYTE)
+        return buffer[:size]
+
+    def let_go(self, tensors: Sequence[Tensor | None]) -> None:
+        """Outputs that nobody will get: of their parts, those are freed that are ours, not the caller's own memory."""
+        for tensor in tensors:
+            if tensor is None or not isinstance(tensor.data, tuple):
+                continue
+            if self.calls is None or not self.calls.not_passed_on(tensor):
+                self.arenas.free([part for part in tensor.data if self.arenas.owns(part.segment)])
+
+    def results(self, works: Sequence[Work], rows: int) -> Results:
+        return Results(self, works, rows)
+
+
+class Results:
+    """The outputs of one group: a backend fills them in with `place` or `put`, then `rows` says what each request gets.
+
+    Either `rows` or `abandon` ends its life.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_columns",
+        "_failures",
+        "_holes",
+        "_inline",
+        "_inlined",
+        "_one_each",
+        "_placed",
+        "_places",
+        "_ready",
+        "_rows",
+        "_scatter",
+        "_works",
+    )
+
+    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int) -> None:
+        count = len(scatter.specs)
+        self._scatter = scatter
+        self._works = works
+        self._rows = rows
+        self._one_each = rows == len(works)
+        self._columns: list[Sequence[Tensor | None] | None] = [None] * count
+        self._ready: list[Array | None] = [None] * count
+        self._blocks: dict[int, Block] = {}  # outputs whose array is a block of an arena
+        self._placed: set[int] = set()  # outputs whose array is the caller's own memory
+        self._holes = False  # some row lacks some output
+        self._failures: dict[int, ServeError] = {}
+        self._inline = 0  # bytes that each row has in its message so far
+        self._inlined = [work.inline for work in works].count(True) == len(works)
+        self._places: list[list[_Place]] | None = None
+        if [work.outputs for work in works].count(None) != len(works):
+            self._places = self._wanted(works)
+
+    def _wanted(self, works: Sequence[Work]) -> list[list[_Place]]:
+        names, specs = self._scatter.names, self._scatter.specs
+        places: list[list[_Place]] = [[False] * len(works) for _ in names]
+        for position, work in enumerate(works):
+            if work.outputs is None:
+                for column in places:
+                    column[position] = None
+                continue
+            for wanted in work.outputs:
+                index = names.get(wanted.name)
+                if index is None:
+                    self._failures[position] = InvalidRequest(
+                        f"unexpected inference output '{wanted.name}' for model '{self._scatter.model}'; "
+                        f"its outputs are: {', '.join(names)}"
+                    )
+                elif not wanted.classes:
+                    places[index][position] = wanted.place
+                    if wanted.place is not None and self._scatter.placing.is_on_device(wanted.place):
+                        self._reach(position, wanted.place)
+                else:
+                    try:
+                        places[index][position] = top(self._scatter.model, specs[index], wanted, work.labels)
+                    except ServeError as error:
+                        self.fail(position, error)
+        return places
+
+    def _reach(self, position: int, place: Handle) -> None:
+        """A place on a GPU that cannot be written from here fails the request, whatever the model makes."""
+        try:
+            self._scatter.placing.address(place)
+        except ServeError as error:
+            self.fail(position, error)
+
+    # ------------------------------------------------------------------------------------ for backends
+
+    def needed(self, index: int) -> bool:
+        """Whether any request wants this output."""
+        return self._places is None or any(place is not False for place in self._places[index])
+
+    def direct(self, index: int, shape: tuple[int, ...]) -> bool:
+        """Whether `place` would give the very memory that the requests get, so that it is worth computing there."""
+        spec = self._scatter.specs[index]
+        if not spec.item:
+            return False
+        if len(self._works) == 1:
+            place = self._place(index, 0)
+            if isinstance(place, Handle):
+                return not self._scatter.placing.is_on_device(place)
+            return place is None and elements(shape) * spec.item > self._most_inline()
+        return self._whole(index, shape) is not None
+
+    def place(self, index: int, shape: tuple[int, ...]) -> Array:
+        """An array to write an output of all requests into. What it holds before is undefined."""
+        spec = self._scatter.specs[index]
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        array = self._place_one(index, spec, shape) if len(self._works) == 1 else self._place_all(index, spec, shape)
+        if array is None:
+            if not spec.item:
+                array = np.empty(shape, spec.numpy)
+            else:
+                size = elements(shape) * spec.item
+                array = self._scatter.buffer(index, size).view(spec.numpy).reshape(shape)
+        self._ready[index] = array
+        return array
+
+    def near(self, index: int, shape: tuple[int, ...]) -> int | None:
+        """The address on this process's GPU at which an output of all requests is to be written, in place of `place`;
+        None where some reader wants it on the host, or there is no room."""
+        spec, works = self._scatter.specs[index], self._works
+        place = self._place(index, 0)
+        if isinstance(place, Handle):
+            return self._near_places(index, shape)
+        if [spec.name in work.near for work in works].count(True) != len(works) or not spec.item:
+            return None
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        size = elements(shape) * spec.item
+        small = size <= INLINE_BYTES if len(works) == 1 else self._whole(index, shape) is None
+        if small or (self._places is not None and any(place is not None for place in self._places[index])):
+            return None
+        try:
+            block = self._scatter.arenas.allocate_near(works[0].audience, size)
+        except Unavailable:
+            return None
+        self._blocks[index] = block
+        self._ready[index] = spec.hollow(shape)
+        return block.address
+
+    def _near_places(self, index: int, shape: tuple[int, ...]) -> int | None:
+        """The caller's own memory on the GPU, where there is one request; else a block there, of which each gets its
+        share. None: it goes by way of the host, and what is wrong is said then."""
+        spec, works, placing = self._scatter.specs[index], self._works, self._scatter.placing
+        if not spec.item or self._failures or self._places is None:
+            return None
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        row_bytes = elements(shape[1:]) * spec.item
+        sizes = [work.rows * row_bytes for work in works] if len(works) > 1 else [elements(shape) * spec.item]
+        handles = [place for place in self._places[index] if isinstance(place, Handle) and placing.is_on_device(place)]
+        if len(handles) < len(works) or any(map(lt, [place.size for place in handles], sizes)):
+            return None
+        if len(works) == 1:
+            address = placing.address(handles[0])
+        else:
+            try:
+                block = self._scatter.arenas.allocate_near(INTERNAL, sum(sizes))
+            except Unavailable:
+                return None
+            self._blocks[index] = block
+            address = block.address
+        self._placed.add(index)
+        self._ready[index] = spec.hollow(shape)
+        return address
+
+    def put(self, index: int, array: Array) -> None:
+        """An output of all requests that was computed elsewhere. It is copied before this returns."""
+        spec = self._scatter.checks.check(self._scatter.specs[index], array, self._rows, len(self._works))
+        if spec.item and array.dtype != spec.numpy:  # in another byte order
+            array = array.astype(spec.numpy)
+        if self.needed(index):
+            self._columns[index] = self._split(index, spec, array)
+
+    def put_named(self, name: str, array: Any) -> None:
+        """Also what is a piece on the GPU."""
+        index = self._scatter.names.get(name)
+        if index is None:
+            raise ModelFailed(
+                f"unexpected output '{name}': the outputs of model '{self._scatter.model}' are "
+                f"{', '.join(self._scatter.names)}"
+            )
+        if self._columns[index] is not None or self._ready[index] is not None:
+            raise ModelFailed(f"output '{name}' was given twice")
+        if not isinstance(array, np.ndarray) and hasattr(array, "host"):
+            if self._stays(index, array):
+                return
+            array = array.host()
+        self.put(index, array)
+
+    def _stays(self, index: int, piece: DevicePiece) -> bool:
+        """Whether a piece on the GPU was copied there to where all readers want it."""
+        spec = self._scatter.specs[index]
+        if piece.dtype != spec.numpy or not spec.fits(piece.shape):
+            return False
+        address = self.near(index, piece.shape)
+        if address is None:
+            return False
+        self._scatter.placing.move(address, piece)
+        return True
+
+    def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
+        """An output that is the input of that name, as it is: where only workers read it, it need not be copied. False:
+        it must be."""
+        spec, arenas = self._scatter.specs[index], self._scatter.arenas
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        column = []
+        for position, work in enumerate(self._works):
+            tensor = next((tensor for tensor in work.inputs if tensor.name == source), None)
+            if tensor is None or not work.aliases or not spec.item or not isinstance(tensor.data, tuple):
+                return False
+            if self._place(index, position) is not None or tensor.dtype != spec.dtype:
+                return False
+            if any(arenas.owns(part.segment) or not part.segment >> OWNER_SHIFT for part in tensor.data):
+                return False
+            column.append(Tensor(spec.name, spec.dtype, tensor.shape, tensor.data))
+        self._columns[index] = column
+        return True
+
+    def omit(self, index: int) -> None:
+        """This output does not exist this time; requests get their rows without it."""
+        self._columns[index] = [None] * len(self._works)
+        self._holes = True
+
+    def fail(self, position: int, error: ServeError) -> None:
+        """Fails one request of the group. Where it came from is forgotten: frames would keep tensors, and this."""
+        self._failures[position] = error.with_traceback(None)
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def rows(self, parameters: dict[str, Value] | None = None) -> list[Row]:
+        """What each request gets, in the order of the works."""
+        columns: list[Sequence[Tensor | None]] = []
+        for index, spec in enumerate(self._scatter.specs):
+            array, column = self._ready[index], self._columns[index]
+            if array is not None:
+                column = self._split(index, spec, array)
+            elif column is None:
+                if self.needed(index):
+                    self._missing(index)
+                column = [None] * len(self._works)
+            columns.append(column)
+            self._columns[index] = column
+        works = self._works
+        if columns and self._places is None and not (self._failures or self._holes or parameters):
+            each: Any = zip(*columns, strict=True)
+            return [Row(work.request, tensors) for work, tensors in zip(works, each, strict=True)]
+        return [self._row(position, columns, parameters) for position in range(len(works))]
+
+    def _missing(self, index: int) -> None:
+        """The model did not make an output. Unless it is strict, only the requests that name the output fail."""
+        pairs = zip(self._ready, self._columns, strict=True)
+        made = sum(ready is not None or any(done or ()) for ready, done in pairs)
+        name, count = self._scatter.specs[index].name, sum(map(self.needed, range(len(self._scatter.specs))))
+        error = ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {made}")
+        named = [any(one.name == name and not one.optional for one in work.outputs or ()) for work in self._works]
+        if self._scatter.checks.strict or all(named):
+            self.abandon()
+            raise error
+        self._holes = True
+        for position in np.flatnonzero(named).tolist():
+            self.fail(position, error)
+
+    def _row(self, position: int, columns: list[Sequence[Tensor | None]], parameters: dict[str, Value] | None) -> Row:
+        work = self._works[position]
+        tensors = [column[position] for column in columns]
+        error = self._failures.get(position)
+        if error is not None:
+            self._scatter.let_go(tensors)
+            return Row(work.request, (), Failure(error.code, str(error)))
+        if work.outputs is not None:
+            names = self._scatter.names
+            tensors = [tensors[names[wanted.name]] for wanted in work.outputs]
+        return Row(work.request, tuple(tensor for tensor in tensors if tensor is not None), None, parameters)
+
+    def abandon(self) -> None:
+        """The outputs will not be used: their memory goes back."""
+        arenas = self._scatter.arenas
+        arenas.free([Handle(block.segment, block.offset, block.size) for block in self._blocks.values()])
+        for column in self._columns:
+            self._scatter.let_go(column or ())
+        self._blocks = {}
+        self._columns = [None] * len(self._columns)
+        self._ready = [None] * len(self._ready)
+
+    # ------------------------------------------------------------------------------------ where outputs go
+
+    def _place(self, index: int, position: int) -> _Place:
+        return None if self._places is None else self._places[index][position]
+
+    def _whole(self, index: int, shape: tuple[int, ...]) -> list[int] | None:
+        """The bytes of each request's share if one block can hold all of them, to be split; else None."""
+        works = self._works
+        if self._places is not None and any(place is not None for place in self._places[index]):
+            return None
+        row_bytes = elements(shape[1:]) * self._scatter.specs[index].item
+        sizes = [row_bytes] * len(works) if self._one_each else [work.rows * row_bytes for work in works]
+        audience = works[0].audience
+        if min(sizes) <= INLINE_BYTES or any(work.audience != audience for work in works):
+            return None
+        return sizes
+
+    def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        size = elements(shape) * spec.item
+        place = self._place(index, 0)
+        if isinstance(place, Handle) and self._scatter.placing.is_on_device(place):
+            return None
+        if isinstance(place, Handle) and spec.item:
+            try:
+                array = self._scatter.placing.writable(spec, place, shape, size)
+            except ServeError as error:
+                self.fail(0, error)
+                return None
+            if array.flags.aligned:
+                self._placed.add(index)
+                return array
+        elif place is None and size > self._most_inline():
+            return self._allocate(index, spec, shape, size)
+        return None
+
+    def _most_inline(self) -> int:
+        """The largest output that one request alone gets inside its message."""
+        return INLINE_BYTES if self._inlined else 1
+
+    def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        sizes = self._whole(index, shape)
+        return None if sizes is None else self._allocate(index, spec, shape, sum(sizes))
+
+    def _allocate(self, index: int, spec: Spec, shape: tuple[int, ...], size: int) -> Array | None:
+        """A block for the whole output. Without room for that, its requests are tried one by one, in `_one`."""
+        try:
+            block = self._scatter.arenas.allocate(self._works[0].audience, size)
+        except Unavailable:
+            return None
+        self._blocks[index] = block
+        return block.array(spec.numpy, shape)
+
+    # ------------------------------------------------------------------------------------ from array to tensors
+
+    def _split(self, index: int, spec: Spec, array: Array) -> Sequence[Tensor | None]:
+        works = self._works
+        shape = spec.outer(array.shape)
+        if index in self._placed:
+            return self._split_placed(index, spec, array, shape)
+        if index in self._blocks:
+            return self._split_block(index, spec, array, shape)
+        if len(works) == 1:
+            return [self._one(index, spec, 0, array, shape)]
+        if self._one_each and self._places is None and spec.item and self._inlined:
+            # The many small ones: one copy of all of them, then slices of bytes.
+            step = array.nbytes // len(works)
+            if step <= INLINE_BYTES and self._inline + step <= FIELD_BYTES:
+                self._inline += step
+                name, dtype, blob = spec.name, spec.dtype, array.tobytes()
+                shape = (1, *shape[1:])
+                if not step:
+                    return [Tensor(name, dtype, shape, b"") for _ in works]
+                return [Tensor(name, dtype, shape, blob[at : at + step]) for at in range(0, len(blob), step)]
+        tensors = []
+        start = 0
+        for position, work in enumerate(works):
+            end = start + work.rows
+            tensors.append(self._one(index, spec, position, array[start:end], (work.rows, *shape[1:])))
+            start = end
+        return tensors
+
+    def _split_placed(self, index: int, spec: Spec, array: Array, shape: tuple[int, ...]) -> Sequence[Tensor | None]:
+        assert self._places is not None
+        works, places = self._works, [place for place in self._places[index] if isinstance(place, Handle)]
+        if len(works) == 1:
+            return [Tensor(spec.name, spec.dtype, shape, (places[0],))]
+        row_bytes = array.nbytes // self._rows
+        self._scatter.placing.spread(self._blocks[index].address, places, [work.rows * row_bytes for work in works])
+        block = self._blocks.pop(index)
+        self._scatter.arenas.free([Handle(block.segment, block.offset, block.size)])
+        return [
+            Tensor(spec.name, spec.dtype, (work.rows, *shape[1:]), (place,))
+            for work, place in zip(works, places, strict=True)
+        ]
+
+    def _split_block(self, index: int, spec: Spec, array: Array, shape: tuple[int, ...]) -> Sequence[Tensor | None]:
+        block = self._blocks.pop(index)
+        works = self._works
+        if len(works) == 1:
+            return [Tensor(spec.name, spec.dtype, shape, (Handle(block.segment, block.offset, array.nbytes),))]
+        row_bytes = array.nbytes // self._rows
+        tail = shape[1:]
+        pieces = self._scatter.arenas.split(block, [work.rows * row_bytes for work in works])
+        return [
+            Tensor(
+                spec.name,
+                spec.dtype,
+                (work.rows, *tail),
+                (Handle(piece.segment, piece.offset, work.rows * row_bytes),),
+            )
+            for work, piece in zip(works, pieces, strict=True)
+        ]
+
+    def _one(self, index: int, spec: Spec, position: int, part: Array, shape: tuple[int, ...]) -> Tensor | None:
+        """One request's share, which is copied here: into the message, the caller's place or the arena."""
+        place = self._place(index, position)
+        if place is False or position in self._failures:
+            self._holes = True
+            return None
+        dtype = spec.dtype
+        try:
+            if isinstance(place, Top):
+                if (error := refusal(self._scatter.model, spec, Wanted(spec.name, None, place.count))) is not None:
+                    raise error
+                labels = self._scatter.labels[index] if place.labels is None else place.labels
+                part = classify(spec, part, place.count, labels)
+                shape, dtype = part.shape, "BYTES"
+            source = part if ITEM_BYTES[dtype] else strings(self._scatter.model, spec, part)
+            size = source.nbytes
+            if isinstance(place, Handle):
+                self._scatter.placing.write(spec, place, part.shape, source)
+                return Tensor(spec.name, spec.dtype, shape, (place,))
+            inline = self._inlined or size <= 1 or self._works[position].inline
+            if inline and size <= INLINE_BYTES and self._inline + size <= FIELD_BYTES:
+                if position == len(self._works) - 1:
+                    self._inline += INLINE_BYTES if len(self._works) > 1 else size
+                return Tensor(spec.name, dtype, shape, source.tobytes())
+            if self._scatter.calls is not None and source is part and part.flags.c_contiguous:
+                passed = self._scatter.calls.passed_on(part, self._works[position].audience)
+                if passed is not None:
+                    return Tensor(spec.name, dtype, shape, (passed,))
+            block = self._scatter.arenas.allocate(self._works[position].audience, size)
+        except ServeError as error:
+            self.fail(position, error)
+            return None
+        np.copyto(block.array(source.dtype, source.shape), source)
+        return Tensor(spec.name, dtype, shape, (Handle(block.segment, block.offset, size),))

@@ -1,0 +1,350 @@
+"""What a worker knows of sequences: the controls that tell a model of them, and the states kept for them.
+
+The rule: a state never leaves the worker. It is kept by the id of its sequence, from the run that made it to the next
+one of that sequence; it begins anew with START and after a run that failed, and goes with END or when the broker says
+that the sequence is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import Struct
+
+from shmserve.dtypes import FROM_CONFIG, elements
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.protocol.messages import Tensor, Work
+from shmserve.repo.files.safe_paths import read_inside
+from shmserve.shm.strings import decode_bytes
+from shmserve.workers.batch.output_checks import as_state
+from shmserve.workers.batch.specs import control_of, controls_of, new_states_of, states_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatchingState
+    from shmserve.workers.batch.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Key = int | str
+
+FOLDER = "initial_state"
+"""Data files of first states are in this directory of the model."""
+STATE_BYTES = 1 << 32
+"""The largest data file."""
+WHOLE_BYTES = 4 * 1024 * 1024
+"""States of a batch that are together up to this large stay in one array as long as one of its sequences needs it, so
+that nothing is copied where the same sequences come again. Larger ones are taken apart."""
+NULL = -1
+"""The request number of a row that stands for an empty slot."""
+
+
+class Member(Struct, gc=False):
+    """What a request says of its sequence. `key` is what its states are kept by, `id` what the model is told."""
+
+    key: Key
+    id: Key
+    start: bool = False
+    end: bool = False
+    null: bool = False
+
+
+class Members:
+    """Reads what requests say of their sequences."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        sequence = config.sequence_batching
+        self._model = config.name
+        self._iterative = sequence is not None and sequence.iterative_sequence
+        self._again: dict[Key, int] = {}  # the requests that are to be run again
+        self._strings = any(
+            control.data_type == "TYPE_STRING"
+            for entry in (sequence.control_input if sequence is not None else ())
+            for control in entry.control
+        )
+        self._null = Member(0, "" if self._strings else 0, null=True)
+
+    def of(self, work: Work) -> Member:
+        if work.request == NULL:
+            return self._null
+        options = work.options
+        key = options.sequence if options is not None else 0
+        if options is None or not key:
+            if not self._iterative:
+                raise InvalidRequest(
+                    f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
+                )
+            # A sequence of this request alone: no id of a caller is negative.
+            key = -work.request
+            return Member(key, str(work.request) if self._strings else work.request, key not in self._again, True)
+        if work.rows > 1:
+            raise InvalidRequest(
+                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of "
+                f"sequence batcher; it has {work.rows}"
+            )
+        start = options.sequence_start
+        if start and self._iterative and self._again.get(key) == work.request:
+            start = False
+        return Member(key, key, start, options.sequence_end)
+
+    def run_again(self, member: Member, request: int) -> None:
+        self._again[member.key] = request
+
+    def answered(self, member: Member) -> None:
+        if self._again:
+            self._again.pop(member.key, None)
+
+    def forget(self, sequences: Sequence[Key]) -> None:
+        for key in sequences:
+            self._again.pop(key, None)
+
+
+class Controls:
+    """Makes the control tensors of a batch. One for each model."""
+
+    def __init__(self, config: ModelConfig, text: bool) -> None:
+        """`text`: strings are given as str, and not as bytes."""
+        self._text = text
+        self._made: list[tuple[Spec, str, tuple[Any, ...]]] = []
+        entries = config.sequence_batching.control_input if config.sequence_batching is not None else ()
+        for entry, spec in zip(entries, controls_of(config), strict=True):
+            control = control_of(entry)
+            pair = control.int32_false_true or control.fp32_false_true or control.bool_false_true
+            self._made.append((spec, control.kind, tuple(pair)))
+        self._id = next((spec for spec, kind, _ in self._made if kind == "CONTROL_SEQUENCE_CORRID"), None)
+        self._kind = int if self._id is None or self._id.item else str
+        self._most = int(np.iinfo(self._id.numpy).max) if self._id is not None and self._id.item else 0
+
+    def check(self, key: Key) -> None:
+        """Refuses an id that cannot be given to the model."""
+        if self._id is None or (type(key) is self._kind and (self._kind is str or 0 <= key <= self._most)):  # type: ignore[operator]
+            return
+        spec = self._id
+        if isinstance(key, str) != (not spec.item):
+            kinds = ("a string", "an integer") if isinstance(key, str) else ("an integer", "a string")
+            raise InvalidRequest(
+                f"the correlation ID is {kinds[0]}, but control input '{spec.name}' has type {spec.dtype}: it must "
+                f"be {kinds[1]}"
+            )
+        raise InvalidRequest(f"correlation ID {key} does not fit into control input '{spec.name}' of type {spec.dtype}")
+
+    def arrays(self, members: Sequence[Member]) -> list[Array]:
+        found: list[Array] = []
+        for spec, kind, pair in self._made:
+            if kind == "CONTROL_SEQUENCE_START":
+                values: list[Any] = [pair[member.start] for member in members]
+            elif kind == "CONTROL_SEQUENCE_END":
+                values = [pair[member.end] for member in members]
+            elif kind == "CONTROL_SEQUENCE_READY":
+                values = [pair[not member.null] for member in members]
+            elif self._text or spec.item:
+                values = [member.id for member in members]
+            else:
+                values = [str(member.id).encode() for member in members]
+            array = np.array(values, spec.numpy)
+            found.append(array.reshape(-1, 1) if spec.batched else array)
+        return found
+
+
+class _Kept(Struct):
+    """The states of a sequence: one row of each of these arrays, which it may share with others of its last batch."""
+
+    arrays: Sequence[Array]
+    place: int
+
+
+class States:
+    """The states of all sequences of one instance."""
+
+    def __init__(self, config: ModelConfig, folder: Path, text: bool) -> None:
+        sequence = config.sequence_batching
+        entries = sequence.state if sequence is not None else ()
+        self.specs = states_of(config)
+        self.outputs = new_states_of(config)
+        self._model = config.name
+        self._batched = config.max_batch_size > 0
+        self._empty: Any = "" if text else b""
+        self.varies = not all(spec.fixed for spec in self.specs)
+        self._first = _Kept(
+            [self._initial(entry, spec, folder) for entry, spec in zip(entries, self.specs, strict=True)], 0
+        )
+        self._kept: dict[Key, _Kept] = {}
+        self.strict = True
+        """States must be given in the data type of the configuration."""
+        self._buffers: list[Array] = [np.empty(0, np.uint8) for _ in self.specs]
+
+    def shapes(self, member: Member) -> tuple[tuple[int, ...], ...]:
+        """What members that run together have in common, where shapes vary."""
+        return tuple(array.shape[self._batched :] for array in self._now(member).arrays)
+
+    def arrays(self, members: Sequence[Member]) -> list[Array]:
+        """The states of a batch of members whose shapes are the same, at least one of them not null."""
+        if not self.specs:
+            return []
+        kept = [None if member.null else self._now(member) for member in members]
+        some = next(state for state in kept if state is not None)
+        if not self._batched:
+            return list(some.arrays)
+        # The same sequences as the last time, each in its place: what the model made is what it gets.
+        if len(some.arrays[0]) == len(kept) and all(
+            state is None or (state.arrays is some.arrays and state.place == place) for place, state in enumerate(kept)
+        ):
+            return list(some.arrays)
+        return [self._gathered(index, kept, some) for index in range(len(self.specs))]
+
+    def taken(self, index: int, array: Any, rows: int, fresh: bool) -> Array:
+        """A state as the model made it, checked. `fresh`: it is ours alone, and need not be copied."""
+        spec = self.outputs[index]
+        what = f"state output '{spec.name}' of model '{self._model}'"
+        if not isinstance(array, np.ndarray):
+            raise ModelFailed(f"{what} is a {type(array).__name__}; expected an array")
+        if not self.strict and array.dtype != spec.numpy:
+            array = as_state(spec, array)
+        if array.dtype != spec.numpy and not (not spec.item and array.dtype.kind in "SU"):
+            raise ModelFailed(f"{what} has the wrong data type: expected {spec.dtype}, found {array.dtype}")
+        if not spec.fits(array.shape) or (spec.batched and array.shape[0] != rows):
+            raise ModelFailed(f"{what} has the wrong shape: expected {spec.expected(rows)}, found {list(array.shape)}")
+        if not spec.item:
+            kept = self._strings(array.ravel().tolist(), array.shape)
+        else:
+            kept = array if fresh and array.flags.c_contiguous else array.copy()
+        kept.flags.writeable = False
+        return kept
+
+    def keep(self, members: Sequence[Member], arrays: Sequence[Array], good: Sequence[bool]) -> None:
+        """What a run has made, one row for each member; only those that were `good` go on from there."""
+        apart = len(members) > 1 and sum(array.nbytes for array in arrays) > WHOLE_BYTES
+        for place, member in enumerate(members):
+            if member.null:
+                continue
+            if not good[place]:
+                if member.start or member.end:
+                    self._kept.pop(member.key, None)
+            elif member.end:
+                self._kept.pop(member.key, None)
+            elif apart:
+                self._kept[member.key] = _Kept([array[place : place + 1].copy() for array in arrays], 0)
+            else:
+                self._kept[member.key] = _Kept(arrays, place)
+
+    def update(self, member: Member, found: dict[int, Array], last: bool) -> None:
+        """What a model made that answers request by request, and may leave states as they are."""
+        if last:
+            self._kept.pop(member.key, None)
+        elif found or member.start:
+            arrays = self._now(member).arrays
+            self._kept[member.key] = _Kept([found.get(index, array) for index, array in enumerate(arrays)], 0)
+
+    def forget(self, sequences: Sequence[Key]) -> None:
+        for key in sequences:
+            self._kept.pop(key, None)
+
+    # ------------------------------------------------------------------------------------ one state
+
+    def _now(self, member: Member) -> _Kept:
+        return self._first if member.start else self._kept.get(member.key, self._first)
+
+    def _gathered(self, index: int, kept: Sequence[_Kept | None], some: _Kept) -> Array:
+        spec = self.specs[index]
+        sample = some.arrays[index]
+        shape = (1, *sample.shape[1:])
+        if len(kept) == 1:
+            return sample[some.place : some.place + 1]
+        if None in kept:
+            null = np.zeros(shape, spec.numpy) if spec.item else np.full(shape, self._empty, object)
+        pieces = [null if s is None else s.arrays[index][s.place : s.place + 1] for s in kept]
+        if not spec.item:
+            strings: Array = np.concatenate(pieces)
+            return strings
+        shape = (len(kept), *shape[1:])
+        size = elements(shape) * spec.item
+        if len(self._buffers[index]) < size:
+            self._buffers[index] = np.empty(size, np.uint8)
+        target: Array = self._buffers[index][:size].view(spec.numpy).reshape(shape)
+        np.concatenate(pieces, out=target)
+        return target
+
+    def _initial(self, entry: ModelSequenceBatchingState, spec: Spec, folder: Path) -> Array:
+        dims = tuple(1 if dim == -1 else dim for dim in spec.dims)
+        file = ""
+        for initial in entry.initial_state:
+            what = f"the initial state '{initial.name}' of '{entry.input_name}' of model '{self._model}'"
+            if FROM_CONFIG.get(initial.data_type, spec.dtype) != spec.dtype:
+                raise InvalidRequest(f"{what} has data_type {initial.data_type}; the state's is {entry.data_type}")
+            dims = tuple(initial.dims)
+            if (
+                len(dims) != len(spec.dims)
+                or any(dim < 1 for dim in dims)
+                or any(want not in (-1, dim) for want, dim in zip(spec.dims, dims, strict=True))
+            ):
+                raise InvalidRequest(f"{what} has dims {list(dims)}; the state's are {list(spec.dims)}")
+            file = initial.data_file or ""
+        shape = (1, *dims) if self._batched else dims
+        if file:
+            array = self._from_file(file, shape, spec, folder)
+        elif spec.item:
+            array = np.zeros(shape, spec.numpy)
+        else:
+            array = np.full(shape, self._empty, object)
+        array.flags.writeable = False
+        return array
+
+    def _from_file(self, name: str, shape: tuple[int, ...], spec: Spec, folder: Path) -> Array:
+        what = f"data file '{name}' of the initial state of '{spec.name}' of model '{self._model}'"
+        if name.startswith("/"):
+            raise InvalidRequest(f"{what}: the name must be that of a file in the model's {FOLDER} directory")
+        data = read_inside(folder, f"{FOLDER}/{name}", what, STATE_BYTES)
+        if not spec.item:
+            try:
+                return self._strings(decode_bytes(data, shape, what).ravel().tolist(), shape)
+            except UnicodeDecodeError as error:
+                raise InvalidRequest(f"{what} holds a string that is not UTF-8: {error.reason}") from None
+        size = elements(shape) * spec.item
+        if len(data) != size:
+            raise InvalidRequest(f"{what} must have {size} bytes for {spec.dtype} {list(shape)}; it has {len(data)}")
+        return np.frombuffer(data, spec.numpy).reshape(shape).copy()
+
+    def _strings(self, given: Sequence[str | bytes], shape: tuple[int, ...]) -> Array:
+        """Strings of the kind that the model gets."""
+        array: Array = np.empty(len(given), object)
+        if isinstance(self._empty, str):
+            array[:] = [text.decode() if isinstance(text, bytes) else text for text in given]
+        else:
+            array[:] = [text.encode() if isinstance(text, str) else text for text in given]
+        return array.reshape(shape)
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def in_turns(works: Sequence[Work], keys: Sequence[Key]) -> list[list[Work]]:
+    """Batches to be run one after the other: no sequence and no slot is in one of them twice."""
+    slots = [work.slot for work in works if work.slot >= 0]
+    if len(set(keys)) == len(keys) and len(set(slots)) == len(slots):
+        return [list(works)]
+    turns: list[list[Work]] = []
+    latest: dict[Any, int] = {}
+    for work, key in zip(works, keys, strict=True):
+        names = (("key", key), ("slot", work.slot)) if work.slot >= 0 else (("key", key),)
+        turn = max(latest.get(name, -1) for name in names) + 1
+        for name in names:
+            latest[name] = turn
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(work)
+    return turns
+
+
+def with_gaps_filled(works: Sequence[Work], specs: Sequence[Spec]) -> list[Work]:
+    """A request for each slot from 0 to the highest: those that are empty get zeros of the shapes of the first one."""
+    slots = {work.slot: work for work in works}
+    items = {spec.name: spec.item or 4 for spec in specs}
+    sample = works[0]
+    tensors = tuple(
+        Tensor(tensor.name, tensor.dtype, tensor.shape, bytes(elements(tensor.shape) * items[tensor.name]))
+        for tensor in sample.inputs
+    )
+    null = Work(NULL, sample.rows, tensors, (), sample.audience)
+    return [slots.get(slot, null) for slot in range(max(slots) + 1)]

@@ -1,0 +1,241 @@
+"""The inputs and outputs of a model as its worker needs them, made once from the configuration.
+
+The rule: a shape has two sides. Callers see `dims` (behind the batch dimension, if there is one), the backend sees
+`shape`, which differs where the configuration says `reshape`; the bytes are the same.
+
+A model may get more inputs than callers give: in this order the controls of its sequences, their states, and inputs
+computed from a ragged batch. It may make more outputs than callers get: states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import Struct, structs
+
+from shmserve import dtypes
+from shmserve.errors import InvalidRequest
+from shmserve.repo.rules.padding import Padding, number_of, padding_of
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import (
+        BatchInput,
+        ModelConfig,
+        ModelInput,
+        ModelOutput,
+        ModelSequenceBatchingControl,
+        ModelSequenceBatchingControlInput,
+    )
+
+
+class Pad(Struct, frozen=True):
+    """How an input is padded: along `axes`, where axis 0 is the batch's, with `value`, to a multiple of `multiple`."""
+
+    axes: tuple[int, ...]
+    value: Any
+    multiple: int
+
+    def rounded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
+    def to(self, length: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape, padded."""
+        return tuple(length if axis in self.axes else dim for axis, dim in enumerate(shape))
+
+
+class Spec(Struct, frozen=True):
+    """One input or output. `item` is the bytes of an element, 0 for BYTES. `fixed`: no dim but the batch varies.
+    `flat`: the backend sees the elements of all requests one after another, in one dimension if it is an input.
+    `pad`: of inputs that are padded. `cut`: the axes, axis 0 being the batch's, along which an output of a padded batch
+    is cut back."""
+
+    name: str
+    dtype: str
+    numpy: Any
+    item: int
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    batched: bool
+    optional: bool
+    reshaped: bool
+    fixed: bool
+    flat: bool = False
+    pad: Pad | None = None
+    cut: tuple[int, ...] = ()
+
+    def inner(self, outer: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the backend sees, for the shape that the caller gave."""
+        return _between(outer, self.dims, self.shape, self.batched) if self.reshaped else outer
+
+    def outer(self, inner: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the caller sees, for the shape that the backend gave."""
+        return _between(inner, self.shape, self.dims, self.batched) if self.reshaped else inner
+
+    def fits(self, inner: Sequence[int]) -> bool:
+        """Whether a shape from the backend is what the configuration says, whatever the batch size."""
+        rest = inner[1:] if self.batched else inner
+        if len(rest) != len(self.shape) or len(inner) - len(rest) != self.batched:
+            return False
+        return all(want in (-1, have) for want, have in zip(self.shape, rest, strict=True))
+
+    def hollow(self, shape: tuple[int, ...]) -> Any:
+        """An array without memory of its own, for an output that is on a device: only its shape and size matter."""
+        return np.broadcast_to(np.zeros((), self.numpy), shape)
+
+    def expected(self, rows: int) -> list[int]:
+        """The backend's shape as the configuration has it, for messages."""
+        return [rows, *self.shape] if self.batched else list(self.shape)
+
+
+def inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What callers give."""
+    batched = config.max_batch_size > 0
+    found = tuple(_spec(entry, batched, entry.optional, entry.allow_ragged_batch) for entry in config.input)
+    padding = padding_of(config)
+    return found if padding is None else _with_pads(found, padding)
+
+
+def _with_pads(specs: tuple[Spec, ...], padding: Padding) -> tuple[Spec, ...]:
+    padded = {entry.name: entry for entry in padding.inputs}
+    found = []
+    for spec in specs:
+        entry = padded.get(spec.name)
+        if entry is not None:
+            pad = Pad(tuple(axis + 1 for axis in entry.axes), _pad_value(entry.value, spec), padding.multiple)
+            spec = structs.replace(spec, pad=pad)
+        found.append(spec)
+    return tuple(found)
+
+
+def _pad_value(text: str, spec: Spec) -> Any:
+    if spec.dtype == "BYTES":
+        return text.encode()
+    value = number_of(text, f"TYPE_{spec.dtype}")
+    if spec.dtype == "BF16" and spec.numpy == np.uint16:  # the upper half of a float
+        return np.array(value, np.float32).view(np.uint32) >> 16
+    return value
+
+
+def outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What callers get."""
+    cut = {name for entry in config.batch_output for name in entry.target_name}
+    found = tuple(_spec(entry, config.max_batch_size > 0, False, entry.name in cut) for entry in config.output)
+    padding = padding_of(config)
+    if padding is None:
+        return found
+    axes = {entry.name: tuple(axis + 1 for axis in entry.axes) for entry in padding.outputs}
+    return tuple(structs.replace(spec, cut=axes.get(spec.name, ())) for spec in found)
+
+
+def controls_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What the model is told of the sequences that its rows belong to."""
+    if config.sequence_batching is None:
+        return ()
+    return tuple(
+        _made(entry.name, _control_type(control_of(entry)), (1,), config.max_batch_size > 0)
+        for entry in config.sequence_batching.control_input
+    )
+
+
+def states_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """The states of sequences, as inputs."""
+    states = config.sequence_batching.state if config.sequence_batching is not None else ()
+    return tuple(_made(s.input_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
+
+
+def new_states_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """The states of sequences, as outputs."""
+    states = config.sequence_batching.state if config.sequence_batching is not None else ()
+    return tuple(_made(s.output_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
+
+
+def batch_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What is computed from the shapes in a batch. Its first dim counts requests or items, and is never the batch's."""
+    ranks = {entry.name: len(entry.dims if entry.reshape is None else entry.reshape.shape) for entry in config.input}
+    return tuple(
+        _made(name, entry.data_type, _batch_input_dims(entry, ranks), False)
+        for entry in config.batch_input
+        for name in entry.target_name
+    )
+
+
+def _batch_input_dims(entry: BatchInput, ranks: dict[str, int]) -> tuple[int, ...]:
+    if entry.kind != "BATCH_ITEM_SHAPE":
+        return (-1,)
+    return (-1, ranks.get(entry.source_input[0], -1) if entry.source_input else -1)
+
+
+def request_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What a backend gets that runs requests one by one."""
+    return (*inputs_of(config), *controls_of(config), *states_of(config))
+
+
+def model_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What a backend gets that runs a whole batch."""
+    return (*request_inputs_of(config), *batch_inputs_of(config))
+
+
+def model_outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
+    """What a backend makes: the outputs, and those states that are none."""
+    outputs = outputs_of(config)
+    names = {spec.name for spec in outputs}
+    return (*outputs, *(spec for spec in new_states_of(config) if spec.name not in names))
+
+
+def control_of(entry: ModelSequenceBatchingControlInput) -> ModelSequenceBatchingControl:
+    """The control that a tensor carries."""
+    if len(entry.control) != 1:
+        raise InvalidRequest(
+            f"control tensor '{entry.name}' of the sequences has {len(entry.control)} controls: a tensor can carry one"
+        )
+    return entry.control[0]
+
+
+def _control_type(control: ModelSequenceBatchingControl) -> str:
+    if control.int32_false_true:
+        return "TYPE_INT32"
+    if control.fp32_false_true:
+        return "TYPE_FP32"
+    return "TYPE_BOOL" if control.bool_false_true else control.data_type
+
+
+def _spec(entry: ModelInput | ModelOutput, batched: bool, optional: bool, flat: bool) -> Spec:
+    dims = tuple(entry.dims)
+    shape = dims if entry.reshape is None else tuple(entry.reshape.shape)
+    if dims.count(-1) != shape.count(-1):
+        raise InvalidRequest(
+            f"tensor '{entry.name}' cannot be reshaped from {list(dims)} to {list(shape)}: "
+            "both need the same number of variable dims"
+        )
+    found = _made(entry.name, entry.data_type, dims, batched)
+    fixed = -1 not in shape and not flat
+    return structs.replace(found, shape=shape, optional=optional, reshaped=dims != shape, fixed=fixed, flat=flat)
+
+
+def _made(name: str, data_type: str, dims: tuple[int, ...], batched: bool) -> Spec:
+    dtype = dtypes.FROM_CONFIG.get(data_type)
+    if dtype is None:
+        raise InvalidRequest(f"tensor '{name}' has data type {data_type}, which is none")
+    return Spec(
+        name=name,
+        dtype=dtype,
+        numpy=dtypes.to_numpy(dtype),
+        item=dtypes.ITEM_BYTES[dtype],
+        dims=dims,
+        shape=dims,
+        batched=batched,
+        optional=False,
+        reshaped=False,
+        fixed=-1 not in dims,
+    )
+
+
+def _between(given: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+    """Carries the batch dimension and, in order, the variable dims of `given` over to the pattern `new`."""
+    rest = given[1:] if batched else given
+    if len(rest) != len(old):
+        raise InvalidRequest(f"shape {list(given)} does not have the {len(old) + batched} dims of the configuration")
+    variable = iter([dim for dim, pattern in zip(rest, old, strict=True) if pattern == -1])
+    return given[: int(batched)] + tuple(next(variable) if dim == -1 else dim for dim in new)

@@ -1,0 +1,334 @@
+"""One model in the foreground: what `shmserve run` becomes, `python -m shmserve.workers.foreground.solo ORDER`.
+
+The rule: the model meets what it meets in a worker of a server, the same loading, the same batches, the same read-only
+inputs; only the terminal is its own, and what goes wrong is shown in full.
+
+Exit codes: 0 done, 1 the model failed, 2 used wrongly.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from shmserve.clients.cli import inputs, output
+from shmserve.clients.cli.tables import duration_text, shape_text, table
+from shmserve.dtypes import from_numpy, to_numpy
+from shmserve.errors import InvalidRequest, ServeError, from_wire
+from shmserve.paths import environments_dir, server_runtime_dir
+from shmserve.protocol.messages import Load, Options, Row, Tensor, Wanted, Work
+from shmserve.repo.backends import DIRECTORY
+from shmserve.repo.config.schema import decode_config
+from shmserve.repo.gpus import VISIBLE, discover
+from shmserve.repo.rules.completed import surprises, verify
+from shmserve.shm.mapped import Mapped
+from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.system.allocator import keep_freed_memory
+from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of
+from shmserve.workers.bootstrap import SOLO
+from shmserve.workers.foreground.solo_order import Chosen, Errand, Failed, Order
+from shmserve.workers.foreground.terminal import Terminal
+from shmserve.workers.loading import Model, load
+from shmserve.workers.outbox import Unheard
+from shmserve.workers.process.log import say
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+
+Array = np.ndarray[Any, np.dtype[Any]]
+OWNER = 1
+"""Whose memory the outputs are in: of the only process there is."""
+AUDIENCE = "internal"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    return run(msgspec.json.decode(words[0], type=Order))
+
+
+def go_on(descriptor: int) -> NoReturn:
+    """As the whole of a process, in the interpreter of the model."""
+    with open(descriptor, "rb") as file:
+        errand = msgspec.msgpack.decode(file.read(), type=Errand)
+    _leave(run(errand.order, errand.chosen))
+
+
+def _leave(code: int) -> NoReturn:
+    # Not by way of the interpreter's end: threads that a model left running must not keep the terminal.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
+
+
+def run(order: Order, chosen: Chosen | None = None) -> int:
+    """Everything from the order to the exit code. `chosen`: the model, in whose own interpreter we are."""
+    faulthandler.enable()
+    keep_freed_memory()
+    terminal = Terminal(order.json, order.pdb)
+    try:
+        return _run(order, chosen, terminal)
+    except inputs.Refused as error:
+        return terminal.end(str(error), 2)
+    except (Failed, ServeError, output.NotWritten) as error:
+        return terminal.end(str(error), 1)
+    except SystemExit as error:
+        return terminal.end(f"the model called sys.exit({error.code!r}); in a server that ends its worker", 1)
+    except BrokenPipeError:  # who reads our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except KeyboardInterrupt:
+        return terminal.end("interrupted", 130)
+
+
+def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
+    source = inputs.Source(order.input, order.file, order.random, order.batch, order.shape, order.seed)
+    source.check()
+    if order.random:  # not only when inputs are made: a Ctrl-C in the middle of this import is lost
+        importlib.import_module("numpy.random")
+    if chosen is None:
+        chosen = _choose(order, terminal)
+    started = time.perf_counter()
+    mapped = Mapped()
+    with _loaded(order, chosen, mapped, terminal) as model:
+        loading = time.perf_counter() - started
+        config = model.config
+        surprising = surprises(decode_config(chosen.given), config) if chosen.given is not None else []
+        for text in surprising:
+            say(text, "warning")
+        terminal.print(_heading(config, chosen.version, loading))
+        work = _work(order, source, config)
+        if order.file == "-":
+            terminal.read_again()
+        answers, seconds = _repeat(order.repeat, work, model, mapped, terminal)
+    more = {"load_seconds": round(loading, 6), "warnings": [*chosen.warnings, *surprising]}
+    _show(order, config, chosen.version, answers, seconds, more, terminal)
+    return 0
+
+
+def _choose(order: Order, terminal: Terminal) -> Chosen:
+    """The model, if we are the interpreter that it wants. Else this process goes on as that one."""
+    from shmserve.workers.foreground.solo_find import (
+        find,  # reads configurations, for which others may lack what it needs
+    )
+
+    chosen = find(order)
+    if not chosen.environment:
+        return chosen
+    from shmserve.workers.process.environment import enter
+
+    errand = os.memfd_create("shmserve-run", 0)
+    try:
+        os.pwrite(errand, msgspec.msgpack.encode(Errand(order, chosen)), 0)
+        cache = environments_dir(server_runtime_dir())
+        terminal.leave()
+        enter(chosen.environment, str(cache), [SOLO, str(errand)])
+    finally:
+        os.close(errand)
+
+
+def _show(
+    order: Order,
+    config: ModelConfig,
+    version: int,
+    answers: list[dict[str, Array]],
+    seconds: list[float],
+    more: dict[str, Any],
+    terminal: Terminal,
+) -> None:
+    dtypes = {spec.name: spec.dtype for spec in outputs_of(config)}
+    parted = _decoupled(config)
+    parts = []
+    for number, outputs in enumerate(answers, 1):
+        for name, array in outputs.items():
+            if array.dtype != to_numpy(dtypes[name]):  # not as the configuration says
+                dtypes[name] = from_numpy(array.dtype)
+        folder = None if order.out is None else Path(order.out) / (str(number) if parted else "")
+        files = output.write(folder, outputs, dtypes) if folder is not None else {}
+        parts.append(output.document(config.name, version, outputs, dtypes, files, seconds))
+        if not order.json:
+            title = f"part {number}\n" if parted else ""
+            terminal.print(f"{title}{output.outputs_table(outputs, dtypes, files)}\n")
+    if not order.json:
+        count = f"{len(parts)} part{'s' if len(parts) != 1 else ''}, " if parted else ""
+        terminal.print(f"{config.name} version {version}, {count}{output.timing(seconds)}")
+    elif parted:
+        document = output.document(config.name, version, {}, dtypes, {}, seconds)
+        terminal.document(document | {"parts": [part["outputs"] for part in parts]} | more)
+    else:
+        terminal.document(parts[0] | more)
+
+
+def _decoupled(config: ModelConfig) -> bool:
+    return config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
+
+
+# ------------------------------------------------------------------------------------------ the model
+
+
+def _show_one_gpu(config: ModelConfig) -> None:
+    """As in a server, an instance on a GPU sees that one only."""
+    group = config.instance_group[0] if config.instance_group else None
+    uuid = discover().uuids().get(group.gpus[0]) if group is not None and group.gpus else None
+    if uuid is not None:
+        os.environ[VISIBLE] = uuid
+
+
+@contextmanager
+def _loaded(order: Order, chosen: Chosen, mapped: Mapped, terminal: Terminal) -> Iterator[Model]:
+    """The model, finalized at the end, and everything that it has told nobody of."""
+    config, version = decode_config(chosen.config), chosen.version
+    instance = f"{config.instance_group[0].name}_0" if config.instance_group else f"{config.name}_0_0"
+    _show_one_gpu(config)
+    told = Load(OWNER, config.name, version, instance, chosen.path, _settings(order))
+    try:
+        model = load(told, chosen.config, Unheard(), mapped, terminal.trace)
+    except Exception as error:
+        text = terminal.failure(error)
+        raise Failed(f"failed to load model '{config.name}' version {version}: {text}") from None
+    try:
+        verify(model.config, backends=chosen.backends)
+        yield model
+    finally:
+        try:
+            model.backend.close()
+        except Exception as error:
+            text = terminal.failure(error)
+            raise Failed(f"model '{config.name}' failed while it was finalized: {text}") from None
+        finally:
+            model.arenas.close()
+            mapped.close()
+
+
+def _settings(order: Order) -> dict[str, str]:
+    """BACKEND,KEY=VALUE, or KEY=VALUE for all backends; and what a server tells its workers."""
+    found = {DIRECTORY: os.path.abspath(order.backend_directory)} if order.backend_directory else {}
+    for text in order.backend_config:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise inputs.Refused(f"--backend-config {text}: write BACKEND,KEY=VALUE")
+        found[key if "," in key else f",{key}"] = value
+    return found
+
+
+def _heading(config: ModelConfig, version: int, loading: float) -> str:
+    rows = []
+    for kind, specs in (("input", inputs_of(config)), ("output", outputs_of(config))):
+        rows += [[kind, spec.name, spec.dtype, shape_text(_pattern(spec))] for spec in specs]
+    first = f"{config.name} version {version} ({config.backend}), loaded in {duration_text(loading)}"
+    return f"{first}\n\n{table(['', 'name', 'dtype', 'shape'], rows)}\n"
+
+
+# ------------------------------------------------------------------------------------------ one request
+
+
+def _pattern(spec: Spec) -> list[int]:
+    """The shape that callers see, -1 where it varies."""
+    return [-1, *spec.dims] if spec.batched else list(spec.dims)
+
+
+def _work(order: Order, source: inputs.Source, config: ModelConfig) -> Work:
+    """The request, in which everything is as the model's configuration wants it."""
+    specs = inputs_of(config)
+    known = {spec.name: {"name": spec.name, "datatype": spec.dtype, "shape": _pattern(spec)} for spec in specs}
+    most = config.max_batch_size
+    given = inputs.inputs(source, config.name, known, lambda: most)
+    missing = {spec.name: known[spec.name] for spec in specs if not spec.optional and spec.name not in given}
+    if missing:
+        raise inputs.Refused(f"model '{config.name}' also needs {inputs.describe(missing)}")
+    sizes = {name: array.shape[0] for name, array in given.items()} if most else {}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
+        raise inputs.Refused(f"the inputs of model '{config.name}' must have the same number of rows: {listed}")
+    rows = next(iter(sizes.values()), 1) if most else 0
+    if rows > most:
+        raise inputs.Refused(f"{rows} rows: the max_batch_size of model '{config.name}' is {most}")
+    # More bytes than would travel inside a message, but these do not travel.
+    tensors = tuple(
+        Tensor(spec.name, spec.dtype, given[spec.name].shape, _bytes(given[spec.name], spec))
+        for spec in specs
+        if spec.name in given
+    )
+    return Work(1, rows, tensors, _wanted(order, config), AUDIENCE, _sequence(config))
+
+
+def _sequence(config: ModelConfig) -> Options | None:
+    """A model of sequences gets one of a single request."""
+    if config.sequence_batching is None:
+        return None
+    named = any(not spec.item for spec in controls_of(config))  # only ids may be strings
+    return Options(sequence="1" if named else 1, sequence_start=True, sequence_end=True)
+
+
+def _bytes(array: Array, spec: Spec) -> bytes:
+    return array.tobytes() if spec.item else bytes(encode_bytes(array))
+
+
+def _wanted(order: Order, config: ModelConfig) -> tuple[Wanted, ...] | None:
+    if not order.outputs:
+        return None
+    names = [entry.name for entry in config.output]
+    wanted = order.outputs.split(",")
+    for name in wanted:
+        if name not in names:
+            raise inputs.Refused(f"the model has no output '{name}'; it has {', '.join(names)}")
+    return tuple(Wanted(name) for name in wanted)
+
+
+def _repeat(
+    times: int, work: Work, model: Model, mapped: Mapped, terminal: Terminal
+) -> tuple[list[dict[str, Array]], list[float]]:
+    """The answers of the last run, nearly always one, and how long each run took."""
+    sent: list[Row] = []
+    streams = model.backend.streams
+    if streams is not None:
+        streams.connect(-1, lambda: None, sent.append, model.runner.row, lambda row: None)
+    seconds = []
+    outputs: list[dict[str, Array]] = []
+    for turn in range(1, times + 1):
+        started = time.perf_counter()
+        rows, _, again = model.runner.run((work,))
+        while again:
+            rows, _, again = model.runner.run((work,))
+        while streams is not None and streams.open:
+            streams.wait()
+        seconds.append(time.perf_counter() - started)
+        rows += sent
+        sent.clear()
+        error = next((row.error for row in rows if row.error is not None), None)
+        if error is not None:
+            where = f"run {turn} of {times}: " if times > 1 else ""
+            raise from_wire(error.code, terminal.quit or f"{where}{error.text}")
+        parts = [row for row in rows if row.outputs or not (streams is not None and streams.decoupled)]
+        if turn == times:
+            outputs = [{tensor.name: _array(tensor, mapped) for tensor in row.outputs} for row in parts]
+        for row in parts:
+            held = [part for tensor in row.outputs if isinstance(tensor.data, tuple) for part in tensor.data]
+            model.arenas.free(held)
+    return outputs, seconds
+
+
+def _array(tensor: Tensor, mapped: Mapped) -> Array:
+    """A copy of an output, as its memory is used again."""
+    data = tensor.data
+    if isinstance(data, tuple):
+        data = b"".join(mapped.memory(part).tobytes() for part in data)
+    if not isinstance(data, bytes):
+        raise InvalidRequest(f"output '{tensor.name}' is nowhere")
+    if tensor.dtype == "BYTES":
+        return decode_bytes(data, tensor.shape)
+    return np.frombuffer(data, to_numpy(tensor.dtype)).reshape(tensor.shape)
+
+
+if __name__ == "__main__":
+    _leave(main())

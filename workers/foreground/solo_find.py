@@ -1,0 +1,65 @@
+"""The model that `shmserve run` was asked for, found and its configuration read as a server would.
+
+The rule: the model itself is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shmserve.clients.cli.inputs import Refused
+from shmserve.errors import InvalidRequest, NotFound
+from shmserve.repo.backends import installed, not_usable
+from shmserve.repo.compile import environment
+from shmserve.repo.config.schema import encode_config
+from shmserve.repo.gpus import discover
+from shmserve.repo.storage.store import Found, scan_model
+from shmserve.workers.foreground.solo_order import Chosen, Failed, Order
+from shmserve.workers.process.log import say
+
+
+def find(order: Order) -> Chosen:
+    found, version = _find(order)
+    config = found.config
+    assert config is not None
+    return Chosen(
+        found.name,
+        str(found.path),
+        version,
+        encode_config(config),
+        None if found.given is None else encode_config(found.given),
+        found.warnings,
+        tuple(installed(order.backend_directory)),
+        environment(config, str(found.path)),
+    )
+
+
+def _find(order: Order) -> tuple[Found, int]:
+    """The model of the directory, and the version to run: the one that was asked for, or the highest one served."""
+    # Not resolved: the name of the model is that of the link.
+    path = Path(os.path.abspath(order.model_dir))
+    if not path.is_dir():
+        raise Refused(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
+    fault = not_usable(Path(order.backend_directory)) if order.backend_directory else ""
+    if fault:
+        raise Refused(f"--backend-directory {fault}")
+    try:
+        backends, gpus = installed(order.backend_directory), discover().numbers
+        found = scan_model(path, backends=backends, gpus=gpus, config_name=order.model_config_name)
+    except InvalidRequest as error:
+        raise Refused(str(error)) from error
+    for warning in found.warnings:
+        say(warning, "warning")
+    if found.problems or found.config is None:
+        raise Failed("\n".join([f"model '{found.name}' cannot be loaded:", *found.problems]))
+    if order.version is None:
+        return found, found.versions[-1]
+    if not (path / str(order.version)).is_dir():
+        there = ", ".join(map(str, found.versions))
+        raise NotFound(f"model '{found.name}' has no version {order.version}; its versions are: {there}")
+    if order.version in found.missing:
+        raise Failed(f"failed to load model '{found.name}' version {order.version}: {found.missing[order.version]}")
+    if order.version not in found.versions:
+        say(f"version {order.version} of model '{found.name}' would not be served: its version policy", "warning")
+    return found, order.version

@@ -1,0 +1,186 @@
+"""Tensors on this process's GPU that other processes have made, or will read: opened once for each segment, and copied
+on the device; to the host, and from there, only for a model that can read and write them nowhere else.
+
+The rule: what is opened stays so until its owner says that nothing of it will be named again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.errors import HandleLost, InvalidRequest
+from shmserve.shm.extents import cuda as extents
+from shmserve.workers.gpu.api import Cuda
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Handle
+    from shmserve.shm.mapped import Mapped
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_UNIT_BYTES = 2 * 1024 * 1024
+
+
+class DevicePiece:
+    """Rows of an input that are on this process's GPU. What looks like an array's is meant as there."""
+
+    __slots__ = ("_memory", "address", "dtype", "nbytes", "shape")
+
+    def __init__(self, memory: DeviceMemory, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._memory = memory
+        self.address = address
+        self.dtype = dtype
+        self.shape = shape
+        self.nbytes = dtype.itemsize
+        for dim in shape:
+            self.nbytes *= dim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def cuda(self) -> Cuda:
+        return self._memory.cuda
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Complete: no stream is to be waited for."""
+        return {
+            "shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False), "strides": None,
+            "version": 3, "stream": None,
+        }  # fmt: skip
+
+    def reshape(self, *shape: int) -> DevicePiece:
+        """Only to one dimension, as ragged inputs are."""
+        return DevicePiece(self._memory, self.address, self.dtype, (self.nbytes // self.dtype.itemsize,))
+
+    def host(self) -> Array:
+        """A copy that the host can read."""
+        return self._memory.fetch(self)
+
+
+class DeviceMemory:
+    """The segments on the GPU that this process knows."""
+
+    def __init__(self, mapped: Mapped) -> None:
+        self.cuda = Cuda()
+        self._mapped = mapped
+        self._stream = self.cuda.stream()
+        self._own: dict[int, int] = {}
+        self._opened: dict[int, int] = {}
+
+    def make(self, size: int) -> extents.CudaExtent:
+        """At least `size` bytes, in whole units of the driver: what shares a unit is exported together."""
+        size = -(-size // _UNIT_BYTES) * _UNIT_BYTES
+        return extents.create(size, self.cuda.allocate, self.cuda.export, self.cuda.free, self.cuda.uuid)
+
+    def own(self, segment: int, address: int) -> None:
+        """One of ours, which may come back as an input."""
+        self._own[segment] = address
+
+    def address(self, handle: Handle) -> int:
+        """Where a handle's bytes are. Its segment is opened if it has not been."""
+        name, size = self._mapped.on_device[handle.segment]
+        if handle.offset + handle.size > size:
+            raise InvalidRequest(
+                f"handle with offset {handle.offset} and size {handle.size} is outside its segment of {size} bytes"
+            )
+        address = self._own.get(handle.segment) or self._opened.get(handle.segment)
+        if address is None:
+            address = self._opened[handle.segment] = self._open(name, size)
+        return address + handle.offset
+
+    def _open(self, name: str, size: int) -> int:
+        """What is said of the memory is believed only where it can be looked up."""
+        exported, device = extents.parts_of(name)
+        if device != self.cuda.uuid:
+            raise HandleLost("the tensor is on another GPU than the model's instance")
+        address = self.cuda.open(exported)
+        try:
+            room = self.cuda.room(address)
+            if room < size:
+                raise InvalidRequest(f"memory on the GPU has {room} bytes, and was announced with {size}")
+        except BaseException:
+            self.cuda.close_opened(address)
+            raise
+        return address
+
+    def piece(self, handle: Handle, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DevicePiece:
+        """Where a handle's bytes are, as a tensor. Nothing is copied."""
+        piece = DevicePiece(self, self.address(handle), dtype, shape)
+        if piece.nbytes != handle.size:
+            raise InvalidRequest(
+                f"a {dtype} tensor of shape {list(shape)} has {piece.nbytes} bytes, its handle {handle.size}"
+            )
+        return piece
+
+    def fetch(self, piece: DevicePiece) -> Array:
+        array = np.empty(piece.shape, piece.dtype)
+        cuda = self.cuda
+        if piece.nbytes:
+            address = array.__array_interface__["data"][0]
+            try:
+                cuda.copy(address, piece.address, piece.nbytes, cuda.to_host, self._stream)
+                cuda.synchronize_stream(self._stream)
+            except cuda.errors as error:
+                raise HandleLost(f"a tensor on the GPU cannot be read any more: {error}") from error
+        return array
+
+    def store(self, handle: Handle, array: Array) -> None:
+        """Copies from the host to where its reader wants it. It is there when this returns."""
+        target, cuda = self.address(handle), self.cuda
+        if array.nbytes:
+            source = np.ascontiguousarray(array)
+            try:
+                cuda.copy(target, source.__array_interface__["data"][0], source.nbytes, cuda.to_device, self._stream)
+                cuda.synchronize_stream(self._stream)
+            except cuda.errors as error:
+                raise HandleLost(f"memory on the GPU cannot be written any more: {error}") from error
+
+    def move(self, target: int, piece: DevicePiece) -> None:
+        """Copies on the device. It is there when this returns."""
+        self._within([(target, piece.address, piece.nbytes)])
+
+    def spread(self, source: int, handles: Sequence[Handle], sizes: Sequence[int]) -> None:
+        """Copies what lies one behind the other to where its readers want it. It is there when this returns."""
+        parts = []
+        for handle, size in zip(handles, sizes, strict=True):
+            parts.append((self.address(handle), source, size))
+            source += size
+        self._within(parts)
+
+    def _within(self, parts: Sequence[tuple[int, int, int]]) -> None:
+        cuda = self.cuda
+        try:
+            for target, source, size in parts:
+                if size:
+                    cuda.copy(target, source, size, cuda.within, self._stream)
+            cuda.synchronize_stream(self._stream)
+        except cuda.errors as error:
+            raise cuda.failure(error) from error
+
+    def forget(self, segment: int) -> None:
+        """Its owner will name it no more, and every batch that read it has been waited for."""
+        self._own.pop(segment, None)
+        address = self._opened.pop(segment, None)
+        if address is not None:
+            self.cuda.close_opened(address)
+
+    def close(self) -> None:
+        for segment in list(self._opened):
+            self.forget(segment)
+        self._own.clear()
+        self.cuda.destroy_stream(self._stream)
+
+
+def memory_of(mapped: Mapped) -> DeviceMemory:
+    """That of this process, made when it is first needed. HandleLost: its model is on no GPU."""
+    found = mapped.device
+    if not mapped.on_gpu:
+        raise HandleLost("the tensor is on a GPU, and the model's instance is not")
+    if found is None:
+        found = mapped.device = DeviceMemory(mapped)
+    assert isinstance(found, DeviceMemory)
+    return found

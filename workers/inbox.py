@@ -1,0 +1,128 @@
+"""Orders on their way in: packets read, descriptors given to whom they belong, segments mapped, answers handed on.
+
+The rule: every descriptor that comes is closed exactly once, whatever else is in its packet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import ProtocolError, ServeError
+from shmserve.protocol.codec import Refused
+from shmserve.protocol.messages import OWNER_SHIFT, Map, Unmap
+from shmserve.workers.link import carries_descriptor
+from shmserve.workers.process.log import say
+
+if TYPE_CHECKING:
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.link import Link
+    from shmserve.workers.outbox import Outbox
+    from shmserve.workers.output_arenas import Arenas
+
+
+class Orders:
+    """`handlers` says what is done with each kind; what has none goes to `_rare`."""
+
+    def __init__(self, owner: int, link: Link, outbox: Outbox, mapped: Mapped, arenas: Arenas) -> None:
+        self._owner = owner
+        self._link = link
+        self._outbox = outbox
+        self._mapped = mapped
+        self._arenas = arenas
+        self._handlers: dict[type, Callable[[Any], None]] = {Unmap: self._unmap}
+
+    def _drain(self) -> None:
+        drain = self._link.drain
+        while (packet := drain()) is not None:
+            self._handle(*packet)
+
+    def _read(self) -> None:
+        """For those that wait while the model runs."""
+        self._drain()
+        self._outbox.flush()
+
+    def _handle(self, orders: list[Any], descriptors: list[int]) -> None:
+        if descriptors:
+            left = deque(descriptors)
+            try:
+                self._handle_each(orders, left)
+            finally:
+                for descriptor in left:
+                    os.close(descriptor)
+            return
+        handlers = self._handlers
+        for order in orders:
+            handler = handlers.get(order.__class__)
+            if handler is None:
+                self._rare(order, None)
+            else:
+                handler(order)
+
+    def _handle_each(self, orders: list[Any], descriptors: deque[int]) -> None:
+        for order in orders:
+            handler = self._handlers.get(order.__class__)
+            if handler is not None:
+                handler(order)
+            elif not carries_descriptor(order):
+                self._rare(order, None)
+            else:
+                self._rare(order, descriptors.popleft() if descriptors else None)
+        if descriptors:
+            raise ProtocolError(f"{len(descriptors)} descriptor(s) came that belong to no message")
+
+    def _rare(self, order: Any, descriptor: int | None) -> None:
+        """Map, and what should not come."""
+        if isinstance(order, Map):
+            self._map(order, descriptor)
+            return
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(order, Refused):
+            raise ProtocolError(order.text)
+        self._unexpected(order)
+
+    def _unexpected(self, order: Any) -> None:
+        raise ProtocolError(f"{type(order).__name__} came to a worker whose model is loaded")
+
+    def _map(self, order: Map, descriptor: int | None) -> None:
+        """A segment that cannot be mapped is told to the operator; requests that name it will fail by themselves."""
+        if order.segment >> OWNER_SHIFT == self._owner and self._arenas.owns(order.segment):
+            if descriptor is not None:
+                os.close(descriptor)
+            return
+        if descriptor is None and order.name is None:
+            raise ProtocolError(f"Map of segment {order.segment} came with neither a descriptor nor a name")
+        try:
+            self._mapped.add(order.segment, order.size, fd=descriptor, name=order.name)
+            self._arenas.audiences[order.segment] = order.audience
+        except ServeError as error:
+            say(f"segment {order.segment} cannot be mapped: {error}")
+
+    def _unmap(self, order: Unmap) -> None:
+        if order.segment in self._mapped and not self._arenas.owns(order.segment):
+            self._mapped.remove(order.segment)
+            self._arenas.audiences.pop(order.segment, None)
+
+
+class Early(Orders):
+    """While a model is being loaded, which may ask already. What is not an answer waits, in `later`."""
+
+    def __init__(
+        self,
+        owner: int,
+        link: Link,
+        outbox: Outbox,
+        mapped: Mapped,
+        arenas: Arenas,
+        handlers: dict[type, Callable[[Any], None]],
+    ) -> None:
+        super().__init__(owner, link, outbox, mapped, arenas)
+        self._handlers.update(handlers)
+        self.later: list[Any] = []
+        self.read = self._read
+
+    def _unexpected(self, order: Any) -> None:
+        self.later.append(order)

@@ -1,0 +1,136 @@
+"""Load: from the broker's order to a model that is ready to run, and the completed configuration to report."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from shmserve.errors import ServeError, Unavailable
+from shmserve.protocol.messages import Failure, Load, Probed
+from shmserve.repo.backends import DIRECTORY
+from shmserve.repo.config.schema import ModelConfig, decode_config
+from shmserve.repo.files.labels import read_labels
+from shmserve.repo.storage.snapshot import Look, changed
+from shmserve.workers.backends.base import Backend, Context, find
+from shmserve.workers.batch.gather import Gather
+from shmserve.workers.batch.scatter import Scatter
+from shmserve.workers.batch.specs import inputs_of, outputs_of
+from shmserve.workers.extended import extension_of, runner_of
+from shmserve.workers.inbox import Early
+from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
+from shmserve.workers.process.device import device_of
+from shmserve.workers.process.log import public, say_trace
+from shmserve.workers.runner import Runner, Trace
+
+PINS = "pins"
+"""The setting of a load order that names the file with the looks of files that are not copies."""
+
+if TYPE_CHECKING:
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.link import Link
+    from shmserve.workers.model_calls.responses import Streams
+    from shmserve.workers.outbox import Outbox
+
+
+THREADS = "SHMSERVE_THREADS"
+"""The environment variable that says how many threads an engine may use."""
+
+
+class Model(Struct):
+    """A model that is loaded. `close` finalizes it; what it raises is the model's own."""
+
+    config: ModelConfig
+    backend: Backend
+    arenas: Arenas
+    runner: Runner
+    orders: list[Any] = []
+    """What came while it was being loaded, and waits."""
+
+
+def load(
+    order: Load,
+    config_bytes: bytes,
+    outbox: Outbox,
+    mapped: Mapped,
+    trace: Trace = say_trace,
+    link: Link | None = None,
+) -> Model:
+    """Raises whatever is wrong with the model, after it has been closed again. `trace` is told of batches that fail.
+    `link`: the model may ask the server things, also while it is being loaded."""
+    config = decode_config(config_bytes)
+    device = device_of(config, order.instance)
+    mapped.on_gpu = device.kind == "GPU"
+    folder = Path(order.model_dir)
+    versioned = folder / str(order.version)
+    context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
+    limit = int(order.settings.get(KNOB, LIMIT_BYTES))
+    backend = find(config.backend, order.settings.get(DIRECTORY, "")).chosen(config)(context)
+    pins = _pins(order)
+    _still_the_same(folder, pins)
+    arenas = Arenas(order.owner, outbox, mapped, limit)
+    arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
+    early = None
+    if link is not None and backend.asks:
+        from shmserve.workers.model_calls.calls import Calls  # few backends need it
+
+        backend.calls = calls = Calls(outbox, arenas, mapped)
+        early = Early(order.owner, link, outbox, mapped, arenas, calls.handlers)
+        backend.listen = partial(_listen, link, early)
+    try:
+        if context.auto_complete:
+            config = backend.complete(config)
+        config = backend.fitted(config)
+        inputs, outputs = inputs_of(config), outputs_of(config)
+        labels = [read_labels(folder, entry.label_filename) if entry.label_filename else () for entry in config.output]
+        backend.load(config)
+        gather = Gather(order.model, inputs, mapped, backend.text)
+        gather.on_device = backend.on_device
+        extension = extension_of(config, folder, backend)
+        if config.model_warmup:
+            from shmserve.workers.warmup import warm_up  # few models need it
+
+            warm_up(config, order.instance, folder, backend, gather, limit, trace)
+        _still_the_same(folder, pins)
+    except BaseException:
+        backend.close()
+        arenas.close()
+        raise
+    if backend.probes:
+        outbox.add(Probed(0, True))
+    scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
+    runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, extension, trace)
+    return Model(config, backend, arenas, runner, early.later if early is not None else [])
+
+
+def _listen(link: Link, early: Early, streams: Streams) -> None:
+    streams.listen(link.fileno(), early.read)
+
+
+def _pins(order: Load) -> dict[str, Look]:
+    """How the files looked that are not copies."""
+    path = order.settings.get(PINS)
+    return json.loads(Path(path).read_bytes()) if path else {}
+
+
+def _still_the_same(folder: Path, pins: dict[str, Look]) -> None:
+    why = changed(folder, pins)
+    if why:
+        raise Unavailable(f"{why}; load the model again to serve what is there now")
+
+
+def _threads() -> int:
+    """How many threads an engine may use, as the start of this process was told; 0: as it likes."""
+    text = os.environ.get(THREADS, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def why(error: Exception, model_dir: str) -> Failure:
+    """The reason why a model is not served, for whoever asks."""
+    if isinstance(error, ServeError):
+        return Failure(error.code, public(str(error), model_dir))
+    return Failure("MODEL_FAILED", public(f"{type(error).__name__}: {error}", model_dir))

@@ -1,0 +1,401 @@
+"""What a model asks of the server: other models, and the server itself. Its worker is a client then, on its own link.
+
+The rule: who touches a call has the turn (responses.py). What an answer brought is given back once, when its last array
+goes, in whatever thread that happens; what a call was made of stays until nobody reads it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import from_numpy, to_numpy
+from shmserve.errors import Cancelled, InvalidRequest, ServeError
+from shmserve.protocol.messages import (
+    FIELD_BYTES,
+    INLINE_BYTES,
+    TENSORS,
+    Answer,
+    Ask,
+    Call,
+    Cancel,
+    Fail,
+    FailHeld,
+    Handle,
+    More,
+    Part,
+    Released,
+    Reply,
+    Row,
+    Tensor,
+    Wanted,
+)
+from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.workers.model_calls.counters import Tallies
+from shmserve.workers.model_calls.pending import Array, Gift, Given, Pending, Response, check, gift_of, wake, within
+from shmserve.workers.output_arenas import INTERNAL, Arenas
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Options, Work
+    from shmserve.shm.counters import Subject
+    from shmserve.shm.mapped import Mapped
+    from shmserve.workers.model_calls.responses import Streams
+    from shmserve.workers.outbox import Outbox
+
+WINDOW = 64
+"""So many answers of a call may come before the model has taken the first."""
+MESSAGE_BYTES = 48 * 1024
+"""The most bytes of inputs inside one message."""
+
+
+class Calls:
+    """Made before the model is loaded, with the turn; `handlers` are the orders that answer."""
+
+    def __init__(self, outbox: Outbox, arenas: Arenas, mapped: Mapped) -> None:
+        self._outbox = outbox
+        self._arenas = arenas
+        self._mapped = mapped
+        self._streams: Streams
+        self._gift = Gift(self.later)
+        self._numbers = 0
+        self._open: dict[int, Pending] = {}
+        self._held: dict[int, Pending] = {}
+        """Calls that have failed, whose inputs may still be read."""
+        self._passed: dict[Handle, list[Array]] = {}
+        """What is passed on in rows that have not been sent."""
+        self._tallies = Tallies(outbox)
+        self._awaited = 0
+        self._reader: threading.Thread | None = None
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            Reply: self._answered,
+            Part: self._answered,
+            Fail: self._failed,
+            FailHeld: self._failed,
+            Released: self._released,
+            Answer: self._told,
+        }
+
+    def connect(self, streams: Streams) -> None:
+        self._streams = streams
+        streams.later = self._outbox.later
+        streams.ended = self._wake_all
+
+    # ------------------------------------------------------------------------------------ asking, in any thread
+
+    def call(
+        self,
+        model: str,
+        version: int,
+        inputs: Sequence[Given],
+        names: Sequence[str],
+        options: Options | None,
+        held: bool,
+        running: Sequence[Work],
+    ) -> Pending:
+        """Sends it. `running`: the requests that the model has now, one of which it is made for."""
+        if len(inputs) > TENSORS or len(names) > TENSORS:
+            raise InvalidRequest(f"a request may have {TENSORS} inputs and outputs, this one has more")
+        wanted = tuple([Wanted(name) for name in names]) or None
+        with self._streams.turn:
+            self._streams.check()
+            parent, tensors, pending = self._prepared(inputs, running)
+            pending.window = options.window if options is not None else 0
+            number = parent.request if parent is not None else 0
+            call = Call(pending.number, number, model, version, tensors, wanted, 0, options, held)
+            self._send(pending, [call])
+            return pending
+
+    def ask(self, what: str, model: str, version: int = 0, body: bytes = b"") -> Pending:
+        with self._streams.turn:
+            self._streams.check()
+            pending = self._new()
+            pieces = [body[start : start + FIELD_BYTES] for start in range(0, len(body), FIELD_BYTES)] or [b""]
+            asks = [Ask(pending.number, "", "", 0, piece, True) for piece in pieces]
+            asks[0].what, asks[0].model, asks[0].version = what, model, version
+            asks[-1].more = False
+            self._send(pending, asks)
+            return pending
+
+    def _send(self, pending: Pending, messages: Sequence[Call | Ask]) -> None:
+        try:
+            check(messages[0])
+            for message in messages:
+                self._outbox.add(message)
+                self._outbox.flush()
+        except ServeError:
+            self._free(pending)
+            raise
+        self._open[pending.number] = pending
+
+    def _new(self) -> Pending:
+        self._numbers += 1
+        return Pending(self._numbers)
+
+    def _prepared(
+        self, inputs: Sequence[Given], running: Sequence[Work]
+    ) -> tuple[Work | None, tuple[Tensor, ...], Pending]:
+        places = [self._place(given.array) for given in inputs]
+        parent = self._parent(inputs, places, running)
+        pending = self._new()
+        room = MESSAGE_BYTES
+        tensors: list[Tensor] = []
+        try:
+            for given, place in zip(inputs, places, strict=True):
+                tensor = self._tensor(given, place, parent, pending, room)
+                room -= len(tensor.data) if isinstance(tensor.data, bytes) else 0
+                tensors.append(tensor)
+        except BaseException:
+            self._free(pending)
+            raise
+        return parent, tuple(tensors), pending
+
+    def _parent(self, inputs: Sequence[Given], places: Sequence[Handle | None], running: Sequence[Work]) -> Work | None:
+        """The request that the call is made for. None where it cannot be known, and it matters who reads the answer."""
+        found: Work | None = None
+        for given, place in zip(inputs, places, strict=True):
+            if place is not None and gift_of(given.array) is not None:
+                continue
+            work = given.work if given.work in running else None
+            if work is None and place is not None:
+                work = next((one for one in running if within(place, one)), None)
+            if work is None or work is found:
+                continue
+            if found is not None and found.audience != work.audience:
+                return None
+            found = found or work
+        if found is not None:
+            return found
+        first = running[0] if running else None
+        same = first is not None and all(work.audience == first.audience for work in running)
+        return first if same else None
+
+    def _place(self, array: Array) -> Handle | None:
+        """Where others can find the bytes of an array, if that is somewhere."""
+        if array.nbytes <= INLINE_BYTES or not array.flags.c_contiguous or array.dtype.hasobject:
+            return None
+        base = self._mapped.locate_base(array)
+        if base is None:
+            return None
+        address: int = array.__array_interface__["data"][0]
+        return Handle(base.segment, base.offset + address - self._mapped.address(base), array.nbytes)
+
+    def _tensor(self, given: Given, place: Handle | None, parent: Work | None, pending: Pending, room: int) -> Tensor:
+        array, shape = given.array, given.array.shape
+        try:
+            dtype = from_numpy(array.dtype)
+        except TypeError as error:
+            raise InvalidRequest(f"input '{given.name}': {error}") from None
+        if dtype == "BYTES":
+            array = np.frombuffer(encode_bytes(array, str), np.uint8)
+        if array.nbytes <= min(INLINE_BYTES, room):
+            return Tensor(given.name, dtype, shape, array.tobytes())
+        if place is not None and (gift_of(array) is not None or (parent is not None and within(place, parent))):
+            pending.kept.append(given.array)
+            return Tensor(given.name, dtype, shape, (place,))
+        block = self._arenas.allocate(INTERNAL, array.nbytes)
+        handle = Handle(block.segment, block.offset, array.nbytes)
+        pending.blocks.append(handle)
+        np.copyto(block.array(array.dtype, shape if dtype != "BYTES" else array.shape), array, casting="no")
+        return Tensor(given.name, dtype, shape, (handle,))
+
+    # ------------------------------------------------------------------------------------ waiting, in any thread
+
+    def wait(self, pending: Pending) -> None:
+        """Until it is over."""
+        self._streams.wait_for(lambda: pending.over)
+
+    def next(self, pending: Pending) -> Response | None:
+        """The next answer; None behind the last one."""
+        self._streams.wait_for(lambda: pending.ready)
+        return self.take(pending)
+
+    def take(self, pending: Pending) -> Response | None:
+        """What `ready` says is there."""
+        with self._streams.turn:
+            if not pending.answers:
+                return None
+            pending.taken += 1
+            if pending.window and not pending.over and 2 * pending.taken >= pending.window:
+                self._outbox.add(More(pending.number, pending.taken))
+                self._outbox.flush()
+                pending.taken = 0
+            return pending.answers.popleft()
+
+    async def wait_soon(self, pending: Pending, ready: Callable[[], bool], coroutines: bool) -> None:
+        """`coroutines`: it is asked in the loop of the worker's own, while the main thread reads the link."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._streams.turn:
+                if ready():
+                    return
+                self._streams.check()
+                future = loop.create_future()
+                pending.waiters.append(future)
+                self._awaited += 1
+                if not coroutines and self._reader is None:
+                    self._reader = threading.Thread(target=self._read_for_others, name="calls", daemon=True)
+                    self._reader.start()
+            try:
+                await future
+            except asyncio.CancelledError:
+                self.cancel(pending)
+                raise
+            finally:
+                with self._streams.turn:
+                    self._awaited -= 1
+
+    def _wake_all(self) -> None:
+        for pending in self._open.values():
+            wake(pending)
+
+    def _read_for_others(self) -> None:
+        """For coroutines on a loop of the model's own: who would read the link may be busy running that loop."""
+        self._streams.read_while(lambda: self._awaited > 0, self._read_no_more)
+
+    def _read_no_more(self) -> None:
+        self._reader = None
+
+    def cancel(self, pending: Pending) -> None:
+        """The model does not want what is still to come."""
+        with self._streams.turn:
+            if pending.over:
+                return
+            self._outbox.add(Cancel(pending.number))
+            self._outbox.flush()
+            pending.abandoned = pending.over = True
+            pending.answers.clear()
+            pending.answers.append(Response(code=Cancelled.code, text="the call was cancelled"))
+            wake(pending)
+
+    def count(self, subject: Subject) -> memoryview[float]:
+        """Numbers for what the model counts, which the server reads."""
+        with self._streams.turn:
+            self._streams.check_process()
+            return self._tallies.add(subject)
+
+    def later(self, what: Handle | Cancel) -> None:
+        """Within the collector, in any thread: told with whatever is said next."""
+        self._outbox.later.append(what)
+        self._streams.nudge()
+
+    def forget(self, pending: Pending) -> None:
+        """Nobody will take its answers. Within the collector."""
+        pending.abandoned = True
+        pending.answers.clear()
+        if not pending.over:
+            self.later(Cancel(pending.number))
+
+    # ------------------------------------------------------------------------------------ answers, with the turn
+
+    def _answered(self, message: Reply | Part) -> None:
+        last = not isinstance(message, Part) or message.last
+        pending = self._ended(message.request) if last else self._open.get(message.request)
+        if pending is None or pending.abandoned:
+            for tensor in message.outputs:
+                if isinstance(tensor.data, tuple):
+                    self._outbox.later.extend(tensor.data)
+            return
+        pending.answers.append(self._response(message))  # also a last one without outputs: Triton's models count it
+        pending.over = last
+        wake(pending)
+
+    def _failed(self, message: Fail | FailHeld) -> None:
+        pending = self._open.pop(message.request, None)
+        if pending is None:
+            return
+        if isinstance(message, FailHeld):
+            self._held[message.request] = pending
+        else:
+            self._free(pending)
+        if not pending.abandoned:
+            pending.answers.append(Response(code=message.code, text=message.text))
+        pending.over = True
+        wake(pending)
+
+    def _released(self, message: Released) -> None:
+        pending = self._held.pop(message.request, None)
+        if pending is not None:
+            self._free(pending)
+
+    def _told(self, message: Answer) -> None:
+        pending = self._open.get(message.request)
+        if pending is None:
+            return
+        pending.body += message.body
+        if not message.more:
+            self._ended(message.request)
+            pending.over = True
+            wake(pending)
+
+    def _ended(self, number: int) -> Pending | None:
+        pending = self._open.pop(number, None)
+        if pending is not None:
+            self._free(pending)
+        return pending
+
+    def _free(self, pending: Pending) -> None:
+        self._arenas.free(pending.blocks)
+        pending.blocks = []
+        pending.kept = []
+
+    def _response(self, message: Reply | Part) -> Response:
+        """All its arrays, made at once, so that no handle can be lost, also where one of them cannot be made."""
+        found = Response(parameters=message.parameters)
+        for tensor in message.outputs:
+            try:
+                found.outputs.append((tensor.name, self._array(tensor)))
+            except (ServeError, ValueError, TypeError) as error:
+                found.code, found.text = InvalidRequest.code, f"output '{tensor.name}' cannot be read: {error}"
+        return found
+
+    def _array(self, tensor: Tensor) -> Array:
+        data: Any = tensor.data
+        if isinstance(data, tuple):
+            if len(data) == 1 and tensor.dtype != "BYTES":
+                try:
+                    return self._mapped.view(data[0], to_numpy(tensor.dtype), tensor.shape, on_drop=self._gift.dropped)
+                except BaseException:
+                    self._outbox.later.append(data[0])
+                    raise
+            # Rows from several workers, or strings: they are copied, so the handles go back at once.
+            self._outbox.later.extend(data)
+            data = b"".join([self._mapped.memory(part) for part in data])
+        if tensor.dtype == "BYTES":
+            return decode_bytes(data, tensor.shape)
+        return np.ndarray(tensor.shape, to_numpy(tensor.dtype), data)
+
+    # ------------------------------------------------------------------------------------ passing on, with the turn
+
+    def passed_on(self, array: Array, audience: str) -> Handle | None:
+        """An output that came from a call, is for the same audience and is given on as it is: its handle, to be named
+        in a row. The array stays until the row is `sent`."""
+        gift = gift_of(array)
+        if gift is None:
+            return None
+        place = self._place(array)
+        if place is None or self._arenas.audiences.get(place.segment) != audience:
+            return None
+        self._passed.setdefault(place, []).append(array)
+        return place
+
+    def sent(self, rows: Iterable[Row]) -> None:
+        """These are in the outbox, or will never be."""
+        if self._passed:
+            for row in rows:
+                for tensor in row.outputs:
+                    self.not_passed_on(tensor)
+
+    def not_passed_on(self, tensor: Tensor) -> bool:
+        """Its array need not stay any longer. False: it did not come from a call."""
+        place = tensor.data[0] if isinstance(tensor.data, tuple) and tensor.data else None
+        arrays = self._passed.get(place) if place is not None else None
+        if place is None or arrays is None:
+            return False
+        arrays.pop()
+        if not arrays:
+            del self._passed[place]
+        return True

@@ -1,0 +1,66 @@
+"""A model's own interpreter: a directory, or an archive of one that is unpacked once, and the way into it.
+
+The rule: the process stays the same, from the broker's first to the model's last; it only changes its interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from shmserve.errors import InvalidRequest, NotFound
+from shmserve.workers.process.environment_archive import unpacked
+from shmserve.workers.process.log import say
+
+KNOB = "EXECUTION_ENV_PATH"
+PYTHONS = ("bin/python3", "bin/python")
+NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "posix_ipc": "1.1"}
+"""What a worker needs of other packages, and the oldest versions of them."""
+
+
+def enter(place: str, cache: str, arguments: list[str]) -> NoReturn:
+    """Goes on as a worker with these arguments in that interpreter. Raises where it is not one."""
+    path = Path(place)
+    say(f"{KNOB}: the interpreter is at {place}", "info")  # for operators; callers do not learn where it is
+    if not path.exists():
+        raise NotFound(f"{KNOB}: there is no such directory or archive")
+    root = path if path.is_dir() else unpacked(path, Path(cache), find_python)
+    python = find_python(root)
+    try:
+        os.execve(python, [python, "-I", "-u", *command(arguments)], _variables(root))
+    except OSError as error:
+        raise InvalidRequest(f"{KNOB}: its {Path(python).name} cannot be run: {error.strerror}") from None
+
+
+def find_python(root: Path) -> str:
+    for name in PYTHONS:
+        if os.access(root / name, os.X_OK):
+            return str(root / name)
+    raise InvalidRequest(f"{KNOB}: neither {' nor '.join(PYTHONS)} in it can be run; is it an environment?")
+
+
+def command(arguments: list[str]) -> list[str]:
+    """The script that other interpreters begin with, and what it is told: where our packages are, and where those are
+    that we need, which fit to an interpreter like this one."""
+    folder = Path(__file__).parents[2]
+    packages = [f"{name}={least}={_place(name)}" for name, least in NEEDED.items()]
+    ours = [str(folder.parent), EXTENSION_SUFFIXES[0], *packages]
+    return [str(folder / "workers" / "bootstrap.py"), str(len(ours)), *ours, *arguments]
+
+
+def _place(name: str) -> str:
+    found = find_spec(name)
+    origin = Path(found.origin) if found is not None and found.origin else Path(sys.prefix)
+    return str(origin.parent.parent if origin.name.startswith("__init__.") else origin.parent)
+
+
+def _variables(root: Path) -> dict[str, str]:
+    """Like the ones that its `activate` sets."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    kept["PATH"] = os.pathsep.join(filter(None, (str(root / "bin"), kept.get("PATH", ""))))
+    kept["CONDA_PREFIX" if (root / "conda-meta").is_dir() else "VIRTUAL_ENV"] = str(root)
+    return kept

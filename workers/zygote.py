@@ -1,0 +1,200 @@
+"""A process that has imported what every worker needs, and becomes workers: `python -m shmserve.workers.zygote FD`.
+
+The rule: it runs nobody's code, has one thread and no descriptor but its own, so that what is forked from it is as good
+as new. Engines are not imported here: they may have threads and devices.
+
+A worker is forked twice: the process between them ends, and the worker is a child of the broker like any other, which
+sees its end, and whose end is its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import re
+import select
+import socket
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from shmserve.protocol.descriptors import ANCILLARY_BYTES, received
+from shmserve.workers import main as worker
+from shmserve.workers.process.exit_codes import Exit
+
+MODULES = (
+    "numpy",
+    "shmserve.shm.mapped",
+    "shmserve.workers.backends.identity",
+    "shmserve.workers.backends.python.backend",
+    "shmserve.workers.loop",
+    "shmserve.workers.loading",
+    "shmserve.workers.outbox",
+)
+NAME = "shmserve-ready"
+"""Of this process, in the process table."""
+REQUEST_BYTES = 64 * 1024
+_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_OPENBLAS = re.compile(r"openblas[^/]*\.so[^/]*$")
+_OTHERS = re.compile(r"/(?:libmkl|libblis|libblas|libcblas)[^/]*\.so[^/]*$")
+_SETTERS = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
+
+SetThreads = Callable[[int], object]
+
+
+class Cannot(Exception):
+    """Why workers cannot be made of this process."""
+
+
+def main() -> NoReturn:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    broker = os.getppid()
+    worker.prepare(NAME)
+    if os.getppid() != broker:
+        os._exit(Exit.LINK_LOST)
+    _show([sys.executable, "-m", "shmserve.workers.zygote"])
+    try:
+        set_threads = _import()
+    except Cannot as reason:
+        control.send(f"cannot {reason}".encode())
+        os._exit(Exit.STOPPED)
+    control.send(b"ready")
+    gc.collect()
+    gc.freeze()
+    while True:
+        request, ancillary, _, _ = control.recvmsg(REQUEST_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        if not request:
+            os._exit(Exit.STOPPED)
+        descriptors = received(ancillary)
+        if _fork(control, broker):
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+    words = _become(request.decode().split("\0"), *descriptors)
+    # From here, not deeper: each line of a trace counts, where only the last ones of a worker are kept.
+    worker.run(words, (lambda: set_threads(_threads())) if set_threads is not None else None)
+
+
+def _import() -> SetThreads | None:
+    """All that workers need. What sets how many threads numpy has: here it has but one, which is this one."""
+    given = {name: os.environ.get(name) for name in _THREADS}
+    os.environ.update(dict.fromkeys(_THREADS, "1"))
+    try:
+        for name in MODULES:
+            importlib.import_module(name)
+    except ImportError as error:  # of which a worker that needs it tells more
+        raise Cannot(f"{error}") from None
+    finally:
+        for name, value in given.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise Cannot("something that was imported has started a thread")
+    with open("/proc/self/maps") as file:
+        return _setter(file.read())
+
+
+def _setter(maps: str) -> SetThreads | None:
+    paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(None, 5)) == 6}
+    libraries = {path for path in paths if _OPENBLAS.search(path)}
+    if len(libraries) > 1 or any(_OTHERS.search(path) for path in paths - libraries):
+        raise Cannot("it is not known how the library that numpy computes with is told its number of threads")
+    for path in libraries:
+        library = ctypes.CDLL(path)
+        for name in _SETTERS:
+            if hasattr(library, name):
+                return getattr(library, name)  # type: ignore[no-any-return]
+        raise Cannot("the library that numpy computes with cannot be told its number of threads")
+    return None
+
+
+def _fork(control: socket.socket, broker: int) -> bool:
+    """True in the worker. The broker is told its pid and given its pidfd, or told why there is none."""
+    try:
+        between = os.fork()
+    except OSError as error:
+        control.send(f"failed {error.strerror}".encode())
+        return False
+    if between:
+        os.waitpid(between, 0)
+        return False
+    done = False
+    try:
+        _between(control, broker)
+        done = True
+    finally:
+        if not done:
+            os._exit(Exit.INTERNAL)
+    return True
+
+
+def _between(control: socket.socket, broker: int) -> None:
+    """In the process that ends, and then in the worker, where it returns."""
+    told, tell = os.pipe2(os.O_CLOEXEC)
+    between = os.pidfd_open(os.getpid())
+    try:
+        pid = os.fork()
+    except OSError as error:
+        control.send(f"failed {error.strerror}".encode())
+        os._exit(Exit.STOPPED)
+    if pid:
+        child = os.pidfd_open(pid)
+        socket.send_fds(control, [str(pid).encode()], [child])
+        os.write(tell, b"x")
+        os._exit(Exit.STOPPED)
+    os.close(tell)
+    control.close()
+    known = os.read(told, 1)
+    os.close(told)
+    select.select([between], [], [])  # when that process has ended, whose child this is has changed
+    os.close(between)
+    if not known or os.getppid() != broker:
+        os._exit(Exit.LINK_LOST)
+
+
+def _become(words: list[str], link: int, output: int) -> list[str]:
+    """A process as if it had been started with these words, this link, and this to write to. Its command line."""
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.set_inheritable(link, True)
+    words = ["--link", str(link), *words]
+    sys.argv = ["shmserve.workers.main", *words]
+    _show([sys.executable, "-m", *sys.argv])
+    random = sys.modules.get("numpy.random")
+    if random is not None:  # older ones have one state from their import on, which would be that of every worker
+        random.seed()
+    return words
+
+
+def _threads() -> int:
+    """As many as the library would have had if it were loaded now."""
+    for name in _THREADS[:3]:
+        text = os.environ.get(name, "").partition(",")[0].strip()
+        if text.isdecimal() and int(text) > 0:
+            return int(text)
+    return len(os.sched_getaffinity(0))
+
+
+def _show(command: list[str]) -> None:
+    """The command line in the process table, in the place of the one that this process was started with."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if 0 < start < end:
+        text = "\0".join(command).encode()[: end - start - 1]
+        ctypes.memmove(start, text + bytes(end - start - len(text)), end - start)
+
+
+if __name__ == "__main__":
+    main()
