@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shmserve.repo.files.safe_paths import MODEL_NAME
+
 BACKENDS = frozenset({"identity", "onnxruntime", "openvino", "python", "pytorch", "tensorrt"})
 """Our own."""
 GROUP = "shmserve.backends"
@@ -24,8 +26,6 @@ def in_directory(directory: str | Path) -> frozenset[str]:
     """The backends in a directory: each is a sub-directory of its name, with a backend.py or model.py. None for ""."""
     if not directory:
         return frozenset()
-    from shmserve.repo.rules.fields import MODEL_NAME
-
     return frozenset(
         entry.name
         for entry in os.scandir(directory)

@@ -34,8 +34,8 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatching,
     ModelSequenceBatchingStrategyDirect,
     ModelSequenceBatchingStrategyOldest,
+    takes_device_inputs,
 )
-from shmserve.repo.gpus import inputs_there
 from shmserve.repo.rules.ensemble_steps import compile_steps
 from shmserve.repo.rules.fields import (
     CRASH_LIMIT,
@@ -73,7 +73,7 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
-        reads_there=config.backend in ON_DEVICE or (config.backend == "python" and inputs_there(config)),
+        reads_there=config.backend in ON_DEVICE or (config.backend == "python" and takes_device_inputs(config)),
         leaves_there=config.backend in ON_DEVICE or (config.backend == "python" and _has_gpu(config)),
         steps=compile_steps(config),
         padding=_padding(config),

@@ -10,16 +10,11 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from shmserve.repo.config.schema import ModelConfig
+from typing import Any, NamedTuple
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTROL = Path("/dev/nvidiactl")
 """There wherever the driver is."""
-HOST_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
-"""A parameter of python models: "no", if inputs may stay on the model's GPU."""
 
 
 class Numbers(tuple[int, ...]):
@@ -92,12 +87,6 @@ def not_for() -> frozenset[str]:
     if not torch or torch.endswith("+cpu"):
         found.add("pytorch")
     return frozenset(found)
-
-
-def inputs_there(config: ModelConfig) -> bool:
-    """Whether a python model takes inputs on its GPU."""
-    found = config.parameters.get(HOST_ONLY)
-    return found is not None and found.string_value.lower() in ("no", "false")
 
 
 def _version(package: str) -> str:

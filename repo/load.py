@@ -19,15 +19,13 @@ from shmserve.repo.config import protos
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.lint import lint
 from shmserve.repo.config.outline import OutlineError, outline, shown
-from shmserve.repo.config.problems import ConfigError, Place, Problem, Report
+from shmserve.repo.config.problems import ConfigError, Place, Problem, Report, decode_text
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.config.support import NOT_SUPPORTED, TABLE, Status
 from shmserve.repo.files.companions import look_for_files
 from shmserve.repo.rules.fields import Host, validate
 
 CONFIG_FILE = "config.pbtxt"
-CONFIG_BYTES = 1024 * 1024
-"""The largest config.pbtxt."""
 
 
 class Setting(NamedTuple):
@@ -160,24 +158,6 @@ def _message(data: str | bytes, report: Report) -> Message | None:
 def _syntax_problem(error: OutlineError | None, report: Report) -> None:
     if error is not None:
         report.problem(protos.path_of(error.trail), error.text, (error.token.line, error.token.column))
-
-
-def decode_text(data: str | bytes, report: Report) -> str | None:
-    """The text within its limits, or None and a problem in the report."""
-    if len(data) > CONFIG_BYTES:
-        report.problem("", f"{len(data)} bytes, expected at most {CONFIG_BYTES}")
-        return None
-    try:
-        if isinstance(data, str):
-            data.encode()
-            return data
-        return data.decode("utf-8-sig")
-    except UnicodeError as error:
-        position = error.start if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else 0
-        before = data[:position]
-        line = 1 + (before.count("\n") if isinstance(before, str) else before.count(b"\n"))
-        report.problem("", "not UTF-8 text", (line, 1))
-        return None
 
 
 def _config(message: Message, report: Report) -> ModelConfig:

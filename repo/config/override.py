@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 from shmserve.repo.config import protos
 from shmserve.repo.config.lint import INTEGERS, expected
 from shmserve.repo.config.outline import DEPTH, TOKENS, shown
-from shmserve.repo.config.problems import Report, meant
-from shmserve.repo.load import decode_text
+from shmserve.repo.config.problems import Report, decode_text, meant
 
 OVERRIDE = "config override"
 """Stands where the texts of problems name the file."""

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.outline import shown
 
+CONFIG_BYTES = 1024 * 1024
+"""The largest config.pbtxt."""
 LIMIT = 50
 """Problems listed for one file; the rest is counted."""
 
@@ -118,3 +120,21 @@ def meant(found: str, valid: Iterable[str]) -> str:
     if near:
         return f'did you mean "{near}"?'
     return f"expected one of {', '.join(names)}" if names else "nothing is expected here"
+
+
+def decode_text(data: str | bytes, report: Report) -> str | None:
+    """The text within its limits, or None and a problem in the report."""
+    if len(data) > CONFIG_BYTES:
+        report.problem("", f"{len(data)} bytes, expected at most {CONFIG_BYTES}")
+        return None
+    try:
+        if isinstance(data, str):
+            data.encode()
+            return data
+        return data.decode("utf-8-sig")
+    except UnicodeError as error:
+        position = error.start if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else 0
+        before = data[:position]
+        line = 1 + (before.count("\n") if isinstance(before, str) else before.count(b"\n"))
+        report.problem("", "not UTF-8 text", (line, 1))
+        return None

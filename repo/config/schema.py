@@ -363,6 +363,16 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(ModelConfig)
 
 
+HOST_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
+"""Parameter of Python models: "no" leaves inputs on the GPU of the model."""
+
+
+def takes_device_inputs(config: ModelConfig) -> bool:
+    """Whether a Python model accepts inputs on its GPU."""
+    found = config.parameters.get(HOST_ONLY)
+    return found is not None and found.string_value.lower() in ("no", "false")
+
+
 def encode_config(config: ModelConfig) -> bytes:
     """The form in which a configuration travels to a worker and back."""
     return _encoder.encode(config)

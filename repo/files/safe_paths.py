@@ -5,10 +5,16 @@ the name is written and wherever links lead, and texts show the name that was gi
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
 from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import NAME_LENGTH
+
+MODEL_NAME = re.compile(r"(?![. ])[ -.0-\[\]-~]{1,128}(?<! )")
+"""Printable ASCII that is one safe name of a directory. What else Triton takes could forge lines of a log or a path."""
+NAME_RULE = f"1 to {NAME_LENGTH} printable ASCII characters, none of / and \\, no dot in front, no space at an end"
 
 
 def open_inside(folder: Path, name: str, what: str) -> int:

@@ -17,13 +17,11 @@ from shmserve.repo.config.complete import ENGINES, ENSEMBLE, can_complete, is_en
 from shmserve.repo.config.outline import shown
 from shmserve.repo.config.problems import meant, nearest
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.rules.data import file_name, validate_warmup
 from shmserve.repo.rules.padding import validate_padding
 from shmserve.repo.rules.schedulers import validate_scheduler
 
-MODEL_NAME = re.compile(r"(?![. ])[ -.0-\[\]-~]{1,128}(?<! )")
-"""Printable ASCII that is one safe name of a directory. What else Triton takes could forge lines of a log or a path."""
-NAME_RULE = f"1 to {NAME_LENGTH} printable ASCII characters, none of / and \\, no dot in front, no space at an end"
 PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
 """What the name of a Python model may be: Triton makes the name of a process of it."""
 BAD_STUB_NAME = "Invalid stub name: contains invalid characters"

@@ -20,10 +20,10 @@ from shmserve.repo.backends import BACKENDS
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.outline import shown
 from shmserve.repo.config.override import OVERRIDE, Override
-from shmserve.repo.config.problems import Place, Problem, nearest
+from shmserve.repo.config.problems import CONFIG_BYTES, Place, Problem, nearest
 from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
-from shmserve.repo.load import CONFIG_BYTES, CONFIG_FILE, Examined, Setting, examine
-from shmserve.repo.rules.fields import MODEL_NAME, NAME_RULE
+from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
+from shmserve.repo.load import CONFIG_FILE, Examined, Setting, examine
 
 _ONE_FILE = frozenset({"python", "pytorch"})
 CONFIG_FOLDER = "configs"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config import protos
 from shmserve.repo.config.outline import DEPTH, TOKENS, Block, Token, outline, tokens
-from shmserve.repo.config.problems import LIMIT, ConfigError, Problem, nearest
-from shmserve.repo.load import CONFIG_BYTES, load, parse
+from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Problem, nearest
+from shmserve.repo.load import load, parse
 from tests.examples import examples
 from tests.unit.repo_messages import messages
 from tests.unit.repo_texts import ALL, BACKENDS, DIRECT, DYNAMIC, SMALL

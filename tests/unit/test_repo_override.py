@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from shmserve.repo.config import protos
 from shmserve.repo.config.outline import DEPTH, TOKENS
 from shmserve.repo.config.override import parse_override
-from shmserve.repo.config.problems import LIMIT, ConfigError, Problem
+from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Problem
 from shmserve.repo.config.schema import ModelConfig, as_triton_json
-from shmserve.repo.load import CONFIG_BYTES, parse
+from shmserve.repo.load import parse
 from shmserve.repo.storage.store import scan_model
 from tests.examples import examples
 from tests.unit.repo_messages import messages

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.load import CONFIG_BYTES, parse
+from shmserve.repo.config.problems import CONFIG_BYTES
+from shmserve.repo.load import parse
 from shmserve.repo.storage.store import Found, find_model, scan, select_versions
 from tests.unit.repo_texts import BACKENDS, DYNAMIC, SMALL
 

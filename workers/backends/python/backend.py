@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, ServeError
 from shmserve.protocol.messages import Failure
-from shmserve.repo.gpus import inputs_there
+from shmserve.repo.config.schema import takes_device_inputs
 from shmserve.workers.backends.base import Answer, Backend, Context, Request, SeparateBackend
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.backends.python.model import PythonModel
@@ -80,7 +80,7 @@ class Python(PythonModel, SeparateBackend):
         self._again = Answer(again=True)
         if sequences is None or not sequences.iterative_sequence:
             self._again = Answer(error=_NOT_ITERATIVE)
-        self.on_device = inputs_there(config) and device_of(config, self.context.instance).kind == "GPU"
+        self.on_device = takes_device_inputs(config) and device_of(config, self.context.instance).kind == "GPU"
 
     # ------------------------------------------------------------------------------------ batches
 

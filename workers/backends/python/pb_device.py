@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmserve.dtypes import from_numpy
-from shmserve.repo.gpus import HOST_ONLY
+from shmserve.repo.config.schema import HOST_ONLY
 from shmserve.workers.backends.python.pb_tensor import (
     CUDA,
     NUMBERS,
