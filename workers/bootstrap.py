@@ -1,12 +1,13 @@
-"""What a model's own interpreter runs: `python -I bootstrap.py COUNT ours... --link FD ...`, or `... --solo FD`. Finds
-our packages, looks whether it can run a worker, and is one from then on, or runs the model in its terminal.
+"""The script that a model's own interpreter starts with: `python -I bootstrap.py COUNT ours... MODULE:FUNCTION ARGUMENTS`.
 
-The rule: the standard library only, and nothing that an old interpreter could not read. What is wrong is told to the
-broker as a LoadFailed, which is written here by hand, as what writes it otherwise may be what is missing.
+It finds our packages, checks that this interpreter can run them, and calls the function with the arguments. It uses only
+the standard library, and no syntax that an old interpreter cannot parse. Errors reach the broker as a LoadFailed packet
+encoded by hand, because the package that encodes messages may be the one that is missing.
 """
 
 from __future__ import annotations
 
+import importlib
 import socket
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
@@ -16,8 +17,8 @@ from typing import Any, NoReturn
 LEAST = (3, 10)
 LOAD_FAILED = 66
 TAG = 97
-SOLO = "--solo"
-"""Then a descriptor: what is to be run in this terminal."""
+LINK = "--link"
+"""Only a worker has this argument: the descriptor of its link to the broker."""
 
 
 class Finder:
@@ -45,13 +46,9 @@ def main(words: list[str]) -> NoReturn:
     wrong = list(filter(None, (lack(name, least) for name, least, _ in needed)))
     if wrong:
         fail(arguments, f"it has Python {version} and lacks {', '.join(wrong)}: install that in it")
-    if arguments[0] == SOLO:
-        from shmserve.workers.foreground.solo import go_on
-
-        go_on(int(arguments[1]))
-    from shmserve.workers.main import run
-
-    run(arguments)
+    module, _, function = arguments[0].partition(":")
+    getattr(importlib.import_module(module), function)(arguments[1:])
+    sys.exit(0)
 
 
 def lack(name: str, least: str) -> str:
@@ -80,11 +77,11 @@ def numbers(text: str) -> list[int]:
 def fail(arguments: list[str], text: str) -> NoReturn:
     """Tells the broker, and the operators, and ends."""
     text = f"EXECUTION_ENV_PATH: {text}"
-    if arguments[0] == SOLO:
+    if LINK not in arguments:
         sys.stderr.write(f"shmserve run: {text}\n")
         sys.exit(1)
     sys.stderr.write(f"error: {text}\n")
-    with socket.socket(fileno=int(arguments[arguments.index("--link") + 1])) as link:
+    with socket.socket(fileno=int(arguments[arguments.index(LINK) + 1])) as link:
         link.recv(1)  # the order: a link that is closed over something unread loses what was said on it
         link.send(b"\x91\x93" + bytes([TAG]) + packed("UNAVAILABLE") + packed(text))
     sys.exit(LOAD_FAILED)

@@ -17,7 +17,7 @@ import numpy as np
 from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Row, Work
-from shmserve.workers.backends.base import Answer, StackedBackend
+from shmserve.workers.backends.base import StackedBackend
 from shmserve.workers.batch.ragged import BatchInputs, Shapes, cuts_of, shapes_in
 from shmserve.workers.batch.scatter import Results
 from shmserve.workers.batch.sequence_inputs import (
@@ -31,6 +31,7 @@ from shmserve.workers.batch.sequence_inputs import (
     with_gaps_filled,
 )
 from shmserve.workers.batch.specs import model_outputs_of
+from shmserve.workers.model_calls.answer import Answer
 from shmserve.workers.runner import Ran, Runner, Trace, clock, failed
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.config.schema import ModelConfig, decode_config
 from shmserve.repo.files.labels import read_labels
 from shmserve.repo.storage.snapshot import Look, changed
-from shmserve.workers.backends.base import Backend, Context, find
+from shmserve.workers.backends.base import Backend, Context
+from shmserve.workers.backends.registry import find
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of

@@ -112,7 +112,7 @@ def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
 
     at = words.index("--environment")
     try:
-        enter(arguments.environment, arguments.unpacked, words[:at] + words[at + 2 :])
+        enter(arguments.environment, arguments.unpacked, "shmserve.workers.main:run", words[:at] + words[at + 2 :])
     except Exception as error:
         from shmserve.workers.outbox import Outbox
 

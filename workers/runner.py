@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure, Row, Work
-from shmserve.workers.backends.base import Answer, Request, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import SeparateBackend, StackedBackend
 from shmserve.workers.batch.padding import PaddedResults
+from shmserve.workers.model_calls.answer import Answer, Request
 from shmserve.workers.process.log import public, say_trace
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import DIRECTORY, installed, not_usable
 from shmserve.repo.config.complete import can_complete
-from shmserve.workers.backends import base
-from shmserve.workers.backends.custom import backend_in, from_directory
+from shmserve.workers.backends import Context, StackedBackend, registry
+from shmserve.workers.backends.registry import backend_in, from_directory
 from tests.process.launch import Launched
 from tests.worker_harness import WorkerProcess, config, work
 
@@ -67,7 +67,7 @@ def test_a_model_that_the_backend_refuses(tmp_path: Path) -> None:
 
     kind = from_directory(str(backend_of_the_page(tmp_path)), "linear")
     assert kind is not None
-    context = base.Context("m", 1, "m_0_0", tmp_path, tmp_path, {})
+    context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {})
     with pytest.raises(shmserve.ServeError, match="model 'm' has no file weights"):
         kind(context).load(ModelConfig(name="m"))
 
@@ -117,7 +117,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed(tmp_path) - installed() == {"linear"}
     assert not_usable(tmp_path) == ""
     with pytest.raises(Unsupported, match="unknown backend 'other'; known are: identity, linear, onnxruntime, "):
-        base.find("other", str(tmp_path))
+        registry.find("other", str(tmp_path))
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "backend.py").write_text("")
     assert "has a backend 'python', which is the name of one of our own" in not_usable(tmp_path)
@@ -134,7 +134,7 @@ def test_the_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "--backend-directory none is not a directory" in capsys.readouterr().err
 
 
-ONE = "from shmserve.workers.backends.base import StackedBackend, SeparateBackend\nclass One(StackedBackend): pass\n"
+ONE = "from shmserve.workers.backends import StackedBackend, SeparateBackend\nclass One(StackedBackend): pass\n"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ ONE = "from shmserve.workers.backends.base import StackedBackend, SeparateBacken
         (ONE, "One"),
         (ONE + "class Two(One): pass\n", "Two"),
         (ONE + "class Two(SeparateBackend): pass\n", "it has 2: One, Two"),
-        ("from shmserve.workers.backends.base import StackedBackend\n", "it has none"),
+        ("from shmserve.workers.backends import StackedBackend\n", "it has none"),
         ("class One: pass\n", "it has none"),
     ],
     ids=["one", "derived", "two", "imported", "other"],
@@ -162,7 +162,7 @@ def test_the_class(tmp_path: Path, text: str, name: str) -> None:
 
 def test_a_class_of_another_module_is_not_taken() -> None:
     module = ModuleType("mine")
-    module.Kind = base.StackedBackend  # type: ignore[attr-defined]
+    module.Kind = StackedBackend  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match="it has none"):
         backend_in(module, "mine")
 
@@ -170,10 +170,10 @@ def test_a_class_of_another_module_is_not_taken() -> None:
 @pytest.mark.parametrize(("name", "library", "extra"), [("pytorch", "torch", "torch"), ("openvino",) * 3])
 def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("pytorch", "torch_programs", "openvino"):
-        monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.base.{module}", raising=False)
+        monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*pip install 'shmserve\[{extra}\]'"):
-        base.find(name)
+        registry.find(name)
 
 
 @pytest.mark.parametrize(

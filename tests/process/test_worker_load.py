@@ -12,7 +12,7 @@ import pytest
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import GROUP
 from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyGraph
-from shmserve.workers.backends import base
+from shmserve.workers.backends import StackedBackend, registry
 from shmserve.workers.process.exit_codes import Exit
 from tests.worker_harness import WorkerProcess, config
 from tests.worker_models import Graph, python_model, version_folder
@@ -176,7 +176,7 @@ def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "shmserve.workers.backends.onnx.backend", raising=False)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(Unsupported, match=r"pip install 'shmserve\[cpu\]'"):
-        base.find("onnxruntime")
+        registry.find("onnxruntime")
 
 
 class Point:
@@ -190,15 +190,15 @@ class Point:
         return self._found
 
 
-class Other(base.StackedBackend):
+class Other(StackedBackend):
     """A backend that another package brings."""
 
 
 def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [Point("other", Other), Point("wrong", np.ndarray)]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == GROUP else [])
-    assert base.find("other") is Other
+    assert registry.find("other") is Other
     with pytest.raises(InvalidRequest, match="'wrong' is not a StackedBackend"):
-        base.find("wrong")
+        registry.find("wrong")
     with pytest.raises(Unsupported, match=r"known are: identity, .*openvino, other, python, .*wrong"):
-        base.find("another")
+        registry.find("another")

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from shmserve.protocol.messages import Handle, Row, Wanted, Work
 from shmserve.workers.backends.python import pb_tensor, pb_utils
-from shmserve.workers.backends.python.pb_device import DeviceTensor
+from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.gpu.shared import memory_of
 from tests.device_arrays import read
 from tests.gpu_harness import Array, standins

@@ -28,8 +28,7 @@ from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.backends.identity import Identity
 from shmserve.workers.backends.onnx import run
 from shmserve.workers.backends.onnx.backend import Onnx
-from shmserve.workers.backends.python.pb_device import on_gpu
-from shmserve.workers.backends.python.pb_requests import InferenceRequest
+from shmserve.workers.backends.python.pb_requests import InferenceRequest, mark_device_inputs
 from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
 from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.output_arenas import NEAR_KNOB
@@ -354,7 +353,7 @@ def test_an_input_of_a_python_model_that_stays_there(pair: Pair) -> None:
         tensor._name, tensor._array, tensor._work = "x", piece, work
         request = InferenceRequest.__new__(InferenceRequest)
         request._inputs, request._work = [tensor], replace(work, inputs=(replace(work.inputs[0], dtype=wire),))
-        on_gpu([request])
+        mark_device_inputs([request])
         (found,) = request._inputs
         assert found.is_cpu() == (wire == "BF16"), "which nobody takes by its address"
         assert found.shape() == list(shape)

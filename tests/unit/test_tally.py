@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmserve.broker.observability.model_metrics import PAGES, Tallies
 from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, PAGE_BYTES, Subject, Writer, read
 from shmserve.shm.extents import memfd
-from shmserve.workers.backends.python import pb_host, pb_utils
+from shmserve.workers.backends.python import pb_requests, pb_utils
 
 Family = pb_utils.MetricFamily
 
@@ -34,7 +34,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     from shmserve.workers.backends.python import pb_metrics
 
     found = Host()
-    monkeypatch.setattr(pb_host._Current, "host", found)
+    monkeypatch.setattr(pb_requests._Current, "host", found)
     monkeypatch.setattr(pb_metrics._Registry, "metrics", {})
     monkeypatch.setattr(pb_metrics._Registry, "families", {})
     monkeypatch.setattr(pb_metrics._Registry, "kept", False)

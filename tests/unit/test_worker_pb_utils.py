@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.dtypes import to_numpy
-from shmserve.workers.backends.python import pb_host, pb_utils
+from shmserve.workers.backends.python import pb_requests, pb_utils
 from shmserve.workers.backends.python.pb_tensor import NAMES
 
 
@@ -191,7 +191,7 @@ def test_requests_that_a_model_makes() -> None:
     ],
 )
 def test_what_needs_a_server_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pb_host._Current, "host", None)  # another test may have loaded a model in this process
+    monkeypatch.setattr(pb_requests._Current, "host", None)  # another test may have loaded a model in this process
     with pytest.raises(pb_utils.TritonModelException, match="no model is loaded in this process"):
         call()
 

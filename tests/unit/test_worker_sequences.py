@@ -25,12 +25,13 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatchingInitialState,
     ModelSequenceBatchingState,
 )
-from shmserve.workers.backends.base import Answer, Backend, Context, Request, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
 from shmserve.workers.batch import sequence_inputs
 from shmserve.workers.batch.gather import Gather, Group
 from shmserve.workers.batch.scatter import Results, Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.extended import extension_of, runner_of
+from shmserve.workers.model_calls.answer import Answer, Request
 from shmserve.workers.runner import Runner
 from tests.unit.test_worker_arrays import parts_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.protocol.messages import Options, Row, Work
-from shmserve.workers.backends.base import Answer
+from shmserve.workers.model_calls.answer import Answer
 from shmserve.workers.model_calls.responses import Streams
 
 WINDOW = 2

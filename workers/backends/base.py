@@ -1,51 +1,25 @@
-"""Backends: what runs a model. The interface, and the table of those that exist.
+"""The interface of a backend.
 
-A backend derives from StackedBackend or SeparateBackend, is found by the name that configurations use for it, and is
-imported only when a model needs it. The rule: a backend knows arrays and configurations; never messages, links or
-memory. Others come from the backend directory, or by entry points of the group "shmserve.backends".
+A backend derives from StackedBackend or SeparateBackend. It handles arrays and configurations, and never sees messages,
+links or segments.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
-
-from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.repo.backends import GROUP, in_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import numpy as np
-
-    from shmserve.protocol.messages import Failure, Value, Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import Group
     from shmserve.workers.batch.scatter import Results
+    from shmserve.workers.model_calls.answer import Answer, Request
     from shmserve.workers.model_calls.calls import Calls
     from shmserve.workers.model_calls.responses import Streams
-
-    Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class Known(NamedTuple):
-    """Where a backend is, and the extra of this package that brings its engine ("" for none)."""
-
-    target: str
-    extra: str
-
-
-BACKENDS = {
-    "identity": Known("shmserve.workers.backends.identity:Identity", ""),
-    "onnxruntime": Known("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
-    "openvino": Known("shmserve.workers.backends.openvino:OpenVino", "openvino"),
-    "python": Known("shmserve.workers.backends.python.backend:Python", ""),
-    "tensorrt": Known("shmserve.workers.backends.tensorrt.backend:TensorRT", "gpu"),
-    "pytorch": Known("shmserve.workers.backends.pytorch.backend:Torch", "torch"),
-}
 
 
 class Context(Struct, frozen=True):
@@ -141,55 +115,3 @@ class SeparateBackend(Backend):
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
         """`execute` has raised: the answer to each request, None for those that have had their last one."""
         return [answer] * len(requests)
-
-
-class Request(Struct, gc=False):
-    """One request: its arrays in the order of the configuration, None where an optional input is not there."""
-
-    work: Work
-    arrays: list[Array | None]
-
-
-class Answer(Struct, gc=False):
-    """What became of one request: its outputs by name, or why there are none. `again`: it is to be run once more, and
-    this is no answer; of its outputs only those count that are states of its sequence."""
-
-    outputs: list[tuple[str, Any]] = []
-    error: Failure | None = None
-    parameters: dict[str, Value] | None = None
-    again: bool = False
-
-
-def find(name: str, directory: str = "") -> type[Backend]:
-    """The class of a backend, by the directory for others if it is not ours. A missing engine is an error that says how
-    to get it."""
-    known = BACKENDS.get(name)
-    if known is None:
-        from shmserve.workers.backends.custom import from_directory  # which needs what is here
-
-        return from_directory(directory, name) or _from_entry_point(name, directory)
-    module, _, attribute = known.target.partition(":")
-    try:
-        found: type[Backend] = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        if not known.extra:
-            raise
-        raise Unsupported(
-            f"backend '{name}' needs a package that is not installed ({error}): pip install 'shmserve[{known.extra}]'"
-        ) from error
-    return found
-
-
-def _from_entry_point(name: str, directory: str) -> type[Backend]:
-    from importlib.metadata import entry_points  # slow to import, and rarely needed
-
-    points = entry_points(group=GROUP)
-    for point in points:
-        if point.name == name:
-            found = point.load()
-            if not (isinstance(found, type) and issubclass(found, (StackedBackend, SeparateBackend))):
-                raise InvalidRequest(f"backend '{name}' is not a StackedBackend or SeparateBackend")
-            return found
-    known = ", ".join(sorted({*BACKENDS, *(point.name for point in points), *in_directory(directory)}))
-    what = f"unknown backend '{name}'" if name else "the configuration names no backend"
-    raise Unsupported(f"{what}; known are: {known}")

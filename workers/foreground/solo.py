@@ -35,7 +35,6 @@ from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.system.allocator import keep_freed_memory
 from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of
-from shmserve.workers.bootstrap import SOLO
 from shmserve.workers.foreground.solo_order import Chosen, Errand, Failed, Order
 from shmserve.workers.foreground.terminal import Terminal
 from shmserve.workers.loading import Model, load
@@ -56,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(msgspec.json.decode(words[0], type=Order))
 
 
-def go_on(descriptor: int) -> NoReturn:
-    """As the whole of a process, in the interpreter of the model."""
-    with open(descriptor, "rb") as file:
+def resume(arguments: list[str]) -> NoReturn:
+    """Goes on in the interpreter of the model; the argument is the descriptor of the errand."""
+    with open(int(arguments[0]), "rb") as file:
         errand = msgspec.msgpack.decode(file.read(), type=Errand)
     _leave(run(errand.order, errand.chosen))
 
@@ -132,7 +131,7 @@ def _choose(order: Order, terminal: Terminal) -> Chosen:
         os.pwrite(errand, msgspec.msgpack.encode(Errand(order, chosen)), 0)
         cache = environments_dir(server_runtime_dir())
         terminal.leave()
-        enter(chosen.environment, str(cache), [SOLO, str(errand)])
+        enter(chosen.environment, str(cache), "shmserve.workers.foreground.solo:resume", [str(errand)])
     finally:
         os.close(errand)
 

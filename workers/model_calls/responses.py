@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
 from shmserve.protocol.messages import Failure, Row
-from shmserve.workers.backends.base import Answer
+from shmserve.workers.model_calls.answer import Answer
 from shmserve.workers.model_calls.coroutines import SENT, settle_soon
 from shmserve.workers.model_calls.stream import CLOSED, FORKED, NONE, ONE, Closed, Stream
 

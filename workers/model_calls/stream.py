@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Row, Work
-    from shmserve.workers.backends.base import Answer
+    from shmserve.workers.model_calls.answer import Answer
 
 CLOSED = "Unable to send response. Response sender has been closed."
 ONE = "Unable to send response. Non-decoupled model cannot send more than one response."

@@ -22,8 +22,9 @@ NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "posix_ipc": "1.1"}
 """What a worker needs of other packages, and the oldest versions of them."""
 
 
-def enter(place: str, cache: str, arguments: list[str]) -> NoReturn:
-    """Goes on as a worker with these arguments in that interpreter. Raises where it is not one."""
+def enter(place: str, cache: str, target: str, arguments: list[str]) -> NoReturn:
+    """Replaces this process by that interpreter, which calls `target` ("module:function") with the arguments. Raises if
+    it is not an interpreter."""
     path = Path(place)
     say(f"{KNOB}: the interpreter is at {place}", "info")  # for operators; callers do not learn where it is
     if not path.exists():
@@ -31,7 +32,7 @@ def enter(place: str, cache: str, arguments: list[str]) -> NoReturn:
     root = path if path.is_dir() else unpacked(path, Path(cache), find_python)
     python = find_python(root)
     try:
-        os.execve(python, [python, "-I", "-u", *command(arguments)], _variables(root))
+        os.execve(python, [python, "-I", "-u", *command([target, *arguments])], _variables(root))
     except OSError as error:
         raise InvalidRequest(f"{KNOB}: its {Path(python).name} cannot be run: {error.strerror}") from None
 

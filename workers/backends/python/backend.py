@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import Cancelled, InvalidRequest, ModelFailed, ServeError
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.schema import takes_device_inputs
-from shmserve.workers.backends.base import Answer, Backend, Context, Request, SeparateBackend
+from shmserve.workers.backends.base import Backend, Context, SeparateBackend
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.backends.python.model import PythonModel
 from shmserve.workers.backends.python.model_file import flag, has_generator
-from shmserve.workers.backends.python.pb_device import DeviceTensor, on_gpu
-from shmserve.workers.backends.python.pb_requests import request_from
+from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
+from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
 from shmserve.workers.model_calls.stream import NONE, ONE, Closed, Stream
+from shmserve.workers.model_calls.answer import Answer, Request
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import public, say, say_trace
 
@@ -122,7 +123,7 @@ class Python(PythonModel, SeparateBackend):
         model, version = self.context.model, self.context.version
         made = [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
         if self.on_device:
-            on_gpu(made)
+            mark_device_inputs(made)
         return made
 
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
 from shmserve.workers.backends.base import Backend, Context
-from shmserve.workers.backends.python import pb_calls, pb_host, pb_metrics, pb_utils
+from shmserve.workers.backends.python import pb_calls, pb_metrics, pb_requests, pb_utils
 from shmserve.workers.backends.python.model_file import ModelFile, flag
 from shmserve.workers.batch.output_checks import STRICT
 from shmserve.workers.batch.specs import model_outputs_of
@@ -47,7 +47,7 @@ class PythonModel(Backend):
         self._probing: deque[Callable[[bool], None]] = deque(maxlen=PROBES)
 
     def complete(self, config: ModelConfig) -> ModelConfig:
-        pb_host.bind(self)
+        pb_requests.bind(self)
         function = getattr(self._file.kind(config), "auto_complete_config", None)
         if function is None:
             return config
@@ -61,7 +61,7 @@ class PythonModel(Backend):
         return from_triton_json(found.as_dict())
 
     def load(self, config: ModelConfig) -> None:
-        pb_host.bind(self)
+        pb_requests.bind(self)
         kind = self._file.kind(config)
         policy = config.model_transaction_policy
         self.streams = self._streams = Streams(policy is not None and policy.decoupled)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import NotFound, ServeError
 from shmserve.protocol.messages import Options
-from shmserve.workers.backends.python import pb_host
+from shmserve.workers.backends.python import pb_requests
 from shmserve.workers.backends.python.pb_requests import InferenceRequest, InferenceResponse, TritonError
 from shmserve.workers.backends.python.pb_tensor import Tensor, TritonModelException
 from shmserve.workers.model_calls.calls import WINDOW
@@ -219,7 +219,7 @@ def _ask(
     what: str, model: str, version: int = 0, body: bytes = b"", unknown: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The answer; `unknown`: where the server knows of no such model."""
-    calls = pb_host.current().server()
+    calls = pb_requests.current().server()
     try:
         pending = calls.ask(what, model, version, body)
         calls.wait(pending)

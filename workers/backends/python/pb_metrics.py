@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, Subject
-from shmserve.workers.backends.python import pb_host
+from shmserve.workers.backends.python import pb_requests
 from shmserve.workers.backends.python.pb_tensor import TritonModelException
 
 _OURS = ("nv_", "shmserve_", "process_")
@@ -54,7 +54,7 @@ class Metric:
         with _lock:
             shared = _Registry.metrics.get(subject)
             if shared is None:
-                shared = _Registry.metrics[subject] = _Shared(pb_host.current().count(subject))
+                shared = _Registry.metrics[subject] = _Shared(pb_requests.current().count(subject))
             shared.users += 1
             shared.numbers[0] = 1.0
         self._shared = shared

@@ -6,17 +6,27 @@ The rule: a request that came is looked at where it lies; nothing of it is made 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Awaitable, Sequence
+import os
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import PARAMETERS, Options, Work
-from shmserve.workers.backends.python import pb_host
-from shmserve.workers.backends.python.pb_tensor import Array, PreferredMemory, Tensor, TritonModelException, text_of
+from shmserve.workers.backends.python.pb_tensor import (
+    Array,
+    DeviceTensor,
+    PreferredMemory,
+    Tensor,
+    TritonModelException,
+    text_of,
+)
+from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.python.pb_host import Asked, Host
+    from shmserve.shm.counters import Subject
+    from shmserve.workers.model_calls.calls import Calls
     from shmserve.workers.model_calls.stream import Stream
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
@@ -197,7 +207,7 @@ def _tensors(given: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
 def _asker(request: InferenceRequest) -> Asked:
     if _host_of(request) is not None:
         raise TritonModelException("this request came to the model; make one of your own to ask another model")
-    return pb_host.current()
+    return current()
 
 
 _NO_OPTIONS = Options()
@@ -237,6 +247,21 @@ def request_from(
             inputs.append(tensor)
     request._inputs = inputs
     return request
+
+
+def mark_device_inputs(requests: Sequence[InferenceRequest]) -> None:
+    """Inputs of these requests that are pieces of device memory become tensors that say so."""
+    for request in requests:
+        for place, tensor in enumerate(request._inputs):
+            piece: Any = tensor._array
+            if not isinstance(piece, DevicePiece):
+                continue
+            wire = next(given.dtype for given in request._work.inputs if given.name == tensor._name)
+            if wire == "BF16":  # which no library takes by its address
+                tensor._array = piece.host()
+            else:
+                there = request._inputs[place] = DeviceTensor(tensor._name, piece, wire)
+                there._work = tensor._work
 
 
 class InvalidParameters(TritonModelException, InvalidRequest):
@@ -327,3 +352,64 @@ class InferenceResponseSender:
         stream = getattr(self, "_stream", None)
         if stream is not None and not (stream.final or stream.over):
             self._host.forget(stream)
+
+
+class Asked(Protocol):
+    """Whom the model of this process asks, whatever it is given."""
+
+    def call(self, request: InferenceRequest, decoupled: bool) -> Any:
+        """Asks another model, and waits for the answer."""
+
+    def call_soon(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Any]:
+        """The same for coroutines."""
+
+    def server(self) -> Calls:
+        """By which the server is asked. Raises where there is none."""
+
+    def count(self, subject: Subject) -> memoryview[float]:
+        """Numbers for what the model counts."""
+
+    def model_dir(self) -> str:
+        """The directory of the version."""
+
+    def forked(self) -> None:
+        """This is a process that the model has forked."""
+
+
+class Host(Protocol):
+    """Who has given it requests."""
+
+    def sender(self, request: InferenceRequest) -> InferenceResponseSender:
+        """The sender of a request that has none yet."""
+
+    def send(self, stream: Stream, response: InferenceResponse | None, flags: int) -> Awaitable[None]:
+        """Sends a response, the last one, or says that there are no more."""
+
+    def is_cancelled(self, request: int, stream: Stream | None) -> bool:
+        """Whether nobody waits for the request any more."""
+
+    def forget(self, stream: Stream) -> None:
+        """Nobody has its sender any more. Called within the collector."""
+
+
+class _Current:
+    host: Asked | None = None
+
+
+def bind(host: Asked) -> None:
+    """It runs the model of this process."""
+    _Current.host = host
+
+
+def current() -> Asked:
+    if _Current.host is None:
+        raise TritonModelException("no model is loaded in this process that could ask a server")
+    return _Current.host
+
+
+def _forked() -> None:
+    if _Current.host is not None:
+        _Current.host.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,17 +1,21 @@
-"""Tensors of python models: named numpy arrays, and DLPack in and out.
+"""Tensors of Python models: named numpy arrays, tensors on the GPU of the instance, and DLPack in and out.
 
-The rule: what a tensor was made of is not copied, unless its consumer could write where nobody may.
+A tensor never copies its source, unless a consumer could write to read-only memory. Only models that ask for it get
+inputs on the GPU; everything else is in host memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmserve import dtypes
+from shmserve.repo.config.schema import HOST_ONLY
+from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Work
@@ -125,9 +129,7 @@ class Tensor:
             source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
             device = source.__dlpack_device__()
             if int(device[0]) == CUDA:
-                from shmserve.workers.backends.python.pb_device import given  # few models are on a GPU
-
-                there = given(name, source)
+                there = _on_gpu(name, source)
                 if there is not None:
                     return there
             if int(device[0]) != _CPU:
@@ -137,6 +139,79 @@ class Tensor:
             raise TritonModelException(f"tensor '{name}' cannot be read as DLPack: {error}") from error
         check_contiguous(name, array)
         return Tensor(name, array)
+
+
+class DeviceTensor(Tensor):
+    """A tensor in memory of its sender, which the model must not write, or in the model's own."""
+
+    __slots__ = ("_host", "_wire", "piece")
+
+    def __init__(self, name: str, piece: DevicePiece, wire: str) -> None:
+        self._name = name
+        self.piece = piece
+        self._wire = wire
+        self._host: Array | None = None
+
+    @property
+    def _array(self) -> Array:  # type: ignore[override]
+        """On the host, for who does not take it there."""
+        if self._host is None:
+            self._host = self.piece.host()
+        return self._host
+
+    def as_numpy(self) -> Array:
+        advice = f", or leave out {HOST_ONLY}" if hasattr(self, "_work") else ""
+        raise TritonModelException(
+            f"tensor '{self._name}' is on a GPU, and no numpy array: take it by to_dlpack(){advice}"
+        )
+
+    def shape(self) -> list[int]:
+        return list(self.piece.shape)
+
+    def triton_dtype(self) -> int:
+        return NUMBERS[self._wire]
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
+        cupy = importlib.import_module("cupy")
+        return cupy.asarray(self.piece).__dlpack__(stream=stream, **options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, 0
+
+
+class OwnPiece(DevicePiece):
+    """What the model has made there. It lives as long as this, and is complete."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self, made: Any) -> None:
+        """`made`: an array of cupy's over it."""
+        self._made = made
+        self.address = made.__cuda_array_interface__["data"][0]
+        self.dtype = made.dtype
+        self.shape = made.shape
+        self.nbytes = made.nbytes
+
+    def host(self) -> Array:
+        found: Array = self._made.get()
+        return found
+
+
+def _on_gpu(name: str, source: Any) -> DeviceTensor | None:
+    """What DLPack says is on the process's GPU. None: it cannot be used there."""
+    if source.__dlpack_device__()[1] != 0:
+        return None
+    try:
+        cupy = importlib.import_module("cupy")
+        made = cupy.from_dlpack(source)
+    except (ImportError, BufferError, RuntimeError, TypeError, ValueError):  # its own library may copy it to the host
+        return None
+    check_contiguous(name, made)
+    cupy.cuda.runtime.deviceSynchronize()  # a capsule does not say in which stream it is written
+    return DeviceTensor(name, OwnPiece(made), dtypes.from_numpy(made.dtype))
 
 
 def check_contiguous(name: str, array: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from shmserve import dtypes
 from shmserve.errors import ServeError
 from shmserve.shm.strings import decode_bytes, encode_bytes
-from shmserve.workers.backends.python import pb_host
+from shmserve.workers.backends.python import pb_requests
 from shmserve.workers.backends.python.pb_calls import is_model_ready, load_model, unload_model
 from shmserve.workers.backends.python.pb_config import ModelConfig
 from shmserve.workers.backends.python.pb_metrics import MetricFamily
@@ -122,7 +122,7 @@ class Logger:
 
 def get_model_dir() -> str:
     """The directory of this version of the model, with its file."""
-    return pb_host.current().model_dir()
+    return pb_requests.current().model_dir()
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:

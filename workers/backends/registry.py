@@ -1,23 +1,76 @@
-"""Backends of the backend directory: a class in `<backend-directory>/<name>/backend.py`, or a `model.py` there.
+"""Finds a backend by its name: one of ours, one of the backend directory, or one of an installed package.
 
-The rule: it is found, imported and checked when a model needs it, in the worker of that model, and nowhere else.
+A backend of the directory is a class in `<backend-directory>/<name>/backend.py`, or a `model.py` there. Packages bring
+backends by entry points of the group "shmserve.backends". A backend is imported only in the worker of a model that
+needs it.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from shmserve.errors import InvalidRequest
-from shmserve.repo.backends import FILE, MODEL, in_directory
+from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.backends import FILE, GROUP, MODEL, in_directory
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
+
+
+class Known(NamedTuple):
+    """Where a backend is, and the extra of this package that brings its engine ("" for none)."""
+
+    target: str
+    extra: str
+
+
+BACKENDS = {
+    "identity": Known("shmserve.workers.backends.identity:Identity", ""),
+    "onnxruntime": Known("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
+    "openvino": Known("shmserve.workers.backends.openvino:OpenVino", "openvino"),
+    "python": Known("shmserve.workers.backends.python.backend:Python", ""),
+    "tensorrt": Known("shmserve.workers.backends.tensorrt.backend:TensorRT", "gpu"),
+    "pytorch": Known("shmserve.workers.backends.pytorch.backend:Torch", "torch"),
+}
+
+
+def find(name: str, directory: str = "") -> type[Backend]:
+    """The class of a backend, by the directory for others if it is not ours. A missing engine is an error that says how
+    to get it."""
+    known = BACKENDS.get(name)
+    if known is None:
+        return from_directory(directory, name) or _from_entry_point(name, directory)
+    module, _, attribute = known.target.partition(":")
+    try:
+        found: type[Backend] = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        if not known.extra:
+            raise
+        raise Unsupported(
+            f"backend '{name}' needs a package that is not installed ({error}): pip install 'shmserve[{known.extra}]'"
+        ) from error
+    return found
+
+
+def _from_entry_point(name: str, directory: str) -> type[Backend]:
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    points = entry_points(group=GROUP)
+    for point in points:
+        if point.name == name:
+            found = point.load()
+            if not (isinstance(found, type) and issubclass(found, (StackedBackend, SeparateBackend))):
+                raise InvalidRequest(f"backend '{name}' is not a StackedBackend or SeparateBackend")
+            return found
+    known = ", ".join(sorted({*BACKENDS, *(point.name for point in points), *in_directory(directory)}))
+    what = f"unknown backend '{name}'" if name else "the configuration names no backend"
+    raise Unsupported(f"{what}; known are: {known}")
 
 
 def from_directory(directory: str, name: str) -> type[Backend] | None:
