@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from shmserve.core import events
+from shmserve.core.batching.answers import Answers
 from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.batching.recall import Recalls
 from shmserve.core.calls.calls import Calls
 from shmserve.core.effects import Effect
 from shmserve.core.ensembles.advance import Ensembles
@@ -78,26 +80,27 @@ class Core:
         """`tracing`: a Log for each batch, with the reason why it was formed. `survive`: its own faults (internal_errors.py)."""
         self.state = State(limits or Limits())
         self.state.tracing = tracing
-        self._ends = Ends(self.state)
-        self._dispatcher = Dispatcher(self.state, self._ends)
-        self._streams = self._dispatcher.streams = Streams(self.state, self._ends, self._dispatcher)
-        self._sequencer = self._dispatcher.sequencer = Sequencer(self.state, self._ends, self._dispatcher)
-        crowd = Crowd(self.state)
-        self._questions = Questions(self.state)
-        intake = self._intake = Intake(self.state, self._ends, self._dispatcher, self._sequencer, crowd)
-        self._ensembles = intake.ensembles = Ensembles(self.state, self._ends, self._streams, Steps(self.state, intake))
+        state = self.state
+        self._ends = Ends(state)
+        answers, recalls = Answers(state, self._ends), Recalls(state, self._ends)
+        self._streams = Streams(state, self._ends, answers)
+        dispatcher = self._dispatcher = Dispatcher(state, self._ends, recalls, answers, self._streams)
+        self._sequencer = Sequencer(state, self._ends, dispatcher)
+        crowd = Crowd(state)
+        self._questions = Questions(state)
+        intake = self._intake = Intake(state, self._ends, dispatcher, self._sequencer, crowd)
+        self._ensembles = Ensembles(state, self._ends, self._streams, Steps(state, intake))
         admission = self._admission = Admission(
-            self.state, self._ends, self._streams, intake, crowd, self._questions, server
+            state, self._ends, self._streams, intake, crowd, self._questions, server
         )
-        self._operations = Operations(self.state)
-        self._members = Members(self.state, self._operations)
-        self._calls = self._ends.calls = Calls(
-            self.state, self._ends, self._dispatcher, self._streams, intake, self._admission, self._operations, crowd
+        operations = self._operations = Operations(state)
+        self._members = Members(state, operations)
+        self._calls = Calls(state, self._ends, dispatcher, self._streams, intake, admission, operations, crowd)
+        lifecycle = self._lifecycle = Lifecycle(
+            state, dispatcher, recalls, self._ends, self._streams, operations, self._calls
         )
-        calls, operations, dispatcher = self._calls, self._operations, self._dispatcher
-        lifecycle = self._lifecycle = Lifecycle(self.state, dispatcher, self._ends, self._streams, operations, calls)
-        self._handover = Handover(self.state, self._ends, dispatcher)
-        self._faults = Faults(self.state, self._admission, dispatcher, survive)
+        self._handover = Handover(state, self._ends, recalls)
+        self._faults = Faults(state, admission, survive)
         self._of_clients: dict[type, Handler] = {
             Infer: admission.infer,
             events.Framed: admission.framed,
@@ -228,7 +231,8 @@ class Core:
         the next turn's."""
         state = self.state
         rows = ROWS
-        while state.dirty or state.stirred or (state.mapped.users and rows > 0):
+        while state.dirty or state.stirred or state.answered_calls or (state.mapped.users and rows > 0):
+            self._calls.settle_answered()
             while state.stirred:
                 run = next(iter(state.stirred))
                 del state.stirred[run]
@@ -241,7 +245,11 @@ class Core:
                 else:
                     version = state.limiter.first(state.dirty)
                     del state.dirty[version]
-                self._dispatcher.dispatch(version, now)
+                if version.places is None:
+                    self._dispatcher.dispatch(version, now)
+                else:
+                    self._dispatcher.refuse_stranded(version, now)
+                    self._sequencer.dispatch(version, now)
 
     def _timer(self, kind: Timer, subject: Subject, now: int) -> None:
         if kind is Timer.DRAIN:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.models.termination import kill
 from shmserve.core.requests.admission import Admission
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.errors import Internal
@@ -23,10 +23,9 @@ MANY = 100
 class Faults:
     """Call within an except clause. `survive` false: they are raised, as tests and simulations want."""
 
-    def __init__(self, state: State, admission: Admission, dispatcher: Dispatcher, survive: bool) -> None:
+    def __init__(self, state: State, admission: Admission, survive: bool) -> None:
         self._state = state
         self._admission = admission
-        self._dispatcher = dispatcher
         self._survive = survive
         self._turn = -1
         self._count = 0
@@ -37,7 +36,7 @@ class Faults:
         if peer >= WORKERS_FROM:
             known = self._state.instances.get(peer)
             if known is not None:
-                self._dispatcher.kill(*known, f"{SIGN} in its {what}")
+                kill(self._state, *known, f"{SIGN} in its {what}")
         else:
             self._admission.part_with(peer, Internal(f"{SIGN} ended this connection; connect again. The log has more"))
 

@@ -99,6 +99,8 @@ class State:
         """Instances of versions that go on without them, which stay for the sequences that they have."""
         self.waiting: dict[Instance, None] = {}
         """Those that wait for other models, which they have called."""
+        self.answered_calls: list[Request] = []
+        """Requests answered in this turn for which their client, an instance, has waited."""
         self.doubt = False
         """An instance goes, or a step begins where it has to wait for its turn: somebody may wait for ever."""
         self.traces = Traces()

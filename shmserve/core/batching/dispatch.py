@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from shmserve.core.batching.answers import Answers
 from shmserve.core.batching.form import Plan, Reason
+from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.batching.recall import Recalls
-from shmserve.core.effects import Kill, Send
+from shmserve.core.effects import Send
 from shmserve.core.models.instance import Batch, Instance
+from shmserve.core.models.termination import kill, kill_for_protocol_error
 from shmserve.core.models.version import Version
 from shmserve.core.requests.completion import Ends
 from shmserve.core.requests.request import Request
+from shmserve.core.requests.responses import Streams
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 from shmserve.protocol.messages import (
     CHUNK_BYTES,
-    OWNER_SHIFT,
     Done,
     Execute,
-    Handle,
     Reply,
     Row,
     Rows,
@@ -27,34 +27,29 @@ from shmserve.protocol.messages import (
     Work,
 )
 
-if TYPE_CHECKING:
-    from shmserve.core.batching.rate_limiter import Limiter
-    from shmserve.core.requests.responses import Streams
-    from shmserve.core.sequences.scheduler import Sequencer
-
 _READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 
 class Dispatcher:
-    streams: Streams
-    sequencer: Sequencer
-
-    def __init__(self, state: State, ends: Ends) -> None:
+    def __init__(self, state: State, ends: Ends, recalls: Recalls, answers: Answers, streams: Streams) -> None:
         self._state = state
         self._ends = ends
-        self.recalls = Recalls(state, ends)
+        self._recalls = recalls
+        self._answers = answers
+        self._streams = streams
 
     # ------------------------------------------------------------------------------------ out
 
-    def dispatch(self, version: Version, now: int) -> None:
-        """Sends all that may go now."""
+    def refuse_stranded(self, version: Version, now: int) -> None:
+        """Fails what waits for a version that no instance will run any more."""
         if version.state is not _READY and version.waits and not version.alive:
             what = f"'{version.model}' version {version.number} is not at ready state"
             self.empty_queue(version, f"Request for unknown model: {what}: {version.reason or version.trouble}", now)
-        if version.places is not None:
-            self.sequencer.dispatch(version, now)
-            return
+
+    def dispatch(self, version: Version, now: int) -> None:
+        """Sends all that may go now."""
+        self.refuse_stranded(version, now)
         queue = version.queue
         version.wake = 0
         if self._state.waiting:
@@ -88,7 +83,7 @@ class Dispatcher:
         for instance in version.instances:
             batch = instance.waiting
             if batch is not None and instance.waits:
-                self.recalls.recall(instance, batch)
+                self._recalls.recall(instance, batch)
 
     def may_start(self, version: Version, instance: Instance) -> bool:
         """Unless it must wait for resources that others have."""
@@ -146,7 +141,7 @@ class Dispatcher:
             limit = version.limit_ns / 1e9
             text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
             instance.hung = True
-            self.kill(version, instance, text)
+            kill(self._state, version, instance, text)
 
     def _send_ahead(self, version: Version, instance: Instance, now: int) -> bool:
         """To a busy instance: more for the batch that waits there, or a batch that will wait there."""
@@ -260,7 +255,7 @@ class Dispatcher:
     def rows(self, version: Version, instance: Instance, message: Rows, now: int) -> None:
         batch = instance.running
         if batch is None or not batch.known_as(message.batch):
-            self.confused(version, instance, f"Rows of batch {message.batch}")
+            kill_for_protocol_error(self._state, version, instance, f"Rows of batch {message.batch}")
             return
         for row in message.rows:
             self._row(version, instance, batch, row, now, 0)
@@ -268,7 +263,7 @@ class Dispatcher:
     def done(self, version: Version, instance: Instance, message: Done, now: int) -> None:
         batch = instance.running
         if batch is None or not batch.known_as(message.batch):
-            self.confused(version, instance, f"Done of batch {message.batch}")
+            kill_for_protocol_error(self._state, version, instance, f"Done of batch {message.batch}")
             return
         times = message.times
         taken = times[0]
@@ -292,7 +287,7 @@ class Dispatcher:
         if message.again and version.places is not None:
             self._again(version, batch, message.again)
         if batch.left and version.decoupled:
-            self.streams.batch_done(version, instance, batch, taken)
+            self._streams.batch_done(version, instance, batch, taken)
         if batch.left:
             for request in batch.requests():
                 self._ends.end_failed(
@@ -328,26 +323,26 @@ class Dispatcher:
             self._state.log("info", text, **about)
 
     def _again(self, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
-        """An iterative model wants to run these once more; unless nobody waits for them any more."""
-        found = []
+        """An iterative model wants to run these again. Those whose callers have gone end here."""
         for number in numbers:
             request = self._state.requests.get(number)
             if request is not None and request.batch is batch:
                 batch.left -= 1
                 request.batch = None
                 if request.state is _SENT:
-                    found.append(request)
+                    assert request.sequence is not None
+                    request.sequence.run_again(request)
                 else:
                     self._ends.released(request)
-        self.sequencer.again(version, found)
+        self._state.dirty[version] = None
 
     def _run_waiting(self, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
         if instance.revoked:
-            self.kill(version, instance, "it has started requests that it was to give back for a restart")
+            kill(self._state, version, instance, "it has started requests that it was to give back for a restart")
             return
         batch = instance.waiting
         if batch is None or instance.running is not None or not batch.known_as(number):
-            self.confused(version, instance, f"start of batch {number}")
+            kill_for_protocol_error(self._state, version, instance, f"start of batch {number}")
             return
         instance.waiting = batch.split(through)
         instance.running = batch
@@ -367,9 +362,9 @@ class Dispatcher:
             batch = instance.waiting
             known = request is not None and batch is not None and request.batch is batch
             if request is None or batch is None or not (known and (batch.recalled or request.state is _LINGERING)):
-                self.confused(version, instance, f"Withdrawn request {number}")
+                kill_for_protocol_error(self._state, version, instance, f"Withdrawn request {number}")
                 return
-            self.recalls.take_out(version, instance, batch, request)
+            self._recalls.take_out(version, instance, batch, request)
         if instance.idle and instance.usable and instance not in version.idle:
             version.idle.append(instance)
         self._state.dirty[version] = None
@@ -407,23 +402,23 @@ class Dispatcher:
     def _row(self, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
         request = self._state.requests.get(row.request)
         if request is None or request.batch is not batch or request.state is _DONE:
-            self.confused(version, instance, f"row of request {row.request}")
+            kill_for_protocol_error(self._state, version, instance, f"row of request {row.request}")
             return
         batch.left -= 1
         if request.state is _LINGERING:
-            self.send_back(instance, row)
+            self._answers.send_back(instance, row)
             self._ends.released(request)
         elif row.error is not None:
-            self.send_back(instance, row)
+            self._answers.send_back(instance, row)
             self._ends.end_failed(request, row.error.code, row.error.text, now)
         elif not self._reply(version, instance, request, row, now, taken):
             text = f"{version.label} answered with memory that is not its own"
             self._ends.end_failed(request, "INTERNAL", text, now)
-            self.confused(version, instance, "memory in an answer")
+            kill_for_protocol_error(self._state, version, instance, "memory in an answer")
 
     def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
         """The answer. False: it refers to memory that it may not refer to; nothing has been done."""
-        if not self.take(instance, request, row):
+        if not self._answers.take(instance, request, row):
             return False
         if taken:
             version.statistics.answered([request.arrived], request.cost, taken, now)
@@ -433,64 +428,3 @@ class Dispatcher:
             request.batch.early.append(request.arrived)
         self._ends.answer(request, Reply(request.client_number, version.number, row.outputs, row.parameters))
         return True
-
-    def take(self, instance: Instance, request: Request, row: Row) -> bool:
-        """What the row refers to is held by whoever has asked. False, and nothing done: some of it is not the
-        worker's to give."""
-        client, ledger, caller = request.client, self._state.ledger, instance.caller
-        handles: list[Handle] = []
-        for tensor in row.outputs:
-            data = tensor.data
-            if isinstance(data, bytes):
-                continue
-            if isinstance(data, int):
-                return False
-            for handle in data:
-                owner = handle.segment >> OWNER_SHIFT
-                if request.aliases and owner not in (0, instance.peer) and _is_input(request, handle):
-                    if owner != client.number:
-                        handles.append(handle)
-                elif caller is not None and ledger.may_pass_on(caller, handle, request.audience):
-                    handles.append(handle)
-                elif owner == instance.peer:
-                    if handle in handles or not ledger.is_new(handle, request.audience):
-                        return False
-                    handles.append(handle)
-                elif not client.has_placed(handle):
-                    return False
-        if request.run is not None:
-            for handle in handles:
-                ledger.keep(handle)
-        else:
-            self._ends.give(client, handles)
-        return True
-
-    def send_back(self, instance: Instance, row: Row) -> None:
-        """Outputs that nobody will be given."""
-        for tensor in row.outputs:
-            if isinstance(tensor.data, tuple):
-                for handle in tensor.data:
-                    own = handle.segment >> OWNER_SHIFT == instance.peer
-                    if own and self._state.ledger.block_of(handle) is None:  # else it is held, also by itself
-                        self._state.ledger.send_back(handle)
-
-    def confused(self, version: Version, instance: Instance, what: str) -> None:
-        """A worker that contradicts the protocol is a worker whose memory cannot be trusted either."""
-        self.kill(version, instance, f"it broke the protocol: unexpected {what}")
-
-    def kill(self, version: Version, instance: Instance, reason: str) -> None:
-        """Ends the worker. It is given nothing and heard no more; what it had ends when its process has."""
-        if instance.state is InstanceState.KILLED:
-            return
-        instance.move(InstanceState.KILLED)
-        instance.reason = reason
-        if instance in version.idle:
-            version.idle.remove(instance)
-        text = f"{instance.spec.name} of {version.label} is killed: {reason}"
-        about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
-        self._state.log("error", text, **about)
-        self._state.effects.append(Kill(instance.peer, reason))
-
-
-def _is_input(request: Request, handle: Handle) -> bool:
-    return any(isinstance(tensor.data, tuple) and handle in tensor.data for tensor in request.inputs)

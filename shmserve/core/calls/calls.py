@@ -16,6 +16,7 @@ from shmserve.core.effects import Query
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models.deployment import Operations
 from shmserve.core.models.instance import Instance
+from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.models.version import Version
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.client import Caller
@@ -71,7 +72,7 @@ class Calls:
                 instance=instance, version=version,
             )  # fmt: skip
         if not message.call or message.call in caller.requests:
-            self._dispatcher.confused(version, instance, f"Call {message.call}")
+            kill_for_protocol_error(self._state, version, instance, f"Call {message.call}")
             return
         try:
             request = self._admit(caller, message, now)
@@ -105,7 +106,7 @@ class Calls:
                     raise InvalidRequest("a handle was returned by one that holds none")
                 self._state.ledger.take_back(instance.caller, handle)
         except InvalidRequest:
-            self._dispatcher.confused(version, instance, "Return of what it does not hold")
+            kill_for_protocol_error(self._state, version, instance, "Return of what it does not hold")
 
     def ask(self, peer: int, message: Ask, now: int) -> None:
         """A model's question about the server, or an operation. Whoever waits for another to load is not loading."""
@@ -247,8 +248,13 @@ class Calls:
             for version in state.limiter.release(instance):
                 state.dirty[version] = None
 
-    def over(self, request: Request) -> None:
-        """One that its instance waits for has been answered."""
+    def settle_answered(self) -> None:
+        """Instances whose last call has been answered go on with their batches."""
+        answered = self._state.answered_calls
+        while answered:
+            self._go_on(answered.pop())
+
+    def _go_on(self, request: Request) -> None:
         caller = request.client
         assert isinstance(caller, Caller)
         caller.waits_for -= 1

@@ -11,7 +11,6 @@ Of what a step answers that answers many times so much is under way at most (`St
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 from shmserve.core.ensembles import graph
@@ -24,7 +23,7 @@ from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.stats.statistics import Failure
 from shmserve.errors import Internal, InvalidRequest, ServeError
-from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Value, Wanted
+from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Value
 
 _NONE: frozenset[int] = frozenset()
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
@@ -42,52 +41,6 @@ class Ensembles:
         self._ends = ends
         self._streams = streams
         self._steps = steps
-
-    # ------------------------------------------------------------------------------------ beginning
-
-    def begin(self, request: Request, now: int) -> None:
-        """A request to an ensemble that was found good, and is in the tables."""
-        version = request.version
-        assert version.graph is not None
-        found = version.graph
-        wanted: dict[str, Wanted | None] = dict.fromkeys(found.outputs)
-        if request.outputs is not None:
-            wanted = {output.name: output for output in request.outputs}
-        held = request.run.held if request.run is not None else {}
-        needed = found.needed(tuple(wanted))
-        run = Run(request, found, needed, wanted, held, found.levels(needed, _NONE), times=[0, 0, 0])
-        request.move(_CHAINED)
-        request.chain = run
-        version.users += 1
-        self._state.stirred[run] = None
-        try:
-            self._steps.take_members(run)
-        except ServeError as error:
-            run.fail(error.code, error.message)
-            return
-        run.open = [deque() for _ in run.levels.steps]
-        given: list[tuple[str, Tensor | None]] = [(tensor.name, _inner(request, tensor)) for tensor in request.inputs]
-        self._begin_iteration(run, 0, given, False)
-
-    def _begin_iteration(
-        self, run: Run, level: int, found: Iterable[tuple[str, Tensor | None]], made: bool, skipped: bool = False
-    ) -> None:
-        """With its first tensors. None: this one will never be, as it was skipped, or as its model did not make it."""
-        iteration = run.begin(level)
-        for name, tensor in found:
-            self._appear(run, iteration, name, tensor, made, skipped)
-        run.wait(iteration)
-
-    def _appear(
-        self, run: Run, iteration: Iteration, name: str, tensor: Tensor | None, made: bool, skipped: bool
-    ) -> None:
-        if tensor is None:
-            (iteration.skipped if skipped else iteration.absent).add(name)
-            return
-        if made:
-            tensor = Tensor(name, tensor.dtype, tensor.shape, tensor.data)
-        if not run.keep(iteration, name, tensor, made) and made:
-            self._let_go(run, Kept(tensor, 0, made))
 
     # ------------------------------------------------------------------------------------ going on
 
@@ -158,7 +111,8 @@ class Ensembles:
         if message.outputs or not (last and isinstance(message, Part)):
             made = {tensor.name: tensor for tensor in message.outputs}
             found = [(name, made.get(own)) for own, name in run.graph.steps[index].outputs]
-            self._begin_iteration(run, iteration.level + 1, found, True, run.members[index].graph is not None)
+            for kept in run.begin(iteration.level + 1, found, True, run.members[index].graph is not None):
+                self._let_go(run, kept)
         if last:
             del run.sources[iteration.level]
             self._have_read(run, iteration, index)
@@ -181,7 +135,9 @@ class Ensembles:
         made = {tensor.name: tensor for tensor in outputs}
         skipped = run.members[index].graph is not None  # an ensemble may have had its reasons
         for own, name in run.graph.steps[index].outputs:
-            self._appear(run, iteration, name, made.get(own), True, skipped)
+            unread = run.appear(iteration, name, made.get(own), True, skipped)
+            if unread is not None:
+                self._let_go(run, unread)
             run.settle(iteration, name)
         self._have_read(run, iteration, index)
 
@@ -291,7 +247,7 @@ class Ensembles:
     def _skip(self, run: Run, iteration: Iteration, index: int) -> None:
         nothing: list[tuple[str, Tensor | None]] = [(name, None) for _, name in run.graph.steps[index].outputs]
         if run.is_source(iteration, index):  # what does not need it goes on, once
-            self._begin_iteration(run, iteration.level + 1, nothing, True, True)
+            run.begin(iteration.level + 1, nothing, True, True)
         else:
             for name, _ in nothing:
                 iteration.skipped.add(name)
@@ -447,17 +403,6 @@ class Ensembles:
         if request.run is None:
             for member in run.held.values():
                 member.users -= 1
-
-
-def _inner(request: Request, tensor: Tensor) -> Tensor:
-    """An input as the steps see it."""
-    policy = request.version.policy
-    assert policy is not None
-    for spec in policy.inputs:
-        if spec.reshape is not None and spec.name == tensor.name:
-            shape = graph.reshape(tensor.shape, spec.dims, spec.reshape, policy.max_batch > 0)
-            return Tensor(tensor.name, tensor.dtype, shape, tensor.data)
-    return tensor
 
 
 def _sequence_of(request: Request) -> dict[str, Value] | None:

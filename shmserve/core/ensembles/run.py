@@ -156,10 +156,27 @@ class Run(Struct, eq=False):
             if not pending[index]:
                 self.ready.append((iteration, index))
 
-    def begin(self, level: int) -> Iteration:
+    def begin(
+        self, level: int, found: Iterable[tuple[str, Tensor | None]], made: bool, skipped: bool = False
+    ) -> list[Kept]:
+        """A new iteration with its first tensors. Returns those that no step will read."""
         iteration = Iteration(level, len(self.levels.steps[level]))
         self.open[level].append(iteration)
-        return iteration
+        unread = [self.appear(iteration, name, tensor, made, skipped) for name, tensor in found]
+        self.wait(iteration)
+        return [kept for kept in unread if kept is not None]
+
+    def appear(self, iteration: Iteration, name: str, tensor: Tensor | None, made: bool, skipped: bool) -> Kept | None:
+        """A tensor of the iteration. None: it will never exist, because its step was skipped or did not make it.
+        Returns the tensor if a step has made it and no step will read it."""
+        if tensor is None:
+            (iteration.skipped if skipped else iteration.absent).add(name)
+            return None
+        if made:
+            tensor = Tensor(name, tensor.dtype, tensor.shape, tensor.data)
+        if not self.keep(iteration, name, tensor, made) and made:
+            return Kept(tensor, 0, made)
+        return None
 
     def wait(self, iteration: Iteration) -> None:
         """Its first tensors are there: what waits for others?"""

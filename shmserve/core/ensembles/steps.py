@@ -8,7 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shmserve.core.ensembles import graph
-from shmserve.core.ensembles.run import Held, Run, Spot
+from shmserve.core.ensembles.run import Run, Spot
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models.version import Version
 from shmserve.core.requests.enqueue import Intake
@@ -25,32 +25,6 @@ class Steps:
     def __init__(self, state: State, intake: Intake) -> None:
         self._state = state
         self._intake = intake
-
-    def take_members(self, run: Run) -> None:
-        request = run.request
-        for index in run.needed:
-            step = run.graph.steps[index]
-            run.members[index] = self._hold(run.held, step.model, step.version)
-        many = frozenset(index for index, member in run.members.items() if member.decoupled)
-        if not many:
-            return
-        names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
-        if request.options is None or not request.options.window:  # it does so since this very turn
-            raise Unavailable(f"{names} of a step may answer a request many times from now on; call it with stream()")
-        if any(run.graph.steps[index].mapped for index in many):
-            raise Unavailable(f"{names} may answer a request many times from now on; a step that does cannot be mapped")
-        run.levels = run.graph.levels(run.needed, many)
-        run.room = request.options.window
-
-    def _hold(self, held: Held, name: str, number: int) -> Version:
-        """The version that all steps of this name and number are run by, also when another has taken over."""
-        member = held.get((name, number))
-        if member is None:
-            member = held[name, number] = self._state.look_up(name, number)
-            member.users += 1
-            for step in member.graph.steps if member.graph is not None else ():
-                self._hold(held, step.model, step.version)
-        return member
 
     def follow(self, run: Run, index: int) -> None:
         """A sequence goes on where it began: that may be another generation than the one that would be asked now, or

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.batching.recall import Recalls
 from shmserve.core.models.instance import Instance
+from shmserve.core.models.termination import kill
 from shmserve.core.models.version import Version
 from shmserve.core.requests.completion import Ends
 from shmserve.core.requests.request import Request
@@ -24,10 +25,10 @@ _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 
 class Handover:
-    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher) -> None:
+    def __init__(self, state: State, ends: Ends, recalls: Recalls) -> None:
         self._state = state
         self._ends = ends
-        self._dispatcher = dispatcher
+        self._recalls = recalls
 
     def settle(self, now: int) -> None:
         """After the events of a turn: versions and instances that have been replaced, and models unloaded by force."""
@@ -76,7 +77,7 @@ class Handover:
         instance.due = now + self._state.limits.exit_ns
         self._state.set_timer(instance.due, Timer.OVERDUE, instance)
         if instance.waiting is not None and (instance.leaving or version.successor is not None):
-            self._dispatcher.recalls.recall(instance, instance.waiting)
+            self._recalls.recall(instance, instance.waiting)
             self._state.set_timer(now + RECALL_NS, Timer.RECALL, instance)
 
     def recall_over(self, version: Version, instance: Instance, now: int) -> None:
@@ -87,7 +88,7 @@ class Handover:
         for request in batch.requests():
             if request.state is RequestState.SENT:
                 instance.revoked.add(request.number)
-                self._dispatcher.recalls.take_out(version, instance, batch, request)
+                self._recalls.take_out(version, instance, batch, request)
         self._state.dirty[version] = None
 
     def overdue(self, version: Version, instance: Instance, now: int) -> None:
@@ -108,7 +109,7 @@ class Handover:
         )
         for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
             self._fail(request, "MODEL_FAILED", text, now)
-        self._dispatcher.kill(version, instance, f"it was restarted, and has not ended after {after}")
+        kill(self._state, version, instance, f"it was restarted, and has not ended after {after}")
 
     # ------------------------------------------------------------------------------------ unload by force
 
@@ -123,7 +124,7 @@ class Handover:
             version.places.lose(None, text)
         for instance in version.instances:
             if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):
-                self._dispatcher.kill(version, instance, "its model is unloaded by force")
+                kill(self._state, version, instance, "its model is unloaded by force")
         self._state.dirty[version] = None
 
     def _fail(self, request: Request, code: str, text: str, now: int) -> None:

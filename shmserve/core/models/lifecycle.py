@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.batching.recall import Recalls
 from shmserve.core.calls.calls import Calls
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.models.deployment import Operations
 from shmserve.core.models.instance import Instance
+from shmserve.core.models.termination import kill
 from shmserve.core.models.version import Version
 from shmserve.core.requests.completion import Ends
 from shmserve.core.requests.request import Request
@@ -29,10 +31,18 @@ def pause_ns(deaths: int, second: int, most: int) -> int:
 
 class Lifecycle:
     def __init__(
-        self, state: State, dispatcher: Dispatcher, ends: Ends, streams: Streams, operations: Operations, calls: Calls
+        self,
+        state: State,
+        dispatcher: Dispatcher,
+        recalls: Recalls,
+        ends: Ends,
+        streams: Streams,
+        operations: Operations,
+        calls: Calls,
     ) -> None:
         self._state = state
         self._dispatcher = dispatcher
+        self._recalls = recalls
         self._ends = ends
         self._streams = streams
         self._operations = operations
@@ -205,7 +215,7 @@ class Lifecycle:
         for request in waiting.requests() if waiting is not None else ():  # it had not been begun
             if request.state is RequestState.SENT:
                 self._take_back(request)
-                self._dispatcher.recalls.put_back(version, request)
+                self._recalls.put_back(version, request)
             else:
                 self._ends.end_failed(request, "", "", now)
         for batch in (running, waiting):
@@ -317,7 +327,7 @@ class Lifecycle:
         limit = self._state.limits.load_ns
         if instance.state is _I.STARTING and instance.spawned + limit <= now:
             instance.load_error = f"it did not load within {limit / 1e9:g} s (--load-limit-secs)"
-            self._dispatcher.kill(version, instance, instance.load_error)
+            kill(self._state, version, instance, instance.load_error)
 
     # ------------------------------------------------------------------------------------ workers' memory
 
@@ -338,7 +348,7 @@ class Lifecycle:
 
     def _kill(self, peer: int, reason: str) -> None:
         version, instance = self._state.instances[peer]
-        self._dispatcher.kill(version, instance, reason)
+        kill(self._state, version, instance, reason)
 
     # ------------------------------------------------------------------------------------ the end
 
@@ -363,7 +373,7 @@ class Lifecycle:
                 text = "the server is stopping and did not finish this request in time (exit-timeout-secs)"
                 self._ends.fail_early(request, "UNAVAILABLE", text, now)
         for version, instance in list(self._state.instances.values()):
-            self._dispatcher.kill(version, instance, "it did not stop in time")
+            kill(self._state, version, instance, "it did not stop in time")
 
     def _no_more(self, version: Version, now: int) -> None:
         """In a drain no worker is started again. Without one, what waits is answered now."""

@@ -6,7 +6,6 @@ The rule of the file: whoever has asked (a client, or the run of an ensemble) is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from shmserve.core.effects import Free
 from shmserve.core.ensembles.graph import handles_of
@@ -18,16 +17,11 @@ from shmserve.core.states import RequestState, VersionState
 from shmserve.core.stats.statistics import Failure
 from shmserve.protocol.messages import Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Value, Withdraw
 
-if TYPE_CHECKING:
-    from shmserve.core.calls.calls import Calls
-
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 _GONE = (_LINGERING, _ENDED)
 
 
 class Ends:
-    calls: Calls
-
     def __init__(self, state: State) -> None:
         self._state = state
 
@@ -178,7 +172,7 @@ class Ends:
         if request.run is None:  # a step counts until its end
             request.client.bytes -= request.inline
         if request.held:
-            self.calls.over(request)
+            self._state.answered_calls.append(request)
 
     def _let_go(self, request: Request) -> None:
         """The memory that it used."""

@@ -5,9 +5,8 @@ The rule of the file: `level` may refuse, before there is a request; `put` may n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.ensembles.begin import begin
 from shmserve.core.models.version import Version
 from shmserve.core.requests.client import Client
 from shmserve.core.requests.completion import Ends
@@ -18,16 +17,11 @@ from shmserve.core.state import State, Timer
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.protocol.messages import Options, Reply
 
-if TYPE_CHECKING:
-    from shmserve.core.ensembles.advance import Ensembles
-
 SHORTEST_WAIT_NS = 20_000
 """A turn takes at least as long. A request that may not wait that long expires even if an instance is idle."""
 
 
 class Intake:
-    ensembles: Ensembles
-
     def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher, sequencer: Sequencer, crowd: Crowd) -> None:
         self._state = state
         self._ends = ends
@@ -64,7 +58,7 @@ class Intake:
         if version.cached and not version.decoupled and self._cached(version, request, now):
             return
         if version.graph is not None:
-            self.ensembles.begin(request, now)
+            begin(self._state, request)
             return
         if request.run is not None and (version.order is not None or version.places is not None):
             self._state.doubt = True

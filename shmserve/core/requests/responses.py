@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core.batching.dispatch import Dispatcher
+from shmserve.core.batching.answers import Answers
 from shmserve.core.models.instance import Batch, Instance
+from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.models.version import Version
 from shmserve.core.requests.completion import Ends
 from shmserve.core.requests.request import Request
@@ -25,14 +26,14 @@ MOST = 2**63 - 1
 
 
 class Streams:
-    def __init__(self, state: State, ends: Ends, dispatcher: Dispatcher) -> None:
+    def __init__(self, state: State, ends: Ends, answers: Answers) -> None:
         self._state = state
         self._ends = ends
-        self._dispatcher = dispatcher
+        self._answers = answers
 
     def streamed(self, version: Version, instance: Instance, message: Streamed, now: int) -> None:
         if not version.decoupled:
-            self._dispatcher.confused(version, instance, "answers by the way")
+            kill_for_protocol_error(self._state, version, instance, "answers by the way")
             return
         for row in message.rows:
             self._row(version, instance, row, now)
@@ -44,11 +45,11 @@ class Streams:
             row.request in instance.streams or (batch is not None and request.batch is batch)
         )
         if request is None or not here:
-            self._dispatcher.confused(version, instance, f"answer to request {row.request}")
+            kill_for_protocol_error(self._state, version, instance, f"answer to request {row.request}")
             return
-        taken = request.state is not _LINGERING and row.error is None and self._dispatcher.take(instance, request, row)
+        taken = request.state is not _LINGERING and row.error is None and self._answers.take(instance, request, row)
         if not taken:
-            self._dispatcher.send_back(instance, row)
+            self._answers.send_back(instance, row)
         self._count(version, request, row)
         if row.more:
             if taken:
@@ -62,7 +63,7 @@ class Streams:
         elif not taken:
             text = f"{version.label} answered with memory that is not its own"
             self._ends.end_failed(request, "INTERNAL", text, now)
-            self._dispatcher.confused(version, instance, "memory in an answer")
+            kill_for_protocol_error(self._state, version, instance, "memory in an answer")
         else:
             version.statistics.answered_early(request.arrived, request.cost, now)
             if batch is not None and request.batch is batch:

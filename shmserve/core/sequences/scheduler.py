@@ -19,7 +19,7 @@ from shmserve.core.requests.completion import Ends
 from shmserve.core.requests.request import Request
 from shmserve.core.sequences.sequence import Key, Places, Sequence
 from shmserve.core.state import STOPPING, State, Timer
-from shmserve.core.states import RequestState, SequenceState, VersionState
+from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.protocol.messages import EndSequences, Options
 
@@ -271,20 +271,6 @@ class Sequencer:
         return plan
 
     # ------------------------------------------------------------------------------------ what ends sequences
-
-    def again(self, version: Version, requests: list[Request]) -> None:
-        """Of an iterative model: it wants to run these once more."""
-        for request in requests:
-            request.move(RequestState.QUEUED)
-            request.instance = request.batch = None
-            if request.options is not None and request.options.sequence_start:
-                request.options = replace(request.options, sequence_start=False)
-            sequence = request.sequence
-            assert sequence is not None
-            sequence.requests.appendleft(request)
-            sequence.places.waiting(request)
-            sequence.left(request)
-        self._state.dirty[version] = None
 
     def backlog_timeout(self, sequence: Sequence) -> None:
         """The queue timeout of its first request. It counts for the time in the backlog alone."""

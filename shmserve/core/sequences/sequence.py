@@ -11,10 +11,11 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from shmserve.core.policy import SequencePolicy
 from shmserve.core.requests.request import Request
-from shmserve.core.states import SEQUENCE_MOVES, SequenceState, legal
+from shmserve.core.states import SEQUENCE_MOVES, RequestState, SequenceState, legal
 
 if TYPE_CHECKING:
     from shmserve.core.models.instance import Instance
@@ -80,6 +81,16 @@ class Sequence(Struct, eq=False):
         self.places.gone(request)
         self.stirred()
         self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was given up, and so is all of it")
+
+    def run_again(self, request: Request) -> None:
+        """An iterative model wants to run the request again: it waits at the head of the sequence."""
+        request.move(RequestState.QUEUED)
+        request.instance = request.batch = None
+        if request.options is not None and request.options.sequence_start:
+            request.options = replace(request.options, sequence_start=False)
+        self.requests.appendleft(request)
+        self.places.waiting(request)
+        self.left(request)
 
     @property
     def places(self) -> Places:

@@ -1,0 +1,59 @@
+"""The memory in the answers of a worker: checked, and handed to the caller or back to the worker."""
+
+from __future__ import annotations
+
+from shmserve.core.models.instance import Instance
+from shmserve.core.requests.completion import Ends
+from shmserve.core.requests.request import Request
+from shmserve.core.state import State
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Row
+
+
+class Answers:
+    def __init__(self, state: State, ends: Ends) -> None:
+        self._state = state
+        self._ends = ends
+
+    def take(self, instance: Instance, request: Request, row: Row) -> bool:
+        """What the row refers to is held by whoever has asked. False, and nothing done: some of it is not the
+        worker's to give."""
+        client, ledger, caller = request.client, self._state.ledger, instance.caller
+        handles: list[Handle] = []
+        for tensor in row.outputs:
+            data = tensor.data
+            if isinstance(data, bytes):
+                continue
+            if isinstance(data, int):
+                return False
+            for handle in data:
+                owner = handle.segment >> OWNER_SHIFT
+                if request.aliases and owner not in (0, instance.peer) and _is_input(request, handle):
+                    if owner != client.number:
+                        handles.append(handle)
+                elif caller is not None and ledger.may_pass_on(caller, handle, request.audience):
+                    handles.append(handle)
+                elif owner == instance.peer:
+                    if handle in handles or not ledger.is_new(handle, request.audience):
+                        return False
+                    handles.append(handle)
+                elif not client.has_placed(handle):
+                    return False
+        if request.run is not None:
+            for handle in handles:
+                ledger.keep(handle)
+        else:
+            self._ends.give(client, handles)
+        return True
+
+    def send_back(self, instance: Instance, row: Row) -> None:
+        """Outputs that nobody will be given."""
+        for tensor in row.outputs:
+            if isinstance(tensor.data, tuple):
+                for handle in tensor.data:
+                    own = handle.segment >> OWNER_SHIFT == instance.peer
+                    if own and self._state.ledger.block_of(handle) is None:  # else it is held, also by itself
+                        self._state.ledger.send_back(handle)
+
+
+def _is_input(request: Request, handle: Handle) -> bool:
+    return any(isinstance(tensor.data, tuple) and handle in tensor.data for tensor in request.inputs)

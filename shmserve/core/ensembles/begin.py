@@ -1,0 +1,82 @@
+"""A request to an ensemble begins: the versions of its steps are fixed, and its first tensors are there.
+
+A request of an ensemble is run to its end by the versions that it found when it began.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shmserve.core.ensembles.graph import reshape
+from shmserve.core.ensembles.run import Held, Run
+from shmserve.core.models.version import Version
+from shmserve.core.requests.request import Request
+from shmserve.core.state import State
+from shmserve.core.states import RequestState
+from shmserve.errors import ServeError, Unavailable
+from shmserve.protocol.messages import Tensor, Wanted
+
+_NONE: frozenset[int] = frozenset()
+
+
+def begin(state: State, request: Request) -> None:
+    """The request is valid and in the tables. `advance` starts the first steps."""
+    version = request.version
+    assert version.graph is not None
+    graph = version.graph
+    wanted: dict[str, Wanted | None] = dict.fromkeys(graph.outputs)
+    if request.outputs is not None:
+        wanted = {output.name: output for output in request.outputs}
+    held = request.run.held if request.run is not None else {}
+    needed = graph.needed(tuple(wanted))
+    run = Run(request, graph, needed, wanted, held, graph.levels(needed, _NONE), times=[0, 0, 0])
+    request.move(RequestState.CHAINED)
+    request.chain = run
+    version.users += 1
+    state.stirred[run] = None
+    try:
+        _take_members(state, run)
+    except ServeError as error:
+        run.fail(error.code, error.message)
+        return
+    run.open = [deque() for _ in run.levels.steps]
+    run.begin(0, [(tensor.name, _inner(request, tensor)) for tensor in request.inputs], False)
+
+
+def _take_members(state: State, run: Run) -> None:
+    request = run.request
+    for index in run.needed:
+        step = run.graph.steps[index]
+        run.members[index] = _hold(state, run.held, step.model, step.version)
+    many = frozenset(index for index, member in run.members.items() if member.decoupled)
+    if not many:
+        return
+    names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
+    if request.options is None or not request.options.window:  # it does so since this very turn
+        raise Unavailable(f"{names} of a step may answer a request many times from now on; call it with stream()")
+    if any(run.graph.steps[index].mapped for index in many):
+        raise Unavailable(f"{names} may answer a request many times from now on; a step that does cannot be mapped")
+    run.levels = run.graph.levels(run.needed, many)
+    run.room = request.options.window
+
+
+def _hold(state: State, held: Held, name: str, number: int) -> Version:
+    """The version that all steps of this name and number are run by, also when another has taken over."""
+    member = held.get((name, number))
+    if member is None:
+        member = held[name, number] = state.look_up(name, number)
+        member.users += 1
+        for step in member.graph.steps if member.graph is not None else ():
+            _hold(state, held, step.model, step.version)
+    return member
+
+
+def _inner(request: Request, tensor: Tensor) -> Tensor:
+    """An input as the steps see it."""
+    policy = request.version.policy
+    assert policy is not None
+    for spec in policy.inputs:
+        if spec.reshape is not None and spec.name == tensor.name:
+            shape = reshape(tensor.shape, spec.dims, spec.reshape, policy.max_batch > 0)
+            return Tensor(tensor.name, tensor.dtype, shape, tensor.data)
+    return tensor

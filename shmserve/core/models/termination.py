@@ -1,0 +1,27 @@
+"""Kills a worker process: its model hangs, it broke the protocol, or it is not wanted any more."""
+
+from __future__ import annotations
+
+from shmserve.core.effects import Kill
+from shmserve.core.models.instance import Instance
+from shmserve.core.models.version import Version
+from shmserve.core.state import State
+from shmserve.core.states import InstanceState
+
+
+def kill(state: State, version: Version, instance: Instance, reason: str) -> None:
+    """From now on the worker gets no messages and its messages are ignored. Its requests and memory end with it."""
+    if instance.state is InstanceState.KILLED:
+        return
+    instance.move(InstanceState.KILLED)
+    instance.reason = reason
+    if instance in version.idle:
+        version.idle.remove(instance)
+    text = f"{instance.spec.name} of {version.label} is killed: {reason}"
+    state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
+    state.effects.append(Kill(instance.peer, reason))
+
+
+def kill_for_protocol_error(state: State, version: Version, instance: Instance, what: str) -> None:
+    """A worker that breaks the protocol may have corrupted its memory, too."""
+    kill(state, version, instance, f"it broke the protocol: unexpected {what}")
