@@ -28,19 +28,17 @@ from shmserve.core.internal_errors import Faults
 from shmserve.core.limits import Limits
 from shmserve.core.models.deployment import Operations
 from shmserve.core.models.handover import Handover
-from shmserve.core.models.instance import Instance
 from shmserve.core.models.lifecycle import Lifecycle
-from shmserve.core.models.version import Model, Version
+from shmserve.core.models.model import Model
+from shmserve.core.records import Instance, Places, Request, Sequence, Version
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
 from shmserve.core.requests.completion import Ends, is_stream
 from shmserve.core.requests.enqueue import Intake
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import Crowd
-from shmserve.core.requests.request import Request
 from shmserve.core.requests.responses import Streams
 from shmserve.core.sequences.scheduler import Sequencer
-from shmserve.core.sequences.sequence import Places, Sequence
 from shmserve.core.state import WORKERS_FROM, State, Subject, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
 from shmserve.protocol.messages import (
@@ -328,10 +326,11 @@ class Core:
         state.ledger.check(state.clients | callers)
         self._questions.check(state.clients.keys() | state.instances.keys())
         for peer, caller in callers.items():
-            held = [request for request in caller.requests.values() if request.held]
-            assert caller.number == peer == caller.instance.peer
-            assert caller.waits_for == len(held), caller.instance.story()
-            assert (caller.instance in state.waiting) == bool(held), caller.instance.story()
+            held = [number for number in caller.requests.values() if state.requests[number].held]
+            instance = state.instances[peer][1]
+            assert caller.number == peer
+            assert caller.waits_for == len(held), instance.story()
+            assert (instance in state.waiting) == bool(held), instance.story()
         assert not state.dirty
         queued: dict[object, int] = {}
         for number, request in state.requests.items():
@@ -345,7 +344,7 @@ class Core:
                 if request.sequence is not None:
                     waits = request.sequence.requests
                 assert request in waits, story
-            elif request.state is RequestState.CHAINED or (request.chain is not None and request.chain.over):
+            elif number in state.runs:
                 self._check_run(request, story)
             elif request.state is RequestState.DONE:
                 assert request.reply is not None, story
@@ -358,10 +357,10 @@ class Core:
                 assert request.state in (RequestState.SENT, RequestState.LINGERING), story
                 assert request.instance is not None, story
                 assert request.batch in request.instance.batches(), story
-            if request.run is not None:
-                assert request.run.out.get(request.number) is request, story
+            if request.step_of:
+                assert state.runs[request.step_of].out.get(request.number) is request, story
             elif request.state is not RequestState.LINGERING:
-                assert request.client.requests.get(request.client_number) is request, story
+                assert request.client.requests.get(request.client_number) == request.number, story
         abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
         assert state.abandoned == Counter(request.client.user for request in abandoned)
         self._check_sequences()
@@ -370,9 +369,9 @@ class Core:
             state.limiter.check()
         for client in (*state.clients.values(), *callers.values()):
             assert not client.gone
-            steps = [request for request in state.requests.values() if request.client is client and request.run]
-            assert client.bytes == sum(request.inline for request in (*client.requests.values(), *steps))
-            assert all(state.requests.get(request.number) is request for request in client.requests.values())
+            steps = [request for request in state.requests.values() if request.client is client and request.step_of]
+            own = [state.requests[number] for number in client.requests.values()]
+            assert client.bytes == sum(request.inline for request in (*own, *steps))
         for model in state.models.values():
             generations = model.generations()
             assert len(generations) == len(set(generations)), model.name
@@ -391,9 +390,10 @@ class Core:
             self._check_operation(model)
 
     def _check_run(self, request: Request, story: str) -> None:
-        run = request.chain
-        assert run is not None, story
+        run = self.state.runs[request.number]
         assert run.request is request, story
+        assert request.state in (RequestState.CHAINED, RequestState.LINGERING), story
+        assert run.spots.keys() == run.out.keys(), story
         assert run.over == (request.state is RequestState.LINGERING), story
         assert run.out or run.mapped or run.waits_for_room, f"nothing is under way for it: {story}"
         assert not run.results, story

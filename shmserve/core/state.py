@@ -5,27 +5,23 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.effects import Effect, Log, Send
+from shmserve.core.ensembles.run import Run
 from shmserve.core.fair_queue import FairQueue
 from shmserve.core.ledger import Ledger
 from shmserve.core.limits import Limits
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Model, Version
+from shmserve.core.models.model import Model
 from shmserve.core.policy import ModelPolicy
+from shmserve.core.records import Instance, Key, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
 from shmserve.core.requests.client import Client
-from shmserve.core.requests.request import Request
 from shmserve.core.requests.trace import Traces
-from shmserve.core.sequences.sequence import Key, Sequence
 from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.errors import NotFound, Unavailable
-
-if TYPE_CHECKING:
-    from shmserve.core.ensembles.run import Run
 
 WORKERS_FROM = 1 << 30
 """Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""
@@ -64,6 +60,8 @@ class State:
         self.ready: dict[str, Version] = {}
         """Model name -> its default version. What a request without a version goes to."""
         self.requests: dict[int, Request] = {}
+        self.runs: dict[int, Run] = {}
+        """Number of a request to an ensemble -> how far it is."""
         self.instances: dict[int, tuple[Version, Instance]] = {}
         """Worker -> what it serves. Entries go when the process has ended."""
         self.ledger = Ledger()
@@ -127,6 +125,10 @@ class State:
     def next_worker(self) -> int:
         self._workers += 1
         return self._workers
+
+    def request_of(self, client: Client, number: int) -> Request | None:
+        """The request in flight that the client knows by this number."""
+        return self.requests.get(client.requests.get(number, 0))
 
     def send(self, peer: int, message: object) -> None:
         self.effects.append(Send(peer, message))

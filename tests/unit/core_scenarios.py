@@ -14,9 +14,8 @@ from typing import Any
 from shmserve.core import events
 from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
 from shmserve.core.limits import Limits
-from shmserve.core.models.instance import Instance
 from shmserve.core.policy import ModelPolicy
-from shmserve.core.requests.request import Request
+from shmserve.core.records import Instance, Request
 from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol.messages import (
     Ask,
@@ -141,12 +140,11 @@ class Scenario(Operating, Streaming, Calling):
 
     def _name(self, request: Request) -> str:
         """Steps are named after their ensemble's request: a1.0, and a row of a mapped step a1.0[3]."""
-        run = request.run
+        run = self.core.state.runs.get(request.step_of)
         if run is None:
             worker = self.workers.get(request.client.number)
             return f"{worker.name + '#' if worker else request.client.name}{request.client_number}"
-        assert request.spot is not None
-        index, row, _ = request.spot
+        index, row, _ = run.spots[request.number]
         return f"{self._name(run.request)}.{index}" + (f"[{row}]" if run.graph.steps[index].mapped else "")
 
     def _segment(self, number: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shmserve.core.models.version import Version
+from shmserve.core.records import Version
 
 if TYPE_CHECKING:
     from tests.unit.core_scenarios import Scenario

@@ -68,8 +68,8 @@ class Computing(World):
         self.random = random
         self.kinds: dict[str, Kind] = {}
         self.memory: dict[int, dict[int, bytes]] = {}
-        self.made_by: dict[Place, tuple[Run, str] | None] = {}
-        """Blocks of workers: of which step's tensor they are (a part)."""
+        self.made_by: dict[Place, list[tuple[Run, str]]] = {}
+        """Blocks of workers: the tensors that they are, or are a part of, from the innermost run to the outermost."""
         self.given: dict[tuple[int, int], int] = {}
         """How many answers a worker has given to a request."""
         self.inline = random.choice([0, 12, 1000])
@@ -132,14 +132,22 @@ class Computing(World):
             data = (Handle(output.place.segment, output.place.offset, len(content)),)
         elif len(content) > (max(self.inline, 1) if work.inline else 1):
             data = (worker.allocate(work.audience, len(content)),)
-            request = self.core.state.requests[work.request]
-            run = request.run
-            step = run.graph.steps[request.spot.step] if run is not None and request.spot is not None else None
-            made_by = (run, dict(step.outputs)[output.name]) if run is not None and step is not None else None
-            self.made_by[data[0].segment, data[0].offset] = made_by
+            self.made_by[data[0].segment, data[0].offset] = self._tensors(work.request, output.name)
         if isinstance(data, tuple):
             self.memory.setdefault(data[0].segment, {})[data[0].offset] = content
         return Tensor(output.name, dtype, array.shape, data)
+
+    def _tensors(self, request: int, name: str) -> list[tuple[Run, str]]:
+        """What the output is called in the run of its step, in the run around that, and so on."""
+        state, found = self.core.state, []
+        while state.requests[request].step_of:
+            run = state.runs[state.requests[request].step_of]
+            outputs = dict(run.graph.steps[run.spots[request].step].outputs)
+            if name not in outputs:
+                break
+            name, request = outputs[name], run.request.number
+            found.append((run, name))
+        return found
 
     def read(self, tensor: Tensor) -> Array:
         data = tensor.data
@@ -171,16 +179,9 @@ class Computing(World):
                     assert self._is_needed((segment, offset)), self.made_by[segment, offset]
 
     def _is_needed(self, place: Place) -> bool:
-        made_by = self.made_by[place]
-        while made_by is not None:
-            run, name = made_by
-            if run.request.chain is run:
+        for run, name in self.made_by[place]:
+            if self.core.state.runs.get(run.request.number) is run:
                 return run.failure is not None or self._is_read(run, name)
-            outer = run.request.run
-            if outer is None:
-                break
-            assert run.request.spot is not None
-            made_by = outer, dict(outer.graph.steps[run.request.spot.step].outputs)[name]
         held = [handle for client in self.clients.values() for handle in client.holds]
         for request in self.core.state.requests.values():  # and what waits for its turn
             if isinstance(request.reply, Reply):
@@ -191,7 +192,7 @@ class Computing(World):
         if run.levels.sources:  # made once, or with each answer: the end shows that nothing is forgotten
             return True
         (iteration,) = run.iterations()
-        out = {request.spot.step for request in run.out.values() if request.spot is not None}
+        out = {spot.step for spot in run.spots.values()}
         over = {index for index, waits in iteration.pending.items() if not waits} - out
         readers = [index for index in run.graph.readers.get(name, ()) if index in run.needed]
         return name in run.wanted or run.graph.maker[name] in out or any(index not in over for index in readers)

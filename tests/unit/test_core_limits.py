@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from shmserve.core import events
 from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits, defaults, shown
-from shmserve.core.models.version import ORDER
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.records import ORDER
 from shmserve.core.requests.quotas import EXPELLED_NS, EXPULSIONS
 from shmserve.protocol.messages import (
     FIELD_BYTES,

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from shmserve.core.effects import Spawn
 from shmserve.core.limits import Limits
-from shmserve.core.requests.request import Request
+from shmserve.core.records import Request
 from shmserve.protocol.messages import Call, Cancel, Handle, Options, Return, Row, Tensor, Work
 from tests.examples import examples
 from tests.unit.core_calling import caller_of

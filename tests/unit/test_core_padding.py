@@ -135,5 +135,5 @@ def test_an_extension_fits(
 def test_what_costs_more_to_pad_than_a_batch_costs_runs_by_itself() -> None:
     shape, waiting = Shape.of(MAX, BatchPolicy(), True), [Waiting(4), Waiting(60), Waiting(5)]
     for batch_cost, places, reason in ((111, [0, 1, 2], Reason.IDLE), (109, [0, 2], Reason.SHAPE)):
-        plan = form_padded(waiting, shape, PaddingPolicy((), batch_cost=batch_cost), NOW)  # type: ignore[arg-type]
+        plan = form_padded(waiting, shape, PaddingPolicy((), batch_cost=batch_cost), NOW)
         assert (chosen(plan), plan.reason) == (places, reason), f"to pad costs 110 more, another batch {batch_cost}"

@@ -38,7 +38,7 @@ def names(requests: list[Any]) -> list[int]:
     return [each.name for each in requests]
 
 
-def queue(policy: BatchPolicy | None = None) -> RequestQueue:
+def queue(policy: BatchPolicy | None = None) -> RequestQueue[Any]:
     return RequestQueue(policy)
 
 
@@ -66,7 +66,7 @@ def test_a_user_gets_no_more_with_many_connections() -> None:
     crowd = [SimpleNamespace(number=number, user="ann") for number in range(100, 1100)]
     for name, client in enumerate(crowd):
         for _ in range(3):
-            waiting.add(SimpleNamespace(**{**vars(request(name=name)), "client": client}))  # type: ignore[arg-type]
+            waiting.add(SimpleNamespace(**{**vars(request(name=name)), "client": client}))
     for name in range(2000, 2100):
         waiting.add(request(5, name=name))
     assert names(waiting.in_order())[:4] == [0, 2000, 1, 2001]
@@ -128,7 +128,7 @@ def test_a_put_back_request_of_a_user_who_was_idle_is_first_and_wins_nothing_els
 
 
 def test_users_who_are_gone_take_no_memory() -> None:
-    level = Level(QueuePolicy())
+    level: Level[Any] = Level(QueuePolicy())
     for number in range(1, 2000):
         one: Any = request(name=number)
         one.client = SimpleNamespace(number=number, user=f"user {number}")
@@ -139,7 +139,7 @@ def test_users_who_are_gone_take_no_memory() -> None:
 
 def test_cancelling_piles_up_no_refunds() -> None:
     """Also while nobody asks for the order, as with a model that hangs."""
-    level = Level(QueuePolicy())
+    level: Level[Any] = Level(QueuePolicy())
     level.add(request(1))
     for name in range(10_000):
         one = request(2, name=name)
@@ -214,9 +214,9 @@ def test_cancelling_wins_nothing() -> None:
 
 
 def test_a_level_does_not_remember_clients_for_ever() -> None:
-    level = Level(QueuePolicy())
+    level: Level[Any] = Level(QueuePolicy())
     last = SimpleNamespace(number=0, user="ann")
-    level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))  # type: ignore[arg-type]
+    level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))
     for number in range(1, 2000):
         one: Any = SimpleNamespace(
             inline=0, deadline=0, client=SimpleNamespace(number=number, user="ann"), cost=1, tag=0, delayed=False
@@ -255,7 +255,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         policy = BatchPolicy(levels=2, default_level=1, default_policy=QueuePolicy(TimeoutAction.DELAY, 1))
-        self.queue = RequestQueue(policy)
+        self.queue: RequestQueue[Any] = RequestQueue(policy)
         self.here: list[Any] = []
         self.delayed: list[Any] = []
         self.count = 0

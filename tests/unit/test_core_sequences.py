@@ -24,10 +24,8 @@ from hypothesis.stateful import (
 from shmserve.core import events
 from shmserve.core.effects import Kill, Send
 from shmserve.core.limits import Limits
-from shmserve.core.models.instance import Instance
 from shmserve.core.policy import BatchPolicy, IdControl, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
-from shmserve.core.requests.request import Request
-from shmserve.core.sequences.sequence import Places, Sequence
+from shmserve.core.records import Instance, Places, Request, Sequence
 from shmserve.core.states import SequenceState
 from shmserve.protocol.messages import Cancel, EndSequences, Fail, FailHeld, Infer, Options, Reply, Tensor, Work
 from tests.examples import examples

@@ -12,12 +12,9 @@ from typing import Any, cast
 import pytest
 
 from shmserve.core.batching.form import Reason
-from shmserve.core.models.instance import Batch, Instance
-from shmserve.core.models.version import Version
 from shmserve.core.policy import InstanceSpec
+from shmserve.core.records import Batch, Instance, Request, Sequence, Version
 from shmserve.core.requests.client import Client
-from shmserve.core.requests.request import Request
-from shmserve.core.sequences.sequence import Sequence
 from shmserve.core.states import (
     TABLES,
     BatchState,

@@ -11,8 +11,8 @@ import msgspec
 from shmserve.broker.models.catalog import Catalog
 from shmserve.core.core import Core
 from shmserve.core.models.deployment import UNLOADED
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Model, Version
+from shmserve.core.models.model import Model
+from shmserve.core.records import Instance, Version
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats import activity
 from shmserve.errors import InvalidRequest, NotFound, ServeError

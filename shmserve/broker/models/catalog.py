@@ -23,8 +23,8 @@ from shmserve.broker.processes.resources import NOTHING, Terms, terms_of
 from shmserve.core.batching.rate_limiter import lacking
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
-from shmserve.core.models.version import Version
 from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError
 from shmserve.protocol.messages import Load
 from shmserve.repo.backends import DIRECTORY, installed

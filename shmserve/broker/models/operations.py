@@ -28,7 +28,7 @@ from shmserve.broker.observability.logs import say
 from shmserve.core import effects, events
 from shmserve.core.core import Core
 from shmserve.core.models.deployment import UNLOADED
-from shmserve.core.models.version import Model
+from shmserve.core.models.model import Model
 from shmserve.core.states import VersionState
 from shmserve.core.stats import activity
 from shmserve.errors import InvalidRequest, ServeError, Unavailable

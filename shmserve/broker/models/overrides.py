@@ -22,8 +22,8 @@ from msgspec import Meta, Struct
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.repo.config.outline import shown
 from shmserve.repo.config.override import Override, parse_override
-from shmserve.repo.rules.fields import BAD_STUB_NAME
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
+from shmserve.repo.rules.fields import BAD_STUB_NAME
 
 HEADER_BYTES = 2 << 20
 """The line before the bytes: a configuration and the names of files."""

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from shmserve.broker.observability.metric_definitions import INSTANCE, VERSION, Page, labels
 from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Model, Version
+from shmserve.core.models.model import Model
+from shmserve.core.records import Instance, Version
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats import activity, histogram

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shmserve.core.core import Core
-from shmserve.core.models.version import Version
+from shmserve.core.records import Version
 from shmserve.core.states import VersionState
 
 _HINTS = """

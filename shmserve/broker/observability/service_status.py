@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shmserve.broker.observability.logs import printable
 from shmserve.core.models.deployment import UNLOADED
-from shmserve.core.models.version import Model
+from shmserve.core.models.model import Model
 from shmserve.core.states import VersionState
 from shmserve.system.service_manager import Manager
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shmserve.core.models.instance import Instance
+from shmserve.core.records import Instance, Request
 from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.request import Request
 from shmserve.core.state import State
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Row
 
@@ -38,7 +37,7 @@ class Answers:
                     handles.append(handle)
                 elif not client.has_placed(handle):
                     return False
-        if request.run is not None:
+        if request.step_of:
             for handle in handles:
                 ledger.keep(handle)
         else:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from shmserve.core.batching.answers import Answers
 from shmserve.core.batching.form import Plan, Reason
+from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
 from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.batching.recall import Recalls
 from shmserve.core.effects import Send
-from shmserve.core.models.instance import Batch, Instance
 from shmserve.core.models.termination import kill, kill_for_protocol_error
-from shmserve.core.models.version import Version
+from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.request import Request
 from shmserve.core.requests.responses import Streams
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
@@ -62,7 +61,7 @@ class Dispatcher:
             if version.idle:
                 if self._start_batch(version, version.idle[-1], now):
                     continue
-            if not any(self._send_ahead(version, instance, now) for instance in version.busy()):
+            if not any(self._send_ahead(version, instance, now) for instance in busy(version)):
                 break
         if version.wake:
             self._state.wakes[version] = version.wake
@@ -111,7 +110,7 @@ class Dispatcher:
         version.reserved = None
         if version.trial is not None or not version.suspects:
             return
-        instance = version.place_for(version.suspects[0])
+        instance = place_for(version, version.suspects[0])
         if instance is None or not instance.idle or not self.may_start(version, instance):
             version.reserved = instance
             return
@@ -147,11 +146,11 @@ class Dispatcher:
         """To a busy instance: more for the batch that waits there, or a batch that will wait there."""
         if instance.waiting is not None:
             return not instance.waiting.recalled and self._extend(version, instance, instance.waiting, now)
-        return version.sends_ahead(self._state.limits.prefetch_ns) and self._start_batch(version, instance, now)
+        return sends_ahead(version, self._state.limits.prefetch_ns) and self._start_batch(version, instance, now)
 
     def _start_batch(self, version: Version, instance: Instance, now: int) -> bool:
         """False: what waits should wait for more; `version.wake` says until when."""
-        plan = version.plan(now, instance.quarantined)
+        plan = plan_batch(version, now, instance.quarantined)
         if not plan.count:
             version.wake = plan.wake
             return False
@@ -160,7 +159,7 @@ class Dispatcher:
             return True
         if instance.running is None and not self.may_start(version, instance):
             return False
-        requests = version.take(plan)
+        requests = take(version, plan)
         batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
         if instance.running is None:
             self.start(version, instance, batch, requests, now)
@@ -178,7 +177,7 @@ class Dispatcher:
         running = instance.running
         if running is not None:
             done += max(0, running.began + version.service_ns - now)
-        late = [request for request in version.planned(plan) if 0 < request.deadline < done]
+        late = [request for request in planned(version, plan) if 0 < request.deadline < done]
         if late and running is None and len(late) == plan.count:
             # Nothing would be run, and so nothing learned: a model that was slow once must not be refused for ever.
             version.service_ns -= version.service_ns >> 3
@@ -201,7 +200,7 @@ class Dispatcher:
 
     def _extend(self, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
         """False: it cannot grow."""
-        plan = version.plan_extension(batch, now)
+        plan = plan_extension(version, batch, now)
         if not plan.count:
             return False
         version.wake = 0
@@ -210,7 +209,7 @@ class Dispatcher:
         batch.rows += plan.rows
         if plan.reason is not Reason.IDLE:
             batch.reason = plan.reason
-        self._send(instance, batch, version.take(plan), batch.pieces[0][0])
+        self._send(instance, batch, take(version, plan), batch.pieces[0][0])
         return True
 
     def _send(self, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 from msgspec import Struct
 
 from shmserve.core.policy import BatchPolicy
-from shmserve.core.requests.request import Request
+
+
+class Waiting(Protocol):
+    """What the batcher reads of a request."""
+
+    @property
+    def cost(self) -> int: ...
+    @property
+    def arrived(self) -> int: ...
+    @property
+    def signature(self) -> object: ...
 
 
 class Reason(Enum):
@@ -71,7 +82,7 @@ class Shape(Struct, frozen=True):
         return Reason.PREFERRED if self.prefers and rows < self.max_batch else Reason.FULL
 
 
-def form(waiting: Sequence[Request], shape: Shape, now: int, base: int = 0, signature: object = None) -> Plan:
+def form(waiting: Sequence[Waiting], shape: Shape, now: int, base: int = 0, signature: object = None) -> Plan:
     """What of `waiting` (not empty, in order) should run now. `base` rows with `signature` wait at a worker already
     and would be extended; then nothing is gained by waiting, and only what fits is taken."""
     if shape.simple:
@@ -120,7 +131,7 @@ def _extension(count: int, rows: int, best_count: int, best_rows: int, saturated
     return Plan(count, rows, Reason.IDLE)
 
 
-def _fill(waiting: Sequence[Request], max_batch: int, base: int) -> Plan:
+def _fill(waiting: Sequence[Waiting], max_batch: int, base: int) -> Plan:
     """As many as fit. The common case, and so the shortest."""
     rows = base
     count = 0

@@ -8,13 +8,30 @@ request is passed over by more than `max_batch` rows in all, so it waits one bat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from shmserve.core.batching.form import Plan, Reason, Shape, form
+from shmserve.core.batching.form import Plan, Reason, Shape, Waiting, form
 from shmserve.core.policy import PaddingPolicy
-from shmserve.core.requests.request import Request
 
 _WASTE = 4
 """Groups whose padding costs more than this many batches are not considered: nearly always, two groups cost less."""
+
+
+class WaitingPadded(Waiting, Protocol):
+    """What padding reads of a request, besides."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def level(self) -> int: ...
+    @property
+    def delayed(self) -> bool: ...
+    @property
+    def deadline(self) -> int: ...
+    @property
+    def queue_expires(self) -> int: ...
+    @property
+    def passed(self) -> int: ...
 
 
 def rounded(length: int, policy: PaddingPolicy) -> int:
@@ -23,7 +40,7 @@ def rounded(length: int, policy: PaddingPolicy) -> int:
 
 
 def form_padded(
-    waiting: Sequence[Request],
+    waiting: Sequence[WaitingPadded],
     shape: Shape,
     policy: PaddingPolicy,
     now: int,
@@ -58,12 +75,12 @@ def form_padded(
     return plan
 
 
-def _enough(window: Sequence[Request], shape: Shape, policy: PaddingPolicy) -> bool:
+def _enough(window: Sequence[WaitingPadded], shape: Shape, policy: PaddingPolicy) -> bool:
     """Nothing is gained by waiting for more: what waits would make a whole batch if it were of one length."""
     return len(window) == policy.lookahead or sum([request.cost for request in window]) >= shape.largest
 
 
-def _group(window: Sequence[Request], shape: Shape, policy: PaddingPolicy) -> list[int]:
+def _group(window: Sequence[WaitingPadded], shape: Shape, policy: PaddingPolicy) -> list[int]:
     """The places of those in the group of the head: in the order of the queue, and with the first that has no room, for
     which `form` looks."""
     multiple, signature = policy.multiple, window[0].signature
@@ -83,7 +100,7 @@ def _group(window: Sequence[Request], shape: Shape, policy: PaddingPolicy) -> li
 
 
 def _joining(
-    window: Sequence[Request],
+    window: Sequence[WaitingPadded],
     shape: Shape,
     policy: PaddingPolicy,
     rows: int,
@@ -138,7 +155,7 @@ def group_of(items: Sequence[tuple[int, int]], anchor: int, most: int, batch_cos
     return items[cuts[end]][0], items[end - 1][0]
 
 
-def _in_turn(window: Sequence[Request], places: list[int], shape: Shape, urgent: int) -> list[int]:
+def _in_turn(window: Sequence[WaitingPadded], places: list[int], shape: Shape, urgent: int) -> list[int]:
     """The first of these, as many as may run before those that are left out."""
     if not places or places[-1] < len(places):
         return places
@@ -162,7 +179,7 @@ def _in_turn(window: Sequence[Request], places: list[int], shape: Shape, urgent:
     return kept
 
 
-def _may_be_passed(request: Request, shape: Shape, urgent: int) -> int:
+def _may_be_passed(request: WaitingPadded, shape: Shape, urgent: int) -> int:
     """By how many rows."""
     if not shape.passes or 0 < request.deadline < urgent or 0 < request.queue_expires < urgent:
         return 0

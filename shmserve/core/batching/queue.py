@@ -15,9 +15,9 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
 
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
-from shmserve.core.requests.request import Request
 
 _by_tag = attrgetter("tag")
 IDLE_LEVELS = 64
@@ -28,9 +28,42 @@ IDLE_USERS = 64
 """The same for users of a level."""
 
 
-def _take_out(waiting: list[Request], numbers: set[int]) -> None:
+class QueueClient(Protocol):
+    """Whose turn a request takes."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def user(self) -> str: ...
+
+
+class Queued(Protocol):
+    """What the queue reads of a request, and what it keeps in it."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def client(self) -> QueueClient: ...
+    @property
+    def cost(self) -> int: ...
+    @property
+    def level(self) -> int: ...
+    @property
+    def inline(self) -> int: ...
+    @property
+    def deadline(self) -> int: ...
+
+    tag: int
+    delayed: bool
+    passed: int
+
+
+R = TypeVar("R", bound=Queued)
+
+
+def _take_out(waiting: list[R], numbers: set[int]) -> None:
     """Those of these numbers, which are near the front. Each that is found is removed from the set."""
-    kept: list[Request] = []
+    kept: list[R] = []
     for place, request in enumerate(waiting):
         if not numbers:
             waiting[:place] = kept
@@ -51,13 +84,13 @@ def _sums(refunds: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [tag for tag, _ in refunds], totals
 
 
-class Share:
+class Share(Generic[R]):
     """What waits of one user in a level."""
 
     __slots__ = ("charged", "ready", "tags", "turn", "unserved")
 
     def __init__(self, turn: int) -> None:
-        self.ready: list[Request] = []
+        self.ready: list[R] = []
         """By tag."""
         self.turn = turn
         """The tag of the request that left last: where a client that was idle joins in."""
@@ -68,7 +101,7 @@ class Share:
         self.unserved: list[tuple[int, int, int]] = []
         """(client, tag, cost) of those that left without being served; what they cost is still to be refunded."""
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: R) -> None:
         ready = self.ready
         at = bisect_left(ready, request.tag, key=_by_tag)
         while ready[at] is not request:
@@ -104,7 +137,7 @@ class Share:
                 self.tags.pop(client, None)
         self.ready.sort(key=_by_tag)
 
-    def take(self, count: int) -> list[Request]:
+    def take(self, count: int) -> list[R]:
         """The first `count`, or all there are."""
         ready = self.ready
         taken = ready[:count]
@@ -128,40 +161,41 @@ class Share:
             self._forget()
 
 
-class Level:
+class Level(Generic[R]):
     """One priority level. Invariant: `active` are those of `shares` in which something is ready."""
 
     __slots__ = ("active", "delayed", "dropped", "policy", "shares", "turn", "unserved")
 
     def __init__(self, policy: QueuePolicy, dropped: int = 0) -> None:
         self.policy = policy
-        self.delayed: list[Request] = []
-        self.shares: dict[str, Share] = {}
+        self.delayed: list[R] = []
+        self.shares: dict[str, Share[R]] = {}
         """By user."""
-        self.active: list[Share] = []
+        self.active: list[Share[R]] = []
         self.turn = 0
         """The virtual time: up to where the user has had its share whose request left last. Others join in here."""
         self.dropped = dropped
         """The highest turn of a share that was dropped: a new one begins there, so that a request that is put back
         stays ahead of later ones."""
-        self.unserved: dict[Share, None] = {}
+        self.unserved: dict[Share[R], None] = {}
         """Where something may be to be refunded."""
 
-    def share(self, user: str) -> Share:
+    def share(self, user: str) -> Share[R]:
         found = self.shares.get(user)
         return self._new(user) if found is None else found
 
-    def _new(self, user: str) -> Share:
+    def _new(self, user: str) -> Share[R]:
         if len(self.shares) >= IDLE_USERS + 2 * len(self.active):
             self.dropped = self.last_turn()
             self.shares = {user: share for user, share in self.shares.items() if share.ready}
-        made = self.shares[user] = Share(self.dropped)
+        made: Share[R] = Share(self.dropped)
+        self.shares[user] = made
         return made
 
     def last_turn(self) -> int:
         return max([self.dropped, *[share.turn for share in self.shares.values()]])
 
-    def add(self, request: Request) -> None:
+    def add(self, request: R) -> None:
         client = request.client
         share = self.shares.get(client.user)
         if share is None:
@@ -183,7 +217,7 @@ class Level:
         else:
             insort(ready, request, key=_by_tag)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: R) -> None:
         if request.delayed:
             self.delayed.remove(request)
         else:
@@ -195,7 +229,7 @@ class Level:
             if len(share.unserved) > UNSERVED + len(share.ready):
                 share.refund()
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: R) -> None:
         """It had been taken, and was not served: it keeps the place that it had, and its user is not charged."""
         if request.delayed:
             self.delayed.insert(0, request)
@@ -207,12 +241,12 @@ class Level:
         share.charged -= request.cost
         insort(share.ready, request, key=_by_tag)
 
-    def delay(self, request: Request) -> None:
+    def delay(self, request: R) -> None:
         self._drop(request)
         request.delayed = True
         self.delayed.append(request)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: R) -> None:
         share = self.shares[request.client.user]
         share.drop(request)
         if not share.ready:
@@ -224,19 +258,19 @@ class Level:
                 share.refund()
         self.unserved.clear()
 
-    def first(self, count: int) -> list[Request]:
+    def first(self, count: int) -> list[R]:
         """At most `count`."""
         found = self._merged(count)
         return found + self.delayed[: count - len(found)] if len(found) < count else found
 
-    def _merged(self, count: int) -> list[Request]:
+    def _merged(self, count: int) -> list[R]:
         """The first `count` of all users: next is always the request after which its user has had the least."""
         active = self.active
         if len(active) == 1:
             return active[0].ready[:count]
         heads = [(share.charged + share.ready[0].cost, order, 0) for order, share in enumerate(active)]
         heapify(heads)
-        found: list[Request] = []
+        found: list[R] = []
         while heads and len(found) < count:
             charged, order, place = heads[0]
             ready = active[order].ready
@@ -248,7 +282,7 @@ class Level:
                 heappop(heads)
         return found
 
-    def take(self, count: int) -> list[Request]:
+    def take(self, count: int) -> list[R]:
         """Of `first`, and no more than `count`."""
         active = self.active
         if len(active) == 1:
@@ -269,9 +303,9 @@ class Level:
             del self.delayed[:short]
         return taken
 
-    def _take(self, taken: list[Request]) -> None:
+    def _take(self, taken: list[R]) -> None:
         """The first, of several users."""
-        counts: dict[Share, int] = {}
+        counts: dict[Share[R], int] = {}
         shares = self.shares
         for request in taken:
             share = shares[request.client.user]
@@ -283,10 +317,10 @@ class Level:
             if not share.ready:
                 self.active.remove(share)
 
-    def pick(self, requests: list[Request]) -> None:
+    def pick(self, requests: list[R]) -> None:
         """Takes these out, wherever they stand. A user who comes now has had as much as the one who waits and has had
         the least."""
-        chosen: dict[Share, set[int]] = {}
+        chosen: dict[Share[R], set[int]] = {}
         for request in requests:
             if not request.delayed:
                 share = self.shares[request.client.user]
@@ -303,7 +337,7 @@ class Level:
         return sum([len(share.ready) for share in self.active]) + len(self.delayed)
 
 
-class RequestQueue:
+class RequestQueue(Generic[R]):
     """All levels. Level numbers are the caller's 1..n; without priorities there is one, number 0.
 
     Invariant: there may be 2^64 levels, so only those in use have a Level; its policy comes from the configuration.
@@ -312,7 +346,7 @@ class RequestQueue:
     def __init__(self, policy: BatchPolicy | None) -> None:
         self._policy = policy = policy or BatchPolicy()
         self.default_level = policy.default_level if policy.levels else 0
-        self._levels: dict[int, Level] = {}
+        self._levels: dict[int, Level[R]] = {}
         """In the order of their numbers."""
         self._sweep_at = IDLE_LEVELS
         self._turn = 0
@@ -328,17 +362,18 @@ class RequestQueue:
         levels = self._policy.levels
         return priority if 1 <= priority <= levels else self.default_level
 
-    def level(self, number: int) -> Level:
+    def level(self, number: int) -> Level[R]:
         found = self._levels.get(number)
         return self._new(number) if found is None else found
 
     def policy(self, number: int) -> QueuePolicy:
         return self._policy.level_policies.get(number, self._policy.default_policy)
 
-    def _new(self, number: int) -> Level:
+    def _new(self, number: int) -> Level[R]:
         if len(self._levels) >= self._sweep_at:
             self._drop_idle()
-        made = self._levels[number] = Level(self.policy(number), self._turn)
+        made: Level[R] = Level(self.policy(number), self._turn)
+        self._levels[number] = made
         self._levels = dict(sorted(self._levels.items()))
         return made
 
@@ -349,7 +384,7 @@ class RequestQueue:
             self._turn = max(self._turn, self._levels.pop(number).last_turn())
         self._sweep_at = max(IDLE_LEVELS, 2 * len(self._levels))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: R) -> None:
         level = self._levels.get(request.level)
         if level is None:
             level = self._new(request.level)
@@ -359,21 +394,21 @@ class RequestQueue:
         if request.deadline:
             self.timed += 1
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: R) -> None:
         self.level(request.level).put_back(request)
         self.count += 1
         self.bytes += request.inline
         if request.deadline:
             self.timed += 1
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: R) -> None:
         self.level(request.level).remove(request)
         self.count -= 1
         self.bytes -= request.inline
         if request.deadline:
             self.timed -= 1
 
-    def expire(self, request: Request) -> bool:
+    def expire(self, request: R) -> bool:
         """The queue timeout has passed. True: it must be rejected (and has been taken out). False: it waits on."""
         level = self.level(request.level)
         if level.policy.action is TimeoutAction.REJECT:
@@ -382,11 +417,11 @@ class RequestQueue:
         level.delay(request)
         return False
 
-    def in_order(self) -> list[Request]:
+    def in_order(self) -> list[R]:
         """Everything, in the order in which it would run. Not to be changed by the caller."""
         return self.first(self.count)
 
-    def first(self, count: int) -> list[Request]:
+    def first(self, count: int) -> list[R]:
         """The first `count` of `in_order`, or more. Not to be changed by the caller."""
         levels = self._levels.values()
         if len(levels) == 1:  # the common case, and so the shortest
@@ -395,7 +430,7 @@ class RequestQueue:
                 only.refund()
             active = only.active
             return active[0].ready if len(active) == 1 and not only.delayed else only.first(count)
-        found: list[Request] = []
+        found: list[R] = []
         for level in levels:
             if level.unserved:
                 level.refund()
@@ -404,9 +439,9 @@ class RequestQueue:
                 break
         return found
 
-    def take(self, count: int) -> list[Request]:
+    def take(self, count: int) -> list[R]:
         """Removes and gives the first `count` in order (of `in_order`, with nothing added or removed since)."""
-        taken: list[Request] = []
+        taken: list[R] = []
         for level in self._levels.values():
             taken = taken + level.take(count - len(taken)) if taken else level.take(count)
             if len(taken) == count:
@@ -414,7 +449,7 @@ class RequestQueue:
         self._gone(taken)
         return taken
 
-    def pick(self, places: Sequence[int]) -> list[Request]:
+    def pick(self, places: Sequence[int]) -> list[R]:
         """Removes and gives those at these places, rising (of `in_order`, with nothing added or removed since). Each
         that is passed over so keeps count by how many rows."""
         waiting = self.first(places[-1] + 1)
@@ -431,7 +466,7 @@ class RequestQueue:
         self._gone(taken)
         return taken
 
-    def _gone(self, taken: list[Request]) -> None:
+    def _gone(self, taken: list[R]) -> None:
         self.count -= len(taken)
         for request in taken:
             self.bytes -= request.inline

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Version
 from shmserve.core.policy import InstanceSpec, Resource
+from shmserve.core.records import Instance, Version
 
 SHARED = -1
 ANY = -2

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmserve.core.models.instance import Batch, Instance
-from shmserve.core.models.version import Version
+from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.request import Request
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Withdraw

@@ -15,15 +15,13 @@ from shmserve.core.calls.deadlock import Waits
 from shmserve.core.effects import Query
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models.deployment import Operations
-from shmserve.core.models.instance import Instance
 from shmserve.core.models.termination import kill_for_protocol_error
-from shmserve.core.models.version import Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.client import Caller
 from shmserve.core.requests.completion import Ends
 from shmserve.core.requests.enqueue import Intake
 from shmserve.core.requests.quotas import Crowd
-from shmserve.core.requests.request import Request
 from shmserve.core.requests.responses import Streams
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
@@ -69,7 +67,6 @@ class Calls:
         if caller is None:
             caller = instance.caller = Caller(
                 peer, INTERNAL, "worker", "memfd", instance.spec.name, user=USER, roles=roles.EVERYTHING,
-                instance=instance, version=version,
             )  # fmt: skip
         if not message.call or message.call in caller.requests:
             kill_for_protocol_error(self._state, version, instance, f"Call {message.call}")
@@ -122,13 +119,13 @@ class Calls:
 
     def _of(self, peer: int, number: int) -> Request | None:
         caller = self._state.instances[peer][1].caller
-        return caller.requests.get(number) if caller is not None else None
+        return self._state.request_of(caller, number) if caller is not None else None
 
     # ------------------------------------------------------------------------------------ a call
 
     def _admit(self, caller: Caller, message: Call, now: int) -> Request:
         state, options = self._state, message.options
-        parent = self._parent(caller.instance, message.parent)
+        parent = self._parent(state.instances[caller.number][1], message.parent)
         version = None
         if options is not None and options.sequence:
             version = self._intake.sequencer.version_of(caller, message.model, message.version, options)
@@ -151,7 +148,8 @@ class Calls:
             deadline=_first_of(now + message.timeout_us * 1000 if message.timeout_us else 0, parent),
             audience=INTERNAL if parent is None else parent.audience,
         )  # fmt: skip
-        caller.requests[message.call] = state.requests[number] = request
+        caller.requests[message.call] = number
+        state.requests[number] = request
         caller.bytes += inline
         if request.deadline:
             state.set_timer(request.deadline, Timer.DEADLINE, request)
@@ -222,8 +220,8 @@ class Calls:
 
     def _of_frame(self, parent: Request, handle: Handle) -> tuple[int, int] | None:
         """What came in a frame belongs to one request. From now on it is a block that several use."""
-        while parent.run is not None:
-            parent = parent.run.request
+        while parent.step_of:
+            parent = self._state.requests[parent.step_of]
         for block in parent.blocks:
             if _contains(block, handle):
                 self._state.ledger.keep(block)
@@ -239,14 +237,15 @@ class Calls:
         caller.waits_for += 1
         if caller.waits_for > 1:
             return
-        state, instance = self._state, caller.instance
+        state = self._state
+        version, instance = state.instances[caller.number]
         caller.since = state.now
         state.waiting[instance] = None
-        caller.version.prefetch = False  # whatever is sent ahead to it would wait, too
-        state.dirty[caller.version] = None
+        version.prefetch = False  # whatever is sent ahead to it would wait, too
+        state.dirty[version] = None
         if state.limiter is not None:
-            for version in state.limiter.release(instance):
-                state.dirty[version] = None
+            for other in state.limiter.release(instance):
+                state.dirty[other] = None
 
     def settle_answered(self) -> None:
         """Instances whose last call has been answered go on with their batches."""
@@ -260,15 +259,16 @@ class Calls:
         caller.waits_for -= 1
         if caller.gone or caller.waits_for:
             return
-        state, instance = self._state, caller.instance
+        state = self._state
+        version, instance = state.instances[caller.number]
         del state.waiting[instance]
-        state.dirty[caller.version] = None
+        state.dirty[version] = None
         if instance.running is not None:
             instance.running.waited += state.now - caller.since
             if state.limiter is not None:
                 state.limiter.take_again(instance)
             if not instance.watched:
-                self._dispatcher.look_at(caller.version, instance, state.now)
+                self._dispatcher.look_at(version, instance, state.now)
 
     def regard(self, now: int) -> None:
         """Something may have closed a circle of those that wait already: the call in it that came last fails."""

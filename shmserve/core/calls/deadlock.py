@@ -10,10 +10,7 @@ one is refused. Everybody is looked at only when something else may have closed 
 from __future__ import annotations
 
 from shmserve.core.ensembles.run import Run
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Version
-from shmserve.core.requests.client import Caller
-from shmserve.core.requests.request import Request
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState
 
@@ -51,17 +48,17 @@ class Waits:
         while found:
             found = False
             for instance in list(stuck):
-                if all(self._blocked_by(request, stuck) is None for request in _held(instance)):
+                if all(self._blocked_by(request, stuck) is None for request in self._held(instance)):
                     del stuck[instance]
                     found = True
         return stuck
 
     def _blocked_call(self, instance: Instance, stuck: Stuck) -> Request:
-        return next(request for request in _held(instance) if self._blocked_by(request, stuck) is not None)
+        return next(request for request in self._held(instance) if self._blocked_by(request, stuck) is not None)
 
     def _path(self, request: Request, stuck: Stuck) -> tuple[list[Request], int]:
         """The call, one of whoever it waits for, and so on; and where in this the circle begins."""
-        calls, seen = [request], {_caller(request).instance: 0}
+        calls, seen = [request], {self._caller(request)[1]: 0}
         while True:
             blocker = self._blocked_by(calls[-1], stuck)
             assert blocker is not None
@@ -83,10 +80,11 @@ class Waits:
         return self._runs_at(request, stuck)
 
     def _runs_at(self, request: Request, stuck: Stuck) -> Instance | None:
-        if request.state in _ANSWERED or (request.chain is not None and request.chain.failure is not None):
+        run = self._state.runs.get(request.number)
+        if request.state in _ANSWERED or (run is not None and run.failure is not None):
             return None
-        if request.chain is not None:
-            return self._held_up_by(request.chain, stuck)
+        if run is not None:
+            return self._held_up_by(run, stuck)
         instance, batch = request.instance, request.batch
         if instance is None and request.suspect:  # which are run one at a time
             instance = request.version.trial
@@ -114,31 +112,30 @@ class Waits:
         return able[0] if able and all(instance in stuck for instance in able) else None
 
     def _story(self, calls: list[Request], stuck: Stuck) -> str:
-        names = [_caller(calls[0]).version.model]
+        names = [self._caller(calls[0])[0].model]
         for call in calls:
             blocker = self._blocked_by(call, stuck)
             assert blocker is not None
-            assert blocker.caller is not None
+            version, _ = self._state.instances[blocker.peer]
             names += [call.version.model]
-            if blocker.caller.version.model != names[-1]:  # a step of an ensemble, or before it in the order of answers
-                names.append(blocker.caller.version.model)
+            if version.model != names[-1]:  # a step of an ensemble, or before it in the order of answers
+                names.append(version.model)
         return (
             f"model '{names[0]}' would wait for ever for '{names[1]}': {' -> '.join(names)}, and every instance there "
             f"waits for the next one; raise instance_group.count of one of them, or let a decoupled model call from a "
             f"thread of its own, which holds no instance"
         )
 
+    def _caller(self, request: Request) -> tuple[Version, Instance]:
+        """Whose call it is."""
+        return self._state.instances[request.client.number]
 
-def _caller(request: Request) -> Caller:
-    assert isinstance(request.client, Caller)
-    return request.client
+    def _held(self, instance: Instance) -> list[Request]:
+        """The calls that it waits for."""
+        caller, requests = instance.caller, self._state.requests
+        calls = [requests[number] for number in caller.requests.values()] if caller is not None else []
+        return [request for request in calls if request.held]
 
 
 def _number(request: Request) -> int:
     return request.number
-
-
-def _held(instance: Instance) -> list[Request]:
-    """The calls that it waits for."""
-    caller = instance.caller
-    return [request for request in caller.requests.values() if request.held] if caller is not None else []

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from shmserve.core.ensembles import graph
 from shmserve.core.ensembles.run import Iteration, Kept, Mapped, Run, Spot
 from shmserve.core.ensembles.steps import Steps
+from shmserve.core.records import Request
 from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.request import Request
 from shmserve.core.requests.responses import Streams
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
@@ -46,16 +46,16 @@ class Ensembles:
 
     def advance(self, run: Run, now: int) -> None:
         """After answers have come, or the caller has gone."""
-        if run.request.chain is None:  # all of it has been seen to
+        if self._state.runs.get(run.request.number) is not run:  # it has been closed
             return
         results, run.results = run.results, []
-        for request, message in results:
+        for spot, message in results:
             if isinstance(message, Fail):
-                self._failed(run, request, message)
+                self._failed(run, spot, message)
             elif run.failure is not None:
                 self._drop(run, graph.handles_of(message.outputs))
             else:
-                self._answered(run, request, message)
+                self._answered(run, spot, message)
         while run.failure is None and not run.over:
             try:
                 if run.ready:
@@ -77,15 +77,13 @@ class Ensembles:
     def _fail(self, run: Run, error: ServeError) -> None:
         run.fail(error.code, f"in ensemble '{run.request.version.model}', {error.message}")
 
-    def _failed(self, run: Run, request: Request, message: Fail) -> None:
-        assert request.spot is not None
-        index, row, _ = request.spot
+    def _failed(self, run: Run, spot: Spot, message: Fail) -> None:
+        index, row, _ = spot
         where = f"row {row} of step {index}: " if run.graph.steps[index].mapped else ""
         run.fail(message.code, f"in ensemble '{run.request.version.model}', {where}{message.text}")
 
-    def _answered(self, run: Run, request: Request, message: Reply | Part) -> None:
-        assert request.spot is not None
-        index, row, iteration = request.spot
+    def _answered(self, run: Run, spot: Spot, message: Reply | Part) -> None:
+        index, row, iteration = spot
         if run.is_source(iteration, index):
             self._answered_again(run, iteration, index, message)
             return
@@ -373,9 +371,9 @@ class Ensembles:
         elif step.state is _DONE:
             self._ends.drop_done(step)
         elif step.state is _CHAINED:
-            assert step.chain is not None
-            step.chain.fail("CANCELLED", "its ensemble has failed")
-            self._state.stirred[step.chain] = None
+            inner = self._state.runs[step.number]
+            inner.fail("CANCELLED", "its ensemble has failed")
+            self._state.stirred[inner] = None
 
     def _close_iteration(self, run: Run, iteration: Iteration) -> None:
         for kept in iteration.tensors.values():
@@ -398,9 +396,9 @@ class Ensembles:
         run.open.clear()
         run.ready.clear()
         run.sources.clear()
-        request.chain = None
+        del self._state.runs[request.number]
         request.version.users -= 1
-        if request.run is None:
+        if not request.step_of:
             for member in run.held.values():
                 member.users -= 1
 

@@ -9,8 +9,7 @@ from collections import deque
 
 from shmserve.core.ensembles.graph import reshape
 from shmserve.core.ensembles.run import Held, Run
-from shmserve.core.models.version import Version
-from shmserve.core.requests.request import Request
+from shmserve.core.records import Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.errors import ServeError, Unavailable
@@ -27,11 +26,11 @@ def begin(state: State, request: Request) -> None:
     wanted: dict[str, Wanted | None] = dict.fromkeys(graph.outputs)
     if request.outputs is not None:
         wanted = {output.name: output for output in request.outputs}
-    held = request.run.held if request.run is not None else {}
+    held = state.runs[request.step_of].held if request.step_of else {}
     needed = graph.needed(tuple(wanted))
     run = Run(request, graph, needed, wanted, held, graph.levels(needed, _NONE), times=[0, 0, 0])
     request.move(RequestState.CHAINED)
-    request.chain = run
+    state.runs[request.number] = run
     version.users += 1
     state.stirred[run] = None
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shmserve.core.effects import Compose
 from shmserve.core.events import Composed
 from shmserve.core.models.deployment import UNLOADED, Operations
-from shmserve.core.models.version import Version
+from shmserve.core.records import Version
 from shmserve.core.state import State
 from shmserve.core.states import VersionState
 

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 from shmserve.core.ensembles.graph import Graph, Levels
-from shmserve.core.models.version import Version
-from shmserve.core.requests.request import Request
+from shmserve.core.records import Request, Version
 from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Wanted
 
 Held = dict["tuple[str, int] | Version", Version]
@@ -97,26 +96,33 @@ class Run(Struct, eq=False):
     mapped: deque[Mapped] = field(default_factory=deque)
     """Not empty, and the run has not failed: it is in State.mapped."""
     out: dict[int, Request] = {}
+    spots: dict[int, Spot] = {}
+    """Number of a request in `out` -> what it is for."""
     sources: dict[int, Request] = {}
     """Of each level the request to the source that is under way."""
     room: int = 0
     """So many answers may be given before the caller says more."""
-    results: list[tuple[Request, Reply | Part | Fail]] = []
+    results: list[tuple[Spot, Reply | Part | Fail]] = []
     failure: tuple[str, str] | None = None
     over: bool = False
 
-    def told(self, request: Request, message: Reply | Part | Fail) -> None:
-        self.results.append((request, message))
+    def told(self, request: Request, message: Reply | Part | Fail, inner: Run | None) -> None:
+        """An answer to a step. `inner`: the step is an ensemble itself."""
+        self.results.append((self.spots[request.number], message))
         if isinstance(message, Part) and not message.last:
             return
         spent: Sequence[int] = ()
-        if request.chain is not None:
-            spent = request.chain.times
+        if inner is not None:
+            spent = inner.times
         elif request.batch is not None and request.batch.times:
             taken, ready, computed, placed = request.batch.times
             spent = (ready - taken, computed - ready, placed - computed)
         for index, ns in enumerate(spent):
             self.times[index] += ns
+
+    def ended(self, request: Request) -> None:
+        """A step has been answered for the last time, and no worker has it any more."""
+        del self.out[request.number], self.spots[request.number]
 
     def fail(self, code: str, text: str) -> None:
         """The first failure is the one that is told."""

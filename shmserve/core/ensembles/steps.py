@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from shmserve.core.ensembles import graph
 from shmserve.core.ensembles.run import Run, Spot
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.models.version import Version
+from shmserve.core.records import Request, Version
 from shmserve.core.requests.enqueue import Intake
-from shmserve.core.requests.request import Request
 from shmserve.core.state import State
 from shmserve.errors import HandleLost, ServeError, Unavailable, Unsupported
 from shmserve.protocol.messages import LabelFile, Options, Tensor, Wanted
@@ -85,13 +84,14 @@ class Steps:
         request = Request(
             number, parent.client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, (), (), now, level, deadline=parent.deadline,
-            audience=parent.audience if final else INTERNAL, run=run, spot=spot, outside=outside,
+            audience=parent.audience if final else INTERNAL, step_of=parent.number, outside=outside,
             special=True, near=self._near(run, index, member) if policy.leaves_there and not final else (),
             aliases=not (final or step.mapped or member.cached), length=length, labels=labels,
         )  # fmt: skip
         state.requests[number] = run.out[number] = request
         if state.traces.open:
             state.traces.child(request, parent)
+        run.spots[number] = spot
         if source:
             run.sources[iteration.level] = request
         client.steps += 1

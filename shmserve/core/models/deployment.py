@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from shmserve.core.effects import Kill, Settled, Spawn
 from shmserve.core.events import Deploy, Refuse, Restart, Target, Unload
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Departure, FailedChange, Model, Operation, Unloading, Version
+from shmserve.core.models.model import Departure, FailedChange, Model, Operation, Unloading
 from shmserve.core.policy import InstanceSpec
+from shmserve.core.records import Instance, Version
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.protocol.messages import Stop

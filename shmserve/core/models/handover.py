@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import deque
 
 from shmserve.core.batching.recall import Recalls
-from shmserve.core.models.instance import Instance
 from shmserve.core.models.termination import kill
-from shmserve.core.models.version import Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.request import Request
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
 
@@ -117,7 +115,7 @@ class Handover:
         """Everything that the version has fails, and its processes are killed."""
         text = f"{version.label} was unloaded by force before it had answered this request"
         for request in list(self._state.requests.values()):
-            chain = request.chain
+            chain = self._state.runs.get(request.number)
             if request.version is version or (chain is not None and version in chain.members.values()):
                 self._fail(request, "UNAVAILABLE", text, now)
         if version.places is not None:

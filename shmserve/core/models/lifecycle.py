@@ -10,11 +10,9 @@ from shmserve.core.calls.calls import Calls
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.models.deployment import Operations
-from shmserve.core.models.instance import Instance
 from shmserve.core.models.termination import kill
-from shmserve.core.models.version import Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.request import Request
 from shmserve.core.requests.responses import Streams
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shmserve.core.effects import Kill
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Version
+from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState
 

@@ -11,12 +11,12 @@ from shmserve.core.effects import Close, Forget, Free, Query
 from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
+from shmserve.core.records import Request
 from shmserve.core.requests.client import Client
 from shmserve.core.requests.completion import Ends
 from shmserve.core.requests.enqueue import Intake
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import SECOND, Crowd
-from shmserve.core.requests.request import Request
 from shmserve.core.requests.responses import Streams
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
@@ -153,8 +153,9 @@ class Admission:
 
     def give_up_all(self, client: Client, now: int) -> None:
         """Nobody waits any more for what it has asked."""
-        for request in list(client.requests.values()):
-            if request.state is RequestState.QUEUED or request.chain is not None:
+        requests = self._state.requests
+        for request in [requests[number] for number in client.requests.values()]:
+            if request.state in (RequestState.QUEUED, RequestState.CHAINED):
                 self._ends.fail_early(request, "CANCELLED", "its client has gone", now)
             elif request.state in (RequestState.SENT, RequestState.OPEN):
                 self._ends.linger(request)
@@ -311,7 +312,8 @@ class Admission:
             own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, pins, blocks, now, level, audience=client.audience, special=special, length=length,
         )  # fmt: skip
-        client.requests[number] = state.requests[own] = request
+        client.requests[number] = own
+        state.requests[own] = request
         client.bytes += inline
         if message.timeout_us:
             request.deadline = now + message.timeout_us * 1000
@@ -371,7 +373,7 @@ class Admission:
         client = self._greeted(peer)
         if client is None:
             return
-        request = client.requests.get(message.request)
+        request = self._state.request_of(client, message.request)
         if request is None:  # it has been answered, and the two have crossed; or it is no request but an operation
             self._state.effects.append(Query(peer, message))
         else:
@@ -385,7 +387,7 @@ class Admission:
     def more(self, peer: int, message: More, now: int) -> None:
         """Of a request that has been answered meanwhile nothing more comes."""
         client = self._greeted(peer)
-        request = client.requests.get(message.request) if client is not None else None
+        request = self._state.request_of(client, message.request) if client is not None else None
         if request is not None and request.options is not None and request.options.window:
             self._streams.more(request, message.count)
 

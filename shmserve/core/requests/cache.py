@@ -20,8 +20,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from shmserve.core.ledger import INTERNAL, Ledger
-from shmserve.core.models.version import Version
-from shmserve.core.requests.request import Request
+from shmserve.core.records import Request, Version
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map, Tensor, Value
 
 Key = tuple[Any, ...]

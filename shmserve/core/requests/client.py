@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 
-from shmserve.core.requests.request import Request
 from shmserve.protocol.messages import OWNER_SHIFT, Handle
-
-if TYPE_CHECKING:
-    from shmserve.core.models.instance import Instance
-    from shmserve.core.models.version import Version
 
 
 class Client(Struct, eq=False):
@@ -26,7 +19,8 @@ class Client(Struct, eq=False):
     plane: str
     outputs: str = ""
     name: str = ""
-    requests: dict[int, Request] = {}
+    requests: dict[int, int] = {}
+    """Its number of each request in flight -> ours."""
     steps: int = 0
     """Requests of steps of its ensembles."""
     bytes: int = 0
@@ -50,12 +44,10 @@ class Client(Struct, eq=False):
         return handle.segment >> OWNER_SHIFT == self.number
 
 
-class Caller(Client, eq=False, kw_only=True):
-    """A worker that calls other models. It can have nothing placed, so it holds all that it is answered with, also
-    what its own process has made for it."""
+class Caller(Client, eq=False):
+    """A worker that calls other models, by the number of its process. It can have nothing placed, so it holds all that
+    it is answered with, also what its own process has made for it."""
 
-    instance: Instance
-    version: Version
     waits_for: int = 0
     """Calls that the instance waits for, and does nothing meanwhile."""
     since: int = 0

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 from shmserve.core.effects import Free
 from shmserve.core.ensembles.graph import handles_of
-from shmserve.core.models.version import ORDER, Version
+from shmserve.core.records import ORDER, Request, Version
 from shmserve.core.requests.client import Client
-from shmserve.core.requests.request import Request
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState
 from shmserve.core.stats.statistics import Failure
@@ -72,7 +71,7 @@ class Ends:
     def copied_out(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
         """In frames a client is sent copies of what it is told: it holds nothing."""
         client = request.client
-        if request.run is None and client.outputs == "frames" and not client.gone:
+        if not request.step_of and client.outputs == "frames" and not client.gone:
             self.take_back(client, outputs)
 
     def finish(self, request: Request, code: str) -> None:
@@ -82,10 +81,12 @@ class Ends:
 
     def tell(self, request: Request, message: Reply | Part | Fail | FailHeld) -> None:
         """Whoever has asked."""
-        if request.run is not None:
+        if request.step_of:
             assert not isinstance(message, FailHeld)
-            request.run.told(request, message)
-            self._state.stirred[request.run] = None
+            runs = self._state.runs
+            run = runs[request.step_of]
+            run.told(request, message, runs.get(request.number))
+            self._state.stirred[run] = None
         elif not request.client.gone:
             options = request.options
             if isinstance(message, Reply) and request.version.decoupled and options is not None and options.window:
@@ -94,7 +95,7 @@ class Ends:
 
     def tell_failed(self, request: Request, code: str, text: str) -> None:
         """Now, though a worker may still read its inputs."""
-        held = request.on_loan and request.run is None
+        held = request.on_loan and not request.step_of
         self.tell(request, (FailHeld if held else Fail)(request.client_number, code, text))
 
     def _trace(self, request: Request, code: str) -> None:
@@ -137,16 +138,17 @@ class Ends:
     def _drop_reply(self, request: Request) -> None:
         if not isinstance(request.reply, Reply):
             return
-        if request.run is not None:
+        if request.step_of:
             self.drop(request.client, handles_of(request.reply.outputs))
         elif not request.client.gone:
             self.take_back(request.client, request.reply.outputs)
 
     def end(self, request: Request) -> None:
         """Over: nothing of it stays here."""
-        state, run = request.state, request.run
-        if run is not None:
-            del run.out[request.number]
+        state = request.state
+        if request.step_of:
+            run = self._state.runs[request.step_of]
+            run.ended(request)
             request.client.steps -= 1
             request.client.bytes -= request.inline
             self._state.stirred[run] = None
@@ -169,7 +171,7 @@ class Ends:
     def leaves(self, request: Request) -> None:
         """Its client waits for it no more."""
         request.client.requests.pop(request.client_number, None)
-        if request.run is None:  # a step counts until its end
+        if not request.step_of:  # a step counts until its end
             request.client.bytes -= request.inline
         if request.held:
             self._state.answered_calls.append(request)
@@ -214,9 +216,10 @@ class Ends:
             self._drop_reply(request)
             self.finish(request, code)
             return
-        if request.chain is not None:
-            request.chain.fail(code, text)
-            self._state.stirred[request.chain] = None
+        chain = self._state.runs.get(request.number)
+        if chain is not None:
+            chain.fail(code, text)
+            self._state.stirred[chain] = None
             return
         version.statistics.failed_as(code, now - request.arrived)
         self.tell_failed(request, code, text)
@@ -233,7 +236,7 @@ class Ends:
             request.sequence.fail("CANCELLED", text)
             request.sequence.stirred()
             self._state.dirty[request.version] = None
-        if request.run is None:
+        if not request.step_of:
             self.leaves(request)
         instance = request.instance
         if instance is not None:  # which takes it out if it waits, and tells the model if that can still stop
@@ -242,7 +245,7 @@ class Ends:
             self.answer_in_order(request.version)
 
     def released(self, request: Request) -> None:
-        if request.on_loan and request.run is None and not request.client.gone:
+        if request.on_loan and not request.step_of and not request.client.gone:
             self._state.send(request.client.number, Released(request.client_number))
         self.end(request)
 
@@ -257,7 +260,7 @@ class Ends:
         """What the answer to an ensemble's request refers to is held by whoever gets it: its caller, or another run."""
         client = request.client
         made = _of_others(client, handles)
-        if request.run is not None:
+        if request.step_of:
             for handle in made:
                 self._state.ledger.keep(handle)
         elif not client.gone:

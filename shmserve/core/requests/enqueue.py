@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from shmserve.core.batching.dispatch import Dispatcher
 from shmserve.core.ensembles.begin import begin
-from shmserve.core.models.version import Version
+from shmserve.core.records import Miss, Request, Version
 from shmserve.core.requests.client import Client
 from shmserve.core.requests.completion import Ends
 from shmserve.core.requests.quotas import Crowd
-from shmserve.core.requests.request import Miss, Request
 from shmserve.core.sequences.scheduler import Sequencer
 from shmserve.core.state import State, Timer
 from shmserve.errors import Unavailable, Unsupported
@@ -60,7 +59,7 @@ class Intake:
         if version.graph is not None:
             begin(self._state, request)
             return
-        if request.run is not None and (version.order is not None or version.places is not None):
+        if request.step_of and (version.order is not None or version.places is not None):
             self._state.doubt = True
         if version.places is not None:
             self.sequencer.put(version, number, request, now)

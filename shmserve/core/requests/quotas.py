@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shmserve.core.effects import Pause
 from shmserve.core.limits import BURST_S, PATIENCE_S
-from shmserve.core.models.version import Version
+from shmserve.core.records import Version
 from shmserve.core.requests.client import Client
 from shmserve.core.state import State
 from shmserve.errors import Unavailable

@@ -9,11 +9,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shmserve.core.batching.answers import Answers
-from shmserve.core.models.instance import Batch, Instance
 from shmserve.core.models.termination import kill_for_protocol_error
-from shmserve.core.models.version import Version
+from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.request import Request
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import More, Row, Streamed
@@ -106,9 +104,10 @@ class Streams:
 
     def more(self, request: Request, count: int) -> None:
         """Its caller can take so many more. Noted in the request, too: should its worker die, another may have it."""
-        if request.chain is not None:
-            request.chain.room += count
-            self._state.stirred[request.chain] = None
+        run = self._state.runs.get(request.number)
+        if run is not None:
+            run.room += count
+            self._state.stirred[run] = None
             return
         options, instance = request.options, request.instance
         if not request.version.decoupled or options is None:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
-from shmserve.core.requests.request import Request
+from shmserve.core.records import Request
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Tensor
 

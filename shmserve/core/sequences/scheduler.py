@@ -11,13 +11,10 @@ from msgspec.structs import replace
 
 from shmserve.core.batching.dispatch import Dispatcher
 from shmserve.core.batching.form import Plan, Reason, form
-from shmserve.core.models.instance import Batch, Instance
-from shmserve.core.models.version import Version
 from shmserve.core.policy import SequencePolicy
+from shmserve.core.records import Batch, Instance, Key, Places, Request, Sequence, Version
 from shmserve.core.requests.client import Client
 from shmserve.core.requests.completion import Ends
-from shmserve.core.requests.request import Request
-from shmserve.core.sequences.sequence import Key, Places, Sequence
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Version
+from shmserve.core.records import Instance, Version
 
 BUSY_NS = 1_000_000_000
 BUSY_BATCHES = 10

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shmserve.core.batching.dispatch import Dispatcher
-from shmserve.core.models.instance import Instance
-from shmserve.core.models.version import Version
+from shmserve.core.records import Instance, Places, Version
 from shmserve.core.sequences.scheduler import Sequencer
-from shmserve.core.sequences.sequence import Places
 
 REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
 

@@ -23,8 +23,8 @@ from shmserve.workers.backends.python.model_file import flag, has_generator
 from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
-from shmserve.workers.model_calls.stream import NONE, ONE, Closed, Stream
 from shmserve.workers.model_calls.answer import Answer, Request
+from shmserve.workers.model_calls.stream import NONE, ONE, Closed, Stream
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import public, say, say_trace
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Sequence
-import os
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol
 
