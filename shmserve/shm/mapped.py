@@ -18,7 +18,7 @@ from shmserve.protocol.messages import Handle
 from shmserve.shm import views
 from shmserve.shm.extents import cuda, memfd, posix
 from shmserve.shm.extents.base import Extent
-from shmserve.shm.extents.pages import Pages
+from shmserve.shm.pages import Pages
 
 _BYTE = np.dtype("uint8")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidRequest
-from shmserve.shm.extents.pages import Pages
+from shmserve.shm.pages import Pages
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidRequest, Unavailable
-from shmserve.shm.extents import base, memfd, pages
+from shmserve.shm import pages
+from shmserve.shm.extents import base, memfd
 
 SIZE = 1 << 16
 

@@ -16,7 +16,7 @@ from shmserve.workers.gpu.api import ALIGN
 from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
-    from shmserve.shm.extents.pages import Pages
+    from shmserve.shm.pages import Pages
     from shmserve.workers.batch.gather import Group
     from shmserve.workers.gpu.api import Cuda
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from shmserve.errors import Internal, Unavailable
 from shmserve.shm import views
-from shmserve.shm.extents.pages import Pages
+from shmserve.shm.pages import Pages
 
 _BYTE = np.dtype("uint8")
 _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+) kB$", re.MULTILINE)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.protocol.messages import DEVICE
-from shmserve.shm.extents.pages import Pages
+from shmserve.shm.pages import Pages
 
 ALIGN = 256
 EXPORTED_BYTES = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shmserve.errors import Internal
 from shmserve.shm.extents.base import MappedExtent, check_room, failed
-from shmserve.shm.extents.pages import map_private
+from shmserve.shm.pages import map_private
 
 
 class HeapExtent(MappedExtent):

@@ -12,7 +12,7 @@ import stat
 
 from shmserve.errors import Internal, InvalidRequest, Unavailable
 from shmserve.shm.extents.base import MappedExtent, failed, reserve, resize
-from shmserve.shm.extents.pages import map_shared
+from shmserve.shm.pages import map_shared
 
 SEAL_FUTURE_WRITE = 0x10
 """Since kernel 5.1: mappings that exist may write, new ones may not. The standard library does not name it."""

@@ -19,7 +19,7 @@ import posix_ipc
 
 from shmserve.errors import Denied, Internal, InvalidRequest, NotFound
 from shmserve.shm.extents.base import MappedExtent, failed, reserve
-from shmserve.shm.extents.pages import map_shared
+from shmserve.shm.pages import map_shared
 
 PREFIX = "/shmserve-"
 _NAME = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
