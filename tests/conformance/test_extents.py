@@ -167,7 +167,7 @@ def test_another_process_sees_it(shared: Callable[[int], Extent]) -> None:
     code = """if True:
         import sys
         import numpy as np
-        from shmserve.shm import memfd, posix
+        from shmserve.shm.extents import memfd, posix
         where, size = sys.argv[1], int(sys.argv[2])
         extent = memfd.attach(int(where), size, True) if where.isdigit() else posix.attach(where, size, True)
         data = np.frombuffer(extent.memory, np.uint8)

@@ -95,7 +95,7 @@ def test_even_by_address_it_cannot_be_written() -> None:
     code = """if True:
         import ctypes, os
         from shmserve.protocol.messages import Handle
-        from shmserve.shm import memfd
+        from shmserve.shm.extents import memfd
         from shmserve.shm.mapped import Mapped
         extent = memfd.create(4096)
         mapped = Mapped()
@@ -366,7 +366,7 @@ FORK = """if True:
     import os, sys
     import numpy as np
     from shmserve.protocol.messages import Handle
-    from shmserve.shm import memfd
+    from shmserve.shm.extents import memfd
     from shmserve.shm.mapped import Mapped
     extent = memfd.create(4096)
     mapped = Mapped()

@@ -103,7 +103,7 @@ def test_the_reader_of_a_sealed_extent_dies_if_it_forces_a_write() -> None:
     extent = memfd.create(SIZE, seal_future_write=True)
     code = """if True:
         import ctypes, sys
-        from shmserve.shm import memfd
+        from shmserve.shm.extents import memfd
         extent = memfd.attach(int(sys.argv[1]), int(sys.argv[2]), False)
         ctypes.memset(extent.address, 1, 1)
     """

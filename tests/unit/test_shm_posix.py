@@ -170,7 +170,7 @@ def test_unlinking_keeps_the_pages_and_a_name_removed_by_hand_is_no_error() -> N
 def test_a_forked_child_does_not_take_the_name_away() -> None:
     code = """if True:
         import os
-        from shmserve.shm import posix
+        from shmserve.shm.extents import posix
         extent = posix.create(4096)
         name = "/dev/shm" + extent.name
         child = os.fork()
@@ -189,7 +189,7 @@ OWN = os.getpid() << 32
 """Instead of the number of the pid namespace: a server beside these tests does not sweep such names."""
 LEAVE = f"""if True:
     import os
-    from shmserve.shm import posix
+    from shmserve.shm.extents import posix
     posix._namespace = lambda: {OWN}
     extent = posix.create(4096)
     print(extent.name, flush=True)
