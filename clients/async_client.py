@@ -22,7 +22,7 @@ from shmserve.clients.waiting import POLL_S, not_ready, pause_after, will_not_be
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, Ticket, inline_result
-from shmserve.session.options import TopK
+from shmserve.session.encode import TopK
 from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ _HOMES = {
     "AsyncStream": "shmserve.clients.streams",
     "Raw": "shmserve.session",
     "Result": "shmserve.session",
-    "TopK": "shmserve.session.options",
-    "ClassResult": "shmserve.session.outputs",
-    "parse_class": "shmserve.session.outputs",
+    "TopK": "shmserve.session.encode",
+    "ClassResult": "shmserve.session.decode",
+    "parse_class": "shmserve.session.decode",
     **dict.fromkeys(
         (
             "AlreadyExists",
@@ -119,7 +119,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from shmserve.session import Raw, Result
-    from shmserve.session.options import TopK
-    from shmserve.session.outputs import ClassResult, parse_class
+    from shmserve.session.decode import ClassResult, parse_class
+    from shmserve.session.encode import TopK
 
     __version__: str

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shmserve.session.inputs import Raw
+from shmserve.session.decode import Result, inline_result
+from shmserve.session.encode import Raw
 from shmserve.session.outbox import Packet
-from shmserve.session.results import Result, inline_result
 from shmserve.session.session import Session
 from shmserve.session.streams import WINDOW, StreamTicket
 from shmserve.session.ticket import Ticket

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,19 +19,19 @@ import numpy.typing as npt
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ProtocolError
-from shmserve.protocol.messages import FRAME_BYTES, Handle, Map, Tensor, Unmap
-from shmserve.session.gpu.foreign_memory import Foreign, Region
+from shmserve.protocol.messages import FRAME_BYTES, Handle, Map, Unmap
+from shmserve.session.announcements import Announcements
+from shmserve.session.gpu.foreign_memory import Foreign
 from shmserve.session.gpu.tensors import DeviceArray, Devices
-from shmserve.session.results import NUMPY, from_bytes
-from shmserve.session.ticket import Array, Kept
-from shmserve.shm.arena import Arena, Block, Segment
+from shmserve.session.ticket import Kept
+from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
+from shmserve.shm.views import Array
 
 KINDS = ("memfd", "posix", "frames")
 FLUSH_BYTES = 256 * 1024
 """So many bytes of dropped outputs are not kept for the next message, but given back at once."""
-_BYTE = np.dtype("uint8")
 
 
 class Memory:
@@ -48,19 +47,10 @@ class Memory:
         self.shared = kind != "frames"
         self.frame_bytes = FRAME_BYTES
         """The most that one message may carry in frames."""
-        self.on_gpu = kind == "memfd"
-        """Whether the server takes memory on GPUs from this connection, as far as is known."""
-        self.by_name = False
-        """Whether it takes memory that others have made, by its name."""
-        self.maps: list[Segment | Region] = []
-        """Segments that the server has not been told of."""
-        self.unmaps: list[int] = []
+        self.announcements = announcements = Announcements(device_memory=kind == "memfd")
         self.mapped = Mapped()
         self.drops: Drops = Drops(on_full)
         self._on_full = on_full
-        self.owner = 0
-        self.numbers = count(1)
-        """Of all own segments."""
         self._devices: Devices | None = None
         self._foreign: Foreign | None = None
         self._limit_bytes = limit_bytes
@@ -69,10 +59,10 @@ class Memory:
             0,
             posix.create if kind != "memfd" else self._make_cold if cold else memfd.create,
             limit_bytes=limit_bytes,
-            announce=self.maps.append,
-            withdraw=self.unmaps.append,
+            announce=announcements.maps.append,
+            withdraw=announcements.unmaps.append,
             knob="memory_bytes of the client",
-            numbers=self.numbers,
+            numbers=announcements.numbers,
         )
 
     # ------------------------------------------------------------------------------------ own memory
@@ -96,14 +86,14 @@ class Memory:
     def devices(self) -> Devices:
         """What of it is on GPUs."""
         if self._devices is None:
-            self._devices = Devices(self, self._limit_bytes)
+            self._devices = Devices(self.announcements, self._limit_bytes)
         return self._devices
 
     @property
     def foreign(self) -> Foreign:
         """What others have made."""
         if self._foreign is None:
-            self._foreign = Foreign(self)
+            self._foreign = Foreign(self.announcements)
         return self._foreign
 
     def empty_on(self, device: str | int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
@@ -169,26 +159,6 @@ class Memory:
 
     # ------------------------------------------------------------------------------------ outputs
 
-    def view(self, tensor: Tensor) -> Array:
-        """A read-only array over an output that came by handles; they are returned when it is dropped."""
-        handles = tensor.data
-        assert isinstance(handles, tuple)
-        dropped = self.drops.dropped
-        if len(handles) == 1 and tensor.dtype != "BYTES":
-            handle = handles[0]
-            try:
-                return self.mapped.view(handle, NUMPY[tensor.dtype], tensor.shape, on_drop=dropped)
-            except BaseException:
-                dropped(handle)
-                raise
-        # Rows from several workers, or strings: they are copied, so the handles go back at once.
-        try:
-            data = b"".join([self.mapped.memory(handle) for handle in handles])
-            return from_bytes(tensor, data)
-        finally:
-            for handle in handles:
-                dropped(handle)
-
     def map_all(self, decode: Callable[[Any], list[Any]], data: Any, descriptors: Sequence[int]) -> None:
         """The n-th nameless Map has the n-th descriptor. All are closed, whatever happens."""
         left = list(descriptors)
@@ -222,19 +192,18 @@ class Memory:
 
     # ------------------------------------------------------------------------------------ connections
 
-    def connected(self, owner: int, frame_bytes: int = 0) -> dict[int, int]:
-        """A new connection: own segments are announced under new numbers. Gives old number -> new number."""
-        self.frame_bytes = frame_bytes or self.frame_bytes
+    def connected(self, owner: int, limits: Mapping[str, int]) -> dict[int, int]:
+        """A new connection, with the limits that the server has stated: own segments are announced under new ids.
+        Gives old id -> new id."""
+        self.frame_bytes = limits.get("frame_bytes", 0) or self.frame_bytes
         segments = self._arena.segments
         before = [segment.id for segment in segments]
-        self.owner = owner
-        self.maps.clear()
-        self.unmaps.clear()
+        self.announcements.connected(owner, bool(limits.get("device_memory")), bool(limits.get("named_memory")))
         self._arena.renumber(owner)
         numbers = {old: segment.id for old, segment in zip(before, segments, strict=True)}
         if self._devices is not None:
-            numbers |= self._devices.connected(owner)
-        return numbers if self._foreign is None else numbers | self._foreign.connected(owner)
+            numbers |= self._devices.connected()
+        return numbers if self._foreign is None else numbers | self._foreign.connected()
 
     def disconnected(self) -> None:
         """What was mapped, and what was to be returned, belonged to the connection. Views of it stay valid."""
@@ -249,7 +218,7 @@ class Memory:
         self._foreign = None
         self.mapped.close()
         self._freed.clear()
-        self.maps.clear()
+        self.announcements.maps.clear()
 
 
 class Drops:

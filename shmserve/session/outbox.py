@@ -29,9 +29,10 @@ class Packet(Struct, frozen=True, gc=False):
 
 
 class Outbox:
-    __slots__ = ("_memory", "_tickets", "framed", "messages", "size")
+    __slots__ = ("_announcements", "_memory", "_tickets", "framed", "messages", "size")
 
     def __init__(self, memory: Memory, tickets: dict[int, Ticket]) -> None:
+        self._announcements = memory.announcements
         self._memory = memory
         self._tickets = tickets
         self.messages: list[Any] = []
@@ -50,15 +51,15 @@ class Outbox:
         self.framed = False
 
     def take(self) -> list[Packet]:
-        memory = self._memory
+        announcements, memory = self._announcements, self._memory
         batch, self.messages = self.messages, []
         self.size = 0
         packets: list[Packet] = []
-        if memory.maps:
-            packets += self._announcements()
-        if memory.unmaps:
-            batch = [*map(Unmap, memory.unmaps), *batch]
-            memory.unmaps.clear()
+        if announcements.maps:
+            packets += self._maps()
+        if announcements.unmaps:
+            batch = [*map(Unmap, announcements.unmaps), *batch]
+            announcements.unmaps.clear()
         while memory.drops:
             batch.insert(0, Return(memory.drops.take(HANDLES)))
         if self.framed:
@@ -76,8 +77,8 @@ class Outbox:
                 packets += [Packet(part) for part in codec.pack(batch)]
         return packets
 
-    def _announcements(self) -> list[Packet]:
-        segments = self._memory.maps
+    def _maps(self) -> list[Packet]:
+        segments = self._announcements.maps
         groups = [segments[start : start + MAPS] for start in range(0, len(segments), MAPS)]
         segments.clear()
         return [

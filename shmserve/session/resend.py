@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Handle, Infer, Tensor
-from shmserve.session.gpu.staging import once_more
 from shmserve.session.memory import Memory
 from shmserve.session.outbox import Outbox
+from shmserve.session.staging import once_more
 from shmserve.session.ticket import Kept, Ticket
 
 LOADED = "loaded"
@@ -45,7 +45,7 @@ def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: Memory) -
         ticket = tickets[number]
         if isinstance(ticket.message, Infer):
             ticket.message = renewed(ticket.message, ticket.kept, numbers, memory)
-            if not memory.on_gpu:
+            if not memory.announcements.device_memory:
                 once_more(ticket, memory)
             again.append(number)
     return again

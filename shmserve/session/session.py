@@ -51,15 +51,21 @@ from shmserve.protocol.messages import (
     Welcome,
 )
 from shmserve.session.deadlines import Deadlines
-from shmserve.session.gpu.staging import once_more, settle
-from shmserve.session.inputs import Encoder
+from shmserve.session.decode import Result, give_back, result_of
+from shmserve.session.encode import (
+    Encoder,
+    check_name,
+    check_size,
+    options_of,
+    timeout_us_of,
+    version_of,
+    wanted_of,
+)
 from shmserve.session.memory import Memory
-from shmserve.session.options import check_name, check_size, options_of, timeout_us_of, version_of, wanted_of
 from shmserve.session.outbox import Outbox, Packet
-from shmserve.session.outputs import give_back, result_of
 from shmserve.session.queries import Questions
 from shmserve.session.resend import LOADED, Resume, renew, send_again
-from shmserve.session.results import Result
+from shmserve.session.staging import once_more, settle
 from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import Abandoned, Kept, Ticket
 from shmserve.session.uploads import Body
@@ -394,9 +400,7 @@ class Session:
             raise ProtocolError(f"the server speaks protocol {message.protocol}, this client {PROTOCOL}")
         first, self.server = not self.server, message.server
         self.limits = message.limits
-        self.memory.on_gpu = bool(message.limits.get("device_memory"))
-        self.memory.by_name = bool(message.limits.get("named_memory"))
-        numbers = self.memory.connected(message.owner, message.limits.get("frame_bytes", 0))
+        numbers = self.memory.connected(message.owner, message.limits)
         self.connected = True
         self.outbox.clear()
         for ticket in [self.tickets[number] for number in sorted(self.tickets)]:

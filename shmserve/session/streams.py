@@ -9,7 +9,7 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Reply
-from shmserve.session.results import Result, inline_result
+from shmserve.session.decode import Result, inline_result
 from shmserve.session.ticket import Ticket
 
 WINDOW = 16

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from shmserve.errors import ServeError
+from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Ask, Infer
+from shmserve.session.gpu.tensors import Source
 from shmserve.shm.arena import Block
-
-if TYPE_CHECKING:
-    from shmserve.session.gpu.tensors import Source
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from shmserve.shm.views import Array
 
 
 class Kept:
@@ -34,6 +29,17 @@ class Kept:
         """Number of an input -> the received output that it is."""
         self.places: dict[str, Array | Source] = {}
         """Name of an output -> the array that the caller wants it in."""
+
+    def add_frame(self, name: str, array: Array, most: int) -> int:
+        """Puts the bytes of an input behind the packet, where `most` bytes fit. Gives the number of their frame."""
+        total = array.nbytes + sum(map(len, self.frames))
+        if total > most:
+            raise InvalidRequest(
+                f"inputs of {total} bytes up to '{name}' are over the {most} that one message may carry beside it; "
+                "on the same machine use a client with shared memory, Client() or memory='posix'"
+            )
+        self.frames.append(array.tobytes())
+        return len(self.frames) - 1
 
 
 class Ticket:

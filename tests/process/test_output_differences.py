@@ -12,8 +12,8 @@ import pytest
 import shmserve
 from shmserve import TopK
 from shmserve.protocol.messages import Handle, Options, Row, Tensor, Wanted
+from shmserve.session.decode import output_of
 from shmserve.session.memory import Memory
-from shmserve.session.outputs import output_of
 from shmserve.testing import Server
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import python_model

@@ -32,7 +32,7 @@ from shmserve.gateway.upstream.documents import BadLoad, Known, Question, Route,
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.messages import TENSORS, Tensor
 from shmserve.protocol.roles import ROLES
-from shmserve.session.options import TopK
+from shmserve.session.encode import TopK
 from shmserve.shm import strings
 from tests.examples import examples
 from tests.rpc import message, parameter

@@ -21,7 +21,7 @@ from shmserve.gateway.kserve import json_tensors, status
 from shmserve.gateway.kserve.answers import Held, response
 from shmserve.gateway.kserve.plans import Options, Place, Plan, Plans, Spec, plan_in_slices, plan_of, raw_plan
 from shmserve.protocol.messages import Handle, Reply, Tensor
-from shmserve.session.options import TopK
+from shmserve.session.encode import TopK
 from tests.examples import examples
 
 NUMBERS = [name for name in ITEM_BYTES if name not in ("BYTES", "FP16", "BF16")]

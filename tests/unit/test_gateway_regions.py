@@ -184,7 +184,7 @@ def test_what_a_model_is_is_asked_where_a_worker_could_write(
     key, descriptor = memory
     os.ftruncate(descriptor, 8192)
     mapped = Memory("memfd", 1 << 20)
-    mapped.by_name = True
+    mapped.announcements.named_memory = True
     questions: list[str] = []
     session = SimpleNamespace(memory=mapped, infer=lambda *_: None, ask=lambda _, what, *__: questions.append(what))
     link: Any = SimpleNamespace(session=session, send_soon=lambda: None)
@@ -220,7 +220,7 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: Foreign) -> None:
     regions.register("g", DeviceOrder(handle, 1, 1000))
     assert regions.status("cuda", "") == [{"name": "g", "device_id": 1, "byte_size": 1000}]
     assert regions.status("system", "") == []
-    (told,) = [segment.map() for segment in foreign._memory.maps]
+    (told,) = [segment.map() for segment in foreign._announcements.maps]
     assert told.size == 1000
     assert told.name is not None
     assert parts_of(told.name) == (handle, b"\x01" * 16)
@@ -231,15 +231,16 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: Foreign) -> None:
         regions.find(Place("g", 100, 901))
     with pytest.raises(AlreadyExists):
         regions.register("g", Order("/k", 1))
-    foreign._memory.maps.clear()  # it has been told
-    foreign._memory.connected(9)
-    assert part.handle == Handle(foreign._memory.maps[0].id, 100, 900)
+    foreign._announcements.maps.clear()  # it has been told
+    foreign._announcements.connected(9, True, True)
+    foreign.connected()
+    assert part.handle == Handle(foreign._announcements.maps[0].id, 100, 900)
     assert part.handle.segment >> 32 == 9
-    foreign._memory.maps.clear()
+    foreign._announcements.maps.clear()
     regions.unregister("system", "")
     assert regions.status("cuda", "g")
     regions.unregister("cuda", "g")
-    assert foreign._memory.unmaps == [part.handle.segment]
+    assert foreign._announcements.unmaps == [part.handle.segment]
     with pytest.raises(NotFound):
         regions.find(Place("g", 0, 1))
 
@@ -262,10 +263,10 @@ def test_memory_on_a_gpu_that_is_refused(foreign: Foreign, order: DeviceOrder, s
     with pytest.raises(InvalidRequest, match=said):
         regions.register("g", order)
     assert regions.status("cuda", "") == []
-    assert foreign._memory.maps == []
+    assert foreign._announcements.maps == []
 
 
 def test_memory_on_a_gpu_where_the_broker_takes_none(foreign: Foreign) -> None:
-    foreign._memory.on_gpu = False
+    foreign._announcements.device_memory = False
     with pytest.raises(Unsupported, match="needs the role operate"):
         Regions(True, lambda: foreign).register("g", DeviceOrder(bytes(64), 0, 10))

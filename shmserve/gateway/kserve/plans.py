@@ -20,7 +20,7 @@ from shmserve.gateway.kserve import json_slices, json_tensors
 from shmserve.gateway.kserve.json_slices import Cut, Text
 from shmserve.gateway.limits.turns import Work
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
-from shmserve.session.options import TopK
+from shmserve.session.encode import TopK
 
 CLASSES = 1_000_000
 Value = str | int | float | bool

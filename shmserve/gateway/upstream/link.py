@@ -20,10 +20,11 @@ from shmserve.gateway.limits.turns import ReadTurns, Turns
 from shmserve.gateway.upstream.receive import Room
 from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor, Welcome
 from shmserve.session import Session, Ticket
+from shmserve.session.encode import MESSAGE_BYTES
 from shmserve.session.gpu.foreign_memory import Region, RegionPart
-from shmserve.session.inputs import MESSAGE_BYTES
 from shmserve.session.memory import Memory
-from shmserve.session.ticket import Array, Kept
+from shmserve.session.ticket import Kept
+from shmserve.shm.views import Array
 
 _BYTE = np.dtype("uint8")
 RECONNECT_S = 1.0

@@ -14,7 +14,7 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.protocol.messages import Ask, Infer, Tensor
 from shmserve.session import StreamTicket, Ticket
-from shmserve.session.options import TopK
+from shmserve.session.encode import TopK
 
 if TYPE_CHECKING:
     from shmserve.gateway.zmq_tcp.peer import Peer

@@ -4,14 +4,12 @@ rule of the file: it is only passed on, and never opened here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shmserve.errors import Unsupported
-from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map
+from shmserve.protocol.messages import Handle, Map
+from shmserve.session.announcements import Announcements
 from shmserve.shm.extents.cuda import is_device
-
-if TYPE_CHECKING:
-    from shmserve.session.memory import Memory
 
 
 class Region:
@@ -47,41 +45,41 @@ class RegionPart(NamedTuple):
 class Foreign:
     """All that one session has told of, or will; numbered as its own memory is."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, announcements: Announcements) -> None:
         self.regions: dict[int, Region] = {}
-        self._memory = memory
+        self._announcements = announcements
 
     @property
     def takes_names(self) -> bool:
         """Whether memory on the host can be announced."""
-        return self._memory.by_name
+        return self._announcements.named_memory
 
     def announce(self, size: int, name: str) -> Region:
         if not self._takes(name):
             raise Unsupported("the server takes no memory of others from this connection: that needs the role operate")
-        region = Region(self._memory.owner << OWNER_SHIFT | next(self._memory.numbers), size, name)
+        region = Region(self._announcements.new_id(), size, name)
         self.regions[region.id] = region
-        self._memory.maps.append(region)
+        self._announcements.maps.append(region)
         return region
 
     def withdraw(self, region: Region) -> None:
         """Requests that name it already still find it."""
         if self.regions.pop(region.id, None) is None:
             return
-        if region in self._memory.maps:
-            self._memory.maps.remove(region)
+        if region in self._announcements.maps:
+            self._announcements.maps.remove(region)
         else:
-            self._memory.unmaps.append(region.id)
+            self._announcements.unmaps.append(region.id)
 
-    def connected(self, owner: int) -> dict[int, int]:
+    def connected(self) -> dict[int, int]:
         """As of the session's own memory."""
         numbers: dict[int, int] = {}
         for old, region in self.regions.items():
-            numbers[old] = region.id = owner << OWNER_SHIFT | next(self._memory.numbers)
+            numbers[old] = region.id = self._announcements.new_id()
             if self._takes(region.name):
-                self._memory.maps.append(region)
+                self._announcements.maps.append(region)
         self.regions = {region.id: region for region in self.regions.values()}
         return numbers
 
     def _takes(self, name: str) -> bool:
-        return self._memory.on_gpu if is_device(name) else self._memory.by_name
+        return self._announcements.device_memory if is_device(name) else self._announcements.named_memory

@@ -11,20 +11,18 @@ import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shmserve.dtypes import elements, from_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import DIMS, Handle
+from shmserve.session.announcements import Announceable, Announcements
 from shmserve.session.gpu.cuda import Cuda
 from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents.cuda import CudaExtent
-
-if TYPE_CHECKING:
-    from shmserve.session.memory import Memory
-    from shmserve.session.ticket import Array
+from shmserve.shm.views import Array
 
 _DLPACK_CUDA = (2, 13)
 _spare: dict[tuple[int, int], list[CudaExtent]] = {}
@@ -121,10 +119,10 @@ class Devices:
     """The memory of one session on the devices of its process. Like the session's, calls must be serialised, but for
     arrays that are dropped."""
 
-    def __init__(self, memory: Memory, limit: int) -> None:
+    def __init__(self, announcements: Announcements, limit: int) -> None:
         self.far: set[str] = set()
         """Models that have said, on this connection, that they do not read it."""
-        self._memory = memory
+        self._announcements = announcements
         self._limit = limit
         self._arenas: dict[int, Arena] = {}
         self._streams: dict[int, int] = {}
@@ -222,9 +220,10 @@ class Devices:
             self.free(*freed.popleft())
         arena = self._arenas.get(device)
         if arena is None:
+            told = self._announcements
             arena = self._arenas[device] = Arena(
-                self._memory.owner, partial(self._make, device), limit_bytes=self._limit, announce=self._tell,
-                knob="memory_bytes of the client", numbers=self._memory.numbers,
+                told.owner, partial(self._make, device), limit_bytes=self._limit, announce=self._announce,
+                knob="memory_bytes of the client", numbers=told.numbers,
             )  # fmt: skip
         return arena.allocate(size)
 
@@ -236,9 +235,9 @@ class Devices:
                 return extent
         return self.cuda.extent(device, size)
 
-    def _tell(self, segment: Any) -> None:
-        if self._memory.on_gpu:
-            self._memory.maps.append(segment)
+    def _announce(self, segment: Announceable) -> None:
+        if self._announcements.device_memory:
+            self._announcements.maps.append(segment)
 
     def free(self, device: int, block: Block) -> None:
         self._arenas[device].free(block.segment, block.offset)
@@ -254,13 +253,13 @@ class Devices:
 
     # ------------------------------------------------------------------------------------ connections
 
-    def connected(self, owner: int) -> dict[int, int]:
+    def connected(self) -> dict[int, int]:
         """As of the memory on the host."""
         self.far.clear()
         numbers: dict[int, int] = {}
         for arena in self._arenas.values():
             before = [segment.id for segment in arena.segments]
-            arena.renumber(owner)
+            arena.renumber(self._announcements.owner)
             numbers |= {old: segment.id for old, segment in zip(before, arena.segments, strict=True)}
         return numbers
 

@@ -12,7 +12,6 @@ import logging
 from shmserve.errors import ServeError
 from shmserve.protocol.messages import Infer
 from shmserve.session.gpu.tensors import Source
-from shmserve.session.inputs import frame
 from shmserve.session.memory import Memory
 from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import Kept, Ticket
@@ -25,7 +24,11 @@ def settle(message: Infer, kept: Kept, memory: Memory) -> None:
     assert kept.devices is not None
     devices, options = memory.devices, message.options
     try:
-        if not memory.on_gpu or message.model in devices.far or (options is not None and options.sequence):
+        if (
+            not memory.announcements.device_memory
+            or message.model in devices.far
+            or (options is not None and options.sequence)
+        ):
             stage(message, kept, memory)
             return
         for index, source in kept.devices.items():
@@ -47,7 +50,7 @@ def stage(message: Infer, kept: Kept, memory: Memory) -> None:
             memory.devices.fetch_into(source, block.address)
             tensor.data = (block.handle(),)
         else:
-            tensor.data = frame(tensor.name, memory.devices.fetch(source), kept, memory.frame_bytes)
+            tensor.data = kept.add_frame(tensor.name, memory.devices.fetch(source), memory.frame_bytes)
         memory.devices.let_go(source)
     kept.devices = None
     for wanted in message.outputs or ():

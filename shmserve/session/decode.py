@@ -1,0 +1,210 @@
+"""Replies to results: the tensors of an answer, made into arrays.
+
+An array is a view of shared memory where it can be, else a copy, whose handles go back at once. What a caller gets is
+read-only, except where the caller has given the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from shmserve.dtypes import ITEM_BYTES, elements, to_numpy
+from shmserve.errors import Internal, InvalidRequest, ServeError
+from shmserve.protocol.messages import Part, Reply, Tensor
+from shmserve.session.gpu.tensors import Source
+from shmserve.session.memory import Memory
+from shmserve.shm import strings
+from shmserve.shm.views import Array
+
+NUMPY = {name: to_numpy(name) for name in ITEM_BYTES if name != "BYTES"}
+"""Wire name -> numpy dtype, of all types whose elements have one size."""
+
+_ndarray = np.ndarray
+
+
+class Result(dict[str, Array]):
+    """The outputs of a request by name: read-only arrays, which keep their memory and give it back when dropped."""
+
+    __slots__ = ("parameters", "version")
+
+    parameters: dict[str, Any]
+    version: int
+    """The version of the model that answered."""
+
+
+def inline_result(reply: Reply) -> Result:
+    """The result of a reply whose tensors all came as bytes."""
+    result = Result()
+    result.version = reply.version
+    result.parameters = reply.parameters or {}
+    for tensor in reply.outputs:
+        dtype = NUMPY.get(tensor.dtype)
+        if dtype is None:
+            result[tensor.name] = _from_bytes(tensor, tensor.data)
+            continue
+        try:
+            result[tensor.name] = _ndarray(tensor.shape, dtype, tensor.data)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise _unreadable(tensor, error) from error
+    return result
+
+
+def _from_bytes(tensor: Tensor, data: Any) -> Array:
+    """A read-only array over bytes; of strings, a new array of bytes objects."""
+    try:
+        if tensor.dtype == "BYTES":
+            return strings.decode_bytes(data, tensor.shape)
+        found = _ndarray(tensor.shape, NUMPY[tensor.dtype], data)
+    except (KeyError, TypeError, ValueError, InvalidRequest) as error:
+        raise _unreadable(tensor, error) from error
+    found.flags.writeable = False
+    return found
+
+
+def _unreadable(tensor: Tensor, error: Exception) -> Internal:
+    return Internal(f"output '{tensor.name}' ({tensor.dtype} {list(tensor.shape)}) cannot be read: {error}")
+
+
+# ---------------------------------------------------------------------------------------- handles, frames and places
+
+
+def result_of(
+    reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array | Source], memory: Memory
+) -> Result:
+    """All its arrays, made at once, so that no handle can be lost, also where one of them cannot be made."""
+    result = Result()
+    result.version = reply.version
+    result.parameters = reply.parameters or {}
+    failure: ServeError | None = None
+    for tensor in reply.outputs:
+        try:
+            result[tensor.name] = output_of(tensor, frames, places.get(tensor.name), memory)
+        except ServeError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return result
+
+
+def give_back(reply: Reply | Part, memory: Memory) -> None:
+    """An answer that nobody wants any more: what it brought goes back."""
+    for tensor in reply.outputs:
+        if isinstance(tensor.data, tuple):
+            for handle in tensor.data:
+                if not memory.is_own(handle):
+                    memory.drops.dropped(handle)
+
+
+def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | Source | None, memory: Memory) -> Array:
+    """The array of one output. `place` is the array that the caller wants it in."""
+    data = tensor.data
+    if isinstance(data, tuple):
+        if place is not None and len(data) == 1 and memory.is_own(data[0]):
+            return _written(tensor, place) if isinstance(place, np.ndarray) else _there(tensor, place)
+        found = _view(tensor, memory)
+    elif isinstance(data, int):
+        if not 0 <= data < len(frames):
+            raise Internal(f"output '{tensor.name}' is in frame {data} of {len(frames)}")
+        found = _from_bytes(tensor, frames[data])
+    else:
+        found = _from_bytes(tensor, data)
+    if place is None:
+        return found
+    if isinstance(place, np.ndarray):
+        return _into_place(tensor, found, place)
+    _check_place(tensor, found, place)
+    memory.devices.store(place, found)
+    there: Array = place.owner
+    return there
+
+
+def _view(tensor: Tensor, memory: Memory) -> Array:
+    """A read-only array over an output that came by handles; they are returned when it is dropped."""
+    handles = tensor.data
+    assert isinstance(handles, tuple)
+    dropped = memory.drops.dropped
+    if len(handles) == 1 and tensor.dtype != "BYTES":
+        handle = handles[0]
+        try:
+            return memory.mapped.view(handle, NUMPY[tensor.dtype], tensor.shape, on_drop=dropped)
+        except BaseException:
+            dropped(handle)
+            raise
+    # Rows from several workers, or strings: they are copied, so the handles go back at once.
+    try:
+        data = b"".join([memory.mapped.memory(handle) for handle in handles])
+        return _from_bytes(tensor, data)
+    finally:
+        for handle in handles:
+            dropped(handle)
+
+
+def _written(tensor: Tensor, place: Array) -> Array:
+    """The answer is where the caller wanted it."""
+    if _is_other(tensor, place):
+        raise _wrong_place(tensor, place)
+    if tensor.shape == place.shape:
+        return place
+    return place.reshape(-1)[: elements(tensor.shape)].reshape(tensor.shape)
+
+
+def _is_other(tensor: Tensor, place: Any) -> bool:
+    """Whether the output was written in another data type than the place has. BF16 may be read as any 16 bits."""
+    return tensor.dtype != "BF16" and NUMPY.get(tensor.dtype, place.dtype) != place.dtype
+
+
+def _there(tensor: Tensor, place: Source) -> Array:
+    """The same on a GPU, where nothing can be cut from it here."""
+    if _is_other(tensor, place):
+        raise _wrong_place(tensor, place)
+    if tensor.shape != place.shape:
+        raise InvalidRequest(
+            f"output '{tensor.name}' is {list(tensor.shape)}, and was written to an array of {list(place.shape)}"
+        )
+    there: Array = place.owner
+    return there
+
+
+def _into_place(tensor: Tensor, source: Array, place: Array) -> Array:
+    """Copies an output to where the caller wanted it: it was too small to travel by handle, or came from a batch."""
+    _check_place(tensor, source, place)
+    np.copyto(place, source)
+    return place
+
+
+def _check_place(tensor: Tensor, source: Array, place: Any) -> None:
+    """`place` is an array here or on a GPU."""
+    if source.dtype != place.dtype or source.shape != place.shape:
+        raise _wrong_place(tensor, place)
+
+
+def _wrong_place(tensor: Tensor, place: Any) -> InvalidRequest:
+    return InvalidRequest(
+        f"output '{tensor.name}' is {tensor.dtype} {list(tensor.shape)}, but the array given for it is "
+        f"{place.dtype} {list(place.shape)}; the answer is lost"
+    )
+
+
+# ---------------------------------------------------------------------------------------- classes
+
+
+class ClassResult(Struct, frozen=True):
+    """One class of an output that was asked for with TopK. `label` is "" where the model has none for it."""
+
+    value: float | int
+    index: int
+    label: str
+
+
+def parse_class(text: bytes | str) -> ClassResult:
+    """`b"0.9:5:cat"` -> `ClassResult(0.9, 5, "cat")`. A value is an int where the output is of integers."""
+    try:
+        value, _, rest = (text.decode() if isinstance(text, bytes) else text).partition(":")
+        number, _, label = rest.partition(":")
+        return ClassResult(int(value) if value.lstrip("-").isdecimal() else float(value), int(number), label)
+    except ValueError:
+        raise InvalidRequest(f"{text!r} is no class, which is written value:index or value:index:label") from None
