@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,8 @@ from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, Ticket, inline_result
 from shmserve.session.encode import TopK
+from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload
-
-if TYPE_CHECKING:
-    from shmserve.session.gpu.tensors import DeviceArray
 
 
 class _Ticket(Ticket):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +21,13 @@ from shmserve.clients.waiting import POLL_S, not_ready, pause_after, will_not_be
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
 from shmserve.session.encode import TopK
+from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_unload
-
-if TYPE_CHECKING:
-    from shmserve.session.gpu.tensors import DeviceArray
 
 BUFFERED_MESSAGES = 32
 BUFFERED_BYTES = 64 * 1024
 
-Outputs = Iterable[str] | Mapping[str, "np.ndarray[Any, Any] | DeviceArray | TopK | None"]
+Outputs = Iterable[str] | Mapping[str, np.ndarray[Any, Any] | DeviceArray | TopK | None]
 
 
 class Client:

@@ -8,21 +8,43 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from shmserve.errors import ServeError
 from shmserve.protocol.messages import Reply
 from shmserve.session import Ticket, inline_result
-
-if TYPE_CHECKING:
-    from shmserve.clients.transport.shared_reader import Engine
 
 log = logging.getLogger("shmserve")
 
 PENDING = "PENDING"
 CANCELLED = "CANCELLED_AND_NOTIFIED"
 FINISHED = "FINISHED"
+
+
+class AnswerReader(Protocol):
+    """What a future needs of the connection over which its answer comes (`transport.shared_reader`)."""
+
+    uncollected: int
+    collecting: bool
+
+    @property
+    def lock(self) -> AbstractContextManager[bool]: ...
+
+    @property
+    def condition(self) -> threading.Condition: ...
+
+    def wait(self, future: Future, timeout: float | None) -> bool: ...
+
+    def look(self, future: Future) -> None: ...
+
+    def cancel(self, future: Future) -> None: ...
+
+    def tell(self, future: Future) -> None: ...
+
+    def need_reader(self, future: Future) -> None: ...
 
 
 class Watch:
@@ -49,7 +71,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     _answer: Any = None
     _watch: Watch | None = None
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnswerReader) -> None:
         self._engine = engine
 
     # ------------------------------------------------------------------------------------ from the session

@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from shmserve.clients.future import FINISHED, PENDING, Future
+from shmserve.clients.transport.event_loop import LoopLink
+from shmserve.clients.transport.shared_reader import Engine
 from shmserve.session import Result, StreamTicket
-
-if TYPE_CHECKING:
-    from shmserve.clients.transport.event_loop import LoopLink
-    from shmserve.clients.transport.shared_reader import Engine
 
 
 class Flow(StreamTicket, Future):

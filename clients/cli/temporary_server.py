@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from shmserve.clients.cli.commands.base import Failed
+from shmserve.errors import Unavailable
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
@@ -34,7 +34,7 @@ _OF_SERVER = ("SHMSERVE_MODEL_REPOSITORY", "SHMSERVE_MODEL_CONTROL_MODE", "SHMSE
 _FOR_MODELS = "SHMSERVE_MODEL_"
 
 
-class Private:
+class TemporaryServer:
     """A server of the repositories. `options` are those of `shmserve serve`."""
 
     def __init__(self, repositories: Sequence[Path], options: Sequence[str] = ()) -> None:
@@ -42,7 +42,7 @@ class Private:
         self._options = options
         self._ready = False
 
-    def __enter__(self) -> Private:
+    def __enter__(self) -> TemporaryServer:
         place = tempfile.gettempdir()
         self._folder = tempfile.TemporaryDirectory(
             prefix="shmserve-check-", dir=place if len(os.fsencode(place)) <= LONGEST else "/tmp"
@@ -67,11 +67,11 @@ class Private:
         return Client(runtime_dir=self._runtime_dir, timeout=timeout, reconnect_timeout=CONNECT_S)
 
     def ready(self, seconds: float) -> bool:
-        """Waits so long for the end of the first round of loading. Failed if the server has ended instead."""
+        """Waits so long for the end of the first round of loading. Unavailable if the server has ended instead."""
         if not self._ready and select.select([self._reader], [], [], seconds)[0]:
             if os.read(self._reader, 16) != b"READY\n":
                 code = self._process.wait(STOP_S)
-                raise Failed(f"the temporary server exited with code {code}: {self.last_words}")
+                raise Unavailable(f"the temporary server exited with code {code}: {self.last_words}")
             self._ready = True
         return self._ready
 

@@ -1,6 +1,6 @@
-"""How clients reach a server: an address, and a link to it. The rule of the file: a link moves packets and knows
-nothing of what is in them.
+"""Where a server is: the `url` of a client, checked and completed.
 
+One of:
     None                    the unix lane in the default runtime directory
     unix:///path/lane.sock  the unix lane
     ipc:///path/broker.sock ZeroMQ, on the same machine
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -19,48 +18,12 @@ from shmserve import paths
 from shmserve.clients.transport.keys import Keys, read_pair, read_public
 from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.protocol.messages import FRAME_BYTES
-from shmserve.session import Packet
-
-Incoming = tuple[Any, "list[int]", "list[Any]"]
-"""A packet's bytes (valid until the next receive), its descriptors, and the frames behind it."""
 
 SERVER_KEY, KEY_FILE = "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE"
 """In the environment: what is meant where server_key and key_file are not given."""
 TCP_FRAME_BYTES = 64 << 20
 """Of frames that go to a gateway: nobody waits while it takes them in."""
 FIRST_STEP = "start one with `shmserve serve --model-repository DIR`"
-
-
-class Link(Protocol):
-    """Any thread may send; one at a time may receive."""
-
-    def send(self, packet: Packet) -> bool:
-        """False: not now, the link is full. ConnectionLost when it has ended."""
-
-    def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
-        """The next packet. None: nothing came within about `wait` seconds (None: no limit), or there is room again
-        for what is `to_send`, or, if `wakeable`, `wake` was called. ConnectionLost when the link has ended."""
-
-    def in_use(self) -> bool:
-        """A thread is in the midst of it, and that may be this one: the collector runs anywhere. It must not send."""
-
-    def wait_writable(self, wait: float | None) -> None:
-        """Returns when there may be room again, or the time is over."""
-
-    def wake(self) -> None:
-        """Ends a `receive` of another thread that waits and is wakeable."""
-
-    def descriptors(self) -> list[int]:
-        """What an event loop watches for reading. They tell that something may have come: read until there is none."""
-
-    def interrupt(self) -> None:
-        """Ends the link for a thread that waits in `receive`, before `close`."""
-
-    def close(self, linger: bool = False) -> None:
-        """`linger`: what was sent last shall still arrive."""
-
-    def abandon(self) -> None:
-        """In a forked child: forgets the link without a word, as it is the parent's."""
 
 
 class Address(Struct, frozen=True):
@@ -121,17 +84,6 @@ def _keys(server_key: str | os.PathLike[str] | None, key_file: str | os.PathLike
             "the server"
         )
     return Keys(read_public(server), read_pair(own))
-
-
-def open_link(address: Address) -> Link:
-    """ConnectionLost where nobody listens. Of ZeroMQ it cannot be said yet: `receive` will tell."""
-    if address.kind == "unix":
-        from shmserve.clients.transport.lane import Lane
-
-        return Lane(address)
-    from shmserve.clients.transport.zmq import ZmqLink
-
-    return ZmqLink(address)
 
 
 def no_server(address: Address, reason: str) -> ConnectionLost:

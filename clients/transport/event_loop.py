@@ -9,10 +9,10 @@ import time
 import weakref
 from typing import Any
 
-from shmserve.clients.transport.address import Address, Incoming, Link, no_server, open_link
-from shmserve.clients.transport.threaded import CLOSED, PAUSE_MOST_S, PAUSE_S
+from shmserve.clients.transport.address import Address, no_server
+from shmserve.clients.transport.link import CLOSED, PAUSE_MOST_S, PAUSE_S, ServerLink, open_link
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
-from shmserve.session import Packet, Session, Ticket
+from shmserve.session import Incoming, Packet, Session, Ticket
 
 BURST = 32
 """Packets read before other things on the loop have their turn."""
@@ -37,7 +37,7 @@ class LoopLink:
         self.session = self.make_session()
         self.session.memory.frame_bytes = self.address.frame_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._link: Link | None = None
+        self._link: ServerLink | None = None
         self._watched: list[int] = []
         self._unsent: list[Packet] = []
         self._writing = False
@@ -190,7 +190,7 @@ class LoopLink:
         elif self.session.tickets:
             self.send_soon()
 
-    def _unwatch(self, link: Link) -> None:
+    def _unwatch(self, link: ServerLink) -> None:
         self._unsent.clear()
         if self._loop is not None and not self._loop.is_closed():
             for descriptor in self._watched:
@@ -222,7 +222,7 @@ class LoopLink:
         finally:
             self._connecting = None
 
-    def _adopt(self, link: Link, welcome: Incoming) -> None:
+    def _adopt(self, link: ServerLink, welcome: Incoming) -> None:
         session = self.session
         try:
             session.receive(*welcome)
@@ -239,7 +239,7 @@ class LoopLink:
             self._loop.add_reader(descriptor, self._readable)
         self._send()
 
-    async def _greet(self, limit: float) -> tuple[Link, Incoming]:
+    async def _greet(self, limit: float) -> tuple[ServerLink, Incoming]:
         loop = asyncio.get_running_loop()
         link = open_link(self.address)
         readable = asyncio.Event()

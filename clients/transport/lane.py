@@ -13,11 +13,11 @@ import select
 import socket
 import struct
 
-from shmserve.clients.transport.address import Address, Incoming, no_server
+from shmserve.clients.transport.address import Address, no_server
 from shmserve.errors import ConnectionLost, InvalidRequest, ProtocolError
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, LOST, received
 from shmserve.protocol.messages import PACKET_BYTES
-from shmserve.session import Packet
+from shmserve.session import Incoming, Packet
 
 # Plain integers: the arithmetic of enums costs microseconds.
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)

@@ -12,15 +12,14 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmserve.clients.future import FINISHED, PENDING, Future
 from shmserve.clients.transport.address import Address
-from shmserve.clients.transport.threaded import CLOSED, Connection, monotonic
+from shmserve.clients.transport.link import CLOSED
+from shmserve.clients.transport.threaded import Connection, monotonic
 from shmserve.errors import Cancelled, ConnectionLost
-
-if TYPE_CHECKING:
-    from shmserve.clients.streams import Flow
+from shmserve.session import StreamTicket
 
 LINGER_S = 5.0
 """So long the reader waits for more to do before it ends."""
@@ -166,7 +165,7 @@ class Engine(Connection):
         finally:
             self._leave()
 
-    def give_up(self, flow: Flow) -> None:
+    def give_up(self, flow: StreamTicket) -> None:
         """Its user closes it."""
         self.lock.acquire()
         try:

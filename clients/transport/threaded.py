@@ -12,14 +12,12 @@ import threading
 import time
 from typing import Any
 
-from shmserve.clients.transport.address import Address, Incoming, Link, no_server, open_link
+from shmserve.clients.transport.address import Address, no_server
+from shmserve.clients.transport.link import CLOSED, PAUSE_MOST_S, PAUSE_S, ServerLink, open_link
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
-from shmserve.session import Packet, Session, Ticket
+from shmserve.session import Incoming, Packet, Session, Ticket
 
 INTERRUPTED = ConnectionLost("reading was interrupted")
-CLOSED = "the client was closed before the answer came"
-PAUSE_S = 0.01
-PAUSE_MOST_S = 0.25
 READ_EVERY = 16
 """After so many packets sent with nothing read, what has come is taken in: else the server would wait for us."""
 
@@ -44,8 +42,8 @@ class Connection:
         self.session.memory.frame_bytes = self.address.frame_bytes
         self.outbox = self.session.outbox
         self._unsent: list[Packet] = []
-        self._link: Link | None = None
-        self._dialed: Link | None = None
+        self._link: ServerLink | None = None
+        self._dialed: ServerLink | None = None
         self._was_connected = False
         self._leading = False
         self._unread = 0
@@ -205,7 +203,7 @@ class Connection:
         limit = end if until is None else min(end, until)
         tired = False
         failure: ServeError = ConnectionLost("connecting was interrupted")
-        found: tuple[Link, Incoming] | None = None
+        found: tuple[ServerLink, Incoming] | None = None
         self._leading = True
         self.lock.release()
         try:
@@ -235,7 +233,7 @@ class Connection:
         self._link = found[0]
         self._was_connected = True
 
-    def _dial(self, limit: float) -> tuple[Link, Incoming]:
+    def _dial(self, limit: float) -> tuple[ServerLink, Incoming]:
         """A link, and the packet with its Welcome. A server that was there before is given time to come back."""
         pause = PAUSE_S
         while True:
@@ -247,7 +245,7 @@ class Connection:
             self._closing.wait(pause)
             pause = min(2 * pause, PAUSE_MOST_S)
 
-    def _greet(self, limit: float) -> tuple[Link, Incoming]:
+    def _greet(self, limit: float) -> tuple[ServerLink, Incoming]:
         link = self._dialed = open_link(self.address)
         try:
             with contextlib.suppress(ConnectionLost):  # one that lets nobody in has said why: read that

@@ -16,10 +16,10 @@ from typing import Any
 
 import zmq
 
-from shmserve.clients.transport.address import Address, Incoming, no_server
+from shmserve.clients.transport.address import Address, no_server
 from shmserve.errors import ConnectionLost, Denied, ServeError, Unavailable
 from shmserve.protocol import zmq_frames
-from shmserve.session import Packet
+from shmserve.session import Incoming, Packet
 
 LINGER_MS = 500
 HEARTBEAT_MS = 2000

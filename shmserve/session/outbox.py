@@ -28,6 +28,10 @@ class Packet(Struct, frozen=True, gc=False):
     frames: tuple[bytes, ...] = ()
 
 
+Incoming = tuple[Any, "list[int]", "list[Any]"]
+"""What one receive gives: a packet's bytes (valid until the next receive), its descriptors, the frames behind it."""
+
+
 class Outbox:
     __slots__ = ("_announcements", "_memory", "_tickets", "framed", "messages", "size")
 

@@ -19,9 +19,10 @@ pytestmark = pytest.mark.process
 
 BRIEF = """
 import sys
-from shmserve.clients import cli, commands_base
-commands_base.CONNECT_S = 0.2
-sys.exit(cli.main(sys.argv[1:]))
+from shmserve.clients.cli.commands import base
+from shmserve.clients.cli.main import main
+base.CONNECT_S = 0.2
+sys.exit(main(sys.argv[1:]))
 """
 """The command, but for how long it waits for a server to come back."""
 

@@ -19,7 +19,7 @@ from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.repo.gpus import discover
 
 if TYPE_CHECKING:
-    from shmserve.clients.cli.temporary_server import Private
+    from shmserve.clients.cli.temporary_server import TemporaryServer
     from shmserve.clients.client import Client
     from shmserve.repo.check import Checked, CheckedModel, Finding
 
@@ -115,7 +115,7 @@ def _number(count: int, what: str) -> str:
 
 def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace) -> Checked:
     """The same with what loading shows: each model that the server took on, and ensembles of what they have become."""
-    from shmserve.clients.cli.temporary_server import Private, ended_in_order
+    from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
     from shmserve.repo.check import check
 
     name = args.model_config_name or ""
@@ -123,7 +123,7 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
     options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
     if not any(model.versions and not model.ensemble for model in checked.models):
         return checked
-    with ended_in_order(), Private(roots, options) as server, server.client(ASK_S) as client:
+    with ended_in_order(), TemporaryServer(roots, options) as server, server.client(ASK_S) as client:
         progress = _Progress(quiet=args.quiet or args.json)
         try:
             _await_load(server, client, args.timeout, progress)
@@ -138,7 +138,7 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
     return _judged(checked, index, _lines_of_workers(log), args.timeout)
 
 
-def _await_load(server: Private, client: Client, timeout: float | None, progress: _Progress) -> None:
+def _await_load(server: TemporaryServer, client: Client, timeout: float | None, progress: _Progress) -> None:
     """Until nothing is loading any more, or the time is over: it begins when the server answers."""
     deadline = time.monotonic() + START_S
     up = False
