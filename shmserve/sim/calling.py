@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
@@ -25,9 +25,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.sim.plan import SimModel, answers_many
 from shmserve.sim.tensors import MANY, Inputs
-
-if TYPE_CHECKING:
-    from shmserve.sim.run import Simulation
+from shmserve.sim.world import World
 
 ANSWERS = frozenset((Reply, Part, Fail, FailHeld, Released))
 _OWN = 1 << 20
@@ -39,7 +37,7 @@ _ENOUGH = 1 << 20
 class Calling:
     """`models`: those that it calls, one after the other."""
 
-    def __init__(self, world: Simulation, peer: int, models: list[SimModel], draws: Random) -> None:
+    def __init__(self, world: World, peer: int, models: list[SimModel], draws: Random) -> None:
         self._world = world
         self._peer = peer
         self._models = models

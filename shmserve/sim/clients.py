@@ -5,9 +5,9 @@ The rule of the file: an answer to what was not asked, or has been answered befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -35,14 +35,12 @@ from shmserve.protocol.messages import (
     Welcome,
 )
 from shmserve.protocol.roles import EVERYTHING
+from shmserve.sim.faults import POISON
 from shmserve.sim.load import Arrival, Closed, Load
 from shmserve.sim.plan import SimModel, answers_many
 from shmserve.sim.results import ModelResult
 from shmserve.sim.tensors import MANY, Inputs
-from shmserve.sim.worker import POISON
-
-if TYPE_CHECKING:
-    from shmserve.sim.run import Simulation
+from shmserve.sim.world import World
 
 AUDIENCE = "uid:1000"
 
@@ -81,7 +79,7 @@ class Client:
         "source",
     )
 
-    def __init__(self, world: Simulation, peer: int, source: Source, hold_ns: int) -> None:
+    def __init__(self, world: World, peer: int, source: Source, hold_ns: int) -> None:
         self._world = world
         self._hold_ns = hold_ns
         self._next = 0
@@ -171,10 +169,21 @@ class Client:
 
 
 class Source:
-    """Whoever asks as one Load says: arrivals are drawn, and made requests of one of its clients."""
+    """Whoever asks as one Load says: arrivals are drawn, and made requests of one of its clients. `connect` makes
+    these."""
 
-    def __init__(self, world: Simulation, load: Load, model: SimModel, result: ModelResult, number: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        load: Load,
+        model: SimModel,
+        result: ModelResult,
+        number: int,
+        connect: Callable[[Source], Client],
+    ) -> None:
         self.world = world
+        self._connect = connect
+        world.sources += 1
         self.load = load
         self.result = result
         seed = f"{world.plan.seed} load {number} {load.model}"
@@ -201,7 +210,7 @@ class Source:
 
     def begin(self) -> None:
         for _ in range(self.load.clients):
-            self.clients.append(self.world.connect(self))
+            self.clients.append(self._connect(self))
         arrivals = self.load.arrivals
         if isinstance(arrivals, Closed):
             for _ in range(arrivals.callers):
@@ -213,7 +222,7 @@ class Source:
         assert self._arrivals is not None
         found = next(self._arrivals, None)
         if found is None:
-            self.world.exhausted(self)
+            self.world.sources -= 1
         else:
             at, rows = found
             self.world.at(self.world.began + at + self._way_ns, self._arrive, rows)
@@ -317,7 +326,7 @@ class Source:
     def replace(self, dead: Client) -> None:
         """The client has died: another one takes over. Sequences that it had go with it."""
         at = self.clients.index(dead)
-        self.clients[at] = self.world.connect(self)
+        self.clients[at] = self._connect(self)
         self.result.abandoned += len(dead.open)
         self.world.owed -= len(dead.open)
         for asked in dead.open.values():

@@ -11,6 +11,8 @@ from random import Random
 from msgspec import Struct
 
 SECOND = 1_000_000_000
+POISON = "poison"
+"""A parameter of requests that end whoever runs them."""
 
 
 class Faults(Struct, frozen=True):

@@ -5,8 +5,9 @@ The rule of the file: it keeps to the docstrings of shmserve.protocol.messages, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -33,17 +34,12 @@ from shmserve.protocol.messages import (
     Work,
 )
 from shmserve.sim.calling import ANSWERS, Calling
-from shmserve.sim.faults import Fate
+from shmserve.sim.faults import POISON, Fate
 from shmserve.sim.plan import SimModel
 from shmserve.sim.results import ModelResult
 from shmserve.sim.service import PerElement
 from shmserve.sim.tensors import MANY, Outputs, length_of
-
-if TYPE_CHECKING:
-    from shmserve.sim.run import Simulation
-
-POISON = "poison"
-"""A parameter of requests that end whoever runs them."""
+from shmserve.sim.world import World
 
 
 class Waiting(Struct, gc=False):
@@ -67,9 +63,12 @@ class Stream(Struct):
 
 
 class Worker:
+    """`end` is called with the reason when the process ends."""
+
     __slots__ = (
         "_calling",
         "_draws",
+        "_end",
         "_fate",
         "_last",
         "_outputs",
@@ -87,8 +86,17 @@ class Worker:
         "running",
     )
 
-    def __init__(self, world: Simulation, peer: int, model: SimModel, draws: Random, result: ModelResult) -> None:
+    def __init__(
+        self,
+        world: World,
+        peer: int,
+        model: SimModel,
+        draws: Random,
+        result: ModelResult,
+        end: Callable[[Worker, str], None],
+    ) -> None:
         self._world = world
+        self._end = end
         self._draws = draws
         self._fate: Fate = world.fate
         self._result = result
@@ -138,7 +146,7 @@ class Worker:
             if batch is not None and batch.open:
                 self._say(Started(batch.number, batch.through))
             if self._stopping and batch is None:
-                self._world.end_worker(self, "exit code 0")
+                self._end(self, "exit code 0")
 
     def _say(self, message: Any) -> None:
         self._world.say(self.peer, message)
@@ -253,7 +261,7 @@ class Worker:
 
     def _crash(self, batch: Waiting) -> None:
         if not self.dead:
-            self._world.end_worker(self, "signal SIGSEGV")
+            self._end(self, "signal SIGSEGV")
 
     def _finish(self, batch: Waiting) -> None:
         """The batch is done: its results go out, and the next batch starts."""
@@ -281,7 +289,7 @@ class Worker:
             done.next, done.through = following.number, following.through
         self._say(done)
         if following is None and self._stopping:
-            self._world.end_worker(self, "exit code 0")
+            self._end(self, "exit code 0")
 
     def _perhaps_failed(self, row: Row) -> Row:
         if any(isinstance(tensor.data, tuple) for tensor in row.outputs) or not self._fate.answer_fails():
