@@ -23,7 +23,7 @@ numpy.copyto = copyto
 def is_shared(array):
     while isinstance(array.base, numpy.ndarray):
         array = array.base
-    return type(array.base).__name__ == "Hold"
+    return type(array.base).__name__ == "ArrayHold"
 
 
 class TritonPythonModel:

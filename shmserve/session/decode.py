@@ -15,7 +15,7 @@ from msgspec import Struct
 from shmserve.dtypes import ITEM_BYTES, elements, to_numpy
 from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.protocol.messages import Part, Reply, Tensor
-from shmserve.session.gpu.tensors import Source
+from shmserve.session.gpu.tensors import DeviceRef
 from shmserve.session.memory import Memory
 from shmserve.shm import strings
 from shmserve.shm.views import Array
@@ -73,7 +73,7 @@ def _unreadable(tensor: Tensor, error: Exception) -> Internal:
 
 
 def result_of(
-    reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array | Source], memory: Memory
+    reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array | DeviceRef], memory: Memory
 ) -> Result:
     """All its arrays, made at once, so that no handle can be lost, also where one of them cannot be made."""
     result = Result()
@@ -99,7 +99,7 @@ def give_back(reply: Reply | Part, memory: Memory) -> None:
                     memory.drops.dropped(handle)
 
 
-def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | Source | None, memory: Memory) -> Array:
+def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | None, memory: Memory) -> Array:
     """The array of one output. `place` is the array that the caller wants it in."""
     data = tensor.data
     if isinstance(data, tuple):
@@ -157,7 +157,7 @@ def _is_other(tensor: Tensor, place: Any) -> bool:
     return tensor.dtype != "BF16" and NUMPY.get(tensor.dtype, place.dtype) != place.dtype
 
 
-def _there(tensor: Tensor, place: Source) -> Array:
+def _there(tensor: Tensor, place: DeviceRef) -> Array:
     """The same on a GPU, where nothing can be cut from it here."""
     if _is_other(tensor, place):
         raise _wrong_place(tensor, place)

@@ -21,7 +21,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ProtocolError
 from shmserve.protocol.messages import FRAME_BYTES, Handle, Map, Unmap
 from shmserve.session.announcements import Announcements
-from shmserve.session.gpu.foreign_memory import Foreign
+from shmserve.session.gpu.foreign_memory import ForeignMemory
 from shmserve.session.gpu.tensors import DeviceArray, Devices
 from shmserve.session.ticket import Kept
 from shmserve.shm.arena import Arena, Block
@@ -52,7 +52,7 @@ class Memory:
         self.drops: Drops = Drops(on_full)
         self._on_full = on_full
         self._devices: Devices | None = None
-        self._foreign: Foreign | None = None
+        self._foreign: ForeignMemory | None = None
         self._limit_bytes = limit_bytes
         self._freed: deque[Block] = deque()
         self._arena = Arena(
@@ -90,10 +90,10 @@ class Memory:
         return self._devices
 
     @property
-    def foreign(self) -> Foreign:
+    def foreign(self) -> ForeignMemory:
         """What others have made."""
         if self._foreign is None:
-            self._foreign = Foreign(self.announcements)
+            self._foreign = ForeignMemory(self.announcements)
         return self._foreign
 
     def empty_on(self, device: str | int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:

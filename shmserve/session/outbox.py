@@ -32,7 +32,7 @@ Incoming = tuple[Any, "list[int]", "list[Any]"]
 """What one receive gives: a packet's bytes (valid until the next receive), its descriptors, the frames behind it."""
 
 
-class Outbox:
+class SessionOutbox:
     __slots__ = ("_announcements", "_memory", "_tickets", "framed", "messages", "size")
 
     def __init__(self, memory: Memory, tickets: dict[int, Ticket]) -> None:

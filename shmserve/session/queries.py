@@ -17,7 +17,7 @@ from shmserve.errors import ConnectionLost, Internal, ServeError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Ping
 from shmserve.protocol.roles import OPERATIONS
-from shmserve.session.outbox import Outbox, Packet
+from shmserve.session.outbox import Packet, SessionOutbox
 from shmserve.session.ticket import Ticket
 from shmserve.session.uploads import Body
 
@@ -37,10 +37,10 @@ class _Operation:
         self.complete = False
 
 
-class Questions:
+class Queries:
     """`tickets` and `outbox` are the session's."""
 
-    def __init__(self, tickets: dict[int, Ticket], outbox: Outbox) -> None:
+    def __init__(self, tickets: dict[int, Ticket], outbox: SessionOutbox) -> None:
         self._tickets = tickets
         self._outbox = outbox
         self._answers: dict[int, list[bytes]] = {}

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Handle, Infer, Tensor
 from shmserve.session.memory import Memory
-from shmserve.session.outbox import Outbox
+from shmserve.session.outbox import SessionOutbox
 from shmserve.session.staging import once_more
 from shmserve.session.ticket import Kept, Ticket
 
@@ -51,7 +51,7 @@ def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: Memory) -
     return again
 
 
-def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: Outbox) -> list[Ticket]:
+def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOutbox) -> list[Ticket]:
     """Gives those that nobody waits for any more, and that the server has not seen."""
     over = []
     for ticket in [tickets[number] for number in numbers if number in tickets]:

@@ -62,8 +62,8 @@ from shmserve.session.encode import (
     wanted_of,
 )
 from shmserve.session.memory import Memory
-from shmserve.session.outbox import Outbox, Packet
-from shmserve.session.queries import Questions
+from shmserve.session.outbox import Packet, SessionOutbox
+from shmserve.session.queries import Queries
 from shmserve.session.resend import LOADED, Resume, renew, send_again
 from shmserve.session.staging import once_more, settle
 from shmserve.session.streams import StreamTicket
@@ -91,7 +91,7 @@ class Session:
         self.limits: dict[str, int] = {}
         self.goodbye: ServeError | None = None
         """Why the server ended the connection, if it said so."""
-        self.outbox = Outbox(self.memory, self.tickets)
+        self.outbox = SessionOutbox(self.memory, self.tickets)
         """What `take` makes packets of."""
         self.urgent = False
         """Something should be sent soon that no call asked for: an answer to Ping, or returns on Reclaim."""
@@ -104,7 +104,7 @@ class Session:
         self._held: dict[int, Kept] = {}
         self._behind: list[int] = []
         """Requests that go when the server has loaded."""
-        self.questions = Questions(self.tickets, self.outbox)
+        self.questions = Queries(self.tickets, self.outbox)
         self._operations = self.questions.to_send
         self._nudge = on_full
         self._deadlines = Deadlines(self.tickets)

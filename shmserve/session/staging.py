@@ -11,7 +11,7 @@ import logging
 
 from shmserve.errors import ServeError
 from shmserve.protocol.messages import Infer
-from shmserve.session.gpu.tensors import Source
+from shmserve.session.gpu.tensors import DeviceRef
 from shmserve.session.memory import Memory
 from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import Kept, Ticket
@@ -34,7 +34,7 @@ def settle(message: Infer, kept: Kept, memory: Memory) -> None:
         for index, source in kept.devices.items():
             message.inputs[index].data = (devices.export(source),)
         for place in kept.places.values():
-            if isinstance(place, Source):
+            if isinstance(place, DeviceRef):
                 devices.settle(place)
     except BaseException:
         memory.let_go(kept)
@@ -54,7 +54,7 @@ def stage(message: Infer, kept: Kept, memory: Memory) -> None:
         memory.devices.let_go(source)
     kept.devices = None
     for wanted in message.outputs or ():
-        if isinstance(kept.places.get(wanted.name), Source):
+        if isinstance(kept.places.get(wanted.name), DeviceRef):
             wanted.place = None
 
 

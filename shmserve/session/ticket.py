@@ -6,7 +6,7 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Ask, Infer
-from shmserve.session.gpu.tensors import Source
+from shmserve.session.gpu.tensors import DeviceRef
 from shmserve.shm.arena import Block
 from shmserve.shm.views import Array
 
@@ -21,13 +21,13 @@ class Kept:
         """Arrays whose memory the request refers to."""
         self.blocks: list[Block] = []
         """Blocks of the own arena made for this request alone."""
-        self.devices: dict[int, Source] | None = None
+        self.devices: dict[int, DeviceRef] | None = None
         """Number of an input -> the array on a GPU that it is. Not None: there is such an input, or such a place."""
         self.frames: list[bytes] = []
         """Bytes that travel behind the packet."""
         self.received: dict[int, Array] = {}
         """Number of an input -> the received output that it is."""
-        self.places: dict[str, Array | Source] = {}
+        self.places: dict[str, Array | DeviceRef] = {}
         """Name of an output -> the array that the caller wants it in."""
 
     def add_frame(self, name: str, array: Array, most: int) -> int:

@@ -1,7 +1,7 @@
 """Arrays over mapped pages. The rule of the file: an array made here keeps its pages mapped, and the moment when it and
 all its views and slices are gone is known.
 
-numpy asks the Hold for its memory once and keeps it as the last base of the array and of everything cut from it. A
+numpy asks the ArrayHold for its memory once and keeps it as the last base of the array and of everything cut from it. A
 read-only array cannot be made writeable again, as its last base offers no writable buffer.
 """
 
@@ -24,7 +24,7 @@ _BYTE = np.dtype("uint8")
 _typestr: dict[np.dtype[Any], str] = {}
 
 
-class Hold:
+class ArrayHold:
     """The life of one array and of all that is cut from it. `on_drop(what)` is called once, when the last is gone.
 
     Collection can run in any thread, between any two instructions: `on_drop` should append to a deque and no more.
@@ -54,7 +54,7 @@ def make(
     on_drop: Callable[[Any], object] | None = None,
 ) -> Array:
     """An array at `address`. That it lies within `pages` is the caller's to check."""
-    hold = Hold()
+    hold = ArrayHold()
     hold.on_drop = None  # nothing is held until the array exists
     hold.pages = pages
     hold.what = what
@@ -78,7 +78,7 @@ def make(
     return array
 
 
-def _make_rare(hold: Hold, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> Array:
+def _make_rare(hold: ArrayHold, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> Array:
     """A dtype seen for the first time, or one whose type string may not name it (bfloat16)."""
     if dtype.hasobject or not dtype.itemsize:
         raise InvalidRequest(f"numpy dtype {dtype} cannot be read from shared memory: its elements have no fixed size")
@@ -111,9 +111,9 @@ def byte_count(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     return size
 
 
-def hold_of(array: Array) -> Hold | None:
+def hold_of(array: Array) -> ArrayHold | None:
     """What the array, or the array it was cut from, keeps alive."""
     base: object = array.base
     while isinstance(base, np.ndarray):
         base = base.base
-    return base if isinstance(base, Hold) else None
+    return base if isinstance(base, ArrayHold) else None

@@ -24,7 +24,7 @@ from shmserve.protocol.messages import (
     Work,
 )
 from shmserve.sim.plan import SimModel, answers_many
-from shmserve.sim.tensors import MANY, Inputs
+from shmserve.sim.tensors import MANY, SimInputs
 from shmserve.sim.world import World
 
 ANSWERS = frozenset((Reply, Part, Fail, FailHeld, Released))
@@ -42,7 +42,7 @@ class Calling:
         self._peer = peer
         self._models = models
         self._draws = draws
-        self._inputs = [Inputs(model.policy, 1) for model in models]
+        self._inputs = [SimInputs(model.policy, 1) for model in models]
         self._segment = (peer << OWNER_SHIFT) + _OWN
         self._announced = False
         self._last = 0

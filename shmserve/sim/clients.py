@@ -39,7 +39,7 @@ from shmserve.sim.faults import POISON
 from shmserve.sim.load import Arrival, Closed, Load
 from shmserve.sim.plan import SimModel, answers_many
 from shmserve.sim.results import ModelResult
-from shmserve.sim.tensors import MANY, Inputs
+from shmserve.sim.tensors import MANY, SimInputs
 from shmserve.sim.world import World
 
 AUDIENCE = "uid:1000"
@@ -52,17 +52,17 @@ class Chain(Struct):
     left: int
 
 
-class Asked(Struct):
+class SimRequest(Struct):
     """A request in flight. `until` is its deadline, 0 for none."""
 
-    source: Source
+    source: LoadSource
     sent: int
     until: int
     chain: Chain | None = None
     poison: bool = False
 
 
-class Client:
+class SimClient:
     """One connection."""
 
     __slots__ = (
@@ -79,7 +79,7 @@ class Client:
         "source",
     )
 
-    def __init__(self, world: World, peer: int, source: Source, hold_ns: int) -> None:
+    def __init__(self, world: World, peer: int, source: LoadSource, hold_ns: int) -> None:
         self._world = world
         self._hold_ns = hold_ns
         self._next = 0
@@ -87,7 +87,7 @@ class Client:
         self.peer = peer
         self.source = source
         self.segment = (peer << OWNER_SHIFT) + 1
-        self.open: dict[int, Asked] = {}
+        self.open: dict[int, SimRequest] = {}
         self.held_inputs: set[int] = set()
         self.holds = 0
         self.dead = False
@@ -168,7 +168,7 @@ class Client:
             self._world.send(self._world.now, self.peer, Cancel(number))
 
 
-class Source:
+class LoadSource:
     """Whoever asks as one Load says: arrivals are drawn, and made requests of one of its clients. `connect` makes
     these."""
 
@@ -179,7 +179,7 @@ class Source:
         model: SimModel,
         result: ModelResult,
         number: int,
-        connect: Callable[[Source], Client],
+        connect: Callable[[LoadSource], SimClient],
     ) -> None:
         self.world = world
         self._connect = connect
@@ -191,7 +191,7 @@ class Source:
         if not isinstance(load.arrivals, Closed):
             self._arrivals = load.arrivals.arrivals(Random(f"{seed} arrivals"))
         self._draws = Random(f"{seed} rows")
-        self._inputs = Inputs(model.policy, load.distinct)
+        self._inputs = SimInputs(model.policy, load.distinct)
         self._batches = model.policy.max_batch > 0
         self._sequences = model.policy.sequence is not None
         self._options = Options(priority=load.priority) if load.priority else None
@@ -204,7 +204,7 @@ class Source:
         self._chains = 0
         self._first_chain = (number + 1) << 32
         self._turn = 0
-        self.clients: list[Client] = []
+        self.clients: list[SimClient] = []
 
     # ------------------------------------------------------------------------------------ arrivals
 
@@ -262,7 +262,7 @@ class Source:
         clients = self.clients
         client = clients[self._turn % len(clients)] if chain is None else clients[chain.number % len(clients)]
         number = client.next_number()
-        asked = Asked(self, now, now + load.timeout_ns if load.timeout_ns else 0, chain)
+        asked = SimRequest(self, now, now + load.timeout_ns if load.timeout_ns else 0, chain)
         options = self._options
         if self._special:
             options = self._rarely(client, number, asked, first)
@@ -274,7 +274,7 @@ class Source:
         inputs = self._inputs.make(rows if self._batches else 0, client.segment, self._draws, length)
         return client.peer, Infer(number, load.model, 0, inputs, None, self._timeout_us, options)
 
-    def _rarely(self, client: Client, number: int, asked: Asked, first: bool) -> Options:
+    def _rarely(self, client: SimClient, number: int, asked: SimRequest, first: bool) -> Options:
         """Options of a request that is more than an input and an output."""
         options = Options(priority=self.load.priority, window=self._window)
         if asked.chain is not None:
@@ -291,7 +291,7 @@ class Source:
 
     # ------------------------------------------------------------------------------------ answers
 
-    def answered(self, asked: Asked, at: int, code: str) -> None:
+    def answered(self, asked: SimRequest, at: int, code: str) -> None:
         result, world = self.result, self.world
         world.owed -= 1
         world.last_answer = at
@@ -308,7 +308,7 @@ class Source:
         if self._closed or asked.chain is not None:
             self._go_on(asked, at, not code)
 
-    def _go_on(self, asked: Asked, at: int, well: bool) -> None:
+    def _go_on(self, asked: SimRequest, at: int, well: bool) -> None:
         """With the sequence, or the caller's next request."""
         chain = asked.chain
         if chain is not None and chain.left and well:
@@ -323,7 +323,7 @@ class Source:
             now = self.world.now
             self.world.send(now, *self._ask(0, chain, False, now))
 
-    def replace(self, dead: Client) -> None:
+    def replace(self, dead: SimClient) -> None:
         """The client has died: another one takes over. Sequences that it had go with it."""
         at = self.clients.index(dead)
         self.clients[at] = self._connect(self)

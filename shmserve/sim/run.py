@@ -13,11 +13,11 @@ from shmserve.core.core import Core
 from shmserve.core.effects import Close, Compose, Drained, Kill, Log, Send, Settled, Spawn
 from shmserve.core.state import WORKERS_FROM
 from shmserve.errors import InvalidRequest, Unavailable
-from shmserve.sim.clients import Client, Source
+from shmserve.sim.clients import LoadSource, SimClient
 from shmserve.sim.load import Replay
 from shmserve.sim.plan import Plan, SimModel
 from shmserve.sim.results import SECOND, ModelResult, Result
-from shmserve.sim.worker import Worker
+from shmserve.sim.worker import SimWorker
 from shmserve.sim.world import START, World
 
 SPINS = 1000
@@ -41,8 +41,8 @@ class Simulation:
         self._armed = 0
         self._models: dict[tuple[str, int], SimModel] = {}
         self._results: dict[str, ModelResult] = {}
-        self._clients: dict[int, Client] = {}
-        self._workers: dict[int, Worker] = {}
+        self._clients: dict[int, SimClient] = {}
+        self._workers: dict[int, SimWorker] = {}
         self._draws: dict[str, Random] = {}
         self._last_client = 0
         self._settled = self._operations = 0
@@ -135,7 +135,7 @@ class Simulation:
         world, model = self._world, self._models[effect.model, effect.version]
         name = f"{self._plan.seed} {effect.model} {effect.instance.name}"
         draws = self._draws.setdefault(name, Random(name))
-        worker = Worker(world, effect.peer, model, draws, self._results[effect.model], self._end_worker)
+        worker = SimWorker(world, effect.peer, model, draws, self._results[effect.model], self._end_worker)
         self._workers[effect.peer] = worker
         late, dies = world.fate.worker()
         loaded = there + late + model.load.ns(1, draws)
@@ -143,11 +143,11 @@ class Simulation:
         if dies:
             world.at(loaded + dies, self._dies, worker)
 
-    def _loaded(self, worker: Worker) -> None:
+    def _loaded(self, worker: SimWorker) -> None:
         if not worker.dead:
             self._world.say(worker.peer, events.Compiled(worker.model.policy))
 
-    def _dies(self, worker: Worker) -> None:
+    def _dies(self, worker: SimWorker) -> None:
         if not worker.dead:
             self._end_worker(worker, "signal SIGKILL")
 
@@ -156,7 +156,7 @@ class Simulation:
         if worker is not None and not worker.dead:
             self._end_worker(worker, f"killed: {effect.reason}")
 
-    def _end_worker(self, worker: Worker, reason: str) -> None:
+    def _end_worker(self, worker: SimWorker, reason: str) -> None:
         """Its process has ended. What it had said before arrives before that does."""
         worker.dead = True
         result = self._results[worker.model.policy.name]
@@ -172,20 +172,20 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------ clients
 
-    def _connect(self, source: Source) -> Client:
+    def _connect(self, source: LoadSource) -> SimClient:
         world = self._world
         self._last_client += 1
         hold, dies = world.fate.client()
-        client = self._clients[self._last_client] = Client(world, self._last_client, source, hold)
+        client = self._clients[self._last_client] = SimClient(world, self._last_client, source, hold)
         if dies:
             world.at(world.now + dies, self._client_dies, client)
         return client
 
-    def _client_dies(self, client: Client) -> None:
+    def _client_dies(self, client: SimClient) -> None:
         if self._world.sending or client.open:
             self._closed(client)
 
-    def _closed(self, client: Client) -> None:
+    def _closed(self, client: SimClient) -> None:
         if client.dead:
             return
         client.dead = True
@@ -241,7 +241,7 @@ class Simulation:
         world.run_until(self._at_rest, world.now + patience)
         self._stop(patience)
 
-    def _make_sources(self) -> list[Source]:
+    def _make_sources(self) -> list[LoadSource]:
         plan = self._plan
         sources = []
         for number, load in enumerate(plan.loads):
@@ -251,7 +251,7 @@ class Simulation:
             if not found:
                 raise InvalidRequest(f"the load asks for model '{load.model}', which the plan does not have")
             model = max(found, key=lambda model: model.policy.version)
-            sources.append(Source(self._world, load, model, self._results[load.model], number, self._connect))
+            sources.append(LoadSource(self._world, load, model, self._results[load.model], number, self._connect))
         return sources
 
     def _at_rest(self) -> bool:

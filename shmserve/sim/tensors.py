@@ -23,7 +23,7 @@ def size_of(dtype: str, shape: tuple[int, ...]) -> int:
     return elements(shape) * (ITEM_BYTES[dtype] or LENGTH)
 
 
-class Inputs:
+class SimInputs:
     """Of one load: what a client sends to a model."""
 
     def __init__(self, policy: ModelPolicy, distinct: int) -> None:
@@ -82,7 +82,7 @@ def length_of(policy: ModelPolicy, work: Work) -> int:
     return 1
 
 
-class Outputs:
+class SimOutputs:
     """Of one worker process: what its model makes, placed in arenas of its own, one for each audience."""
 
     def __init__(self, policy: ModelPolicy, first_segment: int, free: tuple[int, int], true_share: float) -> None:

@@ -38,11 +38,11 @@ from shmserve.sim.faults import POISON, Fate
 from shmserve.sim.plan import SimModel
 from shmserve.sim.results import ModelResult
 from shmserve.sim.service import PerElement
-from shmserve.sim.tensors import MANY, Outputs, length_of
+from shmserve.sim.tensors import MANY, SimOutputs, length_of
 from shmserve.sim.world import World
 
 
-class Waiting(Struct, gc=False):
+class SimBatch(Struct, gc=False):
     """A batch, from its first Execute to its end."""
 
     number: int
@@ -54,7 +54,7 @@ class Waiting(Struct, gc=False):
     began: int = 0
 
 
-class Stream(Struct):
+class SimStream(Struct):
     """A request of a decoupled model: how many answers it still gets, and for how many its caller has room."""
 
     work: Work
@@ -62,7 +62,7 @@ class Stream(Struct):
     window: int
 
 
-class Worker:
+class SimWorker:
     """`end` is called with the reason when the process ends."""
 
     __slots__ = (
@@ -93,17 +93,17 @@ class Worker:
         model: SimModel,
         draws: Random,
         result: ModelResult,
-        end: Callable[[Worker, str], None],
+        end: Callable[[SimWorker, str], None],
     ) -> None:
         self._world = world
         self._end = end
         self._draws = draws
         self._fate: Fate = world.fate
         self._result = result
-        self._waiting: list[Waiting] = []
+        self._waiting: list[SimBatch] = []
         self._last = 0
-        self._outputs = Outputs(model.policy, (peer << OWNER_SHIFT) + 1, model.free, model.true_share)
-        self._streams: dict[int, Stream] = {}
+        self._outputs = SimOutputs(model.policy, (peer << OWNER_SHIFT) + 1, model.free, model.true_share)
+        self._streams: dict[int, SimStream] = {}
         self._runs: dict[int, int] = {}
         self._places: dict[int | str, tuple[int, int]] = {}
         """Of a sequence the slot, and its newest request."""
@@ -113,7 +113,7 @@ class Worker:
         self._stopping = False
         self.peer = peer
         self.model = model
-        self.running: Waiting | None = None
+        self.running: SimBatch | None = None
         self.dead = False
 
     # ------------------------------------------------------------------------------------ what it is told
@@ -162,7 +162,7 @@ class Worker:
             return
         if waiting:
             self._waiting = waiting = [known for known in waiting if known.works]
-        waiting.append(Waiting(order.batch, order.batch, list(order.works), order.more, order.open))
+        waiting.append(SimBatch(order.batch, order.batch, list(order.works), order.more, order.open))
 
     def _withdraw(self, order: Withdraw) -> None:
         found = []
@@ -184,7 +184,7 @@ class Worker:
 
     # ------------------------------------------------------------------------------------ what it does
 
-    def _take_up(self) -> Waiting | None:
+    def _take_up(self) -> SimBatch | None:
         """The next batch starts, if there is one."""
         for position, batch in enumerate(self._waiting):
             if batch.works:
@@ -195,7 +195,7 @@ class Worker:
                 return batch
         return None
 
-    def _start(self, batch: Waiting) -> None:
+    def _start(self, batch: SimBatch) -> None:
         world, model, works = self._world, self.model, batch.works
         batch.rows = rows = sum([work.rows or 1 for work in works])
         assert rows <= max(model.policy.max_batch, 1), f"{rows} rows in a batch of '{model.policy.name}'"
@@ -208,7 +208,7 @@ class Worker:
         if model.policy.decoupled:
             for work in works:
                 window = work.options.window if work.options is not None else 0
-                self._streams[work.request] = Stream(work, self._draws.randint(*model.answers), window)
+                self._streams[work.request] = SimStream(work, self._draws.randint(*model.answers), window)
         time = model.service.ns(rows, self._draws, self._length(works, rows))
         if self._fate.of_requests:
             for work in works:
@@ -259,11 +259,11 @@ class Worker:
         slots = {work.slot for work in works}
         assert slots == {-1} or len(slots) == len(works), "two sequences in one slot"
 
-    def _crash(self, batch: Waiting) -> None:
+    def _crash(self, batch: SimBatch) -> None:
         if not self.dead:
             self._end(self, "signal SIGSEGV")
 
-    def _finish(self, batch: Waiting) -> None:
+    def _finish(self, batch: SimBatch) -> None:
         """The batch is done: its results go out, and the next batch starts."""
         if self.dead:
             return
@@ -310,7 +310,7 @@ class Worker:
 
     # ------------------------------------------------------------------------------------ more than one answer, or run
 
-    def _finish_several(self, batch: Waiting) -> tuple[list[Work], tuple[int, ...]]:
+    def _finish_several(self, batch: SimBatch) -> tuple[list[Work], tuple[int, ...]]:
         """Those that are answered now, by Done; and those that are to be run again."""
         if self.model.policy.decoupled:
             for work in batch.works:
@@ -333,7 +333,7 @@ class Worker:
             if not self._is_running(message.request):
                 self._stream(stream)
 
-    def _stream(self, stream: Stream) -> None:
+    def _stream(self, stream: SimStream) -> None:
         """As many answers as there is room for; the last one ends it."""
         number = stream.work.request
         if not stream.left:  # there is none, or nobody wants it any more

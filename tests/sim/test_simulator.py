@@ -37,7 +37,7 @@ from shmserve.sim import (
 )
 from shmserve.sim.plan import simple_model
 from shmserve.sim.service import PerElement
-from shmserve.sim.tensors import Inputs
+from shmserve.sim.tensors import SimInputs
 from tests.examples import examples
 from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
 
@@ -390,7 +390,7 @@ def test_instances_that_share_a_resource_take_turns() -> None:
 
 @pytest.mark.parametrize("distinct", [0, 1, 5])
 def test_inputs_differ_for_a_cache_as_often_as_they_should(distinct: int) -> None:
-    inputs = Inputs(replace(policy(), cached=True), distinct)
+    inputs = SimInputs(replace(policy(), cached=True), distinct)
     draw = Random(1)
     contents = {inputs.make(1, 0, draw)[0].data for _ in range(200)}
     assert len(contents) == (distinct or 200)

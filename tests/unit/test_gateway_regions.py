@@ -22,7 +22,7 @@ from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.regions import Order, Region, Regions
 from shmserve.gateway.upstream.requests import Asker, Waiting
 from shmserve.protocol.messages import INLINE_BYTES, Handle
-from shmserve.session.gpu.foreign_memory import Foreign
+from shmserve.session.gpu.foreign_memory import ForeignMemory
 from shmserve.session.memory import Memory
 from shmserve.shm.extents.cuda import parts_of
 from tests.gpu_harness import standins
@@ -205,7 +205,7 @@ UUIDS = ["GPU-" + "00112233-4455-6677-8899-aabbccddeeff", "GPU-" + "01" * 16]
 
 
 @pytest.fixture
-def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Foreign]:
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForeignMemory]:
     """A link to a broker that has GPUs."""
     monkeypatch.setenv("STANDIN_GPUS", json.dumps([{"uuid": uuid, "pci": str(n)} for n, uuid in enumerate(UUIDS)]))
     memory = Memory("memfd", 1 << 20)
@@ -214,7 +214,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Foreign]:
     memory.close()
 
 
-def test_memory_on_a_gpu_is_only_passed_on(foreign: Foreign) -> None:
+def test_memory_on_a_gpu_is_only_passed_on(foreign: ForeignMemory) -> None:
     handle = bytes(range(64))
     regions = Regions(True, lambda: foreign)
     regions.register("g", DeviceOrder(handle, 1, 1000))
@@ -258,7 +258,7 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: Foreign) -> None:
         (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1"),
     ],
 )
-def test_memory_on_a_gpu_that_is_refused(foreign: Foreign, order: DeviceOrder, said: str) -> None:
+def test_memory_on_a_gpu_that_is_refused(foreign: ForeignMemory, order: DeviceOrder, said: str) -> None:
     regions = Regions(True, lambda: foreign)
     with pytest.raises(InvalidRequest, match=said):
         regions.register("g", order)
@@ -266,7 +266,7 @@ def test_memory_on_a_gpu_that_is_refused(foreign: Foreign, order: DeviceOrder, s
     assert foreign._announcements.maps == []
 
 
-def test_memory_on_a_gpu_where_the_broker_takes_none(foreign: Foreign) -> None:
+def test_memory_on_a_gpu_where_the_broker_takes_none(foreign: ForeignMemory) -> None:
     foreign._announcements.device_memory = False
     with pytest.raises(Unsupported, match="needs the role operate"):
         Regions(True, lambda: foreign).register("g", DeviceOrder(bytes(64), 0, 10))

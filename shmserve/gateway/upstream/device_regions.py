@@ -14,7 +14,7 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import Place
-from shmserve.session.gpu.foreign_memory import Foreign, RegionPart
+from shmserve.session.gpu.foreign_memory import ForeignMemory, RegionPart
 from shmserve.shm.extents.cuda import EXPORTED_BYTES, name_of, uuid_bytes
 
 _LARGEST = 2**63 - 1
@@ -31,7 +31,7 @@ class DeviceOrder(Struct):
 class DeviceRegion:
     """Requests refer to it by parts, which keep it as it is while they are in flight."""
 
-    def __init__(self, name: str, order: DeviceOrder, foreign: Callable[[], Foreign]) -> None:
+    def __init__(self, name: str, order: DeviceOrder, foreign: Callable[[], ForeignMemory]) -> None:
         """Raises what the caller is told, if it cannot be one."""
         self.name = name
         self.users = 0

@@ -21,7 +21,7 @@ from shmserve.gateway.upstream.receive import Room
 from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor, Welcome
 from shmserve.session import Session, Ticket
 from shmserve.session.encode import MESSAGE_BYTES
-from shmserve.session.gpu.foreign_memory import Region, RegionPart
+from shmserve.session.gpu.foreign_memory import ForeignRegion, RegionPart
 from shmserve.session.memory import Memory
 from shmserve.session.ticket import Kept
 from shmserve.shm.views import Array
@@ -61,7 +61,7 @@ class GatewaySession(Session):
                 message = Fail(message.request, Unavailable.code, text)
         return super()._on_fail(message)
 
-    def _regions_of(self, ticket: Ticket | None) -> list[Region]:
+    def _regions_of(self, ticket: Ticket | None) -> list[ForeignRegion]:
         """Memory of callers that the request goes to or comes from."""
         asked = ticket.message if ticket is not None else None
         if not isinstance(asked, Infer):

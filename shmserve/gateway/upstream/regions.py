@@ -21,8 +21,7 @@ from shmserve.gateway.kserve.plans import Place, check_text
 from shmserve.gateway.limits.caller_shares import Creditor
 from shmserve.gateway.upstream.device_regions import DeviceOrder, DeviceRegion
 from shmserve.protocol.messages import INLINE_BYTES
-from shmserve.session.gpu.foreign_memory import Foreign, RegionPart
-from shmserve.session.gpu.foreign_memory import Region as Passed
+from shmserve.session.gpu.foreign_memory import ForeignMemory, ForeignRegion, RegionPart
 from shmserve.shm.extents.posix import PREFIX
 
 _KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")
@@ -45,13 +44,15 @@ class Order(Struct):
 class Region:
     """One of them. Its descriptor is closed when nobody refers to it any more, also no request in flight."""
 
-    def __init__(self, name: str, order: Order, descriptor: int, foreign: Callable[[], Foreign] | None = None) -> None:
+    def __init__(
+        self, name: str, order: Order, descriptor: int, foreign: Callable[[], ForeignMemory] | None = None
+    ) -> None:
         """`foreign`: that of the link by which its name goes on to the workers; None: it does not."""
         self.name = name
         self.order = order
         self._descriptor = descriptor
         self._foreign = foreign
-        self._passed: Passed | None = None
+        self._passed: ForeignRegion | None = None
         self.users = 0
         """Uses by requests in flight."""
         self.unwanted = False
@@ -124,7 +125,7 @@ class Regions:
     def __init__(
         self,
         allowed: bool,
-        foreign: Callable[[], Foreign] | None = None,
+        foreign: Callable[[], ForeignMemory] | None = None,
         copied: bool = False,
         changed: Callable[[], object] = lambda: None,
     ) -> None:

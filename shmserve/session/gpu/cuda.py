@@ -19,7 +19,7 @@ _NO_MEMORY = 2
 _UNIT_BYTES = 2 * 1024 * 1024
 
 
-class Cuda:
+class ClientCuda:
     """The devices that this process sees."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from shmserve.session.announcements import Announcements
 from shmserve.shm.extents.cuda import is_device
 
 
-class Region:
+class ForeignRegion:
     fd = -1
 
     def __init__(self, id: int, size: int, name: str) -> None:
@@ -33,7 +33,7 @@ class Region:
 class RegionPart(NamedTuple):
     """A tensor in it, as an input, or in the place of an output."""
 
-    region: Region
+    region: ForeignRegion
     offset: int
     size: int
 
@@ -42,11 +42,11 @@ class RegionPart(NamedTuple):
         return Handle(self.region.id, self.offset, self.size)
 
 
-class Foreign:
+class ForeignMemory:
     """All that one session has told of, or will; numbered as its own memory is."""
 
     def __init__(self, announcements: Announcements) -> None:
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, ForeignRegion] = {}
         self._announcements = announcements
 
     @property
@@ -54,15 +54,15 @@ class Foreign:
         """Whether memory on the host can be announced."""
         return self._announcements.named_memory
 
-    def announce(self, size: int, name: str) -> Region:
+    def announce(self, size: int, name: str) -> ForeignRegion:
         if not self._takes(name):
             raise Unsupported("the server takes no memory of others from this connection: that needs the role operate")
-        region = Region(self._announcements.new_id(), size, name)
+        region = ForeignRegion(self._announcements.new_id(), size, name)
         self.regions[region.id] = region
         self._announcements.maps.append(region)
         return region
 
-    def withdraw(self, region: Region) -> None:
+    def withdraw(self, region: ForeignRegion) -> None:
         """Requests that name it already still find it."""
         if self.regions.pop(region.id, None) is None:
             return

@@ -19,7 +19,7 @@ from shmserve.dtypes import elements, from_numpy
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import DIMS, Handle
 from shmserve.session.announcements import Announceable, Announcements
-from shmserve.session.gpu.cuda import Cuda
+from shmserve.session.gpu.cuda import ClientCuda
 from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents.cuda import CudaExtent
 from shmserve.shm.views import Array
@@ -43,7 +43,7 @@ class DeviceArray:
         device: int,
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
-        fetch: Callable[[Source], Array],
+        fetch: Callable[[DeviceRef], Array],
         dropped: Callable[[tuple[int, Block]], object],
     ) -> None:
         self.block = block
@@ -69,7 +69,7 @@ class DeviceArray:
 
     def numpy(self) -> Array:
         """A copy in host memory."""
-        return self._fetch(Source(self, self.block.address, self.device, self.dtype, self.shape, None))
+        return self._fetch(DeviceRef(self, self.block.address, self.device, self.dtype, self.shape, None))
 
     def __dlpack__(self, **how: Any) -> Any:
         return importlib.import_module("cupy").asarray(self).__dlpack__(**how)
@@ -81,7 +81,7 @@ class DeviceArray:
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device='cuda:{self.device}')"
 
 
-class Source:
+class DeviceRef:
     """An array of the caller's on a device. `stream`: what writes it is in that stream; None: in any; -1: it is done.
     `block`: the memory that was made for a copy of it."""
 
@@ -127,12 +127,12 @@ class Devices:
         self._arenas: dict[int, Arena] = {}
         self._streams: dict[int, int] = {}
         self._freed: deque[tuple[int, Block]] = deque()
-        self._cuda: Cuda | None = None
+        self._cuda: ClientCuda | None = None
 
     @property
-    def cuda(self) -> Cuda:
+    def cuda(self) -> ClientCuda:
         if self._cuda is None:
-            self._cuda = Cuda()
+            self._cuda = ClientCuda()
         return self._cuda
 
     # ------------------------------------------------------------------------------------ arrays
@@ -143,7 +143,7 @@ class Devices:
         block = self._allocate(device, elements(shape) * dtype.itemsize)
         return DeviceArray(block, device, dtype, shape, self.fetch, self._freed.append)
 
-    def source(self, name: str, value: Any, interface: Any) -> Source:
+    def source(self, name: str, value: Any, interface: Any) -> DeviceRef:
         """InvalidRequest, where the array is one that cannot travel."""
         try:
             shape, dtype = tuple(map(int, interface["shape"])), np.dtype(interface["typestr"])
@@ -160,9 +160,9 @@ class Devices:
         stream: int | None = None
         if type(value) is not DeviceArray and interface.get("version", 0) >= 3 and "stream" in interface:
             stream = -1 if interface["stream"] is None else int(interface["stream"])
-        return Source(value, address, device, dtype, shape, stream)
+        return DeviceRef(value, address, device, dtype, shape, stream)
 
-    def locate(self, source: Source) -> Handle | None:
+    def locate(self, source: DeviceRef) -> Handle | None:
         """Where workers find it, if it is in our own memory."""
         arena = self._arenas.get(source.device)
         found = arena.locate(source.address, source.nbytes) if arena is not None else None
@@ -170,13 +170,13 @@ class Devices:
 
     # ------------------------------------------------------------------------------------ bytes
 
-    def settle(self, source: Source) -> None:
+    def settle(self, source: DeviceRef) -> None:
         """Waits until the caller's work has written it: another process knows nothing of streams."""
         if source.stream != -1:
             self.cuda.settle(source.device, source.stream)
             source.stream = -1
 
-    def export(self, source: Source) -> Handle:
+    def export(self, source: DeviceRef) -> Handle:
         """Where workers find it: in place, or copied on the device."""
         self.settle(source)
         found = self.locate(source)
@@ -187,18 +187,18 @@ class Devices:
             found = block.handle()
         return found
 
-    def fetch(self, source: Source) -> Array:
+    def fetch(self, source: DeviceRef) -> Array:
         array = np.empty(source.shape, source.dtype)
         self.fetch_into(source, array.__array_interface__["data"][0])
         return array
 
-    def fetch_into(self, source: Source, target: int) -> None:
+    def fetch_into(self, source: DeviceRef, target: int) -> None:
         """Copies it to that address on the host."""
         self.settle(source)
         if source.nbytes:
             self._copy(source.device, target, source.address, source.nbytes, "memcpyDeviceToHost")
 
-    def store(self, target: Source, array: Array) -> None:
+    def store(self, target: DeviceRef, array: Array) -> None:
         """Copies from the host."""
         self.settle(target)
         if array.nbytes:
@@ -242,7 +242,7 @@ class Devices:
     def free(self, device: int, block: Block) -> None:
         self._arenas[device].free(block.segment, block.offset)
 
-    def let_go(self, source: Source) -> None:
+    def let_go(self, source: DeviceRef) -> None:
         """Nobody reads it any more."""
         block, source.block = source.block, None
         if block is not None:
