@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shmserve.clients.future import Future
 from shmserve.clients.streams import Flow, Stream
 from shmserve.clients.transport.address import address_of
-from shmserve.clients.transport.shared_reader import Engine
+from shmserve.clients.transport.shared_reader import SharedLink
 from shmserve.clients.transport.threaded import monotonic
 from shmserve.clients.waiting import POLL_S, not_ready, pause_after, will_not_be
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
@@ -56,12 +56,12 @@ class Client:
         key_file: str | os.PathLike[str] | None = None,
     ) -> None:
         address = address_of(url, runtime_dir, memory, server_key, key_file)
-        self._engine = Engine(address, name or default_name(), reconnect_timeout, memory_bytes)
+        self._link = SharedLink(address, name or default_name(), reconnect_timeout, memory_bytes)
         self._timeout = timeout
 
     @property
     def url(self) -> str:
-        return self._engine.address.url
+        return self._link.address.url
 
     # ------------------------------------------------------------------------------------ inference
 
@@ -86,16 +86,16 @@ class Client:
         `empty`). Arrays may be on a GPU: those of `empty`, CuPy's, PyTorch's. `timeout` is in seconds, from call to
         answer. `parameters={"timeout": us}` is the time in the queue.
         """
-        engine = self._engine
-        future = Future(engine)
+        link = self._link
+        future = Future(link)
         if timeout is None:
             timeout = self._timeout
-        with engine.lock:
-            engine.session.infer(
+        with link.lock:
+            link.session.infer(
                 future, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
                 sequence, sequence_start, sequence_end, parameters, request_id,
             )  # fmt: skip
-            engine.send_now(future)
+            link.send_now(future)
         found: Result = future.result()
         return found
 
@@ -119,31 +119,31 @@ class Client:
         The request is sent at once, too, except in the loop that collects a result and submits the next request while
         more results are here already: then up to 32 requests go together, at the latest with the next call that waits.
         """
-        engine = self._engine
-        future = Future(engine)
+        link = self._link
+        future = Future(link)
         if timeout is None:
             timeout = self._timeout
-        with engine.lock:
-            engine.session.infer(
+        with link.lock:
+            link.session.infer(
                 future, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
                 sequence, sequence_start, sequence_end, parameters, request_id,
             )  # fmt: skip
-            outbox = engine.outbox
+            outbox = link.outbox
             if (
-                engine.collecting
-                and engine.uncollected > 0
+                link.collecting
+                and link.uncollected > 0
                 and outbox.size < BUFFERED_BYTES
                 and len(outbox.messages) < BUFFERED_MESSAGES
-                and engine.reader is None
+                and link.reader is None
             ):
-                engine.collecting = False
+                link.collecting = False
             else:
-                engine.collecting = False
-                engine.send_now(future)
-                if engine.reader is not None and timeout is not None:
-                    engine.nudge()
-        if engine.after:
-            engine.call_back()
+                link.collecting = False
+                link.send_now(future)
+                if link.reader is not None and timeout is not None:
+                    link.nudge()
+        if link.after:
+            link.call_back()
         return future
 
     def stream(
@@ -167,17 +167,17 @@ class Client:
         At most `window` answers are on their way or wait here: a model that is faster than its reader waits for it.
         `timeout` is for all of them together. To leave the loop early ends the request.
         """
-        engine = self._engine
-        flow = Flow(engine, window)
+        link = self._link
+        flow = Flow(link, window)
         if timeout is None:
             timeout = self._timeout
-        with engine.lock:
-            engine.session.infer(
+        with link.lock:
+            link.session.infer(
                 flow, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
                 sequence, sequence_start, sequence_end, parameters, request_id, window,
             )  # fmt: skip
-            engine.send_now(flow)
-        return Stream(engine, flow)
+            link.send_now(flow)
+        return Stream(link, flow)
 
     @overload
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> np.ndarray[Any, Any]: ...
@@ -190,39 +190,39 @@ class Client:
     ) -> np.ndarray[Any, Any] | DeviceArray:
         """An array in shared memory, not initialised: as an input it is not copied, nor are slices of it. `device`:
         "cuda:0" or another GPU, in whose memory it is then."""
-        engine = self._engine
+        link = self._link
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
             raise InvalidRequest(f"shape {list(sizes)} has a negative dim")
-        with engine.lock:
-            memory = engine.session.memory
+        with link.lock:
+            memory = link.session.memory
             return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
 
     def flush(self) -> None:
         """Sends what is still to be sent, and gives back the memory of results that were dropped."""
-        self._engine.flush()
+        self._link.flush()
 
     # ------------------------------------------------------------------------------------ questions
 
     def _ask(self, what: str, model: str = "", version: int | str | None = None, timeout: float | None = None) -> Any:
-        engine = self._engine
-        future = Future(engine)
+        link = self._link
+        future = Future(link)
         if timeout is None:
             timeout = self._timeout
-        with engine.lock:
-            engine.session.ask(future, what, monotonic(), model, version, timeout)
-            engine.send_now(future)
+        with link.lock:
+            link.session.ask(future, what, monotonic(), model, version, timeout)
+            link.send_now(future)
         return future.result()
 
     def _operate(self, what: str, model: str, version: int | str | None, timeout: float | None, body: Body) -> Any:
         """A question that changes something. Who is interrupted while it is sent takes it back."""
-        engine = self._engine
-        future = Future(engine)
-        with engine.lock:
-            engine.session.ask(future, what, monotonic(), model, version, timeout, body)
+        link = self._link
+        future = Future(link)
+        with link.lock:
+            link.session.ask(future, what, monotonic(), model, version, timeout, body)
         try:
-            with engine.lock:
-                engine.send_now(future)
+            with link.lock:
+                link.send_now(future)
             return future.result()
         except (KeyboardInterrupt, SystemExit):
             future.cancel()
@@ -266,7 +266,7 @@ class Client:
                 raise will_not_be(self.url, model, self._index())
             if end is not None and monotonic() + pause >= end:
                 raise not_ready(self.url, model, timeout or 0.0, last, self._index())
-            self._engine.pause(pause)
+            self._link.pause(pause)
             pause = min(pause * 1.5, 10 * POLL_S)
 
     def _index(self) -> list[dict[str, Any]]:
@@ -370,7 +370,7 @@ class Client:
 
     def close(self) -> None:
         """Ends the connection. What is unanswered is cancelled; results stay valid."""
-        self._engine.close()
+        self._link.close()
 
     def __enter__(self) -> Client:
         return self
@@ -379,7 +379,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<shmserve.Client {self.url}{' (closed)' if self._engine.closed else ''}>"
+        return f"<shmserve.Client {self.url}{' (closed)' if self._link.closed else ''}>"
 
 
 def default_name() -> str:

@@ -71,8 +71,8 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     _answer: Any = None
     _watch: Watch | None = None
 
-    def __init__(self, engine: AnswerReader) -> None:
-        self._engine = engine
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
 
     # ------------------------------------------------------------------------------------ from the session
 
@@ -80,13 +80,13 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         self._answer = answer
         self._state = FINISHED
         if self._watch is not None:
-            self._engine.tell(self)
+            self._reader.tell(self)
 
     def fail(self, error: ServeError) -> None:
         self._exception = error
         self._state = FINISHED
         if self._watch is not None:
-            self._engine.tell(self)
+            self._reader.tell(self)
 
     # ------------------------------------------------------------------------------------ for the user
 
@@ -96,9 +96,9 @@ class Future(Ticket, concurrent.futures.Future[Any]):
             self._wait(timeout)
         answer = self._answer
         if type(answer) is Reply:
-            engine = self._engine
-            engine.uncollected -= 1
-            engine.collecting = True
+            reader = self._reader
+            reader.uncollected -= 1
+            reader.collecting = True
             try:
                 answer = self._answer = inline_result(answer)
             except ServeError as error:
@@ -116,7 +116,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         return self._exception
 
     def _wait(self, timeout: float | None) -> None:
-        if not self._engine.wait(self, timeout):
+        if not self._reader.wait(self, timeout):
             raise concurrent.futures.TimeoutError
         if self._state is CANCELLED:
             raise concurrent.futures.CancelledError
@@ -124,7 +124,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     def done(self) -> bool:
         """Whether the answer is here. Sends what is still to be sent, and takes in what has come."""
         if self._state is PENDING:
-            self._engine.look(self)
+            self._reader.look(self)
         return self._state is not PENDING
 
     def running(self) -> bool:
@@ -136,21 +136,21 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     def cancel(self) -> bool:
         """Takes the request back: the server drops it if it still waits. False: the answer is here already."""
         if self._state is PENDING:
-            self._engine.cancel(self)
+            self._reader.cancel(self)
         return self._state is CANCELLED
 
     def mark_cancelled(self) -> None:
         self._state = CANCELLED
         if self._watch is not None:
-            self._engine.tell(self)
+            self._reader.tell(self)
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Calls `fn(self)` when the answer is here, in the thread that reads it; from now on there is one."""
-        engine = self._engine
-        with engine.lock:
+        reader = self._reader
+        with reader.lock:
             if self._state is PENDING:
                 self.watch().callbacks.append(fn)
-                engine.need_reader(self)
+                reader.need_reader(self)
                 return
         self._call(fn)
 
@@ -181,13 +181,13 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     @property
     def _condition(self) -> Any:  # type: ignore[override]
         """One for all futures of a client."""
-        return self._engine.condition
+        return self._reader.condition
 
     @property
     def _waiters(self) -> list[Any]:  # type: ignore[override]
         """Somebody is about to wait without asking us: a thread must read from now on."""
-        with self._engine.lock:
+        with self._reader.lock:
             waiters = self.watch().waiters
             if self._state is PENDING:
-                self._engine.need_reader(self)
+                self._reader.need_reader(self)
             return waiters

@@ -9,51 +9,51 @@ from types import TracebackType
 
 from shmserve.clients.future import FINISHED, PENDING, Future
 from shmserve.clients.transport.event_loop import LoopLink
-from shmserve.clients.transport.shared_reader import Engine
+from shmserve.clients.transport.shared_reader import SharedLink
 from shmserve.session import Result, StreamTicket
 
 
 class Flow(StreamTicket, Future):
-    """For the engine it is a future, which is finished while there is something to hand out, or nothing more comes."""
+    """For its link it is a future, which is finished while there is something to hand out, or nothing more comes."""
 
-    def __init__(self, engine: Engine, window: int) -> None:
+    def __init__(self, link: SharedLink, window: int) -> None:
         StreamTicket.__init__(self, window)
-        Future.__init__(self, engine)
+        Future.__init__(self, link)
 
     def news(self) -> None:
         self._state = FINISHED
         if self._watch is not None:
-            self._engine.tell(self)
+            self._reader.tell(self)
 
 
 class Stream:
     """The answers to one request, as they come. `close` it, or leave its `with` block, to have no more of them."""
 
-    def __init__(self, engine: Engine, flow: Flow) -> None:
-        self._engine = engine
+    def __init__(self, link: SharedLink, flow: Flow) -> None:
+        self._link = link
         self._flow = flow
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> Result:
-        engine, flow = self._engine, self._flow
+        link, flow = self._link, self._flow
         while True:
-            with engine.lock:
+            with link.lock:
                 if flow.parts:
-                    part = engine.session.next_part(flow)
-                    if engine.outbox.messages and not engine.closed:
-                        engine.send_now()
+                    part = link.session.next_part(flow)
+                    if link.outbox.messages and not link.closed:
+                        link.send_now()
                     return part
                 if flow.ended:
                     error, flow.error = flow.error, None
                     raise StopIteration if error is None else error
                 flow._state = PENDING
-            engine.wait(flow, None)
+            link.wait(flow, None)
 
     def close(self) -> None:
         """Takes the request back. What has come and was not handed out is dropped."""
-        self._engine.give_up(self._flow)
+        self._link.give_up(self._flow)
 
     def __enter__(self) -> Stream:
         return self
@@ -66,7 +66,7 @@ class Stream:
     def __del__(self) -> None:
         flow = self._flow
         if not flow.ended:
-            self._engine.session.forget(flow)
+            self._link.session.forget(flow)
 
     def __repr__(self) -> str:
         return f"<shmserve.Stream {'ended' if self._flow.ended else 'open'}>"

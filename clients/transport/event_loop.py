@@ -35,7 +35,6 @@ class LoopLink:
     def _start(self) -> None:
         """Also for a forked child: nothing of the parent is used or given back there."""
         self.session = self.make_session()
-        self.session.memory.frame_bytes = self.address.frame_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: ServerLink | None = None
         self._watched: list[int] = []
@@ -49,7 +48,13 @@ class LoopLink:
         self._timer_at = 0.0
 
     def make_session(self) -> Session:
-        return Session(self.address.memory, memory_bytes=self._memory_bytes, on_full=flusher(weakref.ref(self)))
+        address = self.address
+        return Session(
+            address.memory,
+            memory_bytes=self._memory_bytes,
+            frame_bytes=address.frame_bytes,
+            on_full=flusher(weakref.ref(self)),
+        )
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """The running loop. A client whose loop has been closed may go on in another."""

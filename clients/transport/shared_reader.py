@@ -17,7 +17,7 @@ from typing import Any
 from shmserve.clients.future import FINISHED, PENDING, Future
 from shmserve.clients.transport.address import Address
 from shmserve.clients.transport.link import CLOSED
-from shmserve.clients.transport.threaded import Connection, monotonic
+from shmserve.clients.transport.threaded import ThreadedLink, monotonic
 from shmserve.errors import Cancelled, ConnectionLost
 from shmserve.session import StreamTicket
 
@@ -25,7 +25,7 @@ LINGER_S = 5.0
 """So long the reader waits for more to do before it ends."""
 
 
-class Engine(Connection):
+class SharedLink(ThreadedLink):
     def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
         self.collecting = False
         """A result was asked for since the last submit."""
@@ -318,22 +318,22 @@ class Engine(Connection):
             link.close()
 
 
-_all: weakref.WeakSet[Engine] = weakref.WeakSet()
+_all: weakref.WeakSet[SharedLink] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    for engine in list(_all):
-        engine.forked()
+    for shared in list(_all):
+        shared.forked()
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
-def _flusher(engine: weakref.ref[Engine]) -> Any:
+def _flusher(shared: weakref.ref[SharedLink]) -> Any:
     """Gives much dropped memory back at once. Called within the collector: it does nothing where it would wait."""
 
     def flush() -> None:
-        found = engine()
+        found = shared()
         if found is None or found.lock._is_owned() or not found.lock.acquire(blocking=False):  # type: ignore[attr-defined]
             return
         try:

@@ -24,7 +24,7 @@ READ_EVERY = 16
 monotonic = time.monotonic
 
 
-class Connection:
+class ThreadedLink:
     def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
         self.address = address
         self.uncollected = 0
@@ -38,8 +38,10 @@ class Connection:
     def _start(self) -> None:
         """Also for a forked child: nothing of the parent is used or given back there."""
         self.lock = threading.RLock()
-        self.session = Session(self.address.memory, memory_bytes=self._memory_bytes, on_full=self._on_full())
-        self.session.memory.frame_bytes = self.address.frame_bytes
+        address = self.address
+        self.session = Session(
+            address.memory, memory_bytes=self._memory_bytes, frame_bytes=address.frame_bytes, on_full=self._on_full()
+        )
         self.outbox = self.session.outbox
         self._unsent: list[Packet] = []
         self._link: ServerLink | None = None

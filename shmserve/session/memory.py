@@ -39,14 +39,19 @@ class Memory:
     they are used, and not a segment at a time, which takes 40 ms for 64 MiB."""
 
     def __init__(
-        self, kind: str, limit_bytes: int, on_full: Callable[[], object] | None = None, cold: bool = False
+        self,
+        kind: str,
+        limit_bytes: int,
+        on_full: Callable[[], object] | None = None,
+        frame_bytes: int = FRAME_BYTES,
+        cold: bool = False,
     ) -> None:
         if kind not in KINDS:
             raise InvalidRequest(f"memory {kind!r} is none of {', '.join(KINDS)}")
         self.kind = kind
         self.shared = kind != "frames"
-        self.frame_bytes = FRAME_BYTES
-        """The most that one message may carry in frames."""
+        self.frame_bytes = frame_bytes
+        """The most that one message may carry in frames, until the server states its limit."""
         self.announcements = announcements = Announcements(device_memory=kind == "memfd")
         self.mapped = Mapped()
         self.drops: Drops = Drops(on_full)

@@ -27,6 +27,7 @@ from shmserve.errors import (
 )
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
+    FRAME_BYTES,
     NAME_LENGTH,
     PROTOCOL,
     Answer,
@@ -81,10 +82,15 @@ class Session:
     that was dropped should be told."""
 
     def __init__(
-        self, memory: str = "memfd", *, memory_bytes: int = 8 << 30, on_full: Callable[[], object] | None = None,
+        self,
+        memory: str = "memfd",
+        *,
+        memory_bytes: int = 8 << 30,
+        frame_bytes: int = FRAME_BYTES,
+        on_full: Callable[[], object] | None = None,
         cold: bool = False,
-    ) -> None:  # fmt: skip
-        self.memory = Memory(memory, memory_bytes, on_full, cold)
+    ) -> None:
+        self.memory = Memory(memory, memory_bytes, on_full, frame_bytes, cold)
         self.tickets: dict[int, Ticket] = {}
         self.connected = False
         self.server = ""

@@ -159,7 +159,7 @@ def test_a_timeout_is_for_the_whole_stream(client: Any, broker: FakeBroker) -> N
 
 @ways("lane")
 def test_the_inputs_are_kept_until_the_last_part(client: Any, broker: FakeBroker) -> None:
-    arena = client.client._engine.session.memory._arena if hasattr(client.client, "_engine") else None
+    arena = client.client._link.session.memory._arena if isinstance(client.client, shmserve.Client) else None
     x = np.arange(LARGE, dtype=np.float32)
     y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
     stream = client.stream("hold", {"x": x})

@@ -121,4 +121,4 @@ def until(client: shmserve.Client, holds: Callable[[], object], what: str = "") 
     end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end, f"{what or 'it'} has not come true: {client.models()}"
-        client._engine.pause(PAUSE_S)
+        client._link.pause(PAUSE_S)

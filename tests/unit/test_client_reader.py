@@ -52,7 +52,7 @@ def test_a_deadline_is_kept_while_the_reader_is_about_to_wait(
     client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has given up the lock, and does not wait yet."""
-    link: Any = client.live() and client._engine._link
+    link: Any = client.live() and client._link._link
     about, go = threading.Event(), threading.Event()
     real = link.receive
 
@@ -75,11 +75,11 @@ def test_a_deadline_is_kept_while_another_thread_reads(client: shmserve.Client, 
     asked = client.submit("hold", {"x": X})
     waiting = threading.Thread(target=asked.result)
     waiting.start()
-    engine = client._engine
-    while not engine._leading:
+    shared = client._link
+    while not shared._leading:
         assert waiting.is_alive()
     client.submit("hold", {"x": X}).add_done_callback(lambda _: None)
-    while not engine._gates:  # the reader follows
+    while not shared._gates:  # the reader follows
         assert waiting.is_alive()
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)

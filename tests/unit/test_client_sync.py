@@ -244,7 +244,7 @@ class Collecting:
 def test_the_collector_may_run_in_the_midst_of_reading(client: shmserve.Client, broker: FakeBroker) -> None:
     cycle: list[Any] = [client.infer("echo", {"x": np.zeros(FLUSH_BYTES)})]
     cycle.append(cycle)
-    link: Any = client._engine._link
+    link: Any = client._link._link
     link._socket = link._sock = found = Collecting(getattr(link, "_socket", None) or link._sock)
     link._recvmsg_into = found.recvmsg_into
     del cycle
@@ -408,7 +408,7 @@ def test_interrupted_by_a_signal(client: shmserve.Client, broker: FakeBroker) ->
     """Ctrl-C while waiting: the client can be used afterwards, and the request is not lost."""
 
     def interrupt() -> None:
-        while not client._engine._leading:
+        while not client._link._leading:
             pass
         os.kill(os.getpid(), signal.SIGINT)
         while not caught.wait(0.05):  # it came in the moment before the system call, where Python does not look for it
