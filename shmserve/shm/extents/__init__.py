@@ -1,0 +1,5 @@
+"""The kinds of memory that processes can share, behind the one interface in `base`.
+
+`memfd` is passed by descriptor, `posix` by name, and `cuda` by the name of an export. `heap` is private memory, for
+tests.
+"""
