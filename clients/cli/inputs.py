@@ -33,11 +33,11 @@ SHOWN = 60
 """So many characters of a refused value are shown."""
 
 
-class Refused(Exception):
+class BadInput(Exception):
     """What was typed or read does not fit the model: one line for the user."""
 
 
-class Source(NamedTuple):
+class InputSource(NamedTuple):
     """Where a person says that inputs come from. `texts` and `shapes` are as they were typed."""
 
     texts: Sequence[str] = ()
@@ -52,7 +52,7 @@ class Source(NamedTuple):
         if not self.random:
             for name, value in (("batch", self.batch), ("seed", self.seed), ("shape", self.shapes or None)):
                 if value is not None:
-                    raise Refused(f"--{name} is for random data: give --random too")
+                    raise BadInput(f"--{name} is for random data: give --random too")
 
 
 def specs(metadata: Mapping[str, Any]) -> dict[str, Spec]:
@@ -66,14 +66,14 @@ def describe(known: Mapping[str, Spec]) -> str:
 def _spec(known: Mapping[str, Spec], name: str) -> Spec:
     spec = known.get(name)
     if spec is None:
-        raise Refused(f"the model has no input '{name}'; it has {describe(known)}")
+        raise BadInput(f"the model has no input '{name}'; it has {describe(known)}")
     return spec
 
 
 # ------------------------------------------------------------------------------------------ where they come from
 
 
-def inputs(source: Source, model: str, known: Mapping[str, Spec], largest: Callable[[], int]) -> Given:
+def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: Callable[[], int]) -> Given:
     """All inputs of one request. `largest` says the model's max_batch_size, and is asked only where it matters."""
     given: Given = {}
     if source.file is not None:
@@ -84,11 +84,11 @@ def inputs(source: Source, model: str, known: Mapping[str, Spec], largest: Calla
         if source.batch is not None:
             most = largest()
             if source.batch > most:
-                raise Refused(f"--batch {source.batch}: the max_batch_size of model '{model}' is {most}")
+                raise BadInput(f"--batch {source.batch}: the max_batch_size of model '{model}' is {most}")
         given.update(random(left, source.batch, shapes_from(source.shapes, left), source.seed))
     if known and not given:
         example = next(iter(known))
-        raise Refused(
+        raise BadInput(
             f"model '{model}' needs {describe(known)}: "
             f"give --input {example}=VALUE, a JSON file, or --random for data without a meaning"
         )
@@ -101,7 +101,7 @@ def from_arguments(texts: Sequence[str], known: Mapping[str, Spec]) -> Given:
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name:
-            raise Refused(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
+            raise BadInput(f"--input {text}: write NAME=VALUE, e.g. x=1,2,3, or NAME=@FILE.npy")
         spec = _spec(known, name)
         found[name] = _from_npy(Path(value[1:]), spec) if value.startswith("@") else from_text(value, spec)
     return found
@@ -114,16 +114,16 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Given:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         document = json.loads(text, parse_float=_float)
     except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"cannot read inputs from {where}: {_reason(error)}") from error
+        raise BadInput(f"cannot read inputs from {where}: {_reason(error)}") from error
     inputs = document.get("inputs") if isinstance(document, dict) else None
     if isinstance(inputs, dict):
         return {name: from_value(value, _spec(known, name)) for name, value in inputs.items()}
     if not isinstance(inputs, list):
-        raise Refused(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
+        raise BadInput(f'{where} has no inputs: write {{"inputs": {{"NAME": [[1, 2, 3]]}}}}')
     found: Given = {}
     for entry in inputs:
         if not isinstance(entry, dict) or not {"name", "shape", "data"} <= entry.keys():
-            raise Refused(f"{where}: an input in a list needs name, shape and data")
+            raise BadInput(f"{where}: an input in a list needs name, shape and data")
         name = str(entry["name"])
         found[name] = from_value(entry["data"], _spec(known, name), shape=entry["shape"])
     return found
@@ -144,10 +144,10 @@ def shapes_from(texts: Sequence[str], known: Mapping[str, Spec]) -> dict[str, tu
         name, _, dims = text.partition("=")
         spec = _spec(known, name)
         if not re.fullmatch(r"\d+(,\d+)*", dims):
-            raise Refused(f"--shape {text}: write NAME=D1,D2,..., e.g. {name}=1,3,48,320")
+            raise BadInput(f"--shape {text}: write NAME=D1,D2,..., e.g. {name}=1,3,48,320")
         shape = tuple(int(dim) for dim in dims.split(","))
         if not _matches(shape, spec["shape"]):
-            raise Refused(f"--shape {text} does not fit input '{name}', which is {shape_text(spec['shape'])}")
+            raise BadInput(f"--shape {text} does not fit input '{name}', which is {shape_text(spec['shape'])}")
         found[name] = shape
     return found
 
@@ -156,7 +156,7 @@ def _shape(spec: Spec, batch: int | None) -> tuple[int, ...]:
     shape = [1 if dim < 0 else dim for dim in spec["shape"]]
     if batch is not None:
         if not shape or spec["shape"][0] >= 0:
-            raise Refused(
+            raise BadInput(
                 f"input '{spec['name']}' is {shape_text(spec['shape'])}: the model takes no batches, leave out --batch"
             )
         shape[0] = batch
@@ -200,7 +200,7 @@ def _word(word: str, spec: Spec) -> int | float | bool:
             return made(word)
         except ValueError:
             continue
-    raise Refused(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
+    raise BadInput(f"input '{spec['name']}' ({spec['datatype']}): '{_short(word)}' is not a number")
 
 
 def _float(text: str) -> float:
@@ -221,9 +221,9 @@ def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> An
     found = _flatten(value, flat, spec["name"], DIMS)
     if shape is not None:
         if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
-            raise Refused(f"input '{spec['name']}': shape {shape} is no list of sizes")
+            raise BadInput(f"input '{spec['name']}': shape {shape} is no list of sizes")
         if math.prod(shape) != len(flat):
-            raise Refused(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
+            raise BadInput(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
         found = tuple(shape)
     dtype = spec["datatype"]
     if dtype == "BYTES":
@@ -252,10 +252,10 @@ def _flatten(value: Any, flat: list[Any], name: str, dims: int) -> tuple[int, ..
         flat.append(value)
         return ()
     if not dims:
-        raise Refused(f"input '{name}': a tensor has at most {DIMS} dims")
+        raise BadInput(f"input '{name}': a tensor has at most {DIMS} dims")
     shapes = {_flatten(item, flat, name, dims - 1) for item in value}
     if len(shapes) > 1:
-        raise Refused(f"input '{name}': the lists in it have different lengths")
+        raise BadInput(f"input '{name}': the lists in it have different lengths")
     return (len(value), *(shapes.pop() if shapes else ()))
 
 
@@ -265,8 +265,8 @@ def _all_are(flat: list[Any], kinds: tuple[type, ...], what: str, spec: Spec) ->
             raise _unfit(item, what, spec)
 
 
-def _unfit(item: Any, what: str, spec: Spec) -> Refused:
-    return Refused(f"input '{spec['name']}' ({spec['datatype']}): {_short(json.dumps(item))} is not {what}")
+def _unfit(item: Any, what: str, spec: Spec) -> BadInput:
+    return BadInput(f"input '{spec['name']}' ({spec['datatype']}): {_short(json.dumps(item))} is not {what}")
 
 
 def _integers(flat: list[Any], spec: Spec) -> NDArray[Any]:
@@ -313,21 +313,23 @@ def _from_npy(file: Path, spec: Spec) -> Any:
     try:
         array = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise Refused(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
+        raise BadInput(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
     if not isinstance(array, np.ndarray):
-        raise Refused(f"input '{spec['name']}': {file} is no .npy file")
+        raise BadInput(f"input '{spec['name']}': {file} is no .npy file")
     dtype = spec["datatype"]
     if dtype == "BYTES":
         if array.dtype.kind not in "SU":
-            raise Refused(f"input '{spec['name']}' (BYTES): {file} holds {array.dtype}, not strings")
+            raise BadInput(f"input '{spec['name']}' (BYTES): {file} holds {array.dtype}, not strings")
         return fit(_objects(array.reshape(-1).tolist(), array.shape), spec)
     if dtype == "BF16":
         if array.dtype not in (np.dtype(np.uint16), np.dtype("V2")):
-            raise Refused(f"input '{spec['name']}' (BF16): {file} holds {array.dtype}, not 16-bit patterns (uint16)")
+            raise BadInput(f"input '{spec['name']}' (BF16): {file} holds {array.dtype}, not 16-bit patterns (uint16)")
         return fit(array.view(np.uint16), spec)
     wanted = to_numpy(dtype)
     if array.dtype != wanted:
-        raise Refused(f"input '{spec['name']}' ({dtype}): {file} holds {array.dtype}; save it with .astype('{wanted}')")
+        raise BadInput(
+            f"input '{spec['name']}' ({dtype}): {file} holds {array.dtype}; save it with .astype('{wanted}')"
+        )
     return fit(array, spec)
 
 
@@ -351,7 +353,7 @@ def fit(array: NDArray[Any], spec: Spec) -> NDArray[Any]:
                 known = math.prod(dim for dim in shape if dim >= 0)
                 if (array.size == known) if min(shape, default=0) >= 0 else (array.size and array.size % known == 0):
                     return array.reshape(shape)
-    raise Refused(
+    raise BadInput(
         f"input '{spec['name']}' ({spec['datatype']}): a value of shape {shape_text(array.shape)} does not fit "
         f"{shape_text(pattern)}"
     )

@@ -16,7 +16,7 @@ from shmserve.dtypes import ITEM_BYTES, elements, to_numpy
 from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.protocol.messages import Part, Reply, Tensor
 from shmserve.session.gpu.tensors import DeviceRef
-from shmserve.session.memory import Memory
+from shmserve.session.memory import SessionMemory
 from shmserve.shm import strings
 from shmserve.shm.views import Array
 
@@ -73,7 +73,7 @@ def _unreadable(tensor: Tensor, error: Exception) -> Internal:
 
 
 def result_of(
-    reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array | DeviceRef], memory: Memory
+    reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array | DeviceRef], memory: SessionMemory
 ) -> Result:
     """All its arrays, made at once, so that no handle can be lost, also where one of them cannot be made."""
     result = Result()
@@ -90,7 +90,7 @@ def result_of(
     return result
 
 
-def give_back(reply: Reply | Part, memory: Memory) -> None:
+def give_back(reply: Reply | Part, memory: SessionMemory) -> None:
     """An answer that nobody wants any more: what it brought goes back."""
     for tensor in reply.outputs:
         if isinstance(tensor.data, tuple):
@@ -99,7 +99,7 @@ def give_back(reply: Reply | Part, memory: Memory) -> None:
                     memory.drops.dropped(handle)
 
 
-def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | None, memory: Memory) -> Array:
+def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | None, memory: SessionMemory) -> Array:
     """The array of one output. `place` is the array that the caller wants it in."""
     data = tensor.data
     if isinstance(data, tuple):
@@ -122,7 +122,7 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | 
     return there
 
 
-def _view(tensor: Tensor, memory: Memory) -> Array:
+def _view(tensor: Tensor, memory: SessionMemory) -> Array:
     """A read-only array over an output that came by handles; they are returned when it is dropped."""
     handles = tensor.data
     assert isinstance(handles, tuple)

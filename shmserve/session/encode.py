@@ -35,8 +35,8 @@ from shmserve.protocol.messages import (
 )
 from shmserve.session.gpu.foreign_memory import RegionPart
 from shmserve.session.gpu.tensors import interface_of
-from shmserve.session.memory import Memory
-from shmserve.session.ticket import Kept
+from shmserve.session.memory import SessionMemory
+from shmserve.session.ticket import KeptInputs
 from shmserve.shm import strings
 from shmserve.shm.views import Array
 
@@ -69,15 +69,15 @@ class Raw:
 
 
 class Encoder:
-    """Makes tensors of a caller's arrays. What they refer to is noted in the Kept that `tensors` returns."""
+    """Makes tensors of a caller's arrays. What they refer to is noted in the KeptInputs that `tensors` returns."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SessionMemory) -> None:
         self._memory = memory
 
-    def tensors(self, inputs: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], Kept | None, int]:
+    def tensors(self, inputs: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], KeptInputs | None, int]:
         """Tensors, what must be kept for them, and how many bytes travel inside the message."""
         found: list[Tensor] = []
-        kept: Kept | None = None
+        kept: KeptInputs | None = None
         total = 0
         try:
             for name, value in inputs.items():
@@ -92,7 +92,7 @@ class Encoder:
                             found.append(Tensor(name, dtype, value.shape, value.tobytes()))
                             continue
                 if kept is None:
-                    kept = Kept()
+                    kept = KeptInputs()
                 tensor = self._tensor(name, value, kept, len(found), MESSAGE_BYTES - total)
                 if type(tensor.data) is bytes:
                     total += len(tensor.data)
@@ -109,7 +109,7 @@ class Encoder:
             raise InvalidRequest(f"a request may have {TENSORS} inputs, this one has {len(found)}")
         return tuple(found), kept, total
 
-    def _tensor(self, name: str, value: Any, kept: Kept, index: int, room: int) -> Tensor:
+    def _tensor(self, name: str, value: Any, kept: KeptInputs, index: int, room: int) -> Tensor:
         """All that is not a small plain array."""
         if len(name) > NAME_LENGTH:
             raise _too_long(name)
@@ -130,7 +130,7 @@ class Encoder:
             return Tensor(name, dtype, shape, kept.add_frame(name, array, self._memory.frame_bytes))
         return Tensor(name, dtype, shape, (self._handle(array, kept, index),))
 
-    def _on_device(self, name: str, value: Any, interface: Any, kept: Kept, index: int, room: int) -> Tensor:
+    def _on_device(self, name: str, value: Any, interface: Any, kept: KeptInputs, index: int, room: int) -> Tensor:
         """Where a large one goes is found when it is known what is asked (`staging`)."""
         devices = self._memory.devices
         source = devices.source(name, value, interface)
@@ -142,7 +142,7 @@ class Encoder:
         kept.devices[index] = source
         return Tensor(name, dtype, source.shape, ())
 
-    def _handle(self, array: Array, kept: Kept, index: int) -> Handle:
+    def _handle(self, array: Array, kept: KeptInputs, index: int) -> Handle:
         """Where the bytes are that the server can map; they are copied there if they are nowhere yet."""
         memory = self._memory
         if array.flags.c_contiguous:
@@ -155,7 +155,7 @@ class Encoder:
                 return handle
         return memory.copy_in(array, kept)
 
-    def place(self, name: str, array: Any, kept: Kept) -> Handle | None:
+    def place(self, name: str, array: Any, kept: KeptInputs) -> Handle | None:
         """Where an output shall be written. None: it is copied to `array` when it comes."""
         if type(array) is RegionPart:
             return array.handle
@@ -283,7 +283,7 @@ def options_of(
     )  # fmt: skip
 
 
-def wanted_of(outputs: Any, kept: Kept, encoder: Encoder, placed: bool = True) -> tuple[Wanted, ...]:
+def wanted_of(outputs: Any, kept: KeptInputs, encoder: Encoder, placed: bool = True) -> tuple[Wanted, ...]:
     """`outputs` is a list of names, or a mapping of names to arrays, TopK, or None: the output, wherever it is. Without
     `placed` there may be no arrays."""
     if isinstance(outputs, (str, bytes)):

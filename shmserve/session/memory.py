@@ -23,7 +23,7 @@ from shmserve.protocol.messages import FRAME_BYTES, Handle, Map, Unmap
 from shmserve.session.announcements import Announcements
 from shmserve.session.gpu.foreign_memory import ForeignMemory
 from shmserve.session.gpu.tensors import DeviceArray, Devices
-from shmserve.session.ticket import Kept
+from shmserve.session.ticket import KeptInputs
 from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
@@ -34,7 +34,7 @@ FLUSH_BYTES = 256 * 1024
 """So many bytes of dropped outputs are not kept for the next message, but given back at once."""
 
 
-class Memory:
+class SessionMemory:
     """`kind`: memfd (descriptors), posix (names) or frames (nothing is shared). `cold`: pages of a memfd are touched as
     they are used, and not a segment at a time, which takes 40 ms for 64 MiB."""
 
@@ -108,13 +108,13 @@ class Memory:
             raise InvalidRequest(f"device={device!r} is none: it is 'cuda', 'cuda:N' or a number")
         return self.devices.empty(shape, np.dtype(dtype), int(text))
 
-    def copy_in(self, array: Array, kept: Kept) -> Handle:
+    def copy_in(self, array: Array, kept: KeptInputs) -> Handle:
         """The one copy of an input that lies in private memory."""
         block = self.block(array.nbytes, kept)
         np.copyto(block.array(array.dtype, array.shape), array, casting="no")
         return block.handle()
 
-    def block(self, size: int, kept: Kept) -> Block:
+    def block(self, size: int, kept: KeptInputs) -> Block:
         """For an input of a request."""
         block = self._allocate(size)
         kept.blocks.append(block)
@@ -150,7 +150,7 @@ class Memory:
             return None
         return Handle(base.segment, base.offset + address - self.mapped.address(base), size), True
 
-    def let_go(self, kept: Kept) -> None:
+    def let_go(self, kept: KeptInputs) -> None:
         """The server no longer needs what a request referred to."""
         for block in kept.blocks:
             self._arena.free(block.segment, block.offset)

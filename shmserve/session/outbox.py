@@ -11,7 +11,7 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PACKET_BYTES, PACKET_MESSAGES, Infer, Return, Unmap
-from shmserve.session.memory import Memory
+from shmserve.session.memory import SessionMemory
 from shmserve.session.ticket import Ticket
 
 MAPS = 64
@@ -35,7 +35,7 @@ Incoming = tuple[Any, "list[int]", "list[Any]"]
 class SessionOutbox:
     __slots__ = ("_announcements", "_memory", "_tickets", "framed", "messages", "size")
 
-    def __init__(self, memory: Memory, tickets: dict[int, Ticket]) -> None:
+    def __init__(self, memory: SessionMemory, tickets: dict[int, Ticket]) -> None:
         self._announcements = memory.announcements
         self._memory = memory
         self._tickets = tickets

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Handle, Infer, Tensor
-from shmserve.session.memory import Memory
+from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import SessionOutbox
 from shmserve.session.staging import once_more
-from shmserve.session.ticket import Kept, Ticket
+from shmserve.session.ticket import KeptInputs, Ticket
 
 LOADED = "loaded"
 
@@ -38,7 +38,7 @@ class Resume(Ticket):
             self._go()
 
 
-def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: Memory) -> list[int]:
+def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMemory) -> list[int]:
     """Makes all requests fit for the new connection. Gives their numbers, in order."""
     again = []
     for number in sorted(tickets):
@@ -63,9 +63,9 @@ def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOu
     return over
 
 
-def renewed(message: Infer, kept: Kept | None, numbers: dict[int, int], memory: Memory) -> Infer:
+def renewed(message: Infer, kept: KeptInputs | None, numbers: dict[int, int], memory: SessionMemory) -> Infer:
     """The same request for the server that knows the own segments by their new numbers."""
-    kept = kept or Kept()
+    kept = kept or KeptInputs()
     tensors = []
     for index, tensor in enumerate(message.inputs):
         data = tensor.data

@@ -62,13 +62,13 @@ from shmserve.session.encode import (
     version_of,
     wanted_of,
 )
-from shmserve.session.memory import Memory
+from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import Packet, SessionOutbox
 from shmserve.session.queries import Queries
 from shmserve.session.resend import LOADED, Resume, renew, send_again
 from shmserve.session.staging import once_more, settle
 from shmserve.session.streams import StreamTicket
-from shmserve.session.ticket import Abandoned, Kept, Ticket
+from shmserve.session.ticket import Abandoned, KeptInputs, Ticket
 from shmserve.session.uploads import Body
 
 log = logging.getLogger("shmserve")
@@ -90,7 +90,7 @@ class Session:
         on_full: Callable[[], object] | None = None,
         cold: bool = False,
     ) -> None:
-        self.memory = Memory(memory, memory_bytes, on_full, frame_bytes, cold)
+        self.memory = SessionMemory(memory, memory_bytes, on_full, frame_bytes, cold)
         self.tickets: dict[int, Ticket] = {}
         self.connected = False
         self.server = ""
@@ -107,7 +107,7 @@ class Session:
         """Makes what the asker gets, but of a reply that is inline as a whole, which he gets as it is."""
         self._decode = codec.Codec(BrokerMessage).decode
         self._number = 0
-        self._held: dict[int, Kept] = {}
+        self._held: dict[int, KeptInputs] = {}
         self._behind: list[int] = []
         """Requests that go when the server has loaded."""
         self.questions = Queries(self.tickets, self.outbox)
@@ -153,7 +153,7 @@ class Session:
             message = Infer(number, model, 0, tensors)
         else:
             if outputs is not None and kept is None:
-                kept = Kept()
+                kept = KeptInputs()
             try:
                 check_name("model", model)
                 options = options_of(

@@ -12,14 +12,14 @@ import logging
 from shmserve.errors import ServeError
 from shmserve.protocol.messages import Infer
 from shmserve.session.gpu.tensors import DeviceRef
-from shmserve.session.memory import Memory
+from shmserve.session.memory import SessionMemory
 from shmserve.session.streams import StreamTicket
-from shmserve.session.ticket import Kept, Ticket
+from shmserve.session.ticket import KeptInputs, Ticket
 
 log = logging.getLogger("shmserve")
 
 
-def settle(message: Infer, kept: Kept, memory: Memory) -> None:
+def settle(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
     """The request is complete but for the bytes of what is on a GPU."""
     assert kept.devices is not None
     devices, options = memory.devices, message.options
@@ -41,7 +41,7 @@ def settle(message: Infer, kept: Kept, memory: Memory) -> None:
         raise
 
 
-def stage(message: Infer, kept: Kept, memory: Memory) -> None:
+def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
     """All of it goes by way of the host: also what is written to a place there comes from there."""
     for index, source in (kept.devices or {}).items():
         tensor = message.inputs[index]
@@ -58,7 +58,7 @@ def stage(message: Infer, kept: Kept, memory: Memory) -> None:
             wanted.place = None
 
 
-def once_more(ticket: Ticket, memory: Memory) -> bool:
+def once_more(ticket: Ticket, memory: SessionMemory) -> bool:
     """What is on a GPU cannot be read there: the request is made fit to be sent again. False: there is no other way."""
     message, kept = ticket.message, ticket.kept
     if not isinstance(message, Infer) or kept is None or kept.devices is None:

@@ -11,7 +11,7 @@ from shmserve.shm.arena import Block
 from shmserve.shm.views import Array
 
 
-class Kept:
+class KeptInputs:
     """What must stay as it is until the server no longer needs the inputs of a request."""
 
     __slots__ = ("arrays", "blocks", "devices", "frames", "places", "received")
@@ -48,7 +48,7 @@ class Ticket:
     __slots__ = ("deadline", "kept", "message", "number")
 
     deadline: float | None
-    kept: Kept | None
+    kept: KeptInputs | None
     message: Infer | Ask | None
     number: int
 
@@ -65,7 +65,7 @@ class Abandoned(Ticket):
 
     __slots__ = ()
 
-    def __init__(self, number: int, kept: Kept | None) -> None:
+    def __init__(self, number: int, kept: KeptInputs | None) -> None:
         self.deadline = None
         self.kept = kept
         self.message = None

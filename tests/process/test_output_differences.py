@@ -13,7 +13,7 @@ import shmserve
 from shmserve import TopK
 from shmserve.protocol.messages import Handle, Options, Row, Tensor, Wanted
 from shmserve.session.decode import output_of
-from shmserve.session.memory import Memory
+from shmserve.session.memory import SessionMemory
 from shmserve.testing import Server
 from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import python_model
@@ -277,7 +277,7 @@ class OwnMemory:
 
 def test_a_place_of_another_data_type() -> None:
     """It was written there by the worker, which knows only the size of the place."""
-    memory = cast(Memory, OwnMemory())
+    memory = cast(SessionMemory, OwnMemory())
     tensor = Tensor("y", "FP64", (1, 2), (Handle(1, 0, 16),))
     good = np.zeros((1, 2))
     assert output_of(tensor, (), good, memory) is good

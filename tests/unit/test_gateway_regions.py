@@ -23,7 +23,7 @@ from shmserve.gateway.upstream.regions import Order, Region, Regions
 from shmserve.gateway.upstream.requests import Asker, Waiting
 from shmserve.protocol.messages import INLINE_BYTES, Handle
 from shmserve.session.gpu.foreign_memory import ForeignMemory
-from shmserve.session.memory import Memory
+from shmserve.session.memory import SessionMemory
 from shmserve.shm.extents.cuda import parts_of
 from tests.gpu_harness import standins
 
@@ -183,7 +183,7 @@ def test_what_a_model_is_is_asked_where_a_worker_could_write(
 ) -> None:
     key, descriptor = memory
     os.ftruncate(descriptor, 8192)
-    mapped = Memory("memfd", 1 << 20)
+    mapped = SessionMemory("memfd", 1 << 20)
     mapped.announcements.named_memory = True
     questions: list[str] = []
     session = SimpleNamespace(memory=mapped, infer=lambda *_: None, ask=lambda _, what, *__: questions.append(what))
@@ -208,7 +208,7 @@ UUIDS = ["GPU-" + "00112233-4455-6677-8899-aabbccddeeff", "GPU-" + "01" * 16]
 def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForeignMemory]:
     """A link to a broker that has GPUs."""
     monkeypatch.setenv("STANDIN_GPUS", json.dumps([{"uuid": uuid, "pci": str(n)} for n, uuid in enumerate(UUIDS)]))
-    memory = Memory("memfd", 1 << 20)
+    memory = SessionMemory("memfd", 1 << 20)
     with standins():
         yield memory.foreign
     memory.close()

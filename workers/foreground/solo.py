@@ -77,7 +77,7 @@ def run(order: Order, chosen: Chosen | None = None) -> int:
     terminal = Terminal(order.json, order.pdb)
     try:
         return _run(order, chosen, terminal)
-    except inputs.Refused as error:
+    except inputs.BadInput as error:
         return terminal.end(str(error), 2)
     except (Failed, ServeError, output.NotWritten) as error:
         return terminal.end(str(error), 1)
@@ -91,7 +91,7 @@ def run(order: Order, chosen: Chosen | None = None) -> int:
 
 
 def _run(order: Order, chosen: Chosen | None, terminal: Terminal) -> int:
-    source = inputs.Source(order.input, order.file, order.random, order.batch, order.shape, order.seed)
+    source = inputs.InputSource(order.input, order.file, order.random, order.batch, order.shape, order.seed)
     source.check()
     if order.random:  # not only when inputs are made: a Ctrl-C in the middle of this import is lost
         importlib.import_module("numpy.random")
@@ -215,7 +215,7 @@ def _settings(order: Order) -> dict[str, str]:
     for text in order.backend_config:
         key, separator, value = text.partition("=")
         if not separator or not key:
-            raise inputs.Refused(f"--backend-config {text}: write BACKEND,KEY=VALUE")
+            raise inputs.BadInput(f"--backend-config {text}: write BACKEND,KEY=VALUE")
         found[key if "," in key else f",{key}"] = value
     return found
 
@@ -236,7 +236,7 @@ def _pattern(spec: Spec) -> list[int]:
     return [-1, *spec.dims] if spec.batched else list(spec.dims)
 
 
-def _work(order: Order, source: inputs.Source, config: ModelConfig) -> Work:
+def _work(order: Order, source: inputs.InputSource, config: ModelConfig) -> Work:
     """The request, in which everything is as the model's configuration wants it."""
     specs = inputs_of(config)
     known = {spec.name: {"name": spec.name, "datatype": spec.dtype, "shape": _pattern(spec)} for spec in specs}
@@ -244,14 +244,14 @@ def _work(order: Order, source: inputs.Source, config: ModelConfig) -> Work:
     given = inputs.inputs(source, config.name, known, lambda: most)
     missing = {spec.name: known[spec.name] for spec in specs if not spec.optional and spec.name not in given}
     if missing:
-        raise inputs.Refused(f"model '{config.name}' also needs {inputs.describe(missing)}")
+        raise inputs.BadInput(f"model '{config.name}' also needs {inputs.describe(missing)}")
     sizes = {name: array.shape[0] for name, array in given.items()} if most else {}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
-        raise inputs.Refused(f"the inputs of model '{config.name}' must have the same number of rows: {listed}")
+        raise inputs.BadInput(f"the inputs of model '{config.name}' must have the same number of rows: {listed}")
     rows = next(iter(sizes.values()), 1) if most else 0
     if rows > most:
-        raise inputs.Refused(f"{rows} rows: the max_batch_size of model '{config.name}' is {most}")
+        raise inputs.BadInput(f"{rows} rows: the max_batch_size of model '{config.name}' is {most}")
     # More bytes than would travel inside a message, but these do not travel.
     tensors = tuple(
         Tensor(spec.name, spec.dtype, given[spec.name].shape, _bytes(given[spec.name], spec))
@@ -280,7 +280,7 @@ def _wanted(order: Order, config: ModelConfig) -> tuple[Wanted, ...] | None:
     wanted = order.outputs.split(",")
     for name in wanted:
         if name not in names:
-            raise inputs.Refused(f"the model has no output '{name}'; it has {', '.join(names)}")
+            raise inputs.BadInput(f"the model has no output '{name}'; it has {', '.join(names)}")
     return tuple(Wanted(name) for name in wanted)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shmserve.clients.cli.inputs import Refused
+from shmserve.clients.cli.inputs import BadInput
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.backends import installed, not_usable
 from shmserve.repo.compile import environment
@@ -40,15 +40,15 @@ def _find(order: Order) -> tuple[Found, int]:
     # Not resolved: the name of the model is that of the link.
     path = Path(os.path.abspath(order.model_dir))
     if not path.is_dir():
-        raise Refused(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
+        raise BadInput(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
     fault = not_usable(Path(order.backend_directory)) if order.backend_directory else ""
     if fault:
-        raise Refused(f"--backend-directory {fault}")
+        raise BadInput(f"--backend-directory {fault}")
     try:
         backends, gpus = installed(order.backend_directory), discover().numbers
         found = scan_model(path, backends=backends, gpus=gpus, config_name=order.model_config_name)
     except InvalidRequest as error:
-        raise Refused(str(error)) from error
+        raise BadInput(str(error)) from error
     for warning in found.warnings:
         say(warning, "warning")
     if found.problems or found.config is None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def infer(args: argparse.Namespace) -> int:
     if args.stream and args.repeat > 1:
         raise Misuse("--stream and --repeat cannot be combined")
-    source = inputs.Source(args.input, args.file, args.random, args.batch, args.shape, args.seed)
+    source = inputs.InputSource(args.input, args.file, args.random, args.batch, args.shape, args.seed)
     try:
         source.check()
         with connected(args) as client:
@@ -39,7 +39,7 @@ def infer(args: argparse.Namespace) -> int:
                 print(output.outputs_table(result, dtypes, files))
                 print()
                 print(f"{args.model} version {result.version}, {output.timing(seconds)}")
-    except inputs.Refused as error:
+    except inputs.BadInput as error:
         raise Misuse(str(error)) from error
     except output.NotWritten as error:
         raise Failed(str(error)) from error

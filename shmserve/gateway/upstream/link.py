@@ -22,8 +22,8 @@ from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, T
 from shmserve.session import Session, Ticket
 from shmserve.session.encode import MESSAGE_BYTES
 from shmserve.session.gpu.foreign_memory import ForeignRegion, RegionPart
-from shmserve.session.memory import Memory
-from shmserve.session.ticket import Kept
+from shmserve.session.memory import SessionMemory
+from shmserve.session.ticket import KeptInputs
 from shmserve.shm.views import Array
 
 _BYTE = np.dtype("uint8")
@@ -77,14 +77,14 @@ def _as_they_are(inputs: Any) -> Any:
     return inputs
 
 
-def _held(reply: Reply | Part, frames: Any, places: Any, memory: Memory) -> Any:
+def _held(reply: Reply | Part, frames: Any, places: Any, memory: SessionMemory) -> Any:
     """A reply that came inline stays as it is."""
     if type(reply) is Reply and all(type(tensor.data) is bytes for tensor in reply.outputs):
         return reply
     return Held(reply, [_buffers(tensor, memory) for tensor in reply.outputs])
 
 
-def _buffers(tensor: Tensor, memory: Memory) -> list[Buffer]:
+def _buffers(tensor: Tensor, memory: SessionMemory) -> list[Buffer]:
     data = tensor.data
     if isinstance(data, int):
         raise Internal("an output arrived in a frame, which the Unix socket does not support")
@@ -113,10 +113,10 @@ class Inputs:
 
     __slots__ = ("_kept", "_memory", "_size", "_tensors")
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SessionMemory) -> None:
         self._memory = memory
         self._tensors: list[Tensor] = []
-        self._kept: Kept | None = None
+        self._kept: KeptInputs | None = None
         self._size = 0
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], piece: Piece | RegionPart) -> None:
@@ -136,7 +136,7 @@ class Inputs:
         if found is None:
             raise Internal("the location of an input is not in this process's arena")
         if self._kept is None:
-            self._kept = Kept()
+            self._kept = KeptInputs()
         self._kept.arrays.append(piece)
         self._tensors.append(Tensor(name, dtype, shape, (found[0],)))
 
@@ -145,7 +145,7 @@ class Inputs:
         return tuple(self._tensors), self._kept, self._size
 
 
-def space(memory: Memory, size: int) -> Array:
+def space(memory: SessionMemory, size: int) -> Array:
     """So many bytes that the broker's side can read; free again when it is dropped. Unavailable: there are no more."""
     return memory.empty((size,), _BYTE)
 
@@ -155,7 +155,7 @@ EARLY = 0.5
 the inputs of complete requests, so clients that never finish a body cannot use it up."""
 
 
-def early_room(memory: Memory, size: int, shift: int = 0) -> Room | None:
+def early_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | None:
     """As `space`, before all of the bytes are here: `size` bytes, `shift` bytes after the beginning of a block. None:
     they are to be received elsewhere, and copied in the end."""
     if memory.used >= EARLY:
