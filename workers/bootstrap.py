@@ -1,8 +1,9 @@
-"""The script that a model's own interpreter starts with: `python -I bootstrap.py COUNT ours... MODULE:FUNCTION ARGUMENTS`.
+"""The script that a model's own interpreter starts with.
 
-It finds our packages, checks that this interpreter can run them, and calls the function with the arguments. It uses only
-the standard library, and no syntax that an old interpreter cannot parse. Errors reach the broker as a LoadFailed packet
-encoded by hand, because the package that encodes messages may be the one that is missing.
+`python -I bootstrap.py COUNT ours... MODULE:FUNCTION ARGUMENTS` finds our packages, checks that this interpreter can
+run them, and calls the function with the arguments. It uses only the standard library, and no syntax that an old
+interpreter cannot parse. Errors reach the broker as a LoadFailed packet encoded by hand, because the package that
+encodes messages may be the one that is missing.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 
 from shmserve.clients.cli.commands import completion
-from shmserve.clients.cli.commands.base import Failed, Misuse, next_step
+from shmserve.clients.cli.commands.base import next_step
 from shmserve.clients.cli.parser import parser
 from shmserve.errors import ServeError
 from shmserve.paths import python
+from shmserve.terminal.errors import Failed, Misuse
 
 __all__ = ["main", "parser"]
 

@@ -75,7 +75,7 @@ class Core:
     def __init__(
         self, server: str = "shmserve", limits: Limits | None = None, tracing: bool = False, survive: bool = False
     ) -> None:
-        """`tracing`: a Log for each batch, with the reason why it was formed. `survive`: its own faults (internal_errors.py)."""
+        """`tracing`: log each batch, with the reason why it was formed. `survive`: go on after an internal error."""
         self.state = State(limits or Limits())
         self.state.tracing = tracing
         state = self.state

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
-from shmserve.clients.cli.commands.base import Failed, Misuse
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth import tokens
 from shmserve.gateway.auth.gate import Guard, Guards
@@ -32,6 +31,7 @@ from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
 from shmserve.system.service_manager import of_this_process
+from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.gateway.http2.listener import RpcDoor

@@ -9,8 +9,8 @@ import logging
 import os
 import signal
 
-from shmserve.clients.cli.commands.base import Failed
 from shmserve.system.prctl import PDEATHSIG, prctl
+from shmserve.terminal.errors import Failed
 
 
 def end_with(parent: int) -> None:

@@ -24,8 +24,8 @@ from tests.worker_harness import WorkerProcess, config, work
 from tests.worker_models import torch_class, torch_forward, torch_script, version_folder
 
 torch = pytest.importorskip("torch")
-from shmserve.workers.backends.pytorch import backend as pytorch
-from shmserve.workers.backends.pytorch import programs
+from shmserve.workers.backends.pytorch import backend as pytorch  # noqa: E402
+from shmserve.workers.backends.pytorch import programs  # noqa: E402
 
 CPU = torch.device("cpu")
 DICT = ("d: Dict[str, Tensor]", "return {'sum': d['a'] + d['b'], 'a': d['a']}")

@@ -13,9 +13,9 @@ import pytest
 
 from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.status import _not_ready, stats_row
-from shmserve.clients.cli.output import NotWritten, as_json, file_name, percentile, storable, timing
-from shmserve.clients.cli.tables import duration_text, shape_text, table, values_text
 from shmserve.clients.waiting import degraded
+from shmserve.terminal.output import NotWritten, as_json, file_name, percentile, storable, timing
+from shmserve.terminal.tables import duration_text, shape_text, table, values_text
 
 ROOT = Path(__file__).parents[2]
 ASKING = ["models", "load", "unload", "restart", "infer", "stats", "ready", "config", "version", "demo"]

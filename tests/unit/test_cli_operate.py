@@ -23,7 +23,7 @@ from shmserve import errors
 from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.operate import progress
 from shmserve.clients.cli.commands.status import instance_rows, models_table
-from shmserve.clients.cli.tables import bytes_text
+from shmserve.terminal.tables import bytes_text
 from tests.fake_broker import NOTHING, FakeBroker
 from tests.running_broker import running
 

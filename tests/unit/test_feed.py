@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shmserve.clients.cli import inputs
-from shmserve.clients.cli.inputs import BadInput
-from shmserve.clients.cli.output import from_bfloat16
 from shmserve.dtypes import ITEM_BYTES, to_numpy
+from shmserve.terminal import inputs
+from shmserve.terminal.inputs import BadInput
+from shmserve.terminal.output import from_bfloat16
 
 INTEGERS = [name for name in ITEM_BYTES if "INT" in name]
 

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.clients.cli import main
-from shmserve.clients.cli.commands.base import Failed, Misuse
 from shmserve.errors import Denied, InvalidRequest
 from shmserve.gateway.auth import header_forwarding, restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import NEEDS, OPEN, Access, Unauthenticated
@@ -26,6 +25,7 @@ from shmserve.gateway.auth.tls import Files, Given
 from shmserve.gateway.http.heads import Heads, parse
 from shmserve.protocol.messages import PARAMETERS
 from shmserve.protocol.roles import ROLES
+from shmserve.terminal.errors import Failed, Misuse
 
 
 def nothing(name: str) -> None:

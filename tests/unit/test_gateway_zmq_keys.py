@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shmserve
-from shmserve.clients.cli.commands.base import Misuse
 from shmserve.clients.cli.parser import parser
 from shmserve.clients.transport import keys
 from shmserve.gateway.limits.caller_shares import Shares
@@ -24,6 +23,7 @@ from shmserve.gateway.zmq_tcp.listener import host_of
 from shmserve.gateway.zmq_tcp.peer import Peer
 from shmserve.gateway.zmq_tcp.requests import Limits, Outside
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, OPERATIONS
+from shmserve.terminal.errors import Misuse
 from tests.examples import examples
 from tests.zmq_door import HELLO
 

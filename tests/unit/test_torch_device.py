@@ -21,7 +21,7 @@ from tests.unit.test_device_tensors import WIDTH, WITHIN, Pair, arrays
 from tests.worker_models import torch_forward
 
 torch = pytest.importorskip("torch")
-from shmserve.workers.backends.pytorch import device as torch_device
+from shmserve.workers.backends.pytorch import device as torch_device  # noqa: E402
 from shmserve.workers.backends.pytorch.backend import Torch  # noqa: E402
 from shmserve.workers.batch.specs import Spec, inputs_of  # noqa: E402
 

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 import numpy as np
 
-from shmserve.clients.cli import inputs, output
-from shmserve.clients.cli.tables import duration_text, shape_text, table
 from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ServeError, from_wire
 from shmserve.paths import environments_dir, server_runtime_dir
@@ -34,6 +32,8 @@ from shmserve.repo.rules.completed import surprises, verify
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.system.allocator import keep_freed_memory
+from shmserve.terminal import inputs, output
+from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of
 from shmserve.workers.foreground.solo_order import Chosen, Errand, Failed, Order
 from shmserve.workers.foreground.terminal import Terminal

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shmserve.clients.cli.inputs import BadInput
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.backends import installed, not_usable
 from shmserve.repo.compile import environment
 from shmserve.repo.config.schema import encode_config
 from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import Found, scan_model
+from shmserve.terminal.inputs import BadInput
 from shmserve.workers.foreground.solo_order import Chosen, Failed, Order
 from shmserve.workers.process.log import say
 

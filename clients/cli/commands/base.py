@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import DeadlineExceeded, InvalidRequest
+from shmserve.terminal.errors import Misuse
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
 ASK_S = 30.0
 """Questions are answered at once, or the server is in trouble."""
 CONNECT_S = 5.0
-
-
-class Failed(Exception):
-    """The command could not do it: one line for the user, exit code 1."""
-
-
-class Misuse(Exception):
-    """The command was used wrongly: one line for the user, exit code 2."""
 
 
 def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> Client:

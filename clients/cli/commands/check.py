@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import Failed, Misuse, print_json
+from shmserve.clients.cli.commands.base import print_json
 from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.repo.gpus import discover
+from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.clients.cli.temporary_server import TemporaryServer

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.clients.cli.commands.base import Failed, Misuse, make_client
+from shmserve.clients.cli.commands.base import make_client
 from shmserve.errors import ServeError
+from shmserve.terminal.errors import Failed, Misuse
 
 SHELLS = ("bash", "zsh", "fish")
 ANSWER_S = 2.0

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.clients.cli.commands.base import Failed, connected, print_json
-from shmserve.clients.cli.tables import duration_text
+from shmserve.clients.cli.commands.base import connected, print_json
 from shmserve.errors import ServeError
 from shmserve.repo import samples
+from shmserve.terminal.errors import Failed
+from shmserve.terminal.tables import duration_text
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client

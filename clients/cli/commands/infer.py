@@ -8,9 +8,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli import inputs, output
-from shmserve.clients.cli.commands.base import Failed, Misuse, connected, print_json
+from shmserve.clients.cli.commands.base import connected, print_json
 from shmserve.session import Raw
+from shmserve.terminal import inputs, output
+from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client

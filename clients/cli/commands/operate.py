@@ -17,9 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import Misuse, connected, make_client, next_step, print_json
-from shmserve.clients.cli.tables import duration_text
+from shmserve.clients.cli.commands.base import connected, make_client, next_step, print_json
 from shmserve.errors import ServeError
+from shmserve.terminal.errors import Misuse
+from shmserve.terminal.tables import duration_text
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client

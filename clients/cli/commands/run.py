@@ -12,8 +12,8 @@ import os
 import sys
 from typing import NoReturn
 
-from shmserve.clients.cli.commands.base import Failed
 from shmserve.paths import python
+from shmserve.terminal.errors import Failed
 
 PASSED_ON = (
     "model_dir",

@@ -12,11 +12,12 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import shmserve
-from shmserve.clients.cli.commands.base import Failed, Misuse, connected, make_client, print_json
+from shmserve.clients.cli.commands.base import connected, make_client, print_json
 from shmserve.clients.cli.commands.operate import counts, instances_of
-from shmserve.clients.cli.tables import bytes_text, duration_text, table
 from shmserve.clients.waiting import degraded, failed_change, failed_changes, why_not_ready
 from shmserve.errors import Denied
+from shmserve.terminal.errors import Failed, Misuse
+from shmserve.terminal.tables import bytes_text, duration_text, table
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from shmserve.clients.cli.tables import bytes_text
+from shmserve.terminal.tables import bytes_text
 
 WINDOW_S = 1.0
 

@@ -1,6 +1,6 @@
 """What clients say: they come, announce memory, ask, cancel, give back, and go.
 
-The rule of the file: whoever wants something is looked up in shmserve.protocol.roles here, whatever door it came through.
+Invariant: every action is checked here against shmserve.protocol.roles, whatever endpoint it came through.
 """
 
 from __future__ import annotations

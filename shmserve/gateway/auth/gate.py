@@ -9,13 +9,13 @@ import logging
 import ssl
 from collections.abc import Iterator
 
-from shmserve.clients.cli.commands.base import Failed, Misuse
 from shmserve.gateway.auth import restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import Access
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.auth.tls import Files, Given
 from shmserve.gateway.listeners.listen import is_local
 from shmserve.protocol.roles import INFER, OBSERVE, names
+from shmserve.terminal.errors import Failed, Misuse
 
 log = logging.getLogger("shmserve.gateway")
 

@@ -5,8 +5,9 @@ A connection, and an address, may hold a share (by default a quarter) of what al
 is more, so a few clients cannot use up the budget for the rest. A connection is not refused for what others of its
 address hold while it has less than an equal part of that. So limits can be exceeded, at most twofold.
 
-The rule differs from that of caller_shares.py: a call is refused before it costs anything, and the broker's limit on calls is
-hard; a body is refused when part of it has been received, so a connection must get an equal part whatever others hold.
+The rule differs from that of caller_shares.py: a call is refused before it costs anything, and the broker's limit on
+calls is hard; a body is refused when part of it has been received, so a connection must get an equal part whatever
+others hold.
 Both use `share_of_rest`.
 """
 

@@ -3,9 +3,9 @@
 The broker sees a gateway as one client, with one limit on its requests (client_requests) and one on its questions
 (client_questions), and all callers share the gateway's memory for inputs. So without shares the callers of one slow
 model could use up everything. Each party may use a fraction of what all others leave, so something is always left. As
-in the broker (core/requests/quotas.py), a full share of an address or a token is closed only to those who already have much of
-it: its connections divide as much again by the same rule, and one with nothing in flight is refused only where the rest
-is reserved for other addresses.
+in the broker (core/requests/quotas.py), a full share of an address or a token is closed only to those who already have
+much of it: its connections divide as much again by the same rule, and one with nothing in flight is refused only where
+the rest is reserved for other addresses.
 
 Invariant: the counts of an account are the sums over the calls in flight that were charged to it.
 """

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import Failed, Misuse
 from shmserve.errors import InvalidRequest
+from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.gateway.upstream.link import GatewayLink

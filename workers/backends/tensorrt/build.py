@@ -1,4 +1,4 @@
-"""`python -m shmserve.workers.backends.tensorrt.build ORDER`: what `shmserve build` becomes. ONNX in, a plan for this GPU out.
+"""`shmserve build`: ONNX in, a plan for this GPU out. It runs as a process of its own.
 
 The rule: the plan is there when it is complete, and not before; whatever else is at its place stays until then.
 
@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shmserve.clients.cli.tables import duration_text, shape_text, table
 from shmserve.errors import ModelFailed, ServeError, Unsupported
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import scan_model
+from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.backends.tensorrt.build_progress import Interrupted, Progress, interrupts
 from shmserve.workers.backends.tensorrt.build_shapes import Misuse, Ranges, from_config, from_words, with_batch
 from shmserve.workers.backends.tensorrt.engine import Engine, load_plugins, logger_of

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shmserve.clients.cli.tables import duration_text, plain_text, shape_text, table, values_text
 from shmserve.dtypes import from_numpy
+from shmserve.terminal.tables import duration_text, plain_text, shape_text, table, values_text
 
 Outputs = Mapping[str, NDArray[Any]]
 Dtypes = Mapping[str, str]

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shmserve.clients.cli.output import from_bfloat16
-from shmserve.clients.cli.tables import shape_text
 from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import DIMS
+from shmserve.terminal.output import from_bfloat16
+from shmserve.terminal.tables import shape_text
 
 Spec = Mapping[str, Any]
 """A tensor as the metadata describes it: name, datatype, shape."""
