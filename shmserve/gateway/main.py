@@ -21,6 +21,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth import tokens
 from shmserve.gateway.auth.gate import Guard, Guards
 from shmserve.gateway.grpc import start as grpc_start
+from shmserve.gateway.http import start as http_start
 from shmserve.gateway.http.limits import Limits
 from shmserve.gateway.http.listener import Door
 from shmserve.gateway.limits.body_budget import Budget
@@ -101,7 +102,7 @@ def _openings(
     regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
     budget = Budget(args.http_max_held_size, args.connection_share, args.address_share)
     guard = guards.http
-    http = Door(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
+    http = http_start.door(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
     if args.allow_http:
         made.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
     more: list[Callable[[], str]] = [link.shares.metrics, partial(http.metrics, "HTTP", "HTTP responses", "status")]
@@ -113,7 +114,9 @@ def _openings(
         made.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
-        metrics = Door(link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in more]))
+        metrics = http_start.door(
+            link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in more])
+        )
         address = args.metrics_address or args.http_address
         made.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
     return made

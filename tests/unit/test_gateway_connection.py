@@ -77,7 +77,7 @@ class Echo:
         self.at_once = at_once
         self.answers: list[Callable[[], None]] = []
 
-    def begin(self, connection: Connection, head: Any, body: bytes) -> None:
+    def begin(self, connection: Connection, head: Any, body: Any) -> None:
         if head.route.status != 200:
             connection.answer(head.route.status, [b"?"])
         elif self.at_once:
@@ -102,12 +102,12 @@ def connected(at_once: bool = True, **limits: int) -> tuple[Connection, Transpor
     echo = Echo(at_once)
     loop: Any = SimpleNamespace(call_soon=later.append)
     door: Any = SimpleNamespace(
-        turn=0, now=lambda: 0.0, stopping=False, heads=Heads(Access(ROLES)), limits=Limits(**limits), requests=echo,
+        turn=0, now=lambda: 0.0, stopping=False, heads=Heads(Access(ROLES)), limits=Limits(**limits),
         loop=loop, turns=Turns(loop), reads=ReadTurns(loop), enter=lambda connection: True,
         leave=lambda connection: None,
         budget=Budget(1 << 30), shares=Shares(), answered=lambda status: None, least_bytes=10, idle_turns=100,
     )  # fmt: skip
-    connection, transport = Connection(door), Transport()
+    connection, transport = Connection(door, echo), Transport()
     connection.connection_made(transport)
     return connection, transport, echo, later
 
@@ -407,7 +407,7 @@ def test_the_page_of_metrics_is_shared_by_those_who_ask_too_often() -> None:
 
     def scrape() -> tuple[Connection, Transport]:
         connection, transport, _, _ = connected()
-        connection._door.requests = requests
+        connection._handler = requests
         connection._door.heads = Heads(Access(ROLES), True)
         receive(connection, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         return connection, transport
@@ -456,7 +456,7 @@ def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
     many = [(one, one._transport)]
     for _ in range(uploads - 1):
         transport = Transport()
-        many.append((Connection(one._door), transport))
+        many.append((Connection(one._door, one._handler), transport))
         many[-1][0].connection_made(transport)
     size = 60 << 20
     head = lines("Transfer-Encoding: chunked") + b"%x\r\n" % size if chunked else lines(f"Content-Length: {size}")

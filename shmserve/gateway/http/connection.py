@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shmserve.errors import ServeError, Unsupported
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import BadHead, Head
 from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
+from shmserve.gateway.http.listener import Door
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
@@ -26,9 +27,6 @@ from shmserve.gateway.limits.turns import Job, Reader, Work
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.receive import ReceiveBuffer
 from shmserve.gateway.upstream.requests import Charge, not_passed_on, withdraw
-
-if TYPE_CHECKING:
-    from shmserve.gateway.http.listener import Door
 
 T = TypeVar("T")
 HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)
@@ -42,10 +40,21 @@ _scratch = memoryview(bytearray(256 * 1024))
 """What every connection reads into, one after another: bytes are taken out before the next one reads."""
 
 
+class Handler(Protocol):
+    """What requests are given to. ServeError of either method is answered."""
+
+    def prepare(self, connection: Connection, head: Head, first: bytes) -> None:
+        """Calls `Connection.fill` with where the body is to be read to, of which only `first` is here."""
+
+    def begin(self, connection: Connection, head: Head, body: Buffer) -> None:
+        """The request is complete."""
+
+
 class Connection(Reader, asyncio.BufferedProtocol):
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, handler: Handler) -> None:
         super().__init__()
         self._door = door
+        self._handler = handler
         self._phase = HEAD
         self._rest = b""
         self._head: Head | None = None
@@ -191,7 +200,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
 
     def _refused(self, head: Head) -> None:
         try:
-            self._door.requests.begin(self, head, b"")
+            self._handler.begin(self, head, b"")
         except ServeError as error:
             self._refuse_for(error)
 
@@ -221,7 +230,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
     def _fill_body(self, head: Head, first: bytes) -> None:
         try:
             self._hold(len(first))
-            self._door.requests.prepare(self, head, first)
+            self._handler.prepare(self, head, first)
         except ServeError as error:
             self._refuse_for(error)
 
@@ -273,7 +282,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         assert head is not None
         if not head.encoding:
             try:
-                self._door.requests.begin(self, head, body)
+                self._handler.begin(self, head, body)
             except ServeError as error:
                 self.fail(error)
             return
@@ -282,7 +291,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             more = b"Accept-Encoding: gzip, deflate\r\n" if isinstance(error, Unsupported) else b""
             self.answer(http_of(error), [error_body(http_text_of(error))], more=more)
 
-        begin, limits = self._door.requests.begin, self._door.limits
+        begin, limits = self._handler.begin, self._door.limits
         limit, flag = limits.input_bytes, "--http-max-input-size"
         if head.route.action == "infer" and head.json_length is None and limits.json_bytes < limit:
             limit, flag = limits.json_bytes, "--http-max-json-size"

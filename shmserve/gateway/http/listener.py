@@ -6,30 +6,27 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
+from typing import Any
 
 from shmserve.gateway.auth.access import Access
 from shmserve.gateway.auth.header_forwarding import Forward
-from shmserve.gateway.http.connection import Connection
 from shmserve.gateway.http.heads import Heads
 from shmserve.gateway.http.limits import Limits
-from shmserve.gateway.http.requests import Requests
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.listeners.callers import TURNS, Callers
 from shmserve.gateway.upstream.link import GatewayLink
-from shmserve.gateway.upstream.regions import Regions
 
 
 class Door(Callers):
-    """`metrics`: the door of Prometheus, and no other path. `extra` gives what is added to the broker's metrics."""
+    """`connect` makes the protocol of a new connection. `metrics`: the door of Prometheus, and no other path."""
 
     def __init__(
-        self, link: GatewayLink, limits: Limits, access: Access, *, metrics: bool = False,
-        extra: Callable[[], str] = lambda: "", regions: Regions | None = None, forward: Forward | None = None,
-        budget: Budget | None = None,
+        self, connect: Callable[[Door], Any], link: GatewayLink, limits: Limits, access: Access,
+        metrics: bool, forward: Forward | None, budget: Budget | None,
     ) -> None:  # fmt: skip
         super().__init__(
             link.bind(),
-            lambda: Connection(self),
+            lambda: connect(self),
             limits,
             limits.read_timeout_s / TURNS,
             budget or Budget(),
@@ -40,7 +37,6 @@ class Door(Callers):
         self.link = link
         self.limits = limits
         self.heads = Heads(access, metrics, forward)
-        self.requests = Requests(link, limits, extra, regions or Regions(False))
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         self.heads.forget()
