@@ -20,8 +20,8 @@ from shmserve.gateway.upstream.link import GatewaySession
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
 from shmserve.gateway.zmq_tcp.keys import Entry, parse
 from shmserve.gateway.zmq_tcp.listener import host_of
-from shmserve.gateway.zmq_tcp.peer import Peer
-from shmserve.gateway.zmq_tcp.requests import Limits, Outside
+from shmserve.gateway.zmq_tcp.peer import Outside, Peer
+from shmserve.gateway.zmq_tcp.requests import Limits
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, OPERATIONS
 from shmserve.terminal.errors import Misuse
 from tests.examples import examples

@@ -27,8 +27,8 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.metrics import family
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.zmq_tcp.keys import FULL, GOOD, UNKNOWN, Allowed, Entry, Zap
-from shmserve.gateway.zmq_tcp.peer import Peer, decode
-from shmserve.gateway.zmq_tcp.requests import Limits, Outside
+from shmserve.gateway.zmq_tcp.peer import Outside, Peer, decode
+from shmserve.gateway.zmq_tcp.requests import Limits
 from shmserve.protocol import zmq_frames
 from shmserve.protocol.messages import PACKET_BYTES, Hello
 

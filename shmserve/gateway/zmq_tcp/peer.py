@@ -22,11 +22,11 @@ from shmserve.errors import (
 )
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.kserve.status import text_of
-from shmserve.gateway.upstream.link import Inputs
+from shmserve.gateway.upstream.link import GatewayLink, Inputs
 from shmserve.gateway.upstream.requests import NO_TIME
 from shmserve.gateway.zmq_tcp.requests import (
     Asked,
-    Outside,
+    Limits,
     Question,
     Streamed,
     outputs_of,
@@ -72,6 +72,23 @@ MISTAKES = 1000
 
 decode = codec.Codec(ClientMessage).decode
 monotonic = time.monotonic
+
+
+class Outside:
+    """What a peer may ask of its door."""
+
+    link: GatewayLink
+    limits: Limits
+    stopping: bool
+
+    def dirty(self, peer: Peer) -> None:
+        """It has something to say: `Peer.take_out` is called before the loop sleeps."""
+
+    def send(self, peer: Peer, packet: bytes, frames: Sequence[Buffer]) -> None:
+        """At once, or copied."""
+
+    def drop(self, peer: Peer, sent_away: bool) -> None:
+        """It is heard no more."""
 
 
 class Peer:

@@ -5,19 +5,15 @@ the file: there are no handles here, as over tcp no memory is shared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.upstream.link import GatewayLink
-from shmserve.protocol.messages import Ask, Infer, Tensor
+from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.protocol.messages import Ask, Infer, Reply, Tensor
 from shmserve.session import StreamTicket, Ticket
 from shmserve.session.encode import TopK
-
-if TYPE_CHECKING:
-    from shmserve.gateway.zmq_tcp.peer import Peer
 
 
 class Limits(Struct, frozen=True):
@@ -31,21 +27,16 @@ class Limits(Struct, frozen=True):
     exit_timeout_s: float = 30.0
 
 
-class Outside:
-    """What a peer may ask of its door."""
+class Recipient(Protocol):
+    """Who is given the answers."""
 
-    link: GatewayLink
-    limits: Limits
-    stopping: bool
+    def answered(self, ticket: Asked | Streamed, answer: Reply | Held) -> None: ...
 
-    def dirty(self, peer: Peer) -> None:
-        """It has something to say: `Peer.take_out` is called before the loop sleeps."""
+    def answered_question(self, ticket: Question, answer: Any) -> None: ...
 
-    def send(self, peer: Peer, packet: bytes, frames: Sequence[Buffer]) -> None:
-        """At once, or copied."""
+    def part(self, ticket: Streamed, answer: Reply | Held | None, last: bool) -> None: ...
 
-    def drop(self, peer: Peer, sent_away: bool) -> None:
-        """It is heard no more."""
+    def failed(self, ticket: Asked | Streamed, error: ServeError) -> None: ...
 
 
 class Asked(Ticket):
@@ -53,7 +44,7 @@ class Asked(Ticket):
 
     __slots__ = ("peer", "request", "size")
 
-    def __init__(self, peer: Peer, request: int, size: int) -> None:
+    def __init__(self, peer: Recipient, request: int, size: int) -> None:
         self.peer = peer
         self.request = request
         self.size = size
@@ -68,7 +59,7 @@ class Asked(Ticket):
 class Question(Asked):
     __slots__ = ("what",)
 
-    def __init__(self, peer: Peer, ask: Ask) -> None:
+    def __init__(self, peer: Recipient, ask: Ask) -> None:
         super().__init__(peer, ask.request, 0)
         self.what = ask.what
 
@@ -81,7 +72,7 @@ class Streamed(StreamTicket):
 
     __slots__ = ("peer", "request", "size")
 
-    def __init__(self, peer: Peer, request: int, size: int, window: int) -> None:
+    def __init__(self, peer: Recipient, request: int, size: int, window: int) -> None:
         super().__init__(window)
         self.peer = peer
         self.request = request
