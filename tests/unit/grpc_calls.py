@@ -10,6 +10,7 @@ from typing import Any
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth.access import Access
 from shmserve.gateway.grpc.messages import INFERENCE
+from shmserve.gateway.grpc.methods import Methods
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.kserve.answers import Held
 from shmserve.gateway.limits.caller_shares import Payer, Shares
@@ -102,7 +103,7 @@ class Case:
         self.services = Services(link, 16 << 20, Access(roles, knob="--grpc-roles"), Regions(False), forward)
         self.stream = Stream(f"/{service}/{method}", **metadata)
         stream: Any = self.stream
-        self.call: Any = self.services(stream)
+        self.call: Any = Methods(self.services)(stream)
 
     def ask(self, model: str = "m", **more: Any) -> Any:
         """Sends a request; gives its ticket, where it came so far."""

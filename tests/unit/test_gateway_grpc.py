@@ -19,6 +19,7 @@ from shmserve.gateway.auth.access import NEEDS, Access
 from shmserve.gateway.grpc import wire as grpc_wire
 from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
+from shmserve.gateway.grpc.methods import Methods
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_of
 from shmserve.gateway.grpc.rpcs import RPCS
 from shmserve.gateway.grpc.services import Services
@@ -416,18 +417,18 @@ def test_who_has_none_of_the_roles_is_refused_before_a_message_is_read() -> None
         f"/{HEALTH}/Check": "ready",
     }
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
-        services = Services(nothing, 16 << 20, Access(roles, knob="--grpc-roles"), Regions(False))
+        methods = Methods(Services(nothing, 16 << 20, Access(roles, knob="--grpc-roles"), Regions(False)))
         for path, action in paths.items():
             stream: Any = _Stream(path)
             if roles & set(NEEDS[action]):
-                services(stream)
+                methods(stream)
                 continue
             with pytest.raises(RpcError, match="--grpc-roles") as caught:
-                services(stream)
+                methods(stream)
             assert caught.value.code == Code.PERMISSION_DENIED
         unknown: Any = _Stream("/inference.GRPCInferenceService/Nothing")
         with pytest.raises(RpcError) as caught:
-            services(unknown)
+            methods(unknown)
         assert caught.value.code == Code.UNIMPLEMENTED
 
 

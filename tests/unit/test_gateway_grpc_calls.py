@@ -108,13 +108,11 @@ def test_an_inference_is_taken_back() -> None:
 
 def test_what_needs_another_role_is_known_from_the_message() -> None:
     case = Case("TraceSetting")
-    access: Any = case.services
-    access._access = Access({"infer", "observe"}, knob="--grpc-roles")
+    case.services.access = Access({"infer", "observe"}, knob="--grpc-roles")
     case.call.message(b"")
     assert case.link.asked[0][1][0] == "trace"
     case = Case("TraceSetting")
-    access = case.services
-    access._access = Access({"infer", "observe"}, knob="--grpc-roles")
+    case.services.access = Access({"infer", "observe"}, knob="--grpc-roles")
     with pytest.raises(RpcError, match="operate") as caught:
         case.call.message(message("TraceSettingRequest", settings={"trace_rate": {"value": ["1"]}}).SerializeToString())
     assert caught.value.code == Code.PERMISSION_DENIED

@@ -5,13 +5,14 @@ with a call ends that call, with a code and a text, and no other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
 from shmserve.gateway.grpc.codes import code_of, rpc_error
 from shmserve.gateway.grpc.messages import filled, message_class, read
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.rpcs import Rpc
+from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.wire import Answers, parameters_of
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.seam import Awaits, Stream
@@ -26,9 +27,6 @@ from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Region
 from shmserve.gateway.upstream.requests import Waiting, not_passed_on, withdraw
 from shmserve.protocol.messages import Reply
-
-if TYPE_CHECKING:
-    from shmserve.gateway.grpc.services import Services
 
 ASKED_BYTES = 64 * 1024
 """Of a message that brings no model along: read, it takes many times as much."""
@@ -213,7 +211,7 @@ class AskCall(Unary):
                 raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {ASKED_BYTES}")
             route, given = rpc.asked(read(rpc.request, bytes(data)))
             if route.action != rpc.action:
-                services.check(route.action, self._stream)
+                services.access.check(route.action, self._stream.metadata.get)  # the message says what is wanted
             found = question_of(route, given, services.asker.regions)
             if isinstance(found, Known):
                 self._tell(found.document)

@@ -1,26 +1,19 @@
-"""What the gRPC door offers: paths -> calls. The rule of the file: who may do what is asked here, before a message is
-read.
-"""
+"""What the calls of one gRPC door share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from shmserve.errors import InvalidRequest, ServeError
-from shmserve.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
-from shmserve.gateway.grpc.codes import rpc_error
+from shmserve.errors import InvalidRequest
+from shmserve.gateway.auth.access import Access
+from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans
-from shmserve.gateway.grpc.rpcs import RPCS, Rpc
-from shmserve.gateway.grpc.stream import StreamCall
 from shmserve.gateway.grpc.wire import Answers, take_apart, tensor_at
-from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.seam import Call, Stream
+from shmserve.gateway.http2.seam import Stream
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import Turns
 from shmserve.gateway.upstream.link import GatewayLink, Piece, early_room
 from shmserve.gateway.upstream.receive import Room
@@ -29,15 +22,19 @@ from shmserve.gateway.upstream.requests import Asker
 from shmserve.protocol.messages import INLINE_BYTES
 from shmserve.shm.arena import ALIGN
 
-if TYPE_CHECKING:
-    from shmserve.gateway.auth.access import Access
-    from shmserve.gateway.auth.header_forwarding import Forward
 
-Make = Callable[[Stream, Payer], Call]
+class Watcher(Protocol):
+    def end(self) -> None:
+        """The gateway stops."""
+
+
+class RequestStream(Protocol):
+    def stop(self) -> None:
+        """The gateway stops: what is here is answered, and then the stream ends."""
 
 
 class Services:
-    """The application of one gRPC door. `forward`: which of the caller's metadata models get to see."""
+    """`forward`: which of the caller's metadata models get to see."""
 
     def __init__(
         self, link: GatewayLink, message_bytes: int, access: Access, regions: Regions, forward: Forward | None = None
@@ -51,44 +48,17 @@ class Services:
         self.plan_in_slices = plans.in_slices
         self.names = frozenset(("", INFERENCE, HEALTH))
         """Services whose health can be asked for."""
-        self.watches: set[WatchCall] = set()
-        self.streams: set[StreamCall] = set()
+        self.watches: set[Watcher] = set()
+        self.streams: set[RequestStream] = set()
         self.decoupled: set[str] = set()
         """Models that are known to be decoupled, by their answers."""
         self.stopping = False
-        self._access = access
+        self.access = access
         self._forward = forward
-        self._paths: dict[str, tuple[str, Make]] = {
-            f"/{INFERENCE}/ModelInfer": ("infer", lambda stream, payer: InferCall(self, stream, payer)),
-            f"/{INFERENCE}/ModelStreamInfer": ("infer", lambda stream, payer: StreamCall(self, stream, payer)),
-            f"/{HEALTH}/Check": ("ready", lambda stream, payer: CheckCall(self, stream, payer)),
-            f"/{HEALTH}/Watch": ("ready", lambda stream, payer: WatchCall(self, stream, payer)),
-        }
-        for name, rpc in RPCS.items():
-            self._paths[f"/{INFERENCE}/{name}"] = rpc.action, self._asking(rpc)
 
     @property
     def turns(self) -> Turns:
         return self.link.turns
-
-    def _asking(self, rpc: Rpc) -> Make:
-        return lambda stream, payer: AskCall(self, stream, payer, rpc)
-
-    def __call__(self, stream: Stream) -> Call:
-        found = self._paths.get(stream.path)
-        if found is None:
-            raise RpcError(Code.UNIMPLEMENTED, f"unknown method {stream.path[:200]}")
-        try:
-            token = self._access.check(found[0], stream.metadata.get)
-        except ServeError as error:
-            raise rpc_error(error) from error
-        return found[1](stream, stream.payer(token))
-
-    # ------------------------------------------------------------------------------------ what calls ask for
-
-    def check(self, action: str, stream: Stream) -> None:
-        """For what is known to be wanted only by the message."""
-        self._access.check(action, stream.metadata.get)
 
     def forwarded(self, stream: Stream) -> dict[str, str] | None:
         return None if self._forward is None else self._forward.of(stream.metadata.items())

@@ -64,6 +64,7 @@ def _whole(text: str) -> int:
 
 
 def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Regions, budget: Budget) -> RpcDoor:
+    from shmserve.gateway.grpc.methods import Methods
     from shmserve.gateway.grpc.services import Services
     from shmserve.gateway.http2.limits import Limits
     from shmserve.gateway.http2.listener import RpcDoor
@@ -86,4 +87,4 @@ def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Reg
         age_s=args.grpc_max_connection_age / 1000,
         age_grace_s=args.grpc_max_connection_age_grace / 1000,
     )
-    return RpcDoor(link.bind(), services, limits, services.close, budget, link.shares, link.turns, link.reads)
+    return RpcDoor(link.bind(), Methods(services), limits, services.close, budget, link.shares, link.turns, link.reads)

@@ -8,13 +8,14 @@ models as they come. The broker tells them apart: a decoupled model answers with
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmserve.errors import ServeError, Unavailable
 from shmserve.gateway.auth.header_forwarding import STREAM_ERROR
 from shmserve.gateway.grpc.calls import Targets, answer_of
 from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.plans import RpcPlan
+from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed
 from shmserve.gateway.http2.codes import Code
 from shmserve.gateway.http2.seam import Awaits, Stream
@@ -27,9 +28,6 @@ from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.requests import InParts, not_passed_on, withdraw
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW
-
-if TYPE_CHECKING:
-    from shmserve.gateway.grpc.services import Services
 
 MOST = 256
 """Requests of one stream that are not answered. The next ones wait at the caller."""

@@ -1,0 +1,47 @@
+"""What the gRPC door offers: paths -> calls. Roles are checked here, before a message is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shmserve.errors import ServeError
+from shmserve.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
+from shmserve.gateway.grpc.codes import rpc_error
+from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
+from shmserve.gateway.grpc.rpcs import RPCS, Rpc
+from shmserve.gateway.grpc.services import Services
+from shmserve.gateway.grpc.stream import StreamCall
+from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.seam import Call, Stream
+from shmserve.gateway.limits.caller_shares import Payer
+
+Make = Callable[[Stream, Payer], Call]
+
+
+class Methods:
+    """The application of one gRPC door."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._access = services.access
+        self._paths: dict[str, tuple[str, Make]] = {
+            f"/{INFERENCE}/ModelInfer": ("infer", lambda stream, payer: InferCall(services, stream, payer)),
+            f"/{INFERENCE}/ModelStreamInfer": ("infer", lambda stream, payer: StreamCall(services, stream, payer)),
+            f"/{HEALTH}/Check": ("ready", lambda stream, payer: CheckCall(services, stream, payer)),
+            f"/{HEALTH}/Watch": ("ready", lambda stream, payer: WatchCall(services, stream, payer)),
+        }
+        for name, rpc in RPCS.items():
+            self._paths[f"/{INFERENCE}/{name}"] = rpc.action, self._asking(rpc)
+
+    def _asking(self, rpc: Rpc) -> Make:
+        return lambda stream, payer: AskCall(self._services, stream, payer, rpc)
+
+    def __call__(self, stream: Stream) -> Call:
+        found = self._paths.get(stream.path)
+        if found is None:
+            raise RpcError(Code.UNIMPLEMENTED, f"unknown method {stream.path[:200]}")
+        try:
+            token = self._access.check(found[0], stream.metadata.get)
+        except ServeError as error:
+            raise rpc_error(error) from error
+        return found[1](stream, stream.payer(token))
