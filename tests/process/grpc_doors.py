@@ -15,6 +15,7 @@ import sys
 import uvloop
 
 from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.connection import Connection
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.listener import RpcDoor
 from shmserve.gateway.http2.seam import Awaits, Call, Stream
@@ -122,7 +123,7 @@ async def serve() -> None:
     tls.load_cert_chain(sys.argv[1])
     tls.set_alpn_protocols(["h2"])
     limits = Limits(message_bytes=32 << 20, compression=1), Limits(), Limits(age_s=0.05)
-    doors = [RpcDoor(loop, told.application, each) for each in limits]
+    doors = [RpcDoor(Connection, loop, told.application, each) for each in limits]
     ports = [await door.open("127.0.0.1", 0, False, tls if door is doors[1] else None) for door in doors]
     print(json.dumps(ports), flush=True)
     reader = asyncio.StreamReader()

@@ -52,7 +52,7 @@ class Calls:
 
 class Watched(RpcDoor):
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+        super().__init__(http2_connection.Connection, *args)
         self.left = asyncio.Event()
 
     def leave(self, connection: Any) -> None:

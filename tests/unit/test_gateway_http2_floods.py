@@ -183,7 +183,7 @@ def test_many_connections_with_one_new_header_block_each() -> None:
         loop.turn_once()
 
     def decoded() -> int:
-        return sum(connection._core._spent for connection, _ in crowd if connection._core)
+        return sum(connection._core.spent for connection, _ in crowd if connection._core)
 
     for at in range(3):
         before = decoded()

@@ -272,7 +272,7 @@ def test_pings_are_counted_as_grpc_does() -> None:
     for _ in range(5):
         assert reason(caller, ping) is None
         caller.host.time += 301
-    caller.core.life.sent()
+    caller.core.sent_since_ping = True
     assert reason(caller, ping, ping, ping) is None
     assert reason(caller, ping) == CALM
     caller = Caller(Host(ping_interval_s=300.0), greet=False)

@@ -66,6 +66,7 @@ def _whole(text: str) -> int:
 def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Regions, budget: Budget) -> RpcDoor:
     from shmserve.gateway.grpc.methods import Methods
     from shmserve.gateway.grpc.services import Services
+    from shmserve.gateway.http2.connection import Connection
     from shmserve.gateway.http2.limits import Limits
     from shmserve.gateway.http2.listener import RpcDoor
 
@@ -87,4 +88,6 @@ def door(args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Reg
         age_s=args.grpc_max_connection_age / 1000,
         age_grace_s=args.grpc_max_connection_age_grace / 1000,
     )
-    return RpcDoor(link.bind(), Methods(services), limits, services.close, budget, link.shares, link.turns, link.reads)
+    return RpcDoor(
+        Connection, link.bind(), Methods(services), limits, services.close, budget, link.shares, link.turns, link.reads
+    )

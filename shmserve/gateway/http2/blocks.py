@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shmserve.gateway.http2 import frames, heads
 from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.frames import Broken, Reason
-from shmserve.gateway.http2.stream import Stream
-
-if TYPE_CHECKING:
-    from shmserve.gateway.http2.protocol import Http2
+from shmserve.gateway.http2.life import Life
+from shmserve.gateway.http2.stream import Stream, Streams
 
 
 class HeaderBlocks:
     """Of one connection."""
 
-    def __init__(self, core: Http2) -> None:
+    def __init__(self, core: Streams, life: Life) -> None:
         self._core = core
+        self._life = life
         self._heads = heads.Heads()
         self.pending: heads.Block | None = None
         """Headers that are not complete: their CONTINUATION comes next."""
@@ -83,7 +80,7 @@ class HeaderBlocks:
 
     def _open(self, number: int, head: heads.Head, ended: bool) -> None:
         core = self._core
-        if number > core.life.last:
+        if number > self._life.last:
             core.closed.add(number, ended)
             return
         if len(core.streams) >= core.limits.streams:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmserve.gateway.http2.frames import Reason
+from shmserve.gateway.http2.listener import RpcDoor
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.http2.seam import Awaits
+from shmserve.gateway.http2.stream import Stream
 from shmserve.gateway.limits.turns import Reader
-
-if TYPE_CHECKING:
-    from shmserve.gateway.http2.listener import RpcDoor
-    from shmserve.gateway.http2.stream import Stream
 
 JOINED_BYTES = 128 * 1024
 """What is sent in one turn is one piece up to this size."""
@@ -164,7 +162,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         core, transport = self._core, self._transport
         if core is None or transport is None or transport.get_write_buffer_size():
             return None
-        return None if any(self._in_use(stream) for stream in core.streams.values()) else core.life.idle_since
+        return None if any(self._in_use(stream) for stream in core.streams.values()) else core.idle_since
 
     def _in_use(self, stream: Stream) -> bool:
         """Its answer is due, or it has moved lately. Others are open and nothing happens."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shmserve.gateway.http2.backlog import Backlog
+from shmserve.gateway.http2.codes import RpcError
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.seam import Application
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import Turns
 
-if TYPE_CHECKING:
-    from shmserve.gateway.http2.stream import Stream
+
+class Expiring(Protocol):
+    """A call with a deadline."""
+
+    @property
+    def expires(self) -> float | None: ...
+
+    def fail(self, error: RpcError) -> None: ...
 
 
 class Host(Protocol):
@@ -48,7 +55,7 @@ class Host(Protocol):
 
     def answered(self, code: int) -> None: ...
 
-    def expire(self, stream: Stream) -> None:
+    def expire(self, stream: Expiring) -> None:
         """`stream.fail` is called when its time is over, unless `keep` comes first."""
 
-    def keep(self, stream: Stream) -> None: ...
+    def keep(self, stream: Expiring) -> None: ...

@@ -4,16 +4,11 @@ the protocol loses no call by the end of a connection.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shmserve.gateway.http2 import frames
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.frames import Broken, Reason
 from shmserve.gateway.http2.seam import Awaits
-
-if TYPE_CHECKING:
-    from shmserve.gateway.http2.protocol import Http2
-    from shmserve.gateway.http2.stream import Stream
+from shmserve.gateway.http2.stream import Stream, Streams
 
 _LAST_CALLS = b"lastcall"
 _STILL_THERE = b"thereyet"
@@ -23,7 +18,7 @@ _WITHOUT_CALLS_S = 7200.0
 
 
 class Life:
-    def __init__(self, core: Http2) -> None:
+    def __init__(self, core: Streams) -> None:
         self._core = core
         self._draining = False
         self.ending = False
@@ -34,10 +29,6 @@ class Life:
         """The caller has sent something since the last look."""
         self._heard_at = self._born = core.door.now()
         self._asked_at: float | None = None
-        self.quiet_since = core.door.turn
-        """There are no calls since this turn of the slow clock."""
-        self.idle_since = self._born
-        """And since this time."""
         self._strikes = 0
         self._pinged = _NEVER
 
@@ -55,7 +46,7 @@ class Life:
             return
         core.out.append(frames.goaway(frames.LARGEST_STREAM, Reason.NO_ERROR))
         core.out.append(frames.frame(frames.PING, 0, 0, _LAST_CALLS))
-        self.quiet_since = core.door.turn
+        core.quiet_since = core.door.turn
         core.wake()
 
     def no_more(self) -> None:
@@ -74,20 +65,18 @@ class Life:
 
     def asked(self) -> None:
         """The caller asks whether we are there."""
-        limits, now = self._core.limits, self._core.door.now()
+        core, limits, now = self._core, self._core.limits, self._core.door.now()
+        if core.sent_since_ping:
+            core.sent_since_ping = False
+            self._strikes, self._pinged = 0, _NEVER
         calm = limits.ping_interval_s
-        if not self._core.streams and not limits.pings_without_calls:
+        if not core.streams and not limits.pings_without_calls:
             calm = max(_WITHOUT_CALLS_S, calm)
         if now < self._pinged + calm and limits.ping_strikes:
             self._strikes += 1
             if self._strikes > limits.ping_strikes:
                 raise Broken(Reason.ENHANCE_YOUR_CALM, "too_many_pings")
         self._pinged = now
-
-    def sent(self) -> None:
-        """Part of an answer: the caller may ask again."""
-        self._strikes = 0
-        self._pinged = _NEVER
 
     # ------------------------------------------------------------------------------------ time
 
@@ -104,7 +93,7 @@ class Life:
         for stream in list(core.streams.values()):
             if not stream.half and not stream.stuck:
                 self._look_at_idle(stream, turn - stream.used, waited)
-        quiet = turn - self.quiet_since
+        quiet = turn - core.quiet_since
         if self._draining:
             if quiet > 1:
                 self.no_more()

@@ -7,13 +7,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Any
 
 from shmserve.gateway.http2.backlog import Backlog
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.connection import Connection
+from shmserve.gateway.http2.host import Expiring
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.seam import Application
-from shmserve.gateway.http2.stream import Stream
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import ReadTurns, Turns
@@ -24,15 +24,15 @@ DEADLINE_S = 0.02
 
 
 class RpcDoor(Callers):
-    """`stopped` is called when no new calls are taken any more."""
+    """`connect` makes the protocol of a new connection. `stopped` is called when no new calls are taken any more."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, application: Application, limits: Limits,
-        stopped: Callable[[], None] = lambda: None, budget: Budget | None = None, shares: Shares | None = None,
-        turns: Turns | None = None, reads: ReadTurns | None = None,
+        self, connect: Callable[[RpcDoor], Any], loop: asyncio.AbstractEventLoop, application: Application,
+        limits: Limits, stopped: Callable[[], None] = lambda: None, budget: Budget | None = None,
+        shares: Shares | None = None, turns: Turns | None = None, reads: ReadTurns | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            loop, lambda: Connection(self), limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
+            loop, lambda: connect(self), limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
             reads,
         )  # fmt: skip
         self.stream_turns = math.ceil(limits.stream_idle_s / _turn_s(limits))
@@ -40,21 +40,21 @@ class RpcDoor(Callers):
         self.limits = limits
         self._stopped = stopped
         self.backlog = Backlog(loop)
-        self._due: dict[int, set[Stream]] = {}
+        self._due: dict[int, set[Expiring]] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_for = 0
         """The bucket that it is for."""
 
     # ------------------------------------------------------------------------------------ deadlines
 
-    def expire(self, stream: Stream) -> None:
+    def expire(self, stream: Expiring) -> None:
         assert stream.expires is not None
         bucket = _bucket(stream.expires)
         self._due.setdefault(bucket, set()).add(stream)
         if self._alarm is None or bucket < self._alarm_for:
             self._set_alarm(bucket)
 
-    def keep(self, stream: Stream) -> None:
+    def keep(self, stream: Expiring) -> None:
         assert stream.expires is not None
         bucket = _bucket(stream.expires)
         found = self._due.get(bucket)

@@ -12,12 +12,10 @@ from collections.abc import Callable
 from shmserve.gateway.http2 import frames, heads
 from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.blocks import HeaderBlocks
-from shmserve.gateway.http2.conduct import ClosedStreams, Conduct
 from shmserve.gateway.http2.frames import Broken, Reason
 from shmserve.gateway.http2.host import Host
 from shmserve.gateway.http2.life import Life
-from shmserve.gateway.http2.stream import Stream
-from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.http2.stream import Stream, Streams
 
 _GREETING = frames.settings({
     frames.MAX_FRAME_SIZE: most.FRAME_BYTES,
@@ -27,52 +25,24 @@ _GREETING = frames.settings({
 _PREFACE_SIZE = len(frames.PREFACE)
 
 
-class Http2:
-    """`wake`: there is something to send. The owner takes it out of `out`."""
+class Http2(Streams):
+    """The parser of a connection. The owner of the socket calls `feed`, and sends what is in `out`."""
 
     def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
-        self.door = door
-        self.limits = door.limits
-        self.peer = peer
-        address = peer.rpartition(":")[0]
-        self.account = door.budget.account(address)
-        self.shares = door.shares.connect(address)
-        self.wake = wake
-        self.out: list[Buffer] = [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: door.limits.streams}),
-                                  frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
-        self.out_bytes = 0
-        """Of answers, in `out`."""
-        self.accepts = True
-        """The socket takes what is sent."""
-        self.over = False
-        """Nothing more is taken or begun; the owner closes after what is in `out`."""
-        self.streams: dict[int, Stream] = {}
-        self.window = frames.DEFAULT_WINDOW
-        """What the caller takes on all streams together."""
-        self.frame_bytes = frames.DEFAULT_FRAME
-        self.stream_window = frames.DEFAULT_WINDOW
+        super().__init__(door, peer, wake)
+        self.out += [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: door.limits.streams}),
+                     frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
         self._rest = b""
-        self.greeted = self._set = False
-        self.last = 0
-        """The highest stream of the caller."""
-        self.large = False
-        """The last message was."""
+        self._set = False
         self._stream: Stream | None = None
         """Whose DATA is being read, of which so much is left, and then so much of padding; `_ends`: it is the last."""
         self._left = self._skip = 0
         self._ends = False
-        self._queued: dict[Stream, None] = {}
-        self.watched: set[Stream] = set()
         self._taken = 0
-        self.work = 0
-        """That may still be done in this turn of the loop."""
-        self._spent = 0
         self.more = False
         """Frames that have come wait for the next turn of the loop: `feed` has to be called again."""
-        self.conduct = Conduct()
-        self.closed = ClosedStreams()
-        self._blocks = HeaderBlocks(self)
         self.life = Life(self)
+        self._blocks = HeaderBlocks(self, self.life)
 
     # ------------------------------------------------------------------------------------ bytes in
 
@@ -90,18 +60,13 @@ class Http2:
             self._parse(data)
         except Broken as error:
             self.end(error.reason, str(error))
-        self._spent += allowed - self.work
+        self.spent += allowed - self.work
         backlog.spend(allowed - self.work)
 
     @property
     def cost(self) -> int:
         """Of this connection, lately, and of the frame that waits: its size stands for its fields."""
-        return self._spent + int.from_bytes(self._rest[:3], "big")
-
-    def next_turn(self) -> None:
-        """Of the slow clock."""
-        self._spent //= 2
-        self.conduct.next_turn()
+        return self.spent + int.from_bytes(self._rest[:3], "big")
 
     def space(self) -> memoryview | None:
         """Where the next bytes belong, if that is a large message; then `fill` is called and not `feed`."""
@@ -178,7 +143,7 @@ class Http2:
         """Takes what is here of a frame, and gives where it ends or `data` does."""
         self._taken += length
         if self._taken > most.CONNECTION_WINDOW // 2:
-            self._granted(0, self._taken)
+            self.grant_bytes(0, self._taken)
             self._taken = 0
         padding = 0
         body = length
@@ -212,16 +177,6 @@ class Http2:
         self._stream, self._left, self._skip = stream, body, padding
         self._ends = bool(flags & frames.END_STREAM)
         return start
-
-    def fits(self, stream: Stream, body: int, ended: bool) -> bool:
-        """What has come of a call with a content-length."""
-        stream.length += body
-        length = stream.head.length or 0
-        if stream.length <= length and (not ended or stream.length == length):
-            return True
-        stream.half = ended
-        self.reset(stream, Reason.PROTOCOL_ERROR)
-        return False
 
     def _closed_data(self, number: int, stream: Stream | None, ended: bool) -> None:
         if not number & 1 or number > self.last:
@@ -258,16 +213,6 @@ class Http2:
             self.grant(stream)
         elif stream.taken > most.STREAM_WINDOW:
             self.reset(stream, Reason.FLOW_CONTROL_ERROR)
-
-    def grant(self, stream: Stream) -> None:
-        if not stream.over and stream.taken > most.STREAM_WINDOW // 2:
-            self._granted(stream.number, stream.taken)
-            stream.taken = 0
-
-    def _granted(self, number: int, size: int) -> None:
-        self.out.append(frames.window_update(number, size))
-        self.life.sent()
-        self.wake()
 
     # ------------------------------------------------------------------------------------ other frames
 
@@ -358,7 +303,7 @@ class Http2:
             self.window += size
             if self.window > frames.LARGEST_WINDOW:
                 raise Broken(Reason.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
-            if self._queued:
+            if self.unsent:
                 self.pump()
             return
         stream = self.streams.get(number)
@@ -374,105 +319,9 @@ class Http2:
                 self.conduct.idle()
             self.pump()
 
-    # ------------------------------------------------------------------------------------ streams
-
-    def send_reset(self, number: int, reason: Reason) -> None:
-        self.out.append(frames.reset(number, reason))
-        self.wake()
-
-    def refuse(self, number: int, reason: Reason) -> None:
-        """Resets a stream for what the caller did."""
-        self.send_reset(number, reason)
-        self.conduct.reset()
-
-    def reset(self, stream: Stream, reason: Reason) -> None:
-        stream.cancel()
-        self.refuse(stream.number, reason)
-
-    # ------------------------------------------------------------------------------------ what streams call
-
-    def watch(self, stream: Stream) -> None:
-        """The caller has to go on with it."""
-        if stream not in self.watched:
-            self.watched.add(stream)
-            stream.turn = self.door.turn
-            stream.moved = 0
-
-    def push(self, stream: Stream) -> None:
-        """It has more to send than the caller takes at once."""
-        self._queued[stream] = None
-        while self.writable and stream.pump(most.QUANTUM, resume=False):
-            pass
-        if not stream.queued:
-            self._queued.pop(stream, None)
-        self.wake()
-
-    def forget(self, stream: Stream) -> None:
-        if self.streams.pop(stream.number, None) is None:
-            return
-        self.closed.add(stream.number, stream.half)
-        self.watched.discard(stream)
-        self._queued.pop(stream, None)
-        if stream.expires is not None:
-            self.door.keep(stream)
-        if not self.streams:
-            self.life.quiet_since = self.door.turn
-            self.life.idle_since = self.door.now()
-            self.wake()
-
-    # ------------------------------------------------------------------------------------ what the owner calls
-
-    def pump(self) -> None:
-        """Sends what is queued, every stream in its turn."""
-        moved = True
-        while moved and self.window > 0 and self._queued:
-            moved = False
-            for stream in list(self._queued):
-                if not self.writable:
-                    return
-                if not stream.queued:
-                    self._queued.pop(stream, None)
-                elif stream.pump(most.QUANTUM):
-                    moved = True
-                    self.wake()
-
-    def resumed(self) -> None:
-        """The socket takes more again."""
-        self.accepts = True
-        self.conduct.unsent_replies = 0
-        self.pump()
-        for stream in list(self.streams.values()):
-            if not self.writable:
-                break
-            stream.go_on()
-
-    @property
-    def writable(self) -> bool:
-        return self.accepts and self.out_bytes < most.AHEAD_BYTES
-
-    def taken(self) -> None:
-        """What was in `out` is on its way."""
-        size, self.out_bytes = self.out_bytes, 0
-        if size:
-            self.life.sent()
-        if size >= most.AHEAD_BYTES and self.accepts:
-            self.resumed()
+    # ------------------------------------------------------------------------------------ the end
 
     @property
     def done(self) -> bool:
         """All calls have ended, and no more are taken."""
         return self.over or (self.life.ending and not self.streams)
-
-    def end(self, reason: Reason, text: str) -> None:
-        if not self.over:
-            self.over = True
-            self.out.append(frames.goaway(self.last, reason, text))
-            self.lost()
-            self.wake()
-
-    def lost(self) -> None:
-        """The caller is gone."""
-        self.over = True
-        for stream in list(self.streams.values()):
-            stream.cancel()
-        self.shares.close()

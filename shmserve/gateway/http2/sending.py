@@ -6,19 +6,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import TYPE_CHECKING
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http2 import frames, heads
+from shmserve.gateway.http2 import frames, heads, limits
 from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.host import Host
 from shmserve.gateway.http2.messages import COMPRESSED_BYTES, deflating
 from shmserve.gateway.http2.seam import Awaits, Call
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import Job
 from shmserve.gateway.upstream.receive import Room
-
-if TYPE_CHECKING:
-    from shmserve.gateway.http2.protocol import Http2
 
 log = logging.getLogger("shmserve.gateway")
 
@@ -52,6 +49,32 @@ def tell(service: Callable[[], None]) -> None:
         log.exception("a service failed")
 
 
+class Channel:
+    """What one connection sends, and how much its client takes. `wake`: there is something to send; the owner of the
+    socket takes it out of `out`."""
+
+    def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
+        self.door = door
+        self.limits = door.limits
+        self.peer = peer
+        address = peer.rpartition(":")[0]
+        self.account = door.budget.account(address)
+        self.shares = door.shares.connect(address)
+        self.wake = wake
+        self.out: list[Buffer] = []
+        self.out_bytes = 0
+        """Of answers, in `out`."""
+        self.accepts = True
+        """The socket takes what is sent."""
+        self.window = frames.DEFAULT_WINDOW
+        """What the caller takes on all streams together."""
+        self.frame_bytes = frames.DEFAULT_FRAME
+
+    @property
+    def writable(self) -> bool:
+        return self.accepts and self.out_bytes < limits.AHEAD_BYTES
+
+
 class Sending:
     """The methods that raise NotImplementedError are those of Stream."""
 
@@ -60,7 +83,7 @@ class Sending:
         "moved", "number", "over", "queued", "used", "window",
     )  # fmt: skip
 
-    def __init__(self, core: Http2, number: int, head: heads.Head, window: int) -> None:
+    def __init__(self, core: Channel, number: int, head: heads.Head, window: int) -> None:
         self._core = core
         self.number = number
         self.head = head

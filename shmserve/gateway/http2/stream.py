@@ -7,22 +7,22 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import frames, heads
 from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2.conduct import ClosedStreams, Conduct
+from shmserve.gateway.http2.frames import Reason
+from shmserve.gateway.http2.host import Host
 from shmserve.gateway.http2.messages import inflating, too_large
 from shmserve.gateway.http2.seam import Call
-from shmserve.gateway.http2.sending import NO_CALL, Sending, tell
+from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, tell
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import Job, Work
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
-
-if TYPE_CHECKING:
-    from shmserve.gateway.http2.protocol import Http2
 
 log = logging.getLogger("shmserve.gateway")
 T = TypeVar("T")
@@ -32,12 +32,13 @@ LARGE = 64 * 1024
 
 
 class Stream(Sending):
+    _core: Streams
     __slots__ = (
         "_buffer", "_end_waits", "_flag", "_held", "_job", "_prefix", "_waiting", "_wanted", "expires", "length",
         "taken", "turn",
     )  # fmt: skip
 
-    def __init__(self, core: Http2, number: int, head: heads.Head, window: int, expires: float | None) -> None:
+    def __init__(self, core: Streams, number: int, head: heads.Head, window: int, expires: float | None) -> None:
         super().__init__(core, number, head, window)
         self.expires = expires
         self.length = 0
@@ -211,7 +212,7 @@ class Stream(Sending):
 
     def _deliver(self, flag: int, data: Buffer) -> None:
         self.used = self._core.door.turn
-        self._core.life.idle_since = self._core.door.now()
+        self._core.idle_since = self._core.door.now()
         self._core.work -= 1
         if not flag:
             self._pass_on(data)
@@ -353,3 +354,154 @@ class Stream(Sending):
         self._buffer = self._waiting = None
         self._let_go(self._held)
         self._core.forget(self)
+
+
+class Streams(Channel):
+    """The calls of one connection, and what it has done and may still do."""
+
+    def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
+        super().__init__(door, peer, wake)
+        self.over = False
+        """Nothing more is taken or begun; the owner closes after what is in `out`."""
+        self.streams: dict[int, Stream] = {}
+        self.stream_window = frames.DEFAULT_WINDOW
+        self.greeted = False
+        self.last = 0
+        """The highest stream of the caller."""
+        self.large = False
+        """The last message was."""
+        self.unsent: dict[Stream, None] = {}
+        """Streams that have more to send than the caller takes at once."""
+        self.watched: set[Stream] = set()
+        self.work = 0
+        """That may still be done in this turn of the loop."""
+        self.spent = 0
+        self.conduct = Conduct()
+        self.closed = ClosedStreams()
+        self.quiet_since = door.turn
+        """There are no calls since this turn of the slow clock."""
+        self.idle_since = door.now()
+        """And since this time."""
+        self.sent_since_ping = False
+        """Part of an answer was sent, so the caller may ask again whether we are there."""
+
+    def next_turn(self) -> None:
+        """Of the slow clock."""
+        self.spent //= 2
+        self.conduct.next_turn()
+
+    # ------------------------------------------------------------------------------------ streams
+
+    def send_reset(self, number: int, reason: Reason) -> None:
+        self.out.append(frames.reset(number, reason))
+        self.wake()
+
+    def refuse(self, number: int, reason: Reason) -> None:
+        """Resets a stream for what the caller did."""
+        self.send_reset(number, reason)
+        self.conduct.reset()
+
+    def reset(self, stream: Stream, reason: Reason) -> None:
+        stream.cancel()
+        self.refuse(stream.number, reason)
+
+    def fits(self, stream: Stream, body: int, ended: bool) -> bool:
+        """What has come of a call with a content-length."""
+        stream.length += body
+        length = stream.head.length or 0
+        if stream.length <= length and (not ended or stream.length == length):
+            return True
+        stream.half = ended
+        self.reset(stream, Reason.PROTOCOL_ERROR)
+        return False
+
+    # ------------------------------------------------------------------------------------ what streams call
+
+    def watch(self, stream: Stream) -> None:
+        """The caller has to go on with it."""
+        if stream not in self.watched:
+            self.watched.add(stream)
+            stream.turn = self.door.turn
+            stream.moved = 0
+
+    def grant(self, stream: Stream) -> None:
+        if not stream.over and stream.taken > most.STREAM_WINDOW // 2:
+            self.grant_bytes(stream.number, stream.taken)
+            stream.taken = 0
+
+    def grant_bytes(self, number: int, size: int) -> None:
+        self.out.append(frames.window_update(number, size))
+        self.sent_since_ping = True
+        self.wake()
+
+    def push(self, stream: Stream) -> None:
+        """It has more to send than the caller takes at once."""
+        self.unsent[stream] = None
+        while self.writable and stream.pump(most.QUANTUM, resume=False):
+            pass
+        if not stream.queued:
+            self.unsent.pop(stream, None)
+        self.wake()
+
+    def forget(self, stream: Stream) -> None:
+        if self.streams.pop(stream.number, None) is None:
+            return
+        self.closed.add(stream.number, stream.half)
+        self.watched.discard(stream)
+        self.unsent.pop(stream, None)
+        if stream.expires is not None:
+            self.door.keep(stream)
+        if not self.streams:
+            self.quiet_since = self.door.turn
+            self.idle_since = self.door.now()
+            self.wake()
+
+    # ------------------------------------------------------------------------------------ what the owner calls
+
+    def pump(self) -> None:
+        """Sends what is queued, every stream in its turn."""
+        moved = True
+        while moved and self.window > 0 and self.unsent:
+            moved = False
+            for stream in list(self.unsent):
+                if not self.writable:
+                    return
+                if not stream.queued:
+                    self.unsent.pop(stream, None)
+                elif stream.pump(most.QUANTUM):
+                    moved = True
+                    self.wake()
+
+    def resumed(self) -> None:
+        """The socket takes more again."""
+        self.accepts = True
+        self.conduct.unsent_replies = 0
+        self.pump()
+        for stream in list(self.streams.values()):
+            if not self.writable:
+                break
+            stream.go_on()
+
+    def taken(self) -> None:
+        """What was in `out` is on its way."""
+        size, self.out_bytes = self.out_bytes, 0
+        if size:
+            self.sent_since_ping = True
+        if size >= most.AHEAD_BYTES and self.accepts:
+            self.resumed()
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def end(self, reason: Reason, text: str) -> None:
+        if not self.over:
+            self.over = True
+            self.out.append(frames.goaway(self.last, reason, text))
+            self.lost()
+            self.wake()
+
+    def lost(self) -> None:
+        """The caller is gone."""
+        self.over = True
+        for stream in list(self.streams.values()):
+            stream.cancel()
+        self.shares.close()
