@@ -1,0 +1,1 @@
+"""Model repositories: configurations, the rules that they must keep, and the files of models."""

@@ -1,0 +1,1 @@
+"""config.pbtxt read into frozen values, with the place of each mistake."""

@@ -1,0 +1,1 @@
+"""The rules that a configuration must keep, beyond being well written."""

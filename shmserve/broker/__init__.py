@@ -1,0 +1,1 @@
+"""The broker's process: it connects the core to clients, workers, repositories and the clock."""

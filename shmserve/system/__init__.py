@@ -1,0 +1,1 @@
+"""This process and its machine: allocator, kernel settings, procfs, service manager."""

@@ -1,0 +1,1 @@
+"""`shmserve run`: one model in the foreground, without a server."""

@@ -1,0 +1,1 @@
+"""The worker's process: device, interpreter, log and exit codes."""

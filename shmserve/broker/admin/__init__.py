@@ -1,0 +1,1 @@
+"""Questions about the server and its models, and their answers."""

@@ -1,0 +1,1 @@
+"""The settings of `shmserve serve`: flags, environment and configuration file."""

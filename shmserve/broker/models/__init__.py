@@ -1,0 +1,1 @@
+"""The models of the repositories: what is deployed, operations on them, and changes on disk."""

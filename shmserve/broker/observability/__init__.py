@@ -1,0 +1,1 @@
+"""Metrics, traces, logs and the state reported to the service manager."""

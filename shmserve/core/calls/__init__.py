@@ -1,0 +1,1 @@
+"""Requests that models make to other models, and deadlocks between their instances."""

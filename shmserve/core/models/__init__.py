@@ -1,0 +1,1 @@
+"""Model versions and their worker processes: deployed, loaded, restarted, retired."""

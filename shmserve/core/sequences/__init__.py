@@ -1,0 +1,1 @@
+"""Requests that belong together and need the same instance in order."""

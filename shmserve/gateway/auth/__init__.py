@@ -1,9 +1,9 @@
-"""What stands before the doors.
+"""Who may do what at each endpoint.
 
-access    who may do what
-tokens    bearer tokens, and their file
-restrict  groups of what can be wanted, behind a header
-headers   headers that go on to models
-tls       certificates
-doors     all of this, as the flags say, for each door
+access             roles of a caller
+tokens             bearer tokens, and their file
+restricted_apis    groups of actions behind a header
+header_forwarding  headers that are passed on to models
+tls                certificates
+gate               all of this, as the options say, for each endpoint
 """

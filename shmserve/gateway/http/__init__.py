@@ -1,11 +1,12 @@
-"""The HTTP door.
+"""HTTP/1.1.
 
-routes      methods and paths -> what is wanted
-openapi     the table of paths as a document for programs
-heads       the first lines of a request -> a Head
-bodies      chunked and compressed bodies
-limits      what a caller may send, and how long it may take
+start       how the door is put together
+requests    complete requests: what the broker is asked, and the answer
 connection  one connection
-requests    what a complete request makes happen
-door        all connections of one listening socket
+listener    what the connections of one listening socket share
+bodies      chunked and compressed bodies
+heads       the first lines of a request -> a Head
+routes      methods and paths -> actions
+openapi     the table of paths as an OpenAPI document
+limits      what a client may send, and how long it may take
 """

@@ -1,0 +1,1 @@
+"""Listening sockets of HTTP and gRPC, TLS handshakes, and the connections of each."""

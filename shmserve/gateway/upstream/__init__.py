@@ -1,0 +1,1 @@
+"""The gateway as a client of the broker: the link, shared memory, and requests on behalf of callers."""

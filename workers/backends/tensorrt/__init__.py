@@ -1,0 +1,1 @@
+"""Models run by TensorRT, and how their plans are built."""
