@@ -63,7 +63,7 @@ import signal
 
 import triton_python_backend_utils as pb_utils
 
-from shmserve.shm import posix
+from shmserve.shm.extents import posix
 
 
 class TritonPythonModel:

@@ -175,7 +175,7 @@ def test_one_that_hangs_keeps_nobody_from_the_end(tmp_path: Path) -> None:
 
 def test_it_imports_what_every_worker_needs_and_little_else() -> None:
     """No engine, nothing that reads configurations from text, and nothing that has threads or random numbers."""
-    text = "import os, sys\nfrom shmserve.workers import prepared\nprepared._import()\nprint(*sys.modules)\n"
+    text = "import os, sys\nfrom shmserve.workers import zygote\nzygote._import()\nprint(*sys.modules)\n"
     modules = set(
         subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
     )

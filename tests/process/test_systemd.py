@@ -347,7 +347,7 @@ def holds_them_to_their_memory(machine: Machine, main: str, pids: list[str]) -> 
     place = f"{shown(machine, 'ControlGroup')}/"
     controllers = machine.run("cat", f"/sys/fs/cgroup{place}cgroup.controllers").split()
     assert all(group.startswith(place.rstrip("/")) for group in groups.values())
-    look = f"from shmserve.broker import cgroups; cgroups._check(cgroups.Path('/sys/fs/cgroup{place}'))"
+    look = f"from shmserve.broker.processes import cgroups; cgroups._check(cgroups.Path('/sys/fs/cgroup{place}'))"
     user = ("setpriv", "--reuid=shmserve", "--regid=shmserve", "--clear-groups")
     said = machine.run(*user, "/opt/shmserve/bin/python", "-c", look, code=None)
     assert ("does not have the memory controller" in said) is ("memory" not in controllers)
