@@ -169,7 +169,7 @@ def test_a_class_of_another_module_is_not_taken() -> None:
 
 @pytest.mark.parametrize(("name", "library", "extra"), [("pytorch", "torch", "torch"), ("openvino",) * 3])
 def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pytorch", "torch_programs", "openvino"):
+    for module in ("pytorch.backend", "pytorch.programs", "pytorch.device", "openvino"):
         monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*pip install 'shmserve\[{extra}\]'"):
