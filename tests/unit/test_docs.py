@@ -15,7 +15,7 @@ from shmserve.broker.config import settings
 from shmserve.clients.cli import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 SHELL = ("sh", "bash", "console")
@@ -87,3 +87,10 @@ def test_make_targets_in_the_pages_exist() -> None:
     used = {name for page in PAGES for name in re.findall(r"(?:^|`)make ([a-z-]+)\b", page.read_text(), re.MULTILINE)}
     assert used
     assert used <= known
+
+
+def test_files_that_contributing_names_exist() -> None:
+    rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([a-z_.]+(?:/[a-z_.]*)+)`", row)]
+    assert len(named) > 20
+    assert not [name for name in named if not (ROOT / name).exists()]
