@@ -1,1 +1,7 @@
-"""The worker process: one model instance, its batches, its outputs. It knows messages, never the broker or the core."""
+"""The worker process: runs one instance of one model.
+
+`main` starts the process and opens the link to the broker, `loading` loads the model with its backend, and `loop`
+processes orders until Stop. Each Execute order is a batch: `runner` has `batch.gather` read the inputs from shared
+memory, calls the backend, and has `batch.scatter` place the outputs in `output_arenas`. Messages leave through `outbox`
+and `link`. A worker exchanges messages with the broker and never imports the broker or the core.
+"""

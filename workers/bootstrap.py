@@ -1,9 +1,9 @@
-"""The script that a model's own interpreter starts with.
+"""The script that starts a worker in a model's own interpreter.
 
-`python -I bootstrap.py COUNT ours... MODULE:FUNCTION ARGUMENTS` finds our packages, checks that this interpreter can
-run them, and calls the function with the arguments. It uses only the standard library, and no syntax that an old
-interpreter cannot parse. Errors reach the broker as a LoadFailed packet encoded by hand, because the package that
-encodes messages may be the one that is missing.
+`python -I bootstrap.py COUNT ours... MODULE:FUNCTION ARGUMENTS` locates the server's packages, checks that this
+interpreter can run them, and calls the function with the arguments. It uses only the standard library, and no syntax
+that an old interpreter cannot parse. Errors reach the broker as a LoadFailed packet encoded by hand, because the
+package that encodes messages may be missing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LEAST = (3, 10)
 LOAD_FAILED = 66
 TAG = 97
 LINK = "--link"
-"""Only a worker has this argument: the descriptor of its link to the broker."""
+"""The option with the descriptor of the link to the broker. Only a worker has it."""
 
 
 class Finder:
-    """Finds these packages, and nothing else, each in its directory."""
+    """Finds the given top-level packages, and nothing else, each in its directory."""
 
     def __init__(self, places: dict[str, str]) -> None:
         self._places = places
@@ -42,7 +42,7 @@ def main(words: list[str]) -> NoReturn:
     if sys.version_info[:2] < LEAST:
         fail(arguments, f"it has Python {version}, and 3.10 or later is needed")
     sys.meta_path.insert(0, Finder({"shmserve": sources}))
-    if EXTENSION_SUFFIXES[0] == suffix:  # what is compiled for the server's interpreter fits to this one
+    if EXTENSION_SUFFIXES[0] == suffix:  # packages compiled for the server's interpreter are compatible with this one
         sys.meta_path.append(Finder({name: place for name, _, place in needed}))
     wrong = list(filter(None, (lack(name, least) for name, least, _ in needed)))
     if wrong:
@@ -53,20 +53,21 @@ def main(words: list[str]) -> NoReturn:
 
 
 def lack(name: str, least: str) -> str:
-    """What is to be installed; "" if it is there. Nothing is imported: cores and threads are chosen before that."""
+    """Returns the requirement that is not met, or "". Imports nothing: CPUs and threads are chosen before
+    any import."""
     from importlib.metadata import PackageNotFoundError, version
 
     if find_spec(name) is None:
         return f"{name}>={least}"
     try:
         found = version(name)
-    except PackageNotFoundError:  # the server's, or one that was put there by hand
+    except PackageNotFoundError:  # the server's own package, or one copied in by hand
         return ""
     return "" if numbers(found) >= numbers(least) else f"{name}>={least} (it has {found})"
 
 
 def numbers(text: str) -> list[int]:
-    """As far as they go: "2.1rc1" is 2."""
+    """Parses the leading numeric parts of a version: "2.1rc1" is [2]."""
     found = []
     for part in text.split("."):
         if not part.isdigit():
@@ -76,20 +77,20 @@ def numbers(text: str) -> list[int]:
 
 
 def fail(arguments: list[str], text: str) -> NoReturn:
-    """Tells the broker, and the operators, and ends."""
+    """Reports the error to the broker and to stderr, and exits."""
     text = f"EXECUTION_ENV_PATH: {text}"
     if LINK not in arguments:
         sys.stderr.write(f"shmserve run: {text}\n")
         sys.exit(1)
     sys.stderr.write(f"error: {text}\n")
     with socket.socket(fileno=int(arguments[arguments.index(LINK) + 1])) as link:
-        link.recv(1)  # the order: a link that is closed over something unread loses what was said on it
+        link.recv(1)  # the Load order: closing a socket with unread data discards what was sent on it
         link.send(b"\x91\x93" + bytes([TAG]) + packed("UNAVAILABLE") + packed(text))
     sys.exit(LOAD_FAILED)
 
 
 def packed(text: str) -> bytes:
-    """As MessagePack has a text."""
+    """Encodes a str 16 of MessagePack."""
     data = text.encode()[:4000]
     return b"\xda" + len(data).to_bytes(2, "big") + data
 

@@ -1,9 +1,8 @@
-"""Runs models that get more than callers give, or make more than callers get: controls and states of sequences, inputs
-computed from ragged batches, and outputs that are cut back.
+"""Runs models with sequences or ragged batches: adds sequence controls and states and inputs computed from the batch,
+and cuts outputs back to the shapes of an input.
 
-The rule: what is special about such a model happens around the batch, as groups of requests on the way in and as
-arrays on the way out; backends see inputs and outputs like any other. States go on only when their requests were
-answered.
+Extensions work around the batch, on groups of requests before execution and on arrays after it; backends see ordinary
+inputs and outputs. Invariant: a new state is kept only if its request was answered.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Extension:
-    """What is special about a model, made once from its configuration."""
+    """The extensions of a model, built once from its configuration."""
 
     def __init__(self, config: ModelConfig, folder: Path, backend: Backend, controls: bool = True) -> None:
-        """`controls` false: whoever makes requests gives them as inputs."""
+        """`controls` false: requests contain the controls as inputs, as warm-up samples do."""
         self.sequences = config.sequence_batching is not None
         self.members = Members(config)
         self.controls = Controls(config, backend.text) if controls else None
@@ -69,7 +68,7 @@ class Extension:
         return member
 
     def extras(self, members: Sequence[Member]) -> list[Array]:
-        """The inputs that come from sequences, one row for each member."""
+        """Returns the inputs that come from sequences, with one row for each member."""
         controls = self.controls.arrays(members) if self.controls is not None else []
         return controls + self.states.arrays(members)
 
@@ -79,7 +78,7 @@ class Extension:
 
 
 class ExtendedResults(Results):
-    """Outputs of which some are states, and some cut back by the shapes of an input."""
+    """Results in which some outputs are states, and some are cut back by the shapes of an input."""
 
     __slots__ = ("_extension", "_late", "states")
 
@@ -177,7 +176,7 @@ class ExtendedRunner(Runner):
     ) -> None:
         super().__init__(instance, model_dir, backend, gather, scatter, trace)
         self._extension = extension
-        self._members: dict[int, Member] = {}  # of the batch that runs, by request
+        self._members: dict[int, Member] = {}  # by request, of the running batch
         self._read = self._read_extended
         self._answered = self._answer
         self._running = False
@@ -193,7 +192,7 @@ class ExtendedRunner(Runner):
         return ran
 
     def forget(self, sequences: Sequence[Key]) -> None:
-        """A model that waits for a reader of its answers may hear of this while it runs."""
+        """May be called during `run`: a model that waits for the reader of its responses processes orders meanwhile."""
         self._extension.forget(sequences)
         if self._running:
             self._over += sequences
@@ -215,7 +214,8 @@ class ExtendedRunner(Runner):
         return rows, (taken, first or ready, computed, clock()), ()
 
     def _turns(self, works: Sequence[Work], found: dict[int, Row]) -> list[list[Work]]:
-        """What can run together; `found` gets a row for each request that does not say what it must."""
+        """Returns the works that can run together, in order; adds a row to `found` for each request with invalid
+        options."""
         if not self._extension.sequences:
             return [list(works)]
         self._members = members = {}
@@ -229,7 +229,7 @@ class ExtendedRunner(Runner):
         return in_turns(good, [members[work.request].key for work in good]) if good else []
 
     def _alike(self, works: list[Work]) -> Iterator[list[Work]]:
-        """The same, by the shapes of states: what is before has run when the next is asked for."""
+        """Splits works by the shapes of their states. Each part has run when the next is requested."""
         if not self._extension.states.varies or len(works) == 1:
             yield works
             return
@@ -239,7 +239,7 @@ class ExtendedRunner(Runner):
         yield from parts.values()
 
     def _groups(self, works: list[Work], found: dict[int, Row]) -> list[Group]:
-        """The groups that stack; where sequences have slots, each row stands at its own."""
+        """Returns the groups that stack. With slots, each row is at the index of its sequence's slot."""
         slotted = works[0].slot >= 0
         if slotted:
             works = sorted(works, key=_slot)
@@ -331,7 +331,7 @@ class ExtendedRunner(Runner):
         return row
 
     def _unanswered(self, work: Work, answer: Answer | None) -> None:
-        """The answers come another way, or the request is to be run again."""
+        """The request is answered by other messages, or runs again."""
         if not self._extension.sequences:
             return
         member = self._members[work.request]
@@ -349,7 +349,7 @@ class ExtendedRunner(Runner):
         self._extension.states.update(member, states, False)
 
     def _without_states(self, work: Work, answer: Answer) -> tuple[dict[int, Array], Answer]:
-        """The states that an answer holds, and what is left for the caller."""
+        """Splits an answer into states and what remains for the caller."""
         extension = self._extension
         names = extension.state_names
         if answer.error is not None or not any(name in names for name, _ in answer.outputs):
@@ -370,7 +370,7 @@ def _slot(work: Work) -> int:
 
 
 def extension_of(config: ModelConfig, folder: Path, backend: Backend, controls: bool = True) -> Extension | None:
-    """None where nothing is special."""
+    """Returns None if the model needs no extension."""
     if config.sequence_batching is None and not (config.batch_input or config.batch_output):
         return None
     return Extension(config, folder, backend, controls)

@@ -1,6 +1,6 @@
-"""Orders on their way in: packets read, descriptors given to whom they belong, segments mapped, answers handed on.
+"""Handles incoming orders: reads packets, assigns descriptors to messages, maps segments and calls the handlers.
 
-The rule: every descriptor that comes is closed exactly once, whatever else is in its packet.
+Invariant: each received descriptor is closed exactly once, whatever else its packet contains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Orders:
-    """`handlers` says what is done with each kind; what has none goes to `_rare`."""
+    """Dispatches orders to `handlers` by type; an order without a handler goes to `_rare`."""
 
     def __init__(self, owner: int, link: Link, outbox: Outbox, mapped: Mapped, arenas: Arenas) -> None:
         self._owner = owner
@@ -40,7 +40,7 @@ class Orders:
             self._handle(*packet)
 
     def _read(self) -> None:
-        """For those that wait while the model runs."""
+        """Used as the reader of the link while the model runs."""
         self._drain()
         self._outbox.flush()
 
@@ -74,7 +74,7 @@ class Orders:
             raise ProtocolError(f"{len(descriptors)} descriptor(s) came that belong to no message")
 
     def _rare(self, order: Any, descriptor: int | None) -> None:
-        """Map, and what should not come."""
+        """Handles Map, and orders that must not arrive here."""
         if isinstance(order, Map):
             self._map(order, descriptor)
             return
@@ -88,7 +88,7 @@ class Orders:
         raise ProtocolError(f"{type(order).__name__} came to a worker whose model is loaded")
 
     def _map(self, order: Map, descriptor: int | None) -> None:
-        """A segment that cannot be mapped is told to the operator; requests that name it will fail by themselves."""
+        """Logs a segment that cannot be mapped; the requests that use it fail on their own."""
         if order.segment >> OWNER_SHIFT == self._owner and self._arenas.owns(order.segment):
             if descriptor is not None:
                 os.close(descriptor)
@@ -108,7 +108,8 @@ class Orders:
 
 
 class Early(Orders):
-    """While a model is being loaded, which may ask already. What is not an answer waits, in `later`."""
+    """Handles orders while the model is loading, when it may already make calls. All but replies are kept
+    in `later`."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The worker's end of its link to the broker: a SEQPACKET socket that carries packets and descriptors.
 
-The rule: descriptors that come with a packet belong to whoever takes the packet, and nobody else ever closes them.
+Invariant: the caller that receives a packet owns its descriptors, and only it closes them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Link:
         self._decode = codec.Codec(WorkerOrder).decode
 
     def fileno(self) -> int:
-        """For who waits for more than this link."""
+        """For callers that poll several descriptors."""
         return self._sock.fileno()
 
     def receive(self) -> tuple[list[Any], list[int]]:
-        """Waits for a packet: its messages and its descriptors. ConnectionLost at the end of the link."""
+        """Waits for a packet and returns its messages and descriptors. Raises ConnectionLost at the end of the link."""
         return self._take(_WAIT)
 
     def drain(self) -> tuple[list[Any], list[int]] | None:
-        """A packet that is already here, or None."""
+        """Returns a packet that has already arrived, or None."""
         try:
             return self._take(_NO_WAIT)
         except BlockingIOError:
@@ -63,7 +63,7 @@ class Link:
                 raise ProtocolError(f"a packet was cut off; the limit is {PACKET_BYTES} bytes")
             if size == 0:
                 raise ConnectionLost("the broker closed the link")
-            return self._decode(self._view[:size]), descriptors  # type: ignore[arg-type]  # any buffer will do
+            return self._decode(self._view[:size]), descriptors  # type: ignore[arg-type]  # it accepts any buffer
         except BaseException:
             for fd in descriptors:
                 os.close(fd)
@@ -76,7 +76,7 @@ class Link:
             self.send_packet(packet, descriptors)
             return
         if len(messages) == 1:
-            codec.pack(messages)  # raises: one message that is too large
+            codec.pack(messages)  # raises: this message alone is too large
         half = len(messages) // 2
         split = sum(carries_descriptor(message) for message in messages[:half])
         self.send(messages[:half], descriptors[:split])
@@ -97,6 +97,6 @@ class Link:
 
 
 def carries_descriptor(message: Any) -> bool:
-    """Whether a message has a descriptor of its packet: a nameless Map, the two that bring a configuration, and the one
-    that brings a page of numbers."""
+    """Whether a message comes with a descriptor: a Map without a name, Load and Loaded (the configuration), and Counted
+    (a page of counters)."""
     return isinstance(message, (Load, Loaded, Counted)) or (isinstance(message, Map) and message.name is None)

@@ -1,4 +1,4 @@
-"""Load: from the broker's order to a model that is ready to run, and the completed configuration to report."""
+"""Handles Load: turns the order into a model that is ready to run, and the completed configuration to report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shmserve.workers.process.log import public, say_trace
 from shmserve.workers.runner import Runner, Trace
 
 PINS = "pins"
-"""The setting of a load order that names the file with the looks of files that are not copies."""
+"""The setting in Load that names the file with the size, mtime and inode of files that were not copied."""
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 
 
 THREADS = "SHMSERVE_THREADS"
-"""The environment variable that says how many threads an engine may use."""
+"""The environment variable with the number of threads that an engine may use."""
 
 
 class Model(Struct):
-    """A model that is loaded. `close` finalizes it; what it raises is the model's own."""
+    """A loaded model. Closing its backend finalizes it and may raise the model's own exceptions."""
 
     config: ModelConfig
     backend: Backend
     arenas: Arenas
     runner: Runner
     orders: list[Any] = []
-    """What came while it was being loaded, and waits."""
+    """Orders that arrived during loading and are still to be handled."""
 
 
 def load(
@@ -61,8 +61,8 @@ def load(
     trace: Trace = say_trace,
     link: Link | None = None,
 ) -> Model:
-    """Raises whatever is wrong with the model, after it has been closed again. `trace` is told of batches that fail.
-    `link`: the model may ask the server things, also while it is being loaded."""
+    """Loads a model. If that fails, closes the backend and the arenas and raises the error. `trace` is called for
+    failed batches. With `link`, the model can make calls to the server, also while it is loading."""
     config = decode_config(config_bytes)
     device = device_of(config, order.instance)
     mapped.on_gpu = device.kind == "GPU"
@@ -113,7 +113,7 @@ def _listen(link: Link, early: Early, streams: Streams) -> None:
 
 
 def _pins(order: Load) -> dict[str, Look]:
-    """How the files looked that are not copies."""
+    """Returns size, mtime and inode of the files that were not copied."""
     path = order.settings.get(PINS)
     return json.loads(Path(path).read_bytes()) if path else {}
 
@@ -125,13 +125,13 @@ def _still_the_same(folder: Path, pins: dict[str, Look]) -> None:
 
 
 def _threads() -> int:
-    """How many threads an engine may use, as the start of this process was told; 0: as it likes."""
+    """Returns the number of threads that an engine may use; 0: the engine decides."""
     text = os.environ.get(THREADS, "")
     return int(text) if text.isdecimal() else 0
 
 
 def why(error: Exception, model_dir: str) -> Failure:
-    """The reason why a model is not served, for whoever asks."""
+    """Converts an error to the reason, for callers, why the model is not served."""
     if isinstance(error, ServeError):
         return Failure(error.code, public(str(error), model_dir))
     return Failure("MODEL_FAILED", public(f"{type(error).__name__}: {error}", model_dir))

@@ -1,7 +1,7 @@
-"""The life of a worker after its start: orders in, reports out, one batch at a time.
+"""The main loop of a worker after loading: receives orders, runs one batch at a time and sends reports.
 
-The rule: every request is answered exactly once, whatever the model does; and whatever has been said is sent before
-a model runs, as nobody knows how long it will.
+Invariants: each request is answered exactly once, whatever the model does. The outbox is flushed before a model runs,
+because its run time is not bounded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 class Loop(Orders):
-    """Runs until Stop. ConnectionLost ends it when the broker has gone, ProtocolError when the broker is confused."""
+    """Runs until Stop. Ends with ConnectionLost if the broker is gone, and with ProtocolError if it violates the
+    protocol."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Loop(Orders):
             self._handlers |= calls.handlers
 
     def run(self, orders: list[Any], descriptors: list[int]) -> None:
-        """`orders` came with the first one, and are next."""
+        """`orders` are the orders that arrived with Load or during loading; they are handled first."""
         self._handle(orders, descriptors)
         self._drain()
         while True:
@@ -97,7 +98,7 @@ class Loop(Orders):
                 batch = self._run(batch)
 
     def _wait(self) -> None:
-        """Returns when orders have come. Of models that may send or ask meanwhile, not before these can."""
+        """Waits for orders. If threads of the model may send or make calls meanwhile, waits without the turn."""
         self._outbox.flush()
         if self._streams is not None and self._streams.shared:
             self._streams.wait()
@@ -107,10 +108,10 @@ class Loop(Orders):
             self._drain()
 
     def _run(self, batch: Batch) -> Batch | None:
-        """Runs a batch, reports it, and returns the one that was announced to follow."""
+        """Runs a batch, reports it, and returns the next batch, which the report announces."""
         self._outbox.flush()
         rows, times, again = self._runner.run(batch.works)
-        # What came meanwhile may belong to the next batch, or take requests out of it.
+        # Orders that arrived meanwhile may extend the next batch or withdraw requests from it.
         self._drain()
         if self._streams is not None:
             self._streams.read()
@@ -162,7 +163,7 @@ class Loop(Orders):
     # ------------------------------------------------------------------------------------ answers of the model's own
 
     def _tell(self, row: Row) -> None:
-        """At once: nobody knows when the model will have the next one."""
+        """Sends a response at once: the time until the model's next one is not bounded."""
         self._outbox.add(Streamed((row,)))
         if self._calls is not None:
             self._calls.sent((row,))

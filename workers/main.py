@@ -1,7 +1,7 @@
-"""The worker's process: `python -m shmserve.workers.main --link FD [--cpus 0,1] [--threads 2] [--name x] ...`.
+"""The worker process: `python -m shmserve.workers.main --link FD [--cpus 0,1] [--threads 2] [--name x] ...`.
 
-The rule: the process belongs to the broker. It ends when the broker says so or has gone, and for no other reason than
-a fault, and its exit code says which.
+Invariant: the process ends only on Stop, when the link to the broker is lost, or on a fault, and its exit code says
+which.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from shmserve.workers.outbox import Outbox
 
 _GC_THRESHOLDS = (50_000, 20, 50)
-"""What the loop makes is freed by counting; the collector is for the cycles of models, so it may be lazy."""
+"""The loop's own objects are freed by reference counting. The collector is needed only for the models' cycles, so it
+can run rarely."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def main(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> Exit:
-    """`threads` tells what has been imported already how many threads it may have."""
+    """`threads` applies the thread limit to libraries that are already imported."""
     words = sys.argv[1:] if argv is None else argv
     found = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
     found.add_argument("--link", type=int, required=True, help="descriptor of the link to the broker")
@@ -51,14 +52,14 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
     prepare(arguments.name)
     keep_freed_memory()
     if os.getppid() != parent:
-        return Exit.LINK_LOST  # the broker died before its death could be ours
+        return Exit.LINK_LOST  # the broker died before PDEATHSIG was set
     try:
         if arguments.group:
             _join(arguments.group)
         if arguments.variable:
             name, _, value = arguments.variable.partition("=")
             os.environ[name] = value
-        # Before anything heavy is imported: libraries size their thread pools by it.
+        # Before heavy imports: libraries size their thread pools by the affinity.
         if arguments.cpus:
             os.sched_setaffinity(0, {int(cpu) for cpu in arguments.cpus.split(",")})
         if arguments.threads > 0:
@@ -88,10 +89,10 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
 
 
 def run(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> NoReturn:
-    """As the whole of a process."""
+    """Runs `main` as the whole process."""
     code = main(argv, threads)
-    # Not by way of the interpreter's end: threads that a model left running, and libraries that dislike being torn
-    # down, must not keep or spoil the exit code.
+    # Skip interpreter shutdown: threads that a model left running, and libraries that fail in their teardown, must
+    # neither delay the exit nor change its code.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -107,7 +108,7 @@ def _join(processes: str) -> None:
 
 
 def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
-    """Another interpreter takes our place; here it goes on only where that cannot be."""
+    """Replaces the interpreter of this process. Returns only if that fails."""
     from shmserve.workers.process.environment import enter
 
     at = words.index("--environment")
@@ -123,20 +124,21 @@ def _enter(link: Link, arguments: argparse.Namespace, words: list[str]) -> Exit:
 
 
 def prepare(name: str) -> None:
-    """Makes the process the broker's: dies with it, leaves signals to it, prints to stderr only."""
+    """Ties the process to the broker: it dies with the broker, ignores SIGINT and SIGTERM, and prints to
+    stderr only."""
     faulthandler.enable()
     prctl(PDEATHSIG, signal.SIGKILL)
     prctl(NO_NEW_PRIVS, 1)
     if name:
         prctl(NAME, name.encode()[:15])
-    # Handlers that do nothing, and not SIG_IGN, which the processes that a model starts would inherit.
+    # Empty handlers, not SIG_IGN, which processes started by a model would inherit.
     signal.signal(signal.SIGINT, _leave_it_to_the_broker)
     signal.signal(signal.SIGTERM, _leave_it_to_the_broker)
     os.dup2(2, 1)
 
 
 def _limit_threads(threads: int) -> None:
-    """Tells the engines, in the variables that they read. What the operator has set counts more."""
+    """Sets the variables that engines read. The operator's OMP_NUM_THREADS takes precedence."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if first.isdecimal() and int(first) > 0:
         threads = int(first)
@@ -147,11 +149,12 @@ def _limit_threads(threads: int) -> None:
 
 
 def _leave_it_to_the_broker(number: int, frame: Any) -> None:
-    """A terminal's Ctrl-C and a service manager's stop reach the whole group; the broker stops its workers in order."""
+    """Ctrl-C in a terminal and a service manager's stop signal the whole group; the broker stops its
+    workers in order."""
 
 
 def _first_order(link: Link) -> tuple[list[Any], list[int]]:
-    """The Load and what came with it, and the descriptors, of which the first is the configuration's."""
+    """Returns Load with the orders in its packet, and the descriptors; the first one holds the configuration."""
     orders, descriptors = link.receive()
     order = orders[0] if orders else None
     if not isinstance(order, Load) or not descriptors:
@@ -166,7 +169,7 @@ def _failed(order: Load, error: Exception, outbox: Outbox) -> Exit:
 
     failure = why(error, order.model_dir)
     lines = trace_of(error)
-    # The directory is a copy that the server keeps: name the file as it is in the repository.
+    # The directory is a snapshot that the server keeps: show the path in the repository instead.
     trace = "\n".join(lines).replace(order.model_dir, order.model)[-TRACE_LIMIT:] if len(lines) > 1 else ""
     outbox.add(LoadFailed(failure.code, failure.text, trace))
     outbox.flush()
@@ -226,7 +229,7 @@ def _report(model: Model, outbox: Outbox) -> None:
 
 
 def _finalize(model: Model, stopped: bool) -> bool:
-    """`stopped`: as the broker wanted it, which goes on and sees to what is left of our memory."""
+    """`stopped`: the worker got Stop, so the broker lives on and frees the memory that callers still hold."""
     try:
         model.backend.close()
     except Exception as error:

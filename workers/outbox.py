@@ -1,6 +1,6 @@
-"""What a worker says to the broker, kept until it is sent: one packet for as much as fits.
+"""The queue of a worker's messages to the broker; a flush sends as many as fit in one packet.
 
-The rule: messages leave in the order in which they were said, and a descriptor leaves with its message.
+Invariant: messages are sent in the order of `add`, and a descriptor is sent with its message.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
 _ROW_BYTES = 48
 _TENSOR_BYTES = 64
 _RETURNED = 4096
-"""The most handles of one Return."""
+"""The most handles in one Return."""
 
 
 class Outbox:
-    """Messages that wait for `flush`. Descriptors stay their owners': a copy is kept until it is sent, as a segment may
-    be given up before that."""
+    """Messages that wait for `flush`. The caller keeps its descriptor: the outbox sends a duplicate, as the segment may
+    be closed before the flush."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._messages: list[Any] = []
         self._descriptors: list[int] = []
         self.later: deque[Handle | Cancel] = deque()
-        """What collectors, in any thread, want to be said with the next `flush`: handles that are given back, calls
-        that nobody waits for."""
+        """Handles to return and calls to cancel, added by finalizers in any thread and sent with the next `flush`."""
 
     def add(self, message: Any, descriptor: int | None = None) -> None:
         self._messages.append(message)
@@ -71,7 +70,7 @@ class Outbox:
 
 
 class Unheard(Outbox):
-    """Of a model that runs without a broker: nobody is told, and so there is no link."""
+    """Discards all messages. Used without a broker, for example by warm-up."""
 
     def __init__(self) -> None:
         pass
@@ -84,7 +83,7 @@ class Unheard(Outbox):
 
 
 def in_chunks(messages: list[Any]) -> list[Any]:
-    """The same, with Rows before each Done whose results are too many for one message."""
+    """Splits each Done with too many results for one message: Rows messages go before it."""
     found: list[Any] = []
     for message in messages:
         if not isinstance(message, Done):
@@ -103,7 +102,7 @@ def in_chunks(messages: list[Any]) -> list[Any]:
 
 
 def row_bytes(row: Row) -> int:
-    """About what a row takes in a packet; never less by more than what PACKET_BYTES leaves over CHUNK_BYTES."""
+    """Estimates the size of a row in a packet. The error is less than PACKET_BYTES - CHUNK_BYTES."""
     size = _ROW_BYTES
     for tensor in row.outputs:
         data = tensor.data

@@ -1,7 +1,8 @@
-"""The memory of this worker's outputs: one arena for each audience, so that nobody can map another's tensors.
+"""The memory of this worker's outputs: one arena for each audience, so that no process can map another audience's
+tensors.
 
-The rule: the audience decides the kind of memory. "internal" and "uid:N" get descriptors, "posix..." gets names. The
-limit is one for all of them together.
+Invariants: the audience decides the kind of memory: "internal" and "uid:N" get memfds, "posix..." gets named segments.
+One limit applies to the sum of all arenas in host memory.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
     from shmserve.workers.outbox import Outbox
 
 INTERNAL = "internal"
-"""The audience of what only workers read."""
+"""The audience of memory that only workers read."""
 LIMIT_BYTES = 4 * 1024 * 1024 * 1024
 KNOB = "worker-output-bytes"
 NEAR = "@gpu"
-"""Behind the audience, in the name of an arena on the GPU."""
+"""The suffix of the audience in the key of an arena on the GPU."""
 NEAR_BYTES = 1024 * 1024 * 1024
 NEAR_KNOB = "cuda-memory-pool-byte-size"
 
 
 def near_limit(text: str, device: int) -> int:
-    """`GPU:BYTES,...` as the broker's flag has it, -1 for all GPUs: the last that is meant for this one."""
+    """Parses `GPU:BYTES,...`, the broker's flag, where -1 means all GPUs. An entry for this GPU takes precedence."""
     found = NEAR_BYTES
     pairs = [part.split(":") for part in text.split(",") if part]
     for gpu, size in sorted(pairs, key=lambda pair: pair[0] != "-1"):
@@ -44,7 +45,7 @@ def near_limit(text: str, device: int) -> int:
 
 
 class _AudienceArena(Arena):
-    """An arena that shares its owner's ids with other arenas."""
+    """An arena that shares a segment counter with the worker's other arenas."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class _AudienceArena(Arena):
         audience: str,
         near: str = "",
     ) -> None:
-        """`near`: on a GPU. Such memory must not be freed while others have it open, so it is kept to the end."""
+        """`near` marks GPU memory. It must not be freed while other processes have it open, so it is kept
+        until close."""
         super().__init__(
             owner,
             make,
@@ -66,7 +68,7 @@ class _AudienceArena(Arena):
         )
 
     def give_up_idle(self) -> list[int]:
-        """Gives up every segment in which nothing is allocated, and says which. Trim would keep one."""
+        """Frees all segments without allocations and returns their ids. `trim` would keep one."""
         idle = [segment for segment in self.segments if not segment.blocks.used]
         for segment in idle:
             self._give_up(segment)
@@ -74,28 +76,29 @@ class _AudienceArena(Arena):
 
 
 class Arenas:
-    """Arenas by audience, made when first needed. Segments are announced to the broker, and mapped here too: what one
-    batch wrote may be what the next one reads."""
+    """Arenas by audience, created on first use. Segments are announced to the broker and also mapped here, because one
+    batch's outputs may be the next one's inputs."""
 
     def __init__(self, owner: int, outbox: Outbox, mapped: Mapped, limit: int = LIMIT_BYTES) -> None:
         self.limit = limit
         self.near_limit = NEAR_BYTES
         self.numbers = count(1)
-        """Of the segments of all arenas."""
+        """Segment numbers, shared by all arenas."""
         self._owner = owner
         self._outbox = outbox
         self._mapped = mapped
         self._arenas: dict[str, _AudienceArena] = {}
         self._by_segment: dict[int, _AudienceArena] = {}
         self.audiences: dict[int, str] = {}
-        """Who may be given handles into a segment, of this worker's and of all others that it knows."""
+        """The audience of each known segment: this worker's and those mapped from other processes."""
 
     def allocate(self, audience: str, size: int) -> Block:
         arena = self._arenas.get(audience) or self._new(audience)
         return arena.allocate(size)
 
     def allocate_near(self, audience: str, size: int) -> Block:
-        """On the GPU of this process, for readers that can read it there. Its address is the device's."""
+        """Allocates on this process's GPU, for readers that can map device memory. The block's address is a device
+        address."""
         arena = self._arenas.get(audience + NEAR) or self._new_near(audience)
         return arena.allocate(size)
 
@@ -106,7 +109,7 @@ class Arenas:
         return segment in self._by_segment
 
     def free(self, handles: Iterable[Handle]) -> None:
-        """Takes blocks back. A return that is wrong changes nothing and stops nothing; the operator is told."""
+        """Frees returned blocks. An invalid handle is logged and otherwise ignored."""
         for segment, offset, size in [(handle.segment, handle.offset, handle.size) for handle in handles]:
             arena = self._by_segment.get(segment)
             try:
@@ -117,7 +120,8 @@ class Arenas:
                 say(f"a handle came back that cannot be freed: {error}")
 
     def close(self, bequeath: bool = False) -> None:
-        """`bequeath`: what callers still hold keeps its names, which the broker removes when nobody needs them."""
+        """`bequeath`: POSIX segments with blocks in use keep their names; the broker unlinks them when they are no
+        longer used."""
         for arena in self._arenas.values():
             for segment in arena.segments if bequeath else ():
                 if isinstance(segment.extent, posix.PosixExtent) and segment.blocks.used:
@@ -126,7 +130,7 @@ class Arenas:
 
     @property
     def used(self) -> int:
-        """Bytes of outputs that somebody still holds."""
+        """Bytes of outputs that are still held."""
         return sum(arena.used for arena in self._arenas.values())
 
     # ------------------------------------------------------------------------------------ segments
@@ -134,7 +138,7 @@ class Arenas:
     def _new(self, audience: str) -> _AudienceArena:
         make = self._memfd
         if audience.startswith("posix"):
-            # Its own user may open it; another one only by way of the service's group, and only to read.
+            # The user's own server may open it; any other user only reads it, through the service's group.
             uid = audience.rpartition(":")[2]
             make = self._posix_private if uid in ("", str(os.geteuid())) else self._posix_group
         arena = _AudienceArena(self._owner, make, self, audience)
@@ -162,7 +166,7 @@ class Arenas:
         return posix.create(size, 0o640, os.getegid())
 
     def _make_room(self, size: int) -> None:
-        """The limit holds for all arenas: what others keep for later is given up before a request fails."""
+        """Enforces the limit across arenas: frees idle segments of all of them before a request fails."""
         arenas = [arena for audience, arena in self._arenas.items() if not audience.endswith(NEAR)]
         committed = sum(arena.committed for arena in arenas)
         if committed + size <= self.limit:

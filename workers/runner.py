@@ -1,7 +1,7 @@
-"""A batch of requests -> their rows. Where inputs, model and outputs meet.
+"""Runs a batch of requests and returns their rows: gathers inputs, calls the backend, places outputs.
 
-The rule: every request of the batch gets exactly one row, in the order of the batch, whatever the model does; except
-those whose answers come another way, and those that the model wants to run again.
+Invariant: each request of the batch gets exactly one row, in the order of the batch, whatever the model does. The
+exceptions are requests that are answered by separate messages and requests that run again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Times = tuple[int, int, int, int]
 Ran = tuple[list[Row], Times, tuple[int, ...]]
 Trace = Callable[[str, BaseException], None]
-"""Told what has failed, and the exception. In a server it writes lines to the log."""
+"""Called with a description of what failed and the exception. The server's implementation writes to the log."""
 clock = time.monotonic_ns
 
 
 class Runner:
-    """Runs batches on one loaded backend. Its times: taken up, inputs ready, outputs computed, outputs placed."""
+    """Runs batches on a loaded backend. Times: batch taken, inputs ready, outputs computed, outputs placed."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Runner:
             self._separate = backend
 
     def run(self, works: Sequence[Work]) -> Ran:
-        """The rows of those that were answered, the times, and the numbers of those that are to be run again."""
+        """Returns the rows of the answered requests, the times, and the ids of the requests to run again."""
         return self._run_stacked(works) if self._stacked is not None else self._run_separate(works)
 
     def forget(self, sequences: Sequence[int | str]) -> None:
-        """These sequences are over: what is kept for them goes."""
+        """Drops the state of sequences that have ended."""
 
     # ------------------------------------------------------------------------------------ one array per input
 
@@ -131,7 +131,7 @@ class Runner:
         return [row for row in found if row is not None], (taken, ready, computed, clock()), tuple(again)
 
     def row(self, work: Work, answer: Answer) -> Row:
-        """An answer as it travels: its outputs are where their reader finds them."""
+        """Converts an answer to a row: places the outputs where the reader can map them."""
         if answer.error is not None:
             return Row(work.request, (), answer.error)
         if self._gather.pads:
@@ -148,12 +148,12 @@ class Runner:
             return Row(work.request, (), self._failure(error))
 
     def _unanswered(self, work: Work, answer: Answer | None) -> None:
-        """The answers of this request come another way, or it is to be run again."""
+        """The request is answered by other messages, or runs again."""
 
     # ------------------------------------------------------------------------------------ failures
 
     def _failure(self, error: Exception) -> Failure:
-        """What callers are told when a model fails; the operator gets the trace too."""
+        """Returns the error for callers and passes the exception of a failed model to `trace`."""
         if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
             return Failure(error.code, public(str(error), self._model_dir))
         self._trace(f"model instance '{self._instance}' failed", error)

@@ -1,8 +1,8 @@
-"""Warm-up: the samples of `model_warmup` are run before the model is said to be ready, so that what is slow at first is
-over by then.
+"""Warm-up: runs the samples of `model_warmup` before the model is reported ready, so that one-time costs of first
+requests are paid.
 
-The rule: a sample goes the way that requests go, and leaves nothing behind. Its outputs are written to memory of its
-own, which nobody is told of and which is gone when warm-up is over.
+Invariant: samples take the same path as requests and leave nothing behind. Their outputs are written to separate
+arenas, which are not announced to the broker and are closed after warm-up.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     from shmserve.workers.runner import Runner, Trace
 
 FOLDER = "warmup"
-"""Data files are in this directory of the model."""
+"""The model's directory with the data files."""
 STRINGS_LIMIT = 1 << 30
-"""The largest file of strings. Files of other types have exactly the bytes of their tensor."""
+"""The largest file of strings. Files of other types have exactly the size of their tensor."""
 RANDOM_BELOW = 100
-"""Random integers are below this: they may be indices."""
+"""The bound of random integers, small because they may be indices."""
 
 
 def warm_up(
     config: ModelConfig, instance: str, folder: Path, backend: Backend, gather: Gather, limit: int, trace: Trace
 ) -> None:
-    """Runs all samples. A ServeError says which one failed, and why."""
+    """Runs all samples. Raises a ServeError that names the failed sample and the reason."""
     mapped = Mapped()
     arenas = Arenas(0, Unheard(), mapped, limit)
     scatter = Scatter(config.name, outputs_of(config), arenas, mapped, strict=backend.strict)
     extension = extension_of(config, folder, backend, controls=False)
-    if extension is not None:  # samples have the controls among their inputs
+    if extension is not None:  # samples contain the controls as inputs
         gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, backend.text)
     runner = runner_of(instance, str(folder), backend, gather, scatter, extension, trace)
     try:
@@ -86,12 +86,12 @@ def _run(name: str, works: list[Work], count: int, model: str, runner: Runner, a
 
 
 def title(sample: ModelWarmup, number: int) -> str:
-    """What a sample is called in texts."""
+    """Returns the name of a sample in messages."""
     return f"warm-up sample '{sample.name}'" if sample.name else f"warm-up sample number {number}"
 
 
 def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Path, specs: Sequence[Spec]) -> list[Work]:
-    """The batch of a sample: `batch_size` requests of one row each, all alike."""
+    """Returns the batch of a sample: `batch_size` identical requests of one row each."""
     largest = max(1, config.max_batch_size)
     if sample.batch_size > largest:
         raise InvalidRequest(
@@ -111,7 +111,7 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
         raise InvalidRequest(f"{name} of model '{config.name}' lacks input(s) {', '.join(missing)}: all must be given")
     rows = int(config.max_batch_size > 0)
     sequence = config.sequence_batching is not None
-    # More bytes than would travel inside a message, but these do not travel.
+    # The data may exceed the limit for inline tensors, because these requests are never encoded.
     return [
         Work(number, rows, tuple(tensors), None, INTERNAL, _lone(number) if sequence else None)
         for number in range(1, sample.batch_size + 1)
@@ -119,7 +119,7 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
 
 
 def _lone(number: int) -> Options:
-    """Of a sequence of one request."""
+    """Options of a sequence of one request."""
     return Options(sequence=number, sequence_start=True, sequence_end=True)
 
 
@@ -151,7 +151,7 @@ def _data(what: str, given: ModelWarmupInput, spec: Spec, shape: tuple[int, ...]
     if given.random_data is not None:
         return _random(spec, count)
     if given.zero_data is not None:
-        return bytes(count * (spec.item or 4))  # a string of no bytes is its length, four zeros
+        return bytes(count * (spec.item or 4))  # an empty string is encoded as its length, four zero bytes
     raise InvalidRequest(f"{what} has no data: give zero_data, random_data or input_data_file")
 
 
@@ -172,13 +172,13 @@ def _from_file(what: str, name: str, spec: Spec, shape: tuple[int, ...], folder:
 
 
 def _random(spec: Spec, count: int) -> bytes:
-    """The same at every load. Floats are below 1."""
+    """Returns the same values at each load. Floats are below 1."""
     if not spec.item:
         return bytes(4 * count)
     generator = np.random.default_rng(0)
     if spec.dtype == "BOOL":
         return generator.integers(0, 2, count, np.uint8).tobytes()
-    if spec.dtype == "BF16":  # the upper half of a float
+    if spec.dtype == "BF16":  # the upper half of an FP32
         return (generator.random(count, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
     if spec.dtype in ("FP16", "FP32", "FP64"):
         return generator.random(count, np.float32).astype(spec.numpy).tobytes()

@@ -1,10 +1,11 @@
-"""A process that has imported what every worker needs, and becomes workers: `python -m shmserve.workers.zygote FD`.
+"""The zygote: a process that has imported what every worker needs, and forks workers: `python -m
+shmserve.workers.zygote FD`.
 
-The rule: it runs nobody's code, has one thread and no descriptor but its own, so that what is forked from it is as good
-as new. Engines are not imported here: they may have threads and devices.
+Invariant: it runs no model code and has one thread and only its own descriptors, so a fork of it is equivalent to a
+fresh process. Engines are not imported here, because they may start threads or open devices.
 
-A worker is forked twice: the process between them ends, and the worker is a child of the broker like any other, which
-sees its end, and whose end is its own.
+A worker is forked twice and the intermediate process exits, so that the worker is reparented to the broker: the broker
+gets its exit status, and PDEATHSIG follows the broker.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MODULES = (
     "shmserve.workers.outbox",
 )
 NAME = "shmserve-ready"
-"""Of this process, in the process table."""
+"""The name of this process in the process table."""
 REQUEST_BYTES = 64 * 1024
 _THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _OPENBLAS = re.compile(r"openblas[^/]*\.so[^/]*$")
@@ -50,7 +51,7 @@ SetThreads = Callable[[int], object]
 
 
 class Cannot(Exception):
-    """Why workers cannot be made of this process."""
+    """Why this process cannot fork workers."""
 
 
 def main() -> NoReturn:
@@ -78,18 +79,19 @@ def main() -> NoReturn:
         for descriptor in descriptors:
             os.close(descriptor)
     words = _become(request.decode().split("\0"), *descriptors)
-    # From here, not deeper: each line of a trace counts, where only the last ones of a worker are kept.
+    # Call from here, not deeper: only the last lines of a worker's traceback are kept, so each frame counts.
     worker.run(words, (lambda: set_threads(_threads())) if set_threads is not None else None)
 
 
 def _import() -> SetThreads | None:
-    """All that workers need. What sets how many threads numpy has: here it has but one, which is this one."""
+    """Imports what workers need, with one thread for numpy, and returns the function that sets numpy's number of
+    threads."""
     given = {name: os.environ.get(name) for name in _THREADS}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     try:
         for name in MODULES:
             importlib.import_module(name)
-    except ImportError as error:  # of which a worker that needs it tells more
+    except ImportError as error:  # a worker that needs the module reports it in detail
         raise Cannot(f"{error}") from None
     finally:
         for name, value in given.items():
@@ -118,7 +120,7 @@ def _setter(maps: str) -> SetThreads | None:
 
 
 def _fork(control: socket.socket, broker: int) -> bool:
-    """True in the worker. The broker is told its pid and given its pidfd, or told why there is none."""
+    """Returns True in the worker. Sends the broker the worker's pid and pidfd, or the reason why the fork failed."""
     try:
         between = os.fork()
     except OSError as error:
@@ -138,7 +140,7 @@ def _fork(control: socket.socket, broker: int) -> bool:
 
 
 def _between(control: socket.socket, broker: int) -> None:
-    """In the process that ends, and then in the worker, where it returns."""
+    """Runs in the intermediate process, which exits, and then in the worker, where it returns."""
     told, tell = os.pipe2(os.O_CLOEXEC)
     between = os.pidfd_open(os.getpid())
     try:
@@ -155,14 +157,14 @@ def _between(control: socket.socket, broker: int) -> None:
     control.close()
     known = os.read(told, 1)
     os.close(told)
-    select.select([between], [], [])  # when that process has ended, whose child this is has changed
+    select.select([between], [], [])  # after its exit this process has its new parent
     os.close(between)
     if not known or os.getppid() != broker:
         os._exit(Exit.LINK_LOST)
 
 
 def _become(words: list[str], link: int, output: int) -> list[str]:
-    """A process as if it had been started with these words, this link, and this to write to. Its command line."""
+    """Sets the process up as if it had been started with these arguments, link and output. Returns its command line."""
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -172,13 +174,13 @@ def _become(words: list[str], link: int, output: int) -> list[str]:
     sys.argv = ["shmserve.workers.main", *words]
     _show([sys.executable, "-m", *sys.argv])
     random = sys.modules.get("numpy.random")
-    if random is not None:  # older ones have one state from their import on, which would be that of every worker
+    if random is not None:  # older versions seed their global state at import, so all workers would share it
         random.seed()
     return words
 
 
 def _threads() -> int:
-    """As many as the library would have had if it were loaded now."""
+    """Returns the number of threads that the library would use if it were loaded now."""
     for name in _THREADS[:3]:
         text = os.environ.get(name, "").partition(",")[0].strip()
         if text.isdecimal() and int(text) > 0:
@@ -187,7 +189,7 @@ def _threads() -> int:
 
 
 def _show(command: list[str]) -> None:
-    """The command line in the process table, in the place of the one that this process was started with."""
+    """Overwrites the command line in the process table."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
