@@ -1,10 +1,10 @@
-"""The client's half of the protocol, without sockets, threads or a clock; clients, CLI and gateway share it.
+"""The client half of the protocol, without sockets, threads or a clock; clients, CLI and gateway share it.
 
-`Session.infer` and `ask` turn a call into a message (`encode`) and a ticket, and put the message into the outbox.
-`take` gives the packets to send; `receive` decodes what came and settles tickets with results (`decode`). `memory` owns
-the arena for inputs and maps the outputs of others; `announcements` is what the server must be told of segments.
-After a new connection `resend` renews the requests that have no answer yet. Tensors on GPUs are in `gpu`; `staging`
-decides whether they go by way of the host.
+`Session.infer` and `ask` turn a call into a message (`encode`) and a ticket, and append the message to the outbox.
+`take` returns the packets to send; `receive` decodes incoming messages and settles tickets with results (`decode`).
+`memory` owns the arena for inputs and maps the output segments of other processes; `announcements` lists the segments
+that the server has not yet seen. After a reconnect, `resend` prepares unanswered requests for the new connection.
+Tensors on GPUs are in `gpu`; `staging` decides whether they are sent through host memory.
 """
 
 from __future__ import annotations

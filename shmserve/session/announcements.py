@@ -1,7 +1,7 @@
-"""The segments of one session: the ids that they go by, and which the server must still be told of.
+"""Segment ids of one session, and the segments that are still to be announced to the server.
 
-Host memory, GPU memory and memory made by others share one `Announcements`, since the server counts all segments of a
-connection together. Ids begin with the connection's owner number, so every new connection numbers them again.
+Host memory, GPU memory and foreign memory share one `Announcements`, because the server counts all segments of a
+connection together. Ids start with the connection's owner number, so each new connection assigns new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shmserve.protocol.messages import OWNER_SHIFT, Map
 
 
 class Announceable(Protocol):
-    """A segment that the server can map. `fd` is sent along where there is no name."""
+    """A segment that the server can map. A segment without a name is passed by its descriptor `fd`."""
 
     @property
     def id(self) -> int: ...
@@ -28,19 +28,19 @@ class Announceable(Protocol):
 
 
 class Announcements:
-    """What the outbox sends as Map and Unmap, before any message that refers to a segment."""
+    """Pending Map and Unmap messages; the outbox sends them before any message that refers to a segment."""
 
     __slots__ = ("device_memory", "maps", "named_memory", "numbers", "owner", "unmaps")
 
     def __init__(self, device_memory: bool) -> None:
         self.device_memory = device_memory
-        """The server accepts memory on GPUs from this connection. Before the first Welcome: an assumption."""
+        """Whether the server accepts GPU memory from this connection; assumed until the first Welcome."""
         self.named_memory = False
-        """The server accepts memory that others have made, by its name."""
+        """Whether the server accepts foreign host memory by name."""
         self.maps: list[Announceable] = []
-        """Segments that the server has not been told of."""
+        """Segments still to be announced."""
         self.unmaps: list[int] = []
-        """Ids of segments that it has been told of and that are gone."""
+        """Ids of segments that were announced and no longer exist."""
         self.owner = 0
         self.numbers = count(1)
 
@@ -48,7 +48,7 @@ class Announcements:
         return self.owner << OWNER_SHIFT | next(self.numbers)
 
     def connected(self, owner: int, device_memory: bool, named_memory: bool) -> None:
-        """On a new connection nothing has been announced. The owners of segments announce them again."""
+        """Reset for a new connection. The owners of segments announce them again."""
         self.owner = owner
         self.device_memory = device_memory
         self.named_memory = named_memory

@@ -1,4 +1,4 @@
-"""When tickets expire. The rule of the file: what was answered in time costs nothing but its place in a heap."""
+"""Deadlines of tickets, in a heap. Entries of answered tickets are removed lazily."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shmserve.session.ticket import Ticket
 
 
 class Deadlines:
-    """Of those `tickets` that are still unanswered."""
+    """The deadlines of those `tickets` that are unanswered."""
 
     __slots__ = ("_heap", "_tickets")
 
@@ -26,7 +26,7 @@ class Deadlines:
         heappush(self._heap, (deadline, number))
 
     def next(self) -> float | None:
-        """The earliest."""
+        """The earliest deadline of an unanswered ticket."""
         heap = self._heap
         while heap:
             ticket = self._tickets.get(heap[0][1])
@@ -36,7 +36,7 @@ class Deadlines:
         return None
 
     def due(self, now: float) -> Ticket | None:
-        """One whose deadline has passed; each is given once."""
+        """A ticket whose deadline has passed; each is returned once."""
         earliest = self.next()
         if earliest is None or earliest > now:
             return None

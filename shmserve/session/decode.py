@@ -1,7 +1,7 @@
-"""Replies to results: the tensors of an answer, made into arrays.
+"""Replies to results: make arrays of the output tensors.
 
-An array is a view of shared memory where it can be, else a copy, whose handles go back at once. What a caller gets is
-read-only, except where the caller has given the array.
+An array is a view of shared memory where possible, else a copy, whose handles are returned at once. Arrays are
+read-only, unless the caller supplied them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from shmserve.shm import strings
 from shmserve.shm.views import Array
 
 NUMPY = {name: to_numpy(name) for name in ITEM_BYTES if name != "BYTES"}
-"""Wire name -> numpy dtype, of all types whose elements have one size."""
+"""Wire name -> numpy dtype, for all types with fixed-size elements."""
 
 _ndarray = np.ndarray
 
 
 class Result(dict[str, Array]):
-    """The outputs of a request by name: read-only arrays, which keep their memory and give it back when dropped."""
+    """The outputs of a request by name: read-only arrays. Each keeps its memory alive and releases it when it is
+    garbage-collected.
+    """
 
     __slots__ = ("parameters", "version")
 
     parameters: dict[str, Any]
     version: int
-    """The version of the model that answered."""
+    """The model version that answered."""
 
 
 def inline_result(reply: Reply) -> Result:
-    """The result of a reply whose tensors all came as bytes."""
+    """The result of a reply whose tensors are all inline."""
     result = Result()
     result.version = reply.version
     result.parameters = reply.parameters or {}
@@ -54,7 +56,7 @@ def inline_result(reply: Reply) -> Result:
 
 
 def _from_bytes(tensor: Tensor, data: Any) -> Array:
-    """A read-only array over bytes; of strings, a new array of bytes objects."""
+    """A read-only array over the bytes; for strings, a new array of bytes objects."""
     try:
         if tensor.dtype == "BYTES":
             return strings.decode_bytes(data, tensor.shape)
@@ -75,7 +77,7 @@ def _unreadable(tensor: Tensor, error: Exception) -> Internal:
 def result_of(
     reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array | DeviceRef], memory: SessionMemory
 ) -> Result:
-    """All its arrays, made at once, so that no handle can be lost, also where one of them cannot be made."""
+    """The result with all its arrays, made at once, so that no handle is lost even if one of them cannot be made."""
     result = Result()
     result.version = reply.version
     result.parameters = reply.parameters or {}
@@ -91,7 +93,7 @@ def result_of(
 
 
 def give_back(reply: Reply | Part, memory: SessionMemory) -> None:
-    """An answer that nobody wants any more: what it brought goes back."""
+    """Return the handles of an answer that is no longer wanted."""
     for tensor in reply.outputs:
         if isinstance(tensor.data, tuple):
             for handle in tensor.data:
@@ -100,7 +102,7 @@ def give_back(reply: Reply | Part, memory: SessionMemory) -> None:
 
 
 def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | None, memory: SessionMemory) -> Array:
-    """The array of one output. `place` is the array that the caller wants it in."""
+    """The array of one output. `place` is the array that the caller supplied for it."""
     data = tensor.data
     if isinstance(data, tuple):
         if place is not None and len(data) == 1 and memory.is_own(data[0]):
@@ -123,7 +125,7 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | 
 
 
 def _view(tensor: Tensor, memory: SessionMemory) -> Array:
-    """A read-only array over an output that came by handles; they are returned when it is dropped."""
+    """A read-only array over an output that came by handles; they are returned when the array is dropped."""
     handles = tensor.data
     assert isinstance(handles, tuple)
     dropped = memory.drops.dropped
@@ -134,7 +136,7 @@ def _view(tensor: Tensor, memory: SessionMemory) -> Array:
         except BaseException:
             dropped(handle)
             raise
-    # Rows from several workers, or strings: they are copied, so the handles go back at once.
+    # Rows from several workers, or strings, are copied, so the handles are returned at once.
     try:
         data = b"".join([memory.mapped.memory(handle) for handle in handles])
         return _from_bytes(tensor, data)
@@ -144,7 +146,7 @@ def _view(tensor: Tensor, memory: SessionMemory) -> Array:
 
 
 def _written(tensor: Tensor, place: Array) -> Array:
-    """The answer is where the caller wanted it."""
+    """The output is already in the caller's array: return that, cut to the output's shape."""
     if _is_other(tensor, place):
         raise _wrong_place(tensor, place)
     if tensor.shape == place.shape:
@@ -153,12 +155,12 @@ def _written(tensor: Tensor, place: Array) -> Array:
 
 
 def _is_other(tensor: Tensor, place: Any) -> bool:
-    """Whether the output was written in another data type than the place has. BF16 may be read as any 16 bits."""
+    """Whether the output was written with another data type than that of the place. Any 16-bit type may hold BF16."""
     return tensor.dtype != "BF16" and NUMPY.get(tensor.dtype, place.dtype) != place.dtype
 
 
 def _there(tensor: Tensor, place: DeviceRef) -> Array:
-    """The same on a GPU, where nothing can be cut from it here."""
+    """As `_written`, for an array on a GPU, which cannot be cut to the output's shape here."""
     if _is_other(tensor, place):
         raise _wrong_place(tensor, place)
     if tensor.shape != place.shape:
@@ -170,7 +172,7 @@ def _there(tensor: Tensor, place: DeviceRef) -> Array:
 
 
 def _into_place(tensor: Tensor, source: Array, place: Array) -> Array:
-    """Copies an output to where the caller wanted it: it was too small to travel by handle, or came from a batch."""
+    """Copy an output into the caller's array: it was too small for a handle, or came from a batch."""
     _check_place(tensor, source, place)
     np.copyto(place, source)
     return place
@@ -193,7 +195,7 @@ def _wrong_place(tensor: Tensor, place: Any) -> InvalidRequest:
 
 
 class ClassResult(Struct, frozen=True):
-    """One class of an output that was asked for with TopK. `label` is "" where the model has none for it."""
+    """One class of an output requested with TopK. `label` is "" where the model has no label for it."""
 
     value: float | int
     index: int
@@ -201,7 +203,7 @@ class ClassResult(Struct, frozen=True):
 
 
 def parse_class(text: bytes | str) -> ClassResult:
-    """`b"0.9:5:cat"` -> `ClassResult(0.9, 5, "cat")`. A value is an int where the output is of integers."""
+    """`b"0.9:5:cat"` -> `ClassResult(0.9, 5, "cat")`. The value is an int for integer outputs."""
     try:
         value, _, rest = (text.decode() if isinstance(text, bytes) else text).partition(":")
         number, _, label = rest.partition(":")

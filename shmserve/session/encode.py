@@ -1,10 +1,11 @@
-"""What a caller asks for, made into a request: arrays into tensors, keywords into fields of messages.
+"""Encoding of requests: arrays to tensors, keyword arguments to message fields.
 
-At most one copy of an input is made, and none where it already lies in shared memory that the server can map. Up to
-4 KiB an input travels inside its message. A larger one goes as a handle: into the caller's own memory where it already
-lies there, into a received output that is passed on, else into a block it is copied to once.
+An input is copied at most once, and not at all if it lies in shared memory that the server can map. An input of up to 4
+KiB is sent inside its message. A larger one is sent as a handle: to the client's own arena if the array lies there, to
+a received output that is passed on, else to a block into which it is copied once.
 
-Only what the wire cannot carry is refused here. The server judges the rest, since it knows the model.
+Only what the wire format cannot carry is refused here. The server, which has the model's configuration, validates the
+rest.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from shmserve.shm import strings
 from shmserve.shm.views import Array
 
 MESSAGE_BYTES = 48 * 1024
-"""The most bytes of inputs inside one message; what comes after them goes to shared memory whatever its size."""
+"""Most bytes of inline inputs per message; further inputs are placed in shared memory, whatever their size."""
 
 _LARGEST = 2**63 - 1
 _MOST_CLASSES = 2**31 - 1
 _NAMES = {to_numpy(name): name for name in ITEM_BYTES if name != "BYTES" and from_numpy(to_numpy(name)) == name}
-"""numpy dtype -> wire name. Without ml_dtypes there is no dtype that means BF16."""
+"""numpy dtype -> wire name. BF16 has no dtype unless ml_dtypes is installed."""
 _ndarray = np.ndarray
 
 # ---------------------------------------------------------------------------------------- inputs
 
 
 class Raw:
-    """A tensor whose wire type its numpy dtype does not say: `Raw("BF16", bits)` with 16-bit integers."""
+    """A tensor whose wire type cannot be derived from its numpy dtype: `Raw("BF16", bits)` with 16-bit integers."""
 
     __slots__ = ("array", "dtype")
 
@@ -69,13 +70,13 @@ class Raw:
 
 
 class Encoder:
-    """Makes tensors of a caller's arrays. What they refer to is noted in the KeptInputs that `tensors` returns."""
+    """Makes tensors of a caller's arrays. The KeptInputs that `tensors` returns lists what they refer to."""
 
     def __init__(self, memory: SessionMemory) -> None:
         self._memory = memory
 
     def tensors(self, inputs: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], KeptInputs | None, int]:
-        """Tensors, what must be kept for them, and how many bytes travel inside the message."""
+        """The tensors, what must be kept for them, and the number of inline bytes."""
         found: list[Tensor] = []
         kept: KeptInputs | None = None
         total = 0
@@ -110,7 +111,7 @@ class Encoder:
         return tuple(found), kept, total
 
     def _tensor(self, name: str, value: Any, kept: KeptInputs, index: int, room: int) -> Tensor:
-        """All that is not a small plain array."""
+        """Any input that is not a small plain array."""
         if len(name) > NAME_LENGTH:
             raise _too_long(name)
         if isinstance(value, Raw):
@@ -131,7 +132,7 @@ class Encoder:
         return Tensor(name, dtype, shape, (self._handle(array, kept, index),))
 
     def _on_device(self, name: str, value: Any, interface: Any, kept: KeptInputs, index: int, room: int) -> Tensor:
-        """Where a large one goes is found when it is known what is asked (`staging`)."""
+        """A large array is placed later, by `staging`, when the whole request is known."""
         devices = self._memory.devices
         source = devices.source(name, value, interface)
         dtype = from_numpy(source.dtype)
@@ -143,7 +144,7 @@ class Encoder:
         return Tensor(name, dtype, source.shape, ())
 
     def _handle(self, array: Array, kept: KeptInputs, index: int) -> Handle:
-        """Where the bytes are that the server can map; they are copied there if they are nowhere yet."""
+        """A handle to the array's bytes; they are copied into the arena unless the server can map them already."""
         memory = self._memory
         if array.flags.c_contiguous:
             found = memory.locate(array)
@@ -156,7 +157,7 @@ class Encoder:
         return memory.copy_in(array, kept)
 
     def place(self, name: str, array: Any, kept: KeptInputs) -> Handle | None:
-        """Where an output shall be written. None: it is copied to `array` when it comes."""
+        """Where the output is to be written. None: it is copied to `array` on arrival."""
         if type(array) is RegionPart:
             return array.handle
         if type(array) is not _ndarray and (interface := interface_of(array)) is not None:
@@ -199,8 +200,9 @@ def _too_long(name: str) -> InvalidRequest:
 
 
 class TopK(Struct, frozen=True):
-    """In the place of an output: not the tensor, but its `k` largest values of each batch item, as strings
-    b"value:index", or b"value:index:label" where the model has labels (`parse_class` takes them apart)."""
+    """Requests, for an output, its `k` largest values per batch item instead of the tensor, as strings b"value:index",
+    or b"value:index:label" if the model has labels. `parse_class` parses them.
+    """
 
     k: int
 
@@ -221,7 +223,7 @@ def check_name(what: str, name: Any) -> None:
 
 
 def version_of(version: int | str | None) -> int:
-    """0 is the default version of the model."""
+    """The version as a number; 0 is the default version of the model."""
     if version is None or version == "":
         return 0
     try:
@@ -251,7 +253,7 @@ def options_of(
     window: int = 0,
     caller: str = "",
 ) -> Options | None:
-    """None where nothing is set. The queue timeout travels in a field of its own, as Triton's parameter `timeout`."""
+    """None if nothing is set. The queue timeout, Triton's parameter `timeout`, has a field of its own."""
     if not (priority or sequence or sequence_start or sequence_end or parameters or request_id or window):
         return None
     if request_id is not None:
@@ -284,8 +286,9 @@ def options_of(
 
 
 def wanted_of(outputs: Any, kept: KeptInputs, encoder: Encoder, placed: bool = True) -> tuple[Wanted, ...]:
-    """`outputs` is a list of names, or a mapping of names to arrays, TopK, or None: the output, wherever it is. Without
-    `placed` there may be no arrays."""
+    """`outputs` is a list of names, or a mapping of names to arrays, TopK, or None (placement is left to the server).
+    Arrays are refused unless `placed`.
+    """
     if isinstance(outputs, (str, bytes)):
         raise InvalidRequest(f"outputs is a list of names or a mapping of names to arrays, not {outputs!r}")
     try:
@@ -308,7 +311,7 @@ def wanted_of(outputs: Any, kept: KeptInputs, encoder: Encoder, placed: bool = T
 
 
 def check_size(message: Infer) -> None:
-    """Names and parameters can make a message larger than a packet."""
+    """Refuse a message that is larger than a packet because of its names and parameters."""
     try:
         size = len(codec.encode([message]))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

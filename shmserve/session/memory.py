@@ -1,10 +1,11 @@
-"""The memory of a session: its own arena for inputs, and what it maps of others for outputs.
+"""The memory of a session: its own arena for inputs, and the mapped segments of other processes for outputs.
 
-The rule of the file: an array that its user dropped is only noted (in a deque, from whatever thread the collector runs
-in); arena and messages are touched where the session's calls are serialised.
+Invariant: dropping an array only appends to a deque, in whichever thread the collector runs; the arena and messages are
+only touched where the session's calls are serialised.
 
-Segments are numbered by the connection's owner number. After a new connection the own segments get new numbers and are
-announced again; what was mapped of others belongs to the old connection, and nothing of it is returned on the new one.
+Segment ids start with the connection's owner number. After a reconnect the session's own segments get new ids and are
+announced again. Mappings of others' segments belong to the old connection; their handles are not returned on the new
+one.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from shmserve.shm.views import Array
 
 KINDS = ("memfd", "posix", "frames")
 FLUSH_BYTES = 256 * 1024
-"""So many bytes of dropped outputs are not kept for the next message, but given back at once."""
+"""Dropped outputs of this many bytes are returned at once, without waiting for the next message."""
 
 
 class SessionMemory:
-    """`kind`: memfd (descriptors), posix (names) or frames (nothing is shared). `cold`: pages of a memfd are touched as
-    they are used, and not a segment at a time, which takes 40 ms for 64 MiB."""
+    """`kind`: memfd (descriptors), posix (names) or frames (nothing is shared). `cold`: touch the pages of a memfd on
+    use instead of a whole segment at once, which takes 40 ms for 64 MiB.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class SessionMemory:
         self.kind = kind
         self.shared = kind != "frames"
         self.frame_bytes = frame_bytes
-        """The most that one message may carry in frames, until the server states its limit."""
+        """Most bytes of frames per message; replaced by the server's limit on connect."""
         self.announcements = announcements = Announcements(device_memory=kind == "memfd")
         self.mapped = Mapped()
         self.drops: Drops = Drops(on_full)
@@ -76,8 +78,9 @@ class SessionMemory:
         return memfd.create_cold(size, self._arena.cold_bytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], cold: bool = False) -> Array:
-        """An array in shared memory, which is freed when it and all views of it are dropped. `cold`: parts of it have
-        to be warmed before they are used."""
+        """An array in shared memory, freed when it and all its views are dropped. `cold`: parts of it must be warmed
+        before use.
+        """
         if not self.shared or dtype.hasobject:
             return np.empty(shape, dtype)
         block = self._allocate(elements(shape) * dtype.itemsize, cold)
@@ -89,44 +92,44 @@ class SessionMemory:
 
     @property
     def devices(self) -> Devices:
-        """What of it is on GPUs."""
+        """The session's memory on GPUs."""
         if self._devices is None:
             self._devices = Devices(self.announcements, self._limit_bytes)
         return self._devices
 
     @property
     def foreign(self) -> ForeignMemory:
-        """What others have made."""
+        """Memory of other processes that is passed on by name."""
         if self._foreign is None:
             self._foreign = ForeignMemory(self.announcements)
         return self._foreign
 
     def empty_on(self, device: str | int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
-        """An array on a device, "cuda:0" or its number, as this process counts them."""
+        """An array on a device: "cuda:0" or the device's number in this process."""
         text = device.removeprefix("cuda").removeprefix(":") or "0" if isinstance(device, str) else str(device)
         if not (text.isascii() and text.isdecimal()) or (isinstance(device, str) and not device.startswith("cuda")):
             raise InvalidRequest(f"device={device!r} is none: it is 'cuda', 'cuda:N' or a number")
         return self.devices.empty(shape, np.dtype(dtype), int(text))
 
     def copy_in(self, array: Array, kept: KeptInputs) -> Handle:
-        """The one copy of an input that lies in private memory."""
+        """Copy an input from private memory into the arena: the only copy made of it."""
         block = self.block(array.nbytes, kept)
         np.copyto(block.array(array.dtype, array.shape), array, casting="no")
         return block.handle()
 
     def block(self, size: int, kept: KeptInputs) -> Block:
-        """For an input of a request."""
+        """Allocate a block for an input of a request."""
         block = self._allocate(size)
         kept.blocks.append(block)
         return block
 
     @property
     def used(self) -> float:
-        """The fraction of the limit that is in use."""
+        """The used fraction of the limit."""
         return self._arena.used / self._limit_bytes
 
     def warm(self, array: Array, begin: int, end: int) -> None:
-        """Bytes of an array that was made cold; Unavailable where the machine has no memory for them."""
+        """Warm a byte range of a cold array. Raises Unavailable if the machine has no memory for it."""
         found = self._arena.locate(array.__array_interface__["data"][0] + begin, end - begin)
         if found is not None:
             self._arena.warm(found[0], found[1], found[1] + end - begin)
@@ -139,7 +142,7 @@ class SessionMemory:
         return self._arena.allocate(size, cold=cold)
 
     def locate(self, array: Array) -> tuple[Handle, bool] | None:
-        """Where the server finds these bytes, and whether they are a received output; None if it cannot."""
+        """A handle to the array's bytes, and whether they are a received output; None if the server cannot map them."""
         address: int = array.__array_interface__["data"][0]
         size = array.nbytes
         own = self._arena.locate(address, size)
@@ -151,7 +154,7 @@ class SessionMemory:
         return Handle(base.segment, base.offset + address - self.mapped.address(base), size), True
 
     def let_go(self, kept: KeptInputs) -> None:
-        """The server no longer needs what a request referred to."""
+        """Release what a request referred to, once the server no longer needs it."""
         for block in kept.blocks:
             self._arena.free(block.segment, block.offset)
         if kept.devices:
@@ -165,7 +168,9 @@ class SessionMemory:
     # ------------------------------------------------------------------------------------ outputs
 
     def map_all(self, decode: Callable[[Any], list[Any]], data: Any, descriptors: Sequence[int]) -> None:
-        """The n-th nameless Map has the n-th descriptor. All are closed, whatever happens."""
+        """Map the segments in a packet: the n-th nameless Map has the n-th descriptor. All other descriptors are
+        closed, also on errors.
+        """
         left = list(descriptors)
         try:
             for message in decode(data):
@@ -176,7 +181,7 @@ class SessionMemory:
                 os.close(descriptor)
 
     def on_map(self, message: Map) -> int:
-        """Settles no ticket, as `on_unmap`."""
+        """Returns 0, the number of settled tickets, as does `on_unmap`."""
         if message.name is not None:
             self.mapped.add(message.segment, message.size, name=message.name)
         elif message.segment not in self.mapped:
@@ -198,8 +203,7 @@ class SessionMemory:
     # ------------------------------------------------------------------------------------ connections
 
     def connected(self, owner: int, limits: Mapping[str, int]) -> dict[int, int]:
-        """A new connection, with the limits that the server has stated: own segments are announced under new ids.
-        Gives old id -> new id."""
+        """Apply the limits of a new connection and announce own segments under new ids. Returns old id -> new id."""
         self.frame_bytes = limits.get("frame_bytes", 0) or self.frame_bytes
         segments = self._arena.segments
         before = [segment.id for segment in segments]
@@ -211,7 +215,7 @@ class SessionMemory:
         return numbers if self._foreign is None else numbers | self._foreign.connected()
 
     def disconnected(self) -> None:
-        """What was mapped, and what was to be returned, belonged to the connection. Views of it stay valid."""
+        """Drop mappings and pending returns, which belong to the old connection. Views stay valid."""
         self.mapped.close()
         self.mapped = Mapped()
         self.drops = Drops(self._on_full)
@@ -227,7 +231,7 @@ class SessionMemory:
 
 
 class Drops:
-    """Handles of one connection that nobody looks at any more. `dropped` runs inside the collector."""
+    """Handles of one connection whose arrays were dropped. `dropped` may run inside the garbage collector."""
 
     __slots__ = ("_bytes", "_handles", "_on_full")
 
@@ -245,7 +249,8 @@ class Drops:
 
     def dropped(self, handle: Handle) -> None:
         self._handles.append(handle)
-        self._bytes += handle.size  # may miss one when threads race: it decides only when, not whether
+        # threads may race and lose an update; this only affects when, not whether, handles are returned
+        self._bytes += handle.size
         if self._bytes >= FLUSH_BYTES and self._on_full is not None:
             self._on_full()
 

@@ -1,5 +1,7 @@
-"""What a session has to say, and the packets it makes of that. The rule of the file: segments are announced before
-anything else, and a message that cannot be written down costs nobody but its asker.
+"""The outgoing messages of a session, and the packets made of them.
+
+Invariant: segments are announced before all other messages, and a message that cannot be encoded fails only its own
+ticket.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from shmserve.session.memory import SessionMemory
 from shmserve.session.ticket import Ticket
 
 MAPS = 64
-"""The most segments announced in one packet: each takes a descriptor, and the kernel passes 253."""
+"""Most segments announced in one packet: each takes a descriptor, and the kernel passes at most 253."""
 HANDLES = 4096
 _UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class Packet(Struct, frozen=True, gc=False):
-    """What one send takes: bytes, the descriptors of its nameless Maps, and the frames behind it (ZeroMQ only)."""
+    """One packet to send: bytes, the descriptors of its nameless Maps, and the frames that follow it (ZeroMQ only)."""
 
     data: bytes
     descriptors: tuple[int, ...] = ()
@@ -29,7 +31,7 @@ class Packet(Struct, frozen=True, gc=False):
 
 
 Incoming = tuple[Any, "list[int]", "list[Any]"]
-"""What one receive gives: a packet's bytes (valid until the next receive), its descriptors, the frames behind it."""
+"""One received packet: its bytes (valid until the next receive), its descriptors, and the frames that follow it."""
 
 
 class SessionOutbox:
@@ -41,9 +43,9 @@ class SessionOutbox:
         self._tickets = tickets
         self.messages: list[Any] = []
         self.size = 0
-        """About how many bytes they will take."""
+        """Approximate encoded size of `messages`."""
         self.framed = False
-        """One of them has frames."""
+        """Whether one of `messages` has frames."""
 
     def say(self, message: Any) -> None:
         self.messages.append(message)
@@ -94,7 +96,7 @@ class SessionOutbox:
         ]
 
     def _with_frames(self, batch: list[Any]) -> list[Packet]:
-        """A message with frames is a packet of its own, as the frames' numbers count from its start."""
+        """Send each message in a packet of its own, because frame numbers count from the start of the packet."""
         packets: list[Packet] = []
         for message in self._writable(batch):
             ticket = self._tickets.get(message.request) if type(message) is Infer else None

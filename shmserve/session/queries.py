@@ -1,9 +1,9 @@
-"""What is asked beside inference: questions, which change nothing, and operations. Both are answered with JSON.
+"""Questions, which change nothing, and operations. Both are answered with JSON.
 
-The rule of the file: a question may be sent again over a new connection; an operation never, once any of it was sent.
+Invariant: a question may be resent over a new connection; an operation is never resent once any part of it was sent.
 
-A body may be hundreds of megabytes. It is read as it is sent, and the server must keep pace: behind every WINDOW_BYTES
-goes a Ping, and no more than WINDOWS of them are unanswered.
+A body may be hundreds of megabytes. It is read as it is sent, with backpressure: a Ping follows every WINDOW_BYTES, and
+at most WINDOWS pings may be unanswered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shmserve.session.uploads import Body
 WINDOW_BYTES = 8 * FIELD_BYTES
 WINDOWS = 2
 TOGETHER = 2
-"""Pieces of FIELD_BYTES that fit in one packet."""
+"""Number of pieces of FIELD_BYTES that fit in one packet."""
 
 
 class _Operation:
@@ -38,19 +38,19 @@ class _Operation:
 
 
 class Queries:
-    """`tickets` and `outbox` are the session's."""
+    """Pending questions and operations. `tickets` and `outbox` are the session's."""
 
     def __init__(self, tickets: dict[int, Ticket], outbox: SessionOutbox) -> None:
         self._tickets = tickets
         self._outbox = outbox
         self._answers: dict[int, list[bytes]] = {}
-        """Number of a question -> what has come of its answer."""
+        """Request number -> the parts of its answer received so far."""
         self._operations: dict[int, _Operation] = {}
         self.to_send: deque[_Operation] = deque()
         self._window = WINDOW_BYTES
-        """So many bytes of bodies are left until the next Ping."""
+        """Bytes of bodies that may still be sent before the next Ping."""
         self._unanswered = 0
-        """Pings."""
+        """Number of unanswered pings."""
 
     # ------------------------------------------------------------------------------------ out
 
@@ -62,12 +62,12 @@ class Queries:
             self._outbox.say(ask)
 
     def put_again(self, ask: Ask) -> None:
-        """On a new connection. An operation still waits where it was."""
+        """Resend a question on a new connection. Operations are still queued."""
         if ask.request not in self._operations:
             self._outbox.say(ask)
 
     def packets(self, end: Callable[[Ticket, ServeError], None]) -> list[Packet]:
-        """As much of the operations as the server may be given now. `end` ends one whose body cannot be read."""
+        """The packets of operations that may be sent now. `end` fails an operation whose body cannot be read."""
         made: list[Packet] = []
         while self.to_send and self._unanswered < WINDOWS:
             operation = self.to_send[0]
@@ -86,7 +86,7 @@ class Queries:
         return made
 
     def _pieces(self, operation: _Operation) -> list[Any]:
-        """For one packet. They count as sent, whatever becomes of it."""
+        """The messages for one packet. They count as sent from here on."""
         found: list[Any] = []
         ask = operation.ask
         while len(found) < TOGETHER and not operation.complete:
@@ -104,7 +104,7 @@ class Queries:
     # ------------------------------------------------------------------------------------ in
 
     def on_answer(self, message: Answer) -> int:
-        """Says how many tickets it settled."""
+        """Returns the number of settled tickets."""
         number = message.request
         parts = self._answers.setdefault(number, [])
         parts.append(message.body)
@@ -124,15 +124,16 @@ class Queries:
         return 1
 
     def on_pong(self) -> bool:
-        """Whether something can be sent now that had to wait."""
+        """Whether an operation can now continue."""
         self._unanswered = max(0, self._unanswered - 1)
         return bool(self.to_send)
 
     # ------------------------------------------------------------------------------------ the end
 
     def ended(self, number: int) -> bool:
-        """Nobody waits for this answer. True: it was an operation that was not sent to its end and is taken back, so
-        that no answer will come."""
+        """Forget a question. True: it was an operation that is withdrawn before it was sent completely, so no answer
+        will come.
+        """
         self._answers.pop(number, None)
         operation = self._operations.pop(number, None)
         if operation is None or operation.complete:
@@ -144,7 +145,7 @@ class Queries:
         return True
 
     def late(self, number: int) -> str:
-        """What to say when its deadline has passed."""
+        """Error text for a passed deadline."""
         operation = self._operations.get(number)
         if operation is None:
             return "the server did not answer the question within its timeout"
@@ -159,7 +160,7 @@ class Queries:
         self._unanswered = 0
 
     def lost(self, ask: Ask, why: ServeError | None) -> ConnectionLost | None:
-        """What becomes of it when the connection has ended. None: it will be sent over the next one."""
+        """The error for an operation when the connection ends. None: it is resent over the next one."""
         operation = self._operations.get(ask.request)
         if operation is None or not operation.begun:
             return None
@@ -170,6 +171,6 @@ class Queries:
         return ConnectionLost(f"{ended} {what} was sent completely; nothing was done")
 
     def close(self) -> None:
-        """In a forked child: what is sent is the parent's."""
+        """Close all bodies in a forked child; the parent sends them."""
         for operation in self._operations.values():
             operation.body.close()

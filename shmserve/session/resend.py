@@ -1,7 +1,9 @@
-"""Requests made fit for a new connection. The rule of the file: bytes are the same, only the numbers of segments
-change; what lay in memory of the old server's workers is copied to the caller's own.
+"""Prepares unanswered requests for a new connection.
 
-A server that was started anew may still load its models: nothing is sent again before it says that it has loaded.
+Invariant: a resent request has the same bytes; only its segment ids change. Inputs that lay in memory of the old
+server's workers are copied into the client's arena.
+
+A restarted server may still be loading models, so nothing is resent until it reports that it has loaded.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ LOADED = "loaded"
 
 
 class Resume(Ticket):
-    """The question whether the server has loaded. Whatever it answers, `go` is called: a server that does not know
-    the question refuses requests by itself if it must."""
+    """Asks whether the server has loaded. `go` is called on any answer, and also if the server rejects the question as
+    unknown: such a server refuses requests itself if it has to.
+    """
 
     __slots__ = ("_go",)
 
@@ -34,12 +37,12 @@ class Resume(Ticket):
         self._go()
 
     def fail(self, error: ServeError) -> None:
-        if isinstance(error, InvalidRequest):  # else the connection has ended again, and so has everything
+        if isinstance(error, InvalidRequest):  # otherwise the connection has ended again, and all tickets with it
             self._go()
 
 
 def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMemory) -> list[int]:
-    """Makes all requests fit for the new connection. Gives their numbers, in order."""
+    """Prepare all requests for the new connection. Returns their numbers, in order."""
     again = []
     for number in sorted(tickets):
         ticket = tickets[number]
@@ -52,7 +55,9 @@ def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMe
 
 
 def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOutbox) -> list[Ticket]:
-    """Gives those that nobody waits for any more, and that the server has not seen."""
+    """Queue the requests again. Returns the tickets that were abandoned meanwhile; the server has not seen their
+    requests.
+    """
     over = []
     for ticket in [tickets[number] for number in numbers if number in tickets]:
         if ticket.message is None:
@@ -64,7 +69,7 @@ def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOu
 
 
 def renewed(message: Infer, kept: KeptInputs | None, numbers: dict[int, int], memory: SessionMemory) -> Infer:
-    """The same request for the server that knows the own segments by their new numbers."""
+    """The request with the new ids of the client's own segments."""
     kept = kept or KeptInputs()
     tensors = []
     for index, tensor in enumerate(message.inputs):

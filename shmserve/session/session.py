@@ -1,11 +1,11 @@
-"""The client's half of the protocol, without any input or output: no socket, no clock, no thread is known here.
+"""The client half of the protocol, without I/O: no sockets, no clock, no threads.
 
-Calls make messages; `take` gives the packets that are to be sent; `receive` is told what came and settles tickets. The
-rule of the file: calls must be serialised by whoever has the session, except for arrays being dropped, which may happen
-in any thread at any time.
+Calls create messages; `take` returns the packets to send; `receive` processes incoming packets and settles tickets.
+Invariant: the owner of the session serialises all calls, except for dropped arrays, which may occur in any thread at
+any time.
 
-A request stays here until it is answered, so that it can be sent again over a new connection. One that was cancelled or
-has expired stays too, without its asker, until the server says that its inputs are no longer read.
+A request is kept until it is answered, so that it can be resent over a new connection. A cancelled or expired request
+is kept too, without its caller, until the server reports that its inputs are no longer read.
 """
 
 from __future__ import annotations
@@ -74,12 +74,13 @@ from shmserve.session.uploads import Body
 log = logging.getLogger("shmserve")
 
 GRACE_S = 0.1
-"""The server keeps the deadline; the client gives up by itself so much later, should the server not answer at all."""
+"""The server enforces the deadline; the client gives up this much later, in case the server does not answer."""
 
 
 class Session:
-    """`memory` is memfd, posix or frames. `on_full` is called, maybe inside the collector, when something
-    that was dropped should be told."""
+    """`memory` is memfd, posix or frames. `on_full` is called, possibly inside the garbage collector, when returns or
+    cancellations should be sent soon.
+    """
 
     def __init__(
         self,
@@ -96,26 +97,26 @@ class Session:
         self.server = ""
         self.limits: dict[str, int] = {}
         self.goodbye: ServeError | None = None
-        """Why the server ended the connection, if it said so."""
+        """The error with which the server ended the connection, if it sent one."""
         self.outbox = SessionOutbox(self.memory, self.tickets)
-        """What `take` makes packets of."""
+        """Messages that `take` packs."""
         self.urgent = False
-        """Something should be sent soon that no call asked for: an answer to Ping, or returns on Reclaim."""
+        """A message should be sent soon that no call asked for, e.g. Pong, or returns after Reclaim."""
         self._encoder = Encoder(self.memory)
         self._tensors = self._encoder.tensors
         self._result_of = result_of
-        """Makes what the asker gets, but of a reply that is inline as a whole, which he gets as it is."""
+        """Makes the caller's result. Replies that are entirely inline bypass it."""
         self._decode = codec.Codec(BrokerMessage).decode
         self._number = 0
         self._held: dict[int, KeptInputs] = {}
         self._behind: list[int] = []
-        """Requests that go when the server has loaded."""
+        """Requests to resend once the server has loaded."""
         self.questions = Queries(self.tickets, self.outbox)
         self._operations = self.questions.to_send
         self._nudge = on_full
         self._deadlines = Deadlines(self.tickets)
         self.forgotten: deque[Ticket] = deque()
-        """Those whose asker was dropped: they are cancelled when something is sent next."""
+        """Tickets whose caller was dropped: they are cancelled with the next send."""
 
     # ------------------------------------------------------------------------------------ questions
 
@@ -137,10 +138,10 @@ class Session:
         window: int = 0,
         caller: str = "",
     ) -> None:
-        """Puts a request into the outbox. InvalidRequest, and nothing has happened, where it could not travel.
+        """Append a request to the outbox. Raises InvalidRequest, without side effects, if it cannot be encoded.
 
-        `now` is the monotonic clock; it is read only where `timeout` is given. `window` is that of a StreamTicket.
-        `caller`: the sequence is of this one of several for whom the client asks.
+        `now` is the monotonic clock; it is only read if `timeout` is given. `window` is that of a StreamTicket.
+        `caller` identifies one of several users of this client, to whom the sequence belongs.
         """
         timeout_us = 0 if timeout is None else timeout_us_of(timeout)
         tensors, kept, size = self._tensors(inputs)
@@ -183,7 +184,7 @@ class Session:
             outbox.framed = True
         self.tickets[number] = ticket
         if self._behind and message.options is not None and message.options.sequence:
-            self._behind.append(number)  # it must not overtake those before it
+            self._behind.append(number)  # keep the order of the sequence
             return
         outbox.messages.append(message)
         outbox.size += size + 64
@@ -198,7 +199,7 @@ class Session:
         timeout: float | None = None,
         body: Body | None = None,
     ) -> None:
-        """Asks a question, or for an operation; the ticket is settled with what the JSON of the answer says."""
+        """Queue a question or an operation; the ticket is settled with the parsed JSON of the answer."""
         check_name("model", model)
         number_of_version = version_of(version)
         self._number = number = self._number + 1
@@ -214,7 +215,7 @@ class Session:
         self.questions.put(message, body)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Its asker no longer waits. False: it was answered already. The ticket itself is told nothing."""
+        """Cancel a request. False: it was already answered. The ticket itself is not notified."""
         if self.tickets.get(ticket.number) is not ticket:
             return False
         if isinstance(ticket.message, Infer):
@@ -229,7 +230,7 @@ class Session:
         return True
 
     def expire(self, ticket: Ticket) -> None:
-        """Its deadline has passed without an answer."""
+        """Cancel a ticket whose deadline has passed, and fail it."""
         message = ticket.message
         if isinstance(message, Infer):
             what = "answer" if not isinstance(ticket, StreamTicket) else "end its answers"
@@ -242,11 +243,11 @@ class Session:
     # ------------------------------------------------------------------------------------ time
 
     def deadline(self) -> float | None:
-        """When `tick` has something to do next."""
+        """When `tick` is next due."""
         return self._deadlines.next()
 
     def tick(self, now: float) -> None:
-        """Ends what has waited for too long."""
+        """Expire tickets whose deadline has passed."""
         while (ticket := self._deadlines.due(now)) is not None:
             self.expire(ticket)
 
@@ -257,7 +258,7 @@ class Session:
         return bool(self.memory.drops or self.forgotten)
 
     def take(self) -> list[Packet]:
-        """The packets to send now, in this order. Returns of dropped outputs go with the first message."""
+        """The packets to send now, in order. Returns of dropped outputs go with the first message."""
         self.urgent = False
         while self.forgotten:
             self.cancel(self.forgotten.popleft())
@@ -268,7 +269,7 @@ class Session:
     # ------------------------------------------------------------------------------------ in
 
     def receive(self, data: Any, descriptors: Sequence[int] = (), frames: Sequence[Any] = ()) -> int:
-        """Takes in one packet; says how many tickets it settled. An error means that the connection is of no use."""
+        """Process one packet; returns the number of settled tickets. After an error the connection is unusable."""
         settled = 0
         pop = self.tickets.pop
         if descriptors:
@@ -297,13 +298,13 @@ class Session:
         return settled
 
     def _settle_slowly(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
-        """An answer with handles, frames, or places: its arrays are made at once, so that no handle can be lost."""
+        """Settle a reply that has handles, frames or places. Its arrays are made at once, so that no handle is lost."""
         kept, ticket.kept = ticket.kept, None
         ticket.message = None
         try:
             result = self._result_of(reply, frames, kept.places if kept is not None else {}, self.memory)
         except ServeError as error:
-            ticket.fail(error.with_traceback(None))  # its frames would keep the ticket and the places
+            ticket.fail(error.with_traceback(None))  # its frames would keep the ticket and the places alive
         else:
             ticket.settle(result)
         finally:
@@ -328,20 +329,20 @@ class Session:
         ticket.part(result, part.last)
 
     def forget(self, ticket: StreamTicket) -> None:
-        """Its asker was dropped; maybe within the collector, in any thread."""
+        """Cancel later a stream whose caller was dropped. May run inside the collector, in any thread."""
         self.forgotten.append(ticket)
         if self._nudge is not None:
             self._nudge()
 
     def next_part(self, ticket: StreamTicket) -> Result:
-        """Hands out one that is here, and asks for more where it is time to."""
+        """Return the next received part, and request more from the server when due."""
         part, more = ticket.hand_out()
         if more and self.connected:
             self.outbox.say(More(ticket.number, more))
         return part
 
     def _on_fail(self, message: Fail) -> int:
-        if message.request == 0:  # about no request that we can know; a packet that is lost takes its requests along
+        if message.request == 0:  # concerns no known request; a lost packet loses its requests
             log.error("the server refused a message of this client: %s", message.text)
             if message.code != ProtocolError.code:
                 return 0
@@ -388,7 +389,7 @@ class Session:
         return 0
 
     def _on_refused(self, message: codec.Refused) -> int:
-        """The server's message cannot be read: that is an error of this request, or of the connection."""
+        """Handle an unreadable message of the server: fail its request if that is known, else the connection."""
         if not message.request:
             raise ProtocolError(f"the server sent something unreadable: {message.text}")
         return self._on_fail(Fail(message.request, Internal.code, message.text))
@@ -411,7 +412,7 @@ class Session:
         self.outbox.clear()
         for ticket in [self.tickets[number] for number in sorted(self.tickets)]:
             if ticket.message is None:
-                self._forget(ticket)  # nobody wants it, and the server has not seen it
+                self._forget(ticket)  # abandoned, and the server has not seen it
             elif isinstance(ticket.message, Ask):
                 self.questions.put_again(ticket.message)
         self._behind = renew(self.tickets, numbers, self.memory)
@@ -428,13 +429,15 @@ class Session:
             self._forget(ticket)
 
     def _on_goodbye(self, message: Goodbye) -> int:
-        if message.code == ConnectionLost.code:  # another server than before, behind the same ZeroMQ socket
+        if message.code == ConnectionLost.code:  # a different server behind the same ZeroMQ socket
             raise ConnectionLost(message.text)
         self.goodbye = from_wire(message.code, message.text)
         return 0
 
     def disconnected(self) -> None:
-        """The link ended. Stateless requests and questions wait to be sent again; sequences and operations fail."""
+        """Handle a disconnect. Stateless requests and questions are kept for resending; sequences and started
+        operations and streams fail.
+        """
         self.connected = False
         self.outbox.clear()
         self.questions.disconnected()
@@ -458,7 +461,7 @@ class Session:
         self._held.clear()
 
     def fail_all(self, error: ServeError) -> int:
-        """Nobody will answer any more."""
+        """Fail all tickets, as no answer will come."""
         count = len(self.tickets)
         for ticket in list(self.tickets.values()):
             self._end(ticket, error)
@@ -469,7 +472,7 @@ class Session:
         ticket.fail(type(error)(str(error)))
 
     def _forget(self, ticket: Ticket) -> None:
-        """It is over."""
+        """Remove a ticket and release what it kept."""
         self.tickets.pop(ticket.number, None)
         self.urgent |= self.questions.ended(ticket.number)
         if ticket.kept is not None:
@@ -478,11 +481,11 @@ class Session:
         ticket.message = None
 
     def bye(self) -> Packet:
-        """The last packet of a connection, with whatever was still to be returned."""
+        """The last packet of a connection."""
         return Packet(codec.encode([Bye()]))
 
     def close(self) -> None:
-        """Everything unanswered is cancelled; arrays stay valid."""
+        """Cancel all unanswered tickets; arrays stay valid."""
         self.fail_all(Cancelled("the client was closed before the answer came"))
         self.memory.close()
 
@@ -501,4 +504,4 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Goodbye: Session._on_goodbye,
     codec.Refused: Session._on_refused,
 }
-"""What each message does; says how many tickets it settled."""
+"""Message type -> handler; it returns the number of settled tickets."""

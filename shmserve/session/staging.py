@@ -1,8 +1,8 @@
-"""Whether tensors on a GPU go to the server as they are, or by way of the host.
+"""Decides whether tensors on a GPU are sent in place or through host memory.
 
-The rule of the file: nobody need know beforehand where a model runs. One that is not on the tensor's GPU says so, with
-HANDLE_LOST; then the same request is sent once more, with the bytes in host memory, and that model is not tried again
-on this connection. Requests of sequences are not tried at all: sent once more they would have lost their place.
+The caller need not know where a model runs. A model that is not on the tensor's GPU fails the request with HANDLE_LOST;
+the request is then resent with the bytes in host memory, and that model gets no GPU tensors any more on this
+connection. Requests of sequences are always staged: a resent one would have lost its place in the sequence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("shmserve")
 
 
 def settle(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
-    """The request is complete but for the bytes of what is on a GPU."""
+    """Fill in the data of GPU tensors, the last missing part of the request."""
     assert kept.devices is not None
     devices, options = memory.devices, message.options
     try:
@@ -42,7 +42,7 @@ def settle(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
 
 
 def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
-    """All of it goes by way of the host: also what is written to a place there comes from there."""
+    """Move all GPU inputs to host memory; outputs for GPU places come through host memory too."""
     for index, source in (kept.devices or {}).items():
         tensor = message.inputs[index]
         if memory.shared:
@@ -59,7 +59,7 @@ def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
 
 
 def once_more(ticket: Ticket, memory: SessionMemory) -> bool:
-    """What is on a GPU cannot be read there: the request is made fit to be sent again. False: there is no other way."""
+    """Restage through host memory a request whose GPU memory the worker cannot read. False: it cannot be sent again."""
     message, kept = ticket.message, ticket.kept
     if not isinstance(message, Infer) or kept is None or kept.devices is None:
         return False

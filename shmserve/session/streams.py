@@ -1,5 +1,7 @@
-"""Requests that are answered in parts. The rule of the file: more parts are asked for only when some were handed to the
-user, so that a slow reader slows the model down, and nobody keeps what nobody reads.
+"""Requests that are answered in parts.
+
+Invariant: more parts are requested only after some were handed to the user. So a slow reader slows the model down
+(backpressure), and the number of buffered parts is bounded.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _LARGEST = 1 << 20
 
 
 class StreamTicket(Ticket):
-    """Subclasses say in `news` how their asker is told that there is a part, or the end."""
+    """Subclasses implement `news`, which notifies the caller of a new part or the end."""
 
     __slots__ = ("begun", "ended", "error", "handed", "parts", "window")
 
@@ -26,15 +28,15 @@ class StreamTicket(Ticket):
             raise InvalidRequest(f"window={window!r}: the number of parts on their way is from 1 to {_LARGEST}")
         self.number = 0
         self.window = window
-        """So many parts may be on their way, or here and not handed out."""
+        """Most parts that may be in flight, or received and not yet handed out."""
         self.parts: deque[Result] = deque()
         self.handed = 0
-        """Parts handed out since more were asked for."""
+        """Parts handed out since more were last requested."""
         self.begun = False
-        """A part has come: the request cannot be sent again."""
+        """Whether a part was received: the request can then not be resent."""
         self.ended = False
         self.error: ServeError | None = None
-        """Why it has ended, if not well. Parts that came before it are handed out first."""
+        """The error that ended the stream, or None. Parts received before it are handed out first."""
 
     def news(self) -> None:
         raise NotImplementedError
@@ -47,7 +49,7 @@ class StreamTicket(Ticket):
         self.news()
 
     def hand_out(self) -> tuple[Result, int]:
-        """The next part, and how many more are to be asked for."""
+        """The next part, and the number of further parts to request."""
         part = self.parts.popleft()
         self.handed += 1
         more = 0
@@ -56,14 +58,14 @@ class StreamTicket(Ticket):
         return part, more
 
     def give_up(self) -> None:
-        """The asker has closed it."""
+        """Close the stream on behalf of the caller."""
         self.parts.clear()
         self.error = None
         self.ended = True
         self.news()
 
     def settle(self, answer: Any) -> None:
-        """From a server that answers once."""
+        """Handle a single Reply instead of parts."""
         try:
             self.part(inline_result(answer) if type(answer) is Reply else answer, True)
         except ServeError as error:

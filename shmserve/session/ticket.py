@@ -1,4 +1,4 @@
-"""One question in flight. The rule of the file: a ticket knows nothing of how its asker waits for the answer."""
+"""Requests and questions in flight. A ticket does not depend on how its caller waits for the answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shmserve.shm.views import Array
 
 
 class KeptInputs:
-    """What must stay as it is until the server no longer needs the inputs of a request."""
+    """What must stay unchanged while the server needs the inputs of a request."""
 
     __slots__ = ("arrays", "blocks", "devices", "frames", "places", "received")
 
@@ -20,18 +20,20 @@ class KeptInputs:
         self.arrays: list[Array] = []
         """Arrays whose memory the request refers to."""
         self.blocks: list[Block] = []
-        """Blocks of the own arena made for this request alone."""
+        """Arena blocks allocated for this request only."""
         self.devices: dict[int, DeviceRef] | None = None
-        """Number of an input -> the array on a GPU that it is. Not None: there is such an input, or such a place."""
+        """Input index -> its array on a GPU. Not None if any input or place is on a GPU."""
         self.frames: list[bytes] = []
-        """Bytes that travel behind the packet."""
+        """Frames to send after the packet."""
         self.received: dict[int, Array] = {}
-        """Number of an input -> the received output that it is."""
+        """Input index -> the received output that is passed on."""
         self.places: dict[str, Array | DeviceRef] = {}
-        """Name of an output -> the array that the caller wants it in."""
+        """Output name -> the array that the caller supplied for it."""
 
     def add_frame(self, name: str, array: Array, most: int) -> int:
-        """Puts the bytes of an input behind the packet, where `most` bytes fit. Gives the number of their frame."""
+        """Append the bytes of an input as a frame; a message may carry `most` bytes of frames. Returns the frame's
+        number.
+        """
         total = array.nbytes + sum(map(len, self.frames))
         if total > most:
             raise InvalidRequest(
@@ -43,7 +45,7 @@ class KeptInputs:
 
 
 class Ticket:
-    """A question and what belongs to it. The session fills the fields; subclasses say what an answer does."""
+    """A request or question in flight. The session sets the fields; subclasses process the answer."""
 
     __slots__ = ("deadline", "kept", "message", "number")
 
@@ -53,7 +55,7 @@ class Ticket:
     number: int
 
     def settle(self, answer: Any) -> None:
-        """The answer is here: a Reply (all its outputs inline), a Result, or what a JSON document says."""
+        """Process the answer: a Reply (all outputs inline), a Result, or a parsed JSON document."""
         raise NotImplementedError
 
     def fail(self, error: ServeError) -> None:
@@ -61,7 +63,7 @@ class Ticket:
 
 
 class Abandoned(Ticket):
-    """Takes the place of a ticket whose asker no longer waits, until the server is done with the inputs."""
+    """Replaces a ticket whose caller no longer waits, until the server has released the inputs."""
 
     __slots__ = ()
 
@@ -72,7 +74,7 @@ class Abandoned(Ticket):
         self.number = number
 
     def settle(self, answer: Any) -> None:
-        """Nobody wants it. Handles in it were made views, which return them as they go now."""
+        """Drop the answer. Its handles are already views, which are returned as they are dropped."""
 
     def fail(self, error: ServeError) -> None:
-        """Nobody wants to know."""
+        """Drop the error."""

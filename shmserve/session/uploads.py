@@ -1,5 +1,6 @@
-"""What an operation brings along: bytes and files, read piece by piece as they are sent. The rule of the file: no value
-and no file is ever held here a second time as a whole.
+"""Bodies of operations: bytes and files, read piece by piece as they are sent.
+
+Invariant: no value or file is copied into memory as a whole.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import FIELD_BYTES
 
 _BARE_NAME = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\Z))|([A-Za-z_]\w*)(?=\s*:)', re.DOTALL)
-"""A string, or the name of a field without quotes, which Triton accepts in the JSON of a configuration."""
+"""A JSON string, or an unquoted field name, which Triton accepts in a JSON configuration."""
 
 
 class _Bytes:
-    """A value that the caller has in memory."""
+    """A value in the caller's memory."""
 
     __slots__ = ("_view", "size")
 
@@ -38,7 +39,7 @@ class _Bytes:
 
 
 class _File:
-    """A file, opened when its turn comes. It must stay as it was when the operation was asked for."""
+    """A file, opened when its first piece is sent. It must not change after the call."""
 
     __slots__ = ("_descriptor", "_name", "_path", "size")
 
@@ -84,18 +85,18 @@ class _File:
 
 
 class Body:
-    """Taken in pieces of up to FIELD_BYTES, each only once."""
+    """A body, read once in pieces of up to FIELD_BYTES."""
 
     __slots__ = ("_at", "_parts", "left")
 
     def __init__(self, parts: Sequence[_Bytes | _File] = ()) -> None:
         self._parts = list(parts)[::-1]
-        """The next one is the last."""
+        """In reverse order: the next part is the last."""
         self._at = 0
         self.left = sum(part.size for part in parts)
 
     def take(self) -> bytes:
-        """The next piece; after the last one, and of an empty body, b""."""
+        """The next piece; b"" at the end, and for an empty body."""
         size = min(FIELD_BYTES, self.left)
         pieces = []
         while size:
@@ -113,7 +114,7 @@ class Body:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def close(self) -> None:
-        """Nothing more is wanted of it."""
+        """Close all parts that were not sent."""
         for part in self._parts:
             part.close()
         self._parts.clear()
@@ -121,7 +122,7 @@ class Body:
 
 
 def of_bytes(data: bytes) -> Body:
-    """One that another client has made."""
+    """A body that is already encoded, e.g. by another client."""
     return Body([_Bytes("", data)])
 
 
@@ -130,11 +131,11 @@ def of_json(value: Mapping[str, Any]) -> Body:
 
 
 ANSWER_S = 2.0
-"""How much longer than the server a client waits for the end of an unload."""
+"""Extra time that a client waits, beyond the server's limit, for the end of an unload."""
 
 
 def of_unload(unload_dependents: bool, wait: bool, force: bool, timeout: float | None) -> Body:
-    """The body of `unload`. The server watches the time, as it knows what it waits for."""
+    """The body of `unload`. The server enforces the timeout."""
     said: dict[str, Any] = {"unload_dependents": unload_dependents, "wait": wait}
     if force:
         said["force"] = True
@@ -144,7 +145,7 @@ def of_unload(unload_dependents: bool, wait: bool, force: bool, timeout: float |
 
 
 def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None) -> Body:
-    """The body of `load`: nothing; or a line of JSON, and behind it the bytes of the files one after another."""
+    """The body of `load`: empty, or a line of JSON followed by the concatenated bytes of the files."""
     if config is None:
         if files:
             raise InvalidRequest("files= needs config=: a model that is sent is not looked for in the repository")
@@ -164,7 +165,7 @@ def of_load(config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | N
 def loading(
     config: Mapping[str, Any] | str | None, files: Mapping[str, Any] | None, previous: bool
 ) -> tuple[str, Body]:
-    """The operation that a load is, and its body."""
+    """The name of the operation, `load` or `rollback`, and its body."""
     if not previous:
         return "load", of_load(config, files)
     if config is not None or files:

@@ -1,4 +1,6 @@
-"""Memory on GPUs as a client uses it, its own (`tensors`, by way of `cuda`) and what others have exported.
+"""GPU memory on the client side: the client's own (`tensors`, by means of `cuda`) and memory exported by others
+(`foreign_memory`).
 
-It lies below the session's memory and knows no requests. cupy is imported when the first array on a GPU is used.
+The session's `memory` uses this package; nothing here depends on requests. cupy is imported when the first GPU array is
+used.
 """

@@ -1,7 +1,8 @@
-"""CUDA as a client uses it. The rule of the file: nothing else of the session imports cupy, and the thread's current
-device is afterwards what it was before.
+"""CUDA for clients.
 
-Unlike a worker a client may see many devices, and does not own them: what it copies it waits for at once.
+Invariant: all CUDA calls of the session are made here (`tensors` uses cupy only for DLPack), and every call leaves the
+thread's current device unchanged. Unlike a worker, a client may see several devices and does not own them, so copies
+are synchronous.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _UNIT_BYTES = 2 * 1024 * 1024
 
 
 class ClientCuda:
-    """The devices that this process sees."""
+    """The CUDA devices that this process sees."""
 
     def __init__(self) -> None:
         try:
@@ -33,7 +34,7 @@ class ClientCuda:
 
     @contextmanager
     def on(self, device: int) -> Iterator[Any]:
-        """The runtime, with that device as the current one of this thread. Its errors become ours."""
+        """The runtime, with `device` as this thread's current device. CUDA errors become ServeErrors."""
         runtime = self._runtime
         try:
             before = runtime.getDevice()
@@ -49,7 +50,7 @@ class ClientCuda:
             raise _failure(error) from error
 
     def device_of(self, address: int) -> int:
-        """The device that an address is on."""
+        """The device on which an address lies."""
         try:
             found: int = self._runtime.pointerGetAttributes(address).device
         except self._error as error:
@@ -57,20 +58,20 @@ class ClientCuda:
         return found
 
     def extent(self, device: int, size: int) -> CudaExtent:
-        """At least `size` bytes, in whole units of the driver: what shares a unit is exported together."""
+        """Allocate at least `size` bytes, in whole allocation units of the driver: a unit is exported as a whole."""
         size = -(-size // _UNIT_BYTES) * _UNIT_BYTES
         with self.on(device) as runtime:
             uuid = runtime.getDeviceProperties(device)["uuid"]
             return cuda.create(size, runtime.malloc, runtime.ipcGetMemHandle, _keep, uuid)
 
     def copy(self, device: int, target: int, source: int, size: int, kind: str, stream: int) -> None:
-        """`kind` as the runtime calls it, `memcpyDeviceToHost`. It is done when this returns."""
+        """Copy synchronously. `kind` is the runtime's name for it, e.g. `memcpyDeviceToHost`."""
         with self.on(device) as runtime:
             runtime.memcpyAsync(target, source, size, getattr(runtime, kind), stream)
             runtime.streamSynchronize(stream)
 
     def stream(self, device: int) -> int:
-        """One of our own, which waits for nothing of the caller's."""
+        """A new stream that does not synchronise with the caller's streams."""
         with self.on(device) as runtime:
             made: int = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
         return made
@@ -80,7 +81,7 @@ class ClientCuda:
             runtime.streamDestroy(stream)
 
     def settle(self, device: int, stream: int | None) -> None:
-        """Waits for what writes a tensor: in that stream, or, where nobody says in which, on the whole device."""
+        """Wait for pending writes to a tensor: on that stream, or, if None, on the whole device."""
         with self.on(device) as runtime:
             if stream is None:
                 runtime.deviceSynchronize()
@@ -89,7 +90,9 @@ class ClientCuda:
 
 
 def _keep(address: int) -> None:
-    """Memory that was exported is not freed: others may have it open, and nobody can tell when they have closed it."""
+    """Do not free exported memory: other processes may have it open, and there is no way to detect that they have
+    closed it.
+    """
 
 
 def _failure(error: Exception) -> Exception:

@@ -1,5 +1,6 @@
-"""Memory that somebody else has exported on a GPU, or has made on the host: the server is told of it by its name. The
-rule of the file: it is only passed on, and never opened here.
+"""Memory that another process has exported on a GPU or created on the host, announced to the server by name.
+
+Invariant: it is only passed on, never opened here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class ForeignRegion:
         self.size = size
         self.name = name
         self.lost = False
-        """A worker could not open it."""
+        """Whether a worker failed to open it."""
 
     @property
     def on_gpu(self) -> bool:
@@ -31,7 +32,7 @@ class ForeignRegion:
 
 
 class RegionPart(NamedTuple):
-    """A tensor in it, as an input, or in the place of an output."""
+    """A tensor in a foreign region, used as an input or as the place of an output."""
 
     region: ForeignRegion
     offset: int
@@ -43,7 +44,7 @@ class RegionPart(NamedTuple):
 
 
 class ForeignMemory:
-    """All that one session has told of, or will; numbered as its own memory is."""
+    """The foreign regions of one session, with ids from the same sequence as its own segments."""
 
     def __init__(self, announcements: Announcements) -> None:
         self.regions: dict[int, ForeignRegion] = {}
@@ -51,7 +52,7 @@ class ForeignMemory:
 
     @property
     def takes_names(self) -> bool:
-        """Whether memory on the host can be announced."""
+        """Whether host memory can be announced."""
         return self._announcements.named_memory
 
     def announce(self, size: int, name: str) -> ForeignRegion:
@@ -63,7 +64,7 @@ class ForeignMemory:
         return region
 
     def withdraw(self, region: ForeignRegion) -> None:
-        """Requests that name it already still find it."""
+        """Withdraw a region. Requests that already refer to it can still use it."""
         if self.regions.pop(region.id, None) is None:
             return
         if region in self._announcements.maps:
@@ -72,7 +73,7 @@ class ForeignMemory:
             self._announcements.unmaps.append(region.id)
 
     def connected(self) -> dict[int, int]:
-        """As of the session's own memory."""
+        """Assign new ids after a reconnect and announce the regions again. Returns old id -> new id."""
         numbers: dict[int, int] = {}
         for old, region in self.regions.items():
             numbers[old] = region.id = self._announcements.new_id()

@@ -1,7 +1,7 @@
-"""Tensors of a client that are on a GPU: its own memory there, which workers on the same GPU read and write.
+"""Client tensors on a GPU: arenas that workers on the same GPU read and write.
 
-The rule of the file: what a caller has elsewhere on the device, in the pool of a library, is never exported itself, as
-that would give away all that lies beside it: it is copied on the device, once, into memory made for this.
+Invariant: a caller's other device memory, e.g. in a library's pool, is never exported itself, because that would expose
+everything next to it. It is copied once, on the device, into memory made for this.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from shmserve.shm.views import Array
 
 _DLPACK_CUDA = (2, 13)
 _spare: dict[tuple[int, int], list[CudaExtent]] = {}
-"""Memory of clients that were closed, by process and device: what was exported cannot be freed, but used again."""
+"""Memory of closed clients, by process and device: exported memory cannot be freed, only reused."""
 
 
 class DeviceArray:
-    """Memory on a GPU that models there use without a copy. CuPy, PyTorch and others make their arrays of it as of any
-    other (`cupy.asarray(x)`, `torch.as_tensor(x, device="cuda")`), which keep it, too."""
+    """Memory on a GPU that models there use without a copy. CuPy, PyTorch and other libraries can wrap it like any
+    other array (`cupy.asarray(x)`, `torch.as_tensor(x, device="cuda")`); their arrays keep it alive.
+    """
 
     __slots__ = (
         "__cuda_array_interface__", "__weakref__", "_dropped", "_fetch", "_pid", "block", "device", "dtype", "shape"
@@ -53,7 +54,7 @@ class DeviceArray:
         self._pid = os.getpid()
         self._fetch = fetch
         self._dropped = dropped
-        # No stream: whatever the server writes here is complete before its answer is.
+        # No stream: writes by the server are complete before its answer arrives.
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": shape, "typestr": dtype.str, "data": (block.address, False), "strides": None, "version": 3,
             "stream": None,
@@ -82,8 +83,9 @@ class DeviceArray:
 
 
 class DeviceRef:
-    """An array of the caller's on a device. `stream`: what writes it is in that stream; None: in any; -1: it is done.
-    `block`: the memory that was made for a copy of it."""
+    """An array of the caller's on a device. `stream`: the stream that writes it; None: unknown; -1: the writes are
+    complete. `block`: the memory that holds a copy of it.
+    """
 
     __slots__ = ("address", "block", "device", "dtype", "owner", "shape", "stream")
 
@@ -104,24 +106,23 @@ class DeviceRef:
 
 
 def interface_of(value: Any) -> Any:
-    """What says where an array is on a device. None: it is on none."""
+    """The CUDA array interface of `value`, or None if it is not on a device."""
     try:
         found = getattr(value, "__cuda_array_interface__", None)
         if found is None and callable(getattr(value, "__dlpack_device__", None)):
             if int(value.__dlpack_device__()[0]) in _DLPACK_CUDA:
                 found = importlib.import_module("cupy").from_dlpack(value).__cuda_array_interface__
-    except Exception as error:  # what a library thinks of its own array can be anything
+    except Exception as error:  # a library may raise any exception here
         raise InvalidRequest(f"an array on a GPU cannot be used: {error}") from error
     return found
 
 
 class Devices:
-    """The memory of one session on the devices of its process. Like the session's, calls must be serialised, but for
-    arrays that are dropped."""
+    """The GPU memory of one session. Calls must be serialised, as for `Session`, except for dropped arrays."""
 
     def __init__(self, announcements: Announcements, limit: int) -> None:
         self.far: set[str] = set()
-        """Models that have said, on this connection, that they do not read it."""
+        """Models that could not read GPU memory on this connection."""
         self._announcements = announcements
         self._limit = limit
         self._arenas: dict[int, Arena] = {}
@@ -144,7 +145,7 @@ class Devices:
         return DeviceArray(block, device, dtype, shape, self.fetch, self._freed.append)
 
     def source(self, name: str, value: Any, interface: Any) -> DeviceRef:
-        """InvalidRequest, where the array is one that cannot travel."""
+        """Describe a caller's array. Raises InvalidRequest if it cannot be sent."""
         try:
             shape, dtype = tuple(map(int, interface["shape"])), np.dtype(interface["typestr"])
             address, strides = int(interface["data"][0]), interface.get("strides")
@@ -163,7 +164,7 @@ class Devices:
         return DeviceRef(value, address, device, dtype, shape, stream)
 
     def locate(self, source: DeviceRef) -> Handle | None:
-        """Where workers find it, if it is in our own memory."""
+        """A handle to an array in the session's own memory, else None."""
         arena = self._arenas.get(source.device)
         found = arena.locate(source.address, source.nbytes) if arena is not None else None
         return Handle(*found, source.nbytes) if found is not None else None
@@ -171,13 +172,13 @@ class Devices:
     # ------------------------------------------------------------------------------------ bytes
 
     def settle(self, source: DeviceRef) -> None:
-        """Waits until the caller's work has written it: another process knows nothing of streams."""
+        """Wait until the caller's pending writes are complete: other processes cannot synchronise with its streams."""
         if source.stream != -1:
             self.cuda.settle(source.device, source.stream)
             source.stream = -1
 
     def export(self, source: DeviceRef) -> Handle:
-        """Where workers find it: in place, or copied on the device."""
+        """A handle for workers: to the array in place, or to a copy of it on the device."""
         self.settle(source)
         found = self.locate(source)
         if found is None:
@@ -193,13 +194,13 @@ class Devices:
         return array
 
     def fetch_into(self, source: DeviceRef, target: int) -> None:
-        """Copies it to that address on the host."""
+        """Copy the array to a host address."""
         self.settle(source)
         if source.nbytes:
             self._copy(source.device, target, source.address, source.nbytes, "memcpyDeviceToHost")
 
     def store(self, target: DeviceRef, array: Array) -> None:
-        """Copies from the host."""
+        """Copy an array from the host."""
         self.settle(target)
         if array.nbytes:
             array = np.ascontiguousarray(array)
@@ -243,7 +244,7 @@ class Devices:
         self._arenas[device].free(block.segment, block.offset)
 
     def let_go(self, source: DeviceRef) -> None:
-        """Nobody reads it any more."""
+        """Free the copy of an array."""
         block, source.block = source.block, None
         if block is not None:
             self.free(source.device, block)
@@ -254,7 +255,7 @@ class Devices:
     # ------------------------------------------------------------------------------------ connections
 
     def connected(self) -> dict[int, int]:
-        """As of the memory on the host."""
+        """Assign new segment ids after a reconnect. Returns old id -> new id."""
         self.far.clear()
         numbers: dict[int, int] = {}
         for arena in self._arenas.values():
@@ -264,7 +265,9 @@ class Devices:
         return numbers
 
     def close(self) -> None:
-        """Memory in which no array is left is for the next session of this process; the rest stays as it is."""
+        """Release the session's memory. Unused segments are kept for the next session of this process; segments with
+        live arrays stay as they are.
+        """
         while self._freed:
             self.free(*self._freed.popleft())
         for device, arena in self._arenas.items():
