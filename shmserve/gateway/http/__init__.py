@@ -1,12 +1,7 @@
-"""HTTP/1.1.
+"""HTTP/1.1: KServe v2, generate, the repository and shared-memory endpoints, and Prometheus metrics.
 
-start       how the door is put together
-requests    complete requests: what the broker is asked, and the answer
-connection  one connection
-listener    what the connections of one listening socket share
-bodies      chunked and compressed bodies
-heads       the first lines of a request -> a Head
-routes      methods and paths -> actions
-openapi     the table of paths as an OpenAPI document
-limits      what a client may send, and how long it may take
+`start` builds a listener, and the listener creates a `Connection` per socket. The connection parses the head of each
+request (`heads`, `routes`) and reads the body: chunked and compressed bodies through `bodies`, large tensors straight
+into shared memory. `requests` handles the complete request: it asks the broker or answers locally, and writes the
+broker's reply as the HTTP response. `openapi` documents the table in `routes`. `limits` has size limits and timeouts.
 """

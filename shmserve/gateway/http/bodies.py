@@ -1,4 +1,4 @@
-"""Chunked and compressed bodies. The rule of the file: a limit is checked before what it limits is made."""
+"""Chunked and compressed bodies. Invariant: a limit is checked before memory is allocated for what it limits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 _LINE = 1024
 _EITHER = 32 + zlib.MAX_WBITS
-"""gzip and zlib are told apart by what they begin with."""
+"""Detect gzip or zlib from the header of the data."""
 _LEVEL = 1
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t -~]*)?")
-"""The first line of a chunk: its size, and extensions, which are ignored."""
+"""Chunk header: the size, then extensions, which are ignored."""
 _TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*")
 
 
 class Chunks:
-    """A chunked body as it comes. `body` is what has come of it; `done` is set after its end."""
+    """Parser of a chunked body. `body`: the data received so far. `done`: the last chunk and its trailers have
+    arrived."""
 
     def __init__(self, limit: int) -> None:
         self.body = bytearray()
@@ -32,13 +33,13 @@ class Chunks:
         self._limit = limit
         self._count = 0
         self._left = 0
-        """Bytes of this chunk that have not come, with the line end behind it."""
+        """Bytes of the current chunk that have not arrived, including its CRLF."""
         self._trailer = 0
         self._ending = False
 
     def feed(self, data: bytes) -> bytes:
-        """Takes of `data` what it can and gives back the rest, which has to come again with what follows, or, when it
-        is `done`, belongs to the next request. InvalidRequest: the end cannot be found any more."""
+        """Consumes what it can of `data` and returns the rest. Pass the rest again with the data that follows it; once
+        `done`, it belongs to the next request. InvalidRequest: the end of the body cannot be found."""
         at = 0
         while not self.done:
             if self._left:
@@ -97,7 +98,7 @@ class Chunks:
 
 
 def too_large(head: Head, limits: Limits) -> InvalidRequest:
-    """Of a body that is longer than any may be."""
+    """The error for a body whose Content-Length exceeds the limit for all bodies."""
     action = head.route.action
     if head.encoding or (action == "infer" and head.json_length is not None):
         return _too_large(head.length, limits.input_bytes)
@@ -114,7 +115,7 @@ def _too_large(size: int, limit: int) -> InvalidRequest:
 
 
 def inflating(encoding: str, body: Buffer, limit: int, flag: str, hold: Callable[[int], None]) -> Work[bytearray]:
-    """What was compressed. `flag` sets the limit. `hold` counts what has been made of it."""
+    """Decompresses a body. `flag`: the option that sets `limit`. `hold` is called with the number of bytes produced."""
     if encoding not in ("gzip", "deflate"):
         raise Unsupported(f"Unsupported compression type '{encoding[:40]}'")
     try:

@@ -1,12 +1,13 @@
-"""One connection of HTTP. The rule of the file: no coroutine and no task; what comes moves the connection from one
-phase to the next, and what it waits for calls it back.
+"""One HTTP/1.1 connection: a state machine without coroutines or tasks, driven by received bytes and by callbacks.
 
-    HEAD    waits for the first lines of a request
-    FILL    the body is read straight to where it belongs: of an infer with binary data the JSON first, then each large
-            tensor into shared memory
-    CHUNKS  a chunked body is put together
-    BUSY    the broker has been asked; what comes meanwhile are the next requests
-    DRAIN   the last answer is sent; what the caller still sends is thrown away, so that he can read it
+Phases:
+
+    HEAD    waiting for the head of a request
+    FILL    reading the body into its final place: for an infer request with binary data first the JSON, then each
+            large tensor into shared memory
+    CHUNKS  assembling a chunked body
+    BUSY    the request is being processed; bytes received now belong to the next requests
+    DRAIN   the last response is sent; further input is discarded, so that the client can read the response
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)
 JSON = b"application/json"
 BINARY = b"application/octet-stream"
 JOINED_BYTES = 64 * 1024
-"""Answers up to this size are sent as one piece."""
+"""Responses up to this size are joined into one buffer."""
 COMPRESSED_BYTES = 1024
-"""Answers below this size are not worth compressing."""
+"""Responses below this size are not compressed."""
 _scratch = memoryview(bytearray(256 * 1024))
-"""What every connection reads into, one after another: bytes are taken out before the next one reads."""
+"""Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
 
 
 class Handler(Protocol):
-    """What requests are given to. ServeError of either method is answered."""
+    """Receives requests from connections. A ServeError raised by either method becomes the response."""
 
     def prepare(self, connection: Connection, head: Head, first: bytes) -> None:
-        """Calls `Connection.fill` with where the body is to be read to, of which only `first` is here."""
+        """Calls `Connection.fill` with the buffers for the body, of which only `first` has arrived."""
 
     def begin(self, connection: Connection, head: Head, body: Buffer) -> None:
-        """The request is complete."""
+        """Handles a complete request."""
 
 
 class Connection(Reader, asyncio.BufferedProtocol):
@@ -63,21 +64,21 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self._shares: ConnectionShares | None = None
         self._job: Job | None = None
         self._resume: Callable[[], None] | None = None
-        """For an answer in parts, while the caller did not read."""
+        """For a response in parts: called when the transport is writable again."""
         self._account = door.budget.account("")
         self._sink: ReceiveBuffer | None = None
         self._sinks: list[ReceiveBuffer] = []
-        """Those to be filled after it, the last first."""
+        """Buffers to fill after `_sink`, in reverse order."""
         self._then: Callable[[bytes], None] | None = None
         self._chunks: bodies.Chunks | None = None
         self._writable = True
         self.turn = door.turn
-        """When something moved here last, on the door's slow clock."""
+        """Turn of the slow clock of the last progress."""
         self._idle_since = door.now()
         self._moved = 0
         self._unsent = 0
 
-    # ------------------------------------------------------------------------------------ what the loop calls
+    # ------------------------------------------------------------------------------------ asyncio callbacks
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -98,7 +99,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self._transport = None
 
     def eof_received(self) -> bool:
-        """A caller who closes does not wait for his answer."""
+        """Closing the connection cancels the request."""
         if self._phase == BUSY:
             self._drop()
         return False
@@ -133,7 +134,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             data = self._rest + data
             self._rest = b""
         else:
-            self.turn = self._door.turn  # of first lines that come in drops, the first drop counts
+            self.turn = self._door.turn  # the timeout of a head in pieces runs from its first piece
         self._moved += count
         self._take(data)
 
@@ -141,7 +142,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
     def _may_read(self) -> bool:
         return self._phase != BUSY or len(self._rest) <= AHEAD_BYTES
 
-    # ------------------------------------------------------------------------------------ what has come
+    # ------------------------------------------------------------------------------------ received bytes
 
     def _take(self, data: bytes) -> None:
         while data and self._writable:
@@ -161,7 +162,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             self.pause()
 
     def _begin(self, data: bytes) -> bytes | None:
-        """Takes the first lines, and of the body what is here. None: everything was taken."""
+        """Parses the head and takes what has arrived of the body. None: all of `data` was consumed."""
         if data.startswith(b"\r\n"):
             return data[2:]
         end = data.find(b"\r\n\r\n") + 4
@@ -187,7 +188,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             self.whole(data[end:until])
             return data[until:]
         if head.route.status != 200 or head.refusal is not None:
-            self._refused(head)  # without reading its body first
+            self._refused(head)  # without reading the body
             return None
         if head.expects and len(data) == end:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -223,9 +224,9 @@ class Connection(Reader, asyncio.BufferedProtocol):
         return left
 
     def _hold(self, size: int) -> None:
-        self._account.take(size)  # counts bytes that have arrived and are kept; Unavailable where they are too many
+        self._account.take(size)  # charge bytes that have arrived and are kept; Unavailable: over the budget
 
-    # ------------------------------------------------------------------------------------ bodies that are read in place
+    # ------------------------------------------------------------------------------------ bodies read in place
 
     def _fill_body(self, head: Head, first: bytes) -> None:
         try:
@@ -235,7 +236,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             self._refuse_for(error)
 
     def fill(self, sinks: Sequence[ReceiveBuffer], first: bytes, then: Callable[[bytes], None]) -> None:
-        """Reads until all of these are full, beginning with `first`; `then` is given what is left of it."""
+        """Reads until all `sinks` are full, starting with `first`, then calls `then` with the rest of `first`."""
         self._phase = FILL
         self._sinks = list(reversed(sinks))
         self._then = then
@@ -272,10 +273,10 @@ class Connection(Reader, asyncio.BufferedProtocol):
                 self._refuse_for(error)
 
     def complete(self) -> None:
-        """The body is here."""
+        """The body is complete."""
         self._phase = BUSY
 
-    # ------------------------------------------------------------------------------------ a whole request
+    # ------------------------------------------------------------------------------------ complete requests
 
     def whole(self, body: Buffer) -> None:
         head = self._head
@@ -304,18 +305,19 @@ class Connection(Reader, asyncio.BufferedProtocol):
     def work(
         self, work: Work[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None
     ) -> None:
-        """Goes on with what `work` returns, in turns with that of other connections. What it raises is answered."""
+        """Runs `work` in slices that alternate with those of other connections, then calls `then` with its result. Its
+        exceptions are answered, by `failed` if given."""
 
         def stopped(error: Exception) -> None:
             (failed or self.fail)(error if isinstance(error, ServeError) else not_passed_on())
 
-        self._ticket = None  # what was asked of the broker has been answered
+        self._ticket = None  # the broker has answered: there is nothing to withdraw
         job = self._door.turns.run(work, then, stopped)
         if job.running:
             self._job = job
 
     def payer(self, token: str) -> Payer:
-        """Who is charged for what is asked of the broker."""
+        """The account charged for requests to the broker."""
         assert self._shares is not None
         return self._shares.payer(token)
 
@@ -324,7 +326,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self._resume = resume
 
     def _drop(self) -> None:
-        """The caller is gone, or gets no answer any more."""
+        """Cancels the current request: the client has disconnected, or gets no response any more."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             withdraw(self._door.link, ticket)
@@ -338,7 +340,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self._sinks = []
         self._account.used()
 
-    # ------------------------------------------------------------------------------------ answers
+    # ------------------------------------------------------------------------------------ responses
 
     def fail(self, error: ServeError, request_id: str = "") -> None:
         status = http_of(error)
@@ -353,7 +355,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         json_length: int | None = None,
         more: bytes = b"",
     ) -> None:
-        """Sends an answer, and goes on with the next request."""
+        """Sends a response and continues with the next request."""
         head = self._head
         self._ticket = None
         if self._transport is None or self._phase == DRAIN:
@@ -387,7 +389,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             status, REASONS[status].encode(), kind, size, more,
         )  # fmt: skip
         if head is not None and head.is_head:
-            parts = []  # the lines alone, as if they followed
+            parts = []  # HEAD: the same headers, without the body
         self._door.answered(status)
         self.turn = self._door.turn
         if size <= JOINED_BYTES:
@@ -397,7 +399,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self._end(unread)
 
     def _end(self, unread: bool) -> None:
-        """The answer is sent."""
+        """The response is sent."""
         if self._writable:
             self._account.sent()
         self._let_go()
@@ -412,11 +414,11 @@ class Connection(Reader, asyncio.BufferedProtocol):
             if self._rest or not self._reading:
                 self._door.loop.call_soon(self._go_on)
 
-    # ------------------------------------------------------------------------------------ answers in parts
+    # ------------------------------------------------------------------------------------ responses in parts
 
     @property
     def writable(self) -> bool:
-        """Whether the caller reads what he is sent, and is there at all."""
+        """Whether the client is connected and reads what it is sent."""
         return self._writable and self._transport is not None
 
     def begin_events(self, status: int = 200) -> None:
@@ -439,7 +441,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
     # ------------------------------------------------------------------------------------ the next request
 
     def _go_on(self) -> None:
-        """With requests that came while one was answered, or while the caller did not read."""
+        """Continues with bytes received while a request was processed or the transport was not writable."""
         if self._transport is None or self._phase in (BUSY, FILL, DRAIN):
             return
         self.resume()
@@ -452,7 +454,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self.fail(error)
 
     def _refuse(self, status: int, text: str) -> None:
-        """Of a request that was not read to its end: the connection is of no more use."""
+        """Answers a request whose body was not read to its end; the connection cannot be used again."""
         self._phase = FILL
         self.answer(status, [error_body(text)])
 
@@ -463,10 +465,11 @@ class Connection(Reader, asyncio.BufferedProtocol):
         if self._transport.can_write_eof():
             self._transport.write_eof()
 
-    # ------------------------------------------------------------------------------------ time
+    # ------------------------------------------------------------------------------------ timeouts
 
     def look(self, waited: int) -> None:
-        """Every turn of the slow clock. `waited`: so many turns are too many for one who keeps others waiting."""
+        """Called on every turn of the slow clock. `waited`: turns without enough progress after which a client times
+        out."""
         transport, door = self._transport, self._door
         if transport is None:
             return
@@ -488,7 +491,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             transport.close()
 
     def stop(self) -> None:
-        """No more requests are taken after the one that is here."""
+        """Takes no more requests after the current one."""
         self._keep_alive = False
         if self._phase in (HEAD, DRAIN) and self._transport is not None:
             self._transport.close()

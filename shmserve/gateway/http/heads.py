@@ -1,7 +1,7 @@
-"""The first lines of an HTTP request -> a Head. The rule of the file: how long the body is has one meaning, or the
-request is refused; what a proxy before us could read in another way is not guessed at.
+"""The head of an HTTP request -> a Head. Invariant: the body length is unambiguous, or the request is refused. A
+message that a proxy in front of the gateway could frame differently is never interpreted (request smuggling).
 
-Callers send the same lines again and again, to the byte: what was understood once is looked up.
+Clients repeat heads byte for byte, so parsed heads are cached.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
 _FRAMING = frozenset(
     (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding")
 )
-"""Headers that may come once: a proxy could use another one of them than we do."""
+"""Headers that may occur once: of several, a proxy could use another one than the gateway does."""
 _TO_MODEL = ("infer", "generate", "generate_stream")
 
 
 class Head(Struct):
-    """Of one request; used again for equal lines, and never changed."""
+    """The head of one request. Shared by requests with equal bytes: never modify it."""
 
     route: Route
     keep_alive: bool
     length: int = 0
-    """Of the body; not known of a chunked one."""
+    """Bytes of the body; 0 if it is chunked."""
     chunked: bool = False
     json_length: int | None = None
-    """Inference-Header-Content-Length: so much of the body is JSON, and the rest binary data."""
+    """Inference-Header-Content-Length: bytes of JSON at the start of the body; binary data follows."""
     encoding: str = ""
-    """gzip or deflate: how the body is compressed."""
+    """Content-Encoding of the body: gzip, deflate, another that is not supported, or none."""
     accepts: str = ""
-    """The same, for how the answer may be."""
+    """Encoding to compress the response with: gzip, deflate or none."""
     old: bool = False
-    """HTTP/1.0, which knows no chunks."""
+    """HTTP/1.0, which has no chunked encoding."""
     is_head: bool = False
-    """The caller wants the lines of the answer alone."""
+    """Method HEAD: send the response headers only."""
     expects: bool = False
-    """The caller waits to be told that he may send the body."""
+    """The client waits for 100 Continue before it sends the body."""
     token: str = ""
-    """The name of the token that came with it."""
+    """Name of the token that the request was authenticated with."""
     refusal: ServeError | None = None
-    """Why he may not do what he wants."""
+    """Why access is denied."""
     forwarded: dict[str, str] | None = None
-    """Headers that go on to the model."""
+    """Headers to pass on to the model."""
 
 
 class BadHead(Exception):
-    """It cannot be told where this request ends: the connection is of no more use."""
+    """The end of this request cannot be determined; the connection cannot be used again."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -68,7 +68,7 @@ class BadHead(Exception):
 
 
 class _Lines:
-    """What the parser calls."""
+    """Callbacks of the HTTP parser."""
 
     def __init__(self) -> None:
         self.target = b""
@@ -87,11 +87,11 @@ class _Lines:
 
     def on_headers_complete(self) -> None:
         self.complete = True
-        self.keep_alive = self.parser.should_keep_alive()  # it forgets that at the end of a request
+        self.keep_alive = self.parser.should_keep_alive()  # the parser resets this at the end of a request
 
 
 class Heads:
-    """`metrics`: the paths of that door."""
+    """Parser and cache of heads. `metrics`: resolve the paths of the metrics endpoint."""
 
     def __init__(self, access: Access, metrics: bool = False, forward: Forward | None = None) -> None:
         self._metrics = metrics
@@ -100,7 +100,7 @@ class Heads:
         self._known: dict[bytes, Head] = {}
 
     def head(self, block: bytes) -> Head:
-        """`block` is all up to the empty line, and that."""
+        """`block`: the bytes of the head, including the empty line."""
         found = self._known.get(block)
         if found is None:
             found = parse(block, self._metrics, self._access, self._forward)
@@ -111,7 +111,7 @@ class Heads:
         return found
 
     def forget(self) -> None:
-        """Who may do what has changed."""
+        """Clears the cache: access rules have changed."""
         self._known.clear()
 
 
@@ -120,14 +120,14 @@ def parse(
 ) -> Head:  # fmt: skip
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
         raise BadHead(400, "the lines of the request do not end as HTTP requires")
-    if block[: block.find(b"\r\n")].count(b" ") > 2:  # the parser takes several spaces for one
+    if block[: block.find(b"\r\n")].count(b" ") > 2:  # the parser accepts repeated spaces
         raise BadHead(400, "the first line of the request is not METHOD PATH HTTP/1.1")
     lines = _Lines()
     parser = lines.parser = httptools.HttpRequestParser(lines)
     try:
         parser.feed_data(block)
     except httptools.HttpParserUpgrade:
-        pass  # to what is not spoken here: the caller goes on in HTTP/1.1
+        pass  # Upgrade is ignored: the connection stays on HTTP/1.1
     except httptools.HttpParserError as error:
         cause = error.__context__
         if isinstance(cause, BadHead):
@@ -156,7 +156,7 @@ def _guard(head: Head, headers: Headers, access: Access | None, forward: Forward
         if forward is not None and head.route.action in _TO_MODEL:
             head.forwarded = forward.of([(_text(name), _text(value).strip()) for name, value in headers])
     except ServeError as error:
-        head.refusal = error.with_traceback(None)  # it is kept
+        head.refusal = error.with_traceback(None)  # the head is cached: do not keep the frames alive
 
 
 def _text(raw: bytes) -> str:
@@ -187,7 +187,7 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
             if name in seen:
                 raise BadHead(400, f"the request has more than one header {name.decode()}")
             seen.add(name)
-        elif name.replace(b"_", b"-") in _FRAMING:  # some proxies take the two for the same
+        elif name.replace(b"_", b"-") in _FRAMING:  # some proxies treat `_` and `-` as equal
             raise BadHead(400, f"the request has the header {name.decode('latin-1')}")
         match name:
             case b"host":
@@ -229,7 +229,7 @@ def _encoding(value: bytes) -> str:
 
 
 def _accepted(value: bytes) -> str:
-    """The first of gzip and deflate that the caller takes, unless he would rather have none of them."""
+    """The first of gzip and deflate in Accept-Encoding whose quality is not 0, or ""."""
     for part in value.lower().decode("latin-1").split(","):
         name, _, quality = part.partition(";")
         if name.strip() in _ENCODINGS and quality.replace(" ", "").rstrip("0.") != "q=":

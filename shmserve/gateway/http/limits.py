@@ -1,6 +1,5 @@
-"""What a caller of the HTTP door may send, and how long it may take. The rule of the file: a limit is known before any
-memory is taken for what it limits.
-"""
+"""Size limits and timeouts of the HTTP endpoint. Invariant: a limit is known before memory is allocated for what it
+limits."""
 
 from __future__ import annotations
 
@@ -13,31 +12,31 @@ HEAD_BYTES = 32 * 1024
 """Request line and headers together."""
 HEADERS = 128
 CHUNKS = 65_536
-"""Of one chunked body."""
+"""Non-empty chunks of one body."""
 AHEAD_BYTES = 64 * 1024
-"""What is read of the next requests while one is being answered."""
+"""Bytes of the next requests that are read while one is processed."""
 
 
 class Limits(Struct, frozen=True):
-    """Those that a flag sets."""
+    """Limits set by flags."""
 
     input_bytes: int = 64 << 20
-    """Of a body, also after it was decompressed."""
+    """Bytes of a body, before and after decompression."""
     json_bytes: int = 16 << 20
-    """Of the JSON of a request to a model: its numbers take many times as much while they are read."""
+    """Bytes of the JSON of a request to a model: parsed numbers take many times as much memory."""
     connections: int = 4096
     read_timeout_s: float = 60.0
-    """A request that is not complete, and of which next to nothing has come for so long, is given up; a caller who
-    takes next to nothing of an answer for so long, too. The first lines have to be complete within it."""
+    """Timeout of a request that is incomplete and arrives at less than `data_rate`, and of a response that the client
+    reads at less than that. The head must be complete within it."""
     data_rate: int = 1024
-    """Bytes a second of a body, or of an answer, below which the read timeout runs."""
+    """Bytes per second of a body or response below which the read timeout runs."""
     idle_timeout_s: float = 600.0
     """Between two requests."""
     exit_timeout_s: float = 30.0
-    """For requests in flight when the gateway is told to stop."""
+    """For requests in flight when the gateway stops."""
 
     def json_too_large(self, size: int) -> InvalidRequest:
-        """Of the JSON of a request to a model."""
+        """The error for the JSON of a request to a model."""
         limit, flag = self.input_bytes, "--http-max-input-size"
         if self.json_bytes < limit:
             limit, flag = self.json_bytes, "--http-max-json-size"

@@ -1,6 +1,5 @@
-"""All connections of one listening socket of HTTP, and what they share. The rule of the file: a door of Prometheus is a
-door like the others, with one path.
-"""
+"""One HTTP listener, and the state its connections share. The Prometheus endpoint is the same listener with one
+path."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from shmserve.gateway.upstream.link import GatewayLink
 
 
 class Door(Callers):
-    """`connect` makes the protocol of a new connection. `metrics`: the door of Prometheus, and no other path."""
+    """`connect` makes the protocol of a new connection. `metrics`: serve only the Prometheus endpoint."""
 
     def __init__(
         self, connect: Callable[[Door], Any], link: GatewayLink, limits: Limits, access: Access,

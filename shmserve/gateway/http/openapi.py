@@ -1,6 +1,5 @@
-"""The HTTP door as an OpenAPI 3.1 document. The rule of the file: paths and methods are those of the table that
-requests are resolved by; what is said here of each is found by what is wanted there, so nothing can be forgotten.
-"""
+"""The HTTP endpoint as an OpenAPI 3.1 document. Invariant: paths and methods come from the routing table, and each
+action in it must have an entry in OPERATIONS, so the document is complete."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ _Schema = dict[str, Any]
 
 
 class Operation(Struct, frozen=True):
-    """`takes` and `gives`: names of schemas; nothing is taken, or given, where they are empty. `binary`: tensors may
-    follow the JSON as they are."""
+    """`takes`, `gives`: schemas of the request and response body; empty: no body. `binary`: raw tensors may follow the
+    JSON. `events`: the response is a stream of server-sent events."""
 
     summary: str
     takes: str = ""
@@ -233,4 +232,4 @@ SCHEMAS: dict[str, _Schema] = {
         raw_handle=_object(("b64",), b64=_STRING), device_id=_COUNT, byte_size=_COUNT,
     ),
 }  # fmt: skip
-"""By the names that operations use."""
+"""By the names that OPERATIONS and other schemas use."""

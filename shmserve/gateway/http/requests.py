@@ -1,6 +1,5 @@
-"""What a complete request makes happen: the broker is asked, and its answer goes to the connection that waits. The rule
-of the file: whatever goes wrong with one request is answered to it, and to nobody else.
-"""
+"""Handles complete HTTP requests: asks the broker, and passes its answer to the waiting connection. Invariant: an error
+of one request is answered to that request only."""
 
 from __future__ import annotations
 
@@ -36,14 +35,15 @@ from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW
 
 SCRAPES = 20
-"""Pages of metrics that are built in a second; callers beyond that get the last one."""
+"""Metrics pages built per second; further requests get the last one."""
 _WHILE_IT_RAN = (ModelFailed, QueueTimeout, DeadlineExceeded)
-"""Errors of requests that were accepted. As the first answer of generate_stream they are an event with their status."""
+"""Errors of accepted requests. As the first response of generate_stream they are sent as an event, with their
+status."""
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Waiting(Waiting):
-    """A question whose answer a connection waits for."""
+    """A request to the broker that a connection waits for."""
 
     __slots__ = ("_connection",)
 
@@ -64,7 +64,7 @@ class _Inference(_Waiting):
         self._model = model
         self._plan = plan
         self._targets = targets
-        """The regions that outputs go to."""
+        """Shared memory regions for outputs."""
 
     def _write(self, output: str, parts: list[Buffer]) -> None:
         assert self._targets is not None
@@ -107,7 +107,7 @@ class _Asked(_Waiting):
 
 
 class _Then(_Waiting):
-    """The answer is for us: it says how to go on."""
+    """A preliminary query: its answer decides how to continue with the request."""
 
     __slots__ = ("_go_on",)
 
@@ -120,8 +120,8 @@ class _Then(_Waiting):
 
 
 class _Scrape(Waiting):
-    """The page of all metrics, as it was once. It is asked for in the name of one connection, and not taken back when
-    that is gone, as others may wait for it."""
+    """One rendering of the metrics page, shared by all connections that ask while it is built. It is charged to one
+    connection, but not withdrawn when that disconnects, as others may wait for it."""
 
     __slots__ = ("_error", "_extra", "_page", "_waiting")
 
@@ -162,7 +162,7 @@ class _Scrape(Waiting):
 
 
 class _Generation(InParts):
-    """One answer as the body, or all of them as events."""
+    """generate: one response as the body. generate_stream: each response as a server-sent event."""
 
     __slots__ = ("_as_events", "_connection", "_link", "_model", "_plan", "_sent")
 
@@ -196,7 +196,7 @@ class _Generation(InParts):
             self._connection.answer(200, [generated(self._model, self._plan, part)])
 
     def _send_on(self) -> None:
-        """What has come, as far as the caller reads it."""
+        """Sends the responses that have arrived, as far as the client reads them."""
         connection, session = self._connection, self._link.session
         while self.parts and connection.writable:
             part: Any = session.next_part(self)
@@ -215,7 +215,7 @@ class _Generation(InParts):
             connection.end_events()
 
     def _fail(self, error: ServeError) -> None:
-        """Nothing more of it is wanted."""
+        """Ends the request with an error and drops its remaining responses."""
         if not self.ended:
             withdraw(self._link, self)
         self.ended = True
@@ -230,12 +230,12 @@ class _Generation(InParts):
 
 
 def _piece(buffer: ReceiveBuffer) -> Piece:
-    """In shared memory it is an array, by which it is found there again."""
+    """Shared memory is passed as an array, by which the session finds its block again."""
     return np.frombuffer(buffer.memory, np.uint8) if buffer.placed else buffer.memory
 
 
 class Requests:
-    """What callers may do is said by their heads. The broker has its own word on what the gateway may."""
+    """The handler of all connections. `Heads` has checked the caller's access; the broker checks the gateway's."""
 
     def __init__(self, link: GatewayLink, limits: Limits, extra: Callable[[], str], regions: Regions) -> None:
         self._link = link
@@ -246,13 +246,13 @@ class Requests:
         self._now = link.bind().time
         self._scrape: _Scrape | None = None
         self._scrapes = 0
-        """Built since `_scrapes_since`."""
+        """Pages built since `_scrapes_since`."""
         self._scrapes_since = -math.inf
 
-    # ------------------------------------------------------------------------------------ bodies in place
+    # ------------------------------------------------------------------------------------ bodies read in place
 
     def prepare(self, connection: Connection, head: Head, first: bytes) -> None:
-        """Says where the body is to be read to, of which only `first` is here."""
+        """Chooses the buffers for the body, of which only `first` has arrived."""
         infer = head.route.action == "infer" and not head.encoding
         if infer and head.json_length is None and head.length > self._limits.json_bytes:
             raise self._limits.json_too_large(head.length)
@@ -286,7 +286,7 @@ class Requests:
         connection.fill([body], first, whole)
 
     def _sink(self, size: int) -> ReceiveBuffer:
-        """For a tensor, in shared memory where that is large enough to be sent by it."""
+        """A buffer for a tensor, in shared memory if it is too large to be sent inline."""
         return ReceiveBuffer(size, self._place(size) if size > INLINE_BYTES else None)
 
     def _place(self, size: int) -> Place:
@@ -296,7 +296,7 @@ class Requests:
         return place
 
     def _tensors(self, connection: Connection, head: Head, text: bytes, first: bytes) -> None:
-        """The JSON is here: now it is known how large each tensor is, and so where it goes."""
+        """The JSON is complete: read each tensor into a buffer of the size that the JSON gives."""
         plan = self._plan(text)
         self._check_size(plan, head.length - len(text), head.route.model)
         sinks = [self._sink(spec.size) for spec in plan.inputs if spec.follows]
@@ -309,10 +309,10 @@ class Requests:
 
         connection.fill(sinks, first, whole)
 
-    # ------------------------------------------------------------------------------------ complete ones
+    # ------------------------------------------------------------------------------------ complete requests
 
     def begin(self, connection: Connection, head: Head, body: Buffer) -> None:
-        """Answers, or asks the broker. Raises what the caller is told."""
+        """Answers locally, or asks the broker. Raises errors for the client."""
         route = head.route
         if route.status != 200:
             more = b"Allow: %b\r\n" % route.allow.encode() if route.allow else b""
@@ -343,7 +343,8 @@ class Requests:
             connection.answer(status, [text])
 
     def _ask_metrics(self, connection: Connection, head: Head) -> None:
-        """All who ask while one is built get the same, and so do those beyond SCRAPES in a second."""
+        """Requests that arrive while a page is built share it. Beyond SCRAPES pages per second the last page is sent
+        again."""
         scrape = self._scrape
         if scrape is None or scrape.failed_to_come or (not scrape.pending and self._may_scrape()):
             scrape = _Scrape(self._extra)
@@ -385,10 +386,10 @@ class Requests:
         )
 
     def _begin_planned(self, connection: Connection, head: Head, body: Buffer, at: int, plan: Plan) -> None:
-        """`at`: where binary data begins."""
+        """`at`: offset of the binary data in `body`."""
         self._check_size(plan, len(body) - at, head.route.model)
         if len(body) > SLICE_BYTES:
-            body = memoryview(body)  # of which parts are no copies
+            body = memoryview(body)  # so that slicing does not copy
         pieces: list[Piece] = []
         for spec in plan.inputs:
             if not spec.follows:
@@ -454,7 +455,7 @@ class Requests:
             ask(None)
 
     def _infer_raw(self, connection: Connection, head: Head, body: Piece) -> None:
-        """A body without JSON: the model's configuration says what it is."""
+        """An infer request without JSON: the model's configuration gives the tensor's name, type and shape."""
         route = head.route
 
         def go_on(config: Any) -> None:

@@ -1,6 +1,6 @@
-"""Methods and paths of HTTP -> what is wanted. The rule of the file: one table of paths.
+"""Methods and paths -> actions, in one table of paths.
 
-What is wanted has one name here, whatever the path; whether this door gives it is looked up by that name.
+An action has the same name whatever path leads to it; access rules are looked up by that name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from shmserve.gateway.upstream.documents import Route
 
 
 class Path(Struct, frozen=True):
-    """`template`: its words, of which those in braces are any. `wants`: method -> what is wanted."""
+    """`template`: the path; a segment in braces matches any text. `wants`: method -> action. `kind`: of shared
+    memory."""
 
     template: str
     wants: dict[str, str]
@@ -26,7 +27,7 @@ _GET, _POST = "GET", "POST"
 
 
 def _paths() -> list[Path]:
-    """All of them; of two that fit, the first is meant."""
+    """All paths; the first match wins."""
     found = [
         Path("/v2", {_GET: "metadata"}),
         Path("/v2/openapi.json", {_GET: "openapi"}),
@@ -69,7 +70,7 @@ def _paths() -> list[Path]:
 
 PATHS = _paths()
 METRICS = [Path("/metrics", {_GET: "metrics"})]
-"""Of the door of Prometheus, which has nothing else."""
+"""The only path of the metrics endpoint."""
 
 UNKNOWN = Route("", status=404, text="Not Found")
 _Table = dict[int, list[tuple[list[str], Path]]]
@@ -87,7 +88,7 @@ _PATHS, _METRICS = _by_length(PATHS), _by_length(METRICS)
 
 
 def resolve(method: str, target: str, metrics: bool = False) -> Route:
-    """`target` as it stands in the request. `metrics`: at the door of Prometheus."""
+    """`target`: as received, percent-encoded. `metrics`: resolve the paths of the metrics endpoint."""
     path = target.partition("?")[0].partition("#")[0]
     try:
         words = [unquote(word, errors="strict") for word in path.strip("/").split("/")]

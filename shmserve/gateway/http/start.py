@@ -1,4 +1,4 @@
-"""How an HTTP door is put together."""
+"""Builds an HTTP listener."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def door(
     link: GatewayLink, limits: Limits, access: Access, *, metrics: bool = False, extra: Callable[[], str] = lambda: "",
     regions: Regions | None = None, forward: Forward | None = None, budget: Budget | None = None,
 ) -> Door:  # fmt: skip
-    """`metrics`: the door of Prometheus. `extra` gives what is added to the broker's metrics."""
+    """`metrics`: serve the Prometheus endpoint. `extra`: text appended to the broker's metrics."""
     requests = Requests(link, limits, extra, regions or Regions(False))
     return Door(lambda made: Connection(made, requests), link, limits, access, metrics, forward, budget)
