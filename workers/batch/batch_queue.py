@@ -1,7 +1,8 @@
-"""The batches that wait at a worker: joined, withdrawn from, started. Pure: no I/O, no clock.
+"""The batches that wait at a worker: extended, withdrawn from, started. Pure: no I/O, no clock.
 
-The rule: a batch that has started is out of here for good; what wanted to join it joins the batch that waits now, or
-is one. So batches start in the order of their numbers, and each is an unbroken run of Execute numbers.
+Invariants: a started batch leaves the queue and cannot change; an Execute that should have joined it joins the newest
+waiting batch or forms a new one. So batches start in the order of their numbers, and each is an unbroken run of Execute
+numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from shmserve.protocol.messages import Execute, Work
 
 
 class Batch(Struct):
-    """Requests that will run together. `number` is its first Execute's, `through` the last one's that joined."""
+    """Requests that will run together. `number` is the number of its first Execute, `through` of the last one that
+    joined."""
 
     number: int
     through: int
@@ -24,7 +26,7 @@ class Batch(Struct):
 
 
 class Waiting:
-    """What waits, oldest first; nearly always one batch or none."""
+    """The waiting batches, oldest first; nearly always one or none."""
 
     __slots__ = ("_batches", "_last")
 
@@ -33,11 +35,11 @@ class Waiting:
         self._last = 0
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """The number of waiting requests."""
         return sum(len(batch.works) for batch in self._batches)
 
     def add(self, order: Execute) -> None:
-        """Takes an Execute, as a new batch or as part of the one that waits."""
+        """Adds an Execute as a new batch or as part of the newest one."""
         if order.batch <= self._last:
             raise ProtocolError(f"batch numbers must rise: {order.batch} came after {self._last}")
         if not order.works:
@@ -48,7 +50,7 @@ class Waiting:
             batches.append(Batch(order.batch, order.batch, list(order.works), order.more, order.open))
             return
         newest = batches[-1]
-        if order.join or newest.more:  # where more was promised, this is it, whatever it says
+        if order.join or newest.more:  # after `more`, this Execute is the continuation even without `join`
             newest.works.extend(order.works)
             newest.through = order.batch
             newest.more = order.more
@@ -59,15 +61,15 @@ class Waiting:
 
     @property
     def complete(self) -> bool:
-        """The batch to run next is here and nothing can change it: the broker knew that it would start at once."""
+        """Whether the next batch is here and cannot change: the broker closed it, as it would start at once."""
         batches = self._batches
         return len(batches) == 1 and not (batches[0].open or batches[0].more)
 
     def withdraw(self, requests: tuple[int, ...]) -> tuple[int, ...]:
-        """Takes requests out, and returns those that were still here, in the order asked.
+        """Removes requests and returns those that were still waiting, in the order of the order.
 
-        A batch that becomes empty can still be joined, as its owner may not know yet; it is never started as it is.
-        Of one that is not open the broker knows that it runs: nothing can be taken out, however early it is.
+        A batch that becomes empty can still be joined, because the broker may not know yet that it is empty; it is
+        never started empty. Nothing is withdrawn from a batch that is not open: the broker counts it as running.
         """
         wanted = set(requests)
         found: set[int] = set()
@@ -79,7 +81,7 @@ class Waiting:
         return tuple(dict.fromkeys(request for request in requests if request in found))
 
     def more(self, request: int, count: int) -> None:
-        """The caller of this request, if it waits here, has room for so many more answers."""
+        """Raises the response window of a waiting request by `count`."""
         for batch in self._batches:
             for index, work in enumerate(batch.works):
                 options = work.options
@@ -87,7 +89,8 @@ class Waiting:
                     batch.works[index] = replace(work, options=replace(options, window=options.window + count))
 
     def start(self, *, last: bool = False) -> Batch | None:
-        """The batch to run now, or None. `last`: nothing more will come, so an unfinished batch runs as it is."""
+        """Returns the batch to run now, or None. `last`: no more orders will come, so an unfinished batch runs as it
+        is."""
         for index, batch in enumerate(self._batches):
             if batch.works and (last or not batch.more):
                 del self._batches[: index + 1]

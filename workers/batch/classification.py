@@ -1,8 +1,8 @@
-"""The largest values of an output, for requests that want classes instead of the tensor.
+"""Classification: the largest values of an output, for requests that ask for classes instead of the tensor.
 
-Each is written "value:index", or "value:index:label" where the class has a label: floats with six digits behind the
-point, integers as they are. The rule: the order is complete, so that the same tensor gives the same answer everywhere:
-larger values first, equal ones by index, NaN behind all numbers.
+Each is written "value:index", or "value:index:label" if the class has a label: floats with six decimals, integers as
+they are. Invariant: the order is total, so that equal tensors give equal results on every machine: larger values first,
+equal ones by index, NaN after all numbers.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 LIMIT = 1_000_000
-"""The most elements of an output that is wanted as classes; each class becomes a string."""
+"""The most elements of an output to classify; each class becomes a string."""
 _NOT_NUMBERS = ("BYTES", "BOOL")
 
 
 class Top(Struct, frozen=True):
-    """So many of the largest values of each batch item are wanted, not the tensor. `labels`: those of an ensemble, in
-    place of the model's own."""
+    """A request for the `count` largest values of each batch item. `labels` are those of an ensemble and replace the
+    model's."""
 
     count: int
     labels: tuple[str, ...] | None = None
 
 
 def top(model: str, spec: Spec, wanted: Wanted, labels: Sequence[LabelFile]) -> Top:
-    """`labels`: the files of an ensemble. Raises why the output cannot be given as classes."""
+    """Returns the Top for an output. `labels`: the label files of an ensemble. Raises if the output cannot be
+    classified."""
     if (error := refusal(model, spec, wanted)) is not None:
         raise error
     for file in labels:
@@ -51,12 +52,12 @@ def top(model: str, spec: Spec, wanted: Wanted, labels: Sequence[LabelFile]) -> 
 
 @lru_cache(maxsize=64)
 def _labels_in(folder: str, file: str) -> tuple[str, ...]:
-    """Of an ensemble. Files of a served version do not change."""
+    """Reads the labels of an ensemble. Cached, because the files of a served version do not change."""
     return read_labels(Path(folder), file)
 
 
 def refusal(model: str, spec: Spec, wanted: Wanted) -> ServeError | None:
-    """Why an output cannot be given as classes."""
+    """Returns the reason why an output cannot be classified, or None."""
     if spec.dtype in _NOT_NUMBERS:
         return InvalidRequest(
             f"class result not available for output due to unsupported type '{spec.dtype}': output '{spec.name}' of "
@@ -71,7 +72,8 @@ def refusal(model: str, spec: Spec, wanted: Wanted) -> ServeError | None:
 
 
 def classify(spec: Spec, array: Array, count: int, labels: Sequence[str]) -> Array:
-    """The classes of one request's share of an output: [rows, classes], or [classes] without a batch dimension."""
+    """Returns the classes of one request's share of an output: [rows, classes], or [classes] without a
+    batch dimension."""
     rows = array.shape[0] if spec.batched else 1
     items = array.reshape(rows, elements(array.shape[int(spec.batched) :]))
     if items.size > LIMIT:
@@ -89,7 +91,7 @@ def classify(spec: Spec, array: Array, count: int, labels: Sequence[str]) -> Arr
 
 
 def largest(values: Array, count: int) -> Array:
-    """The indices of the `count` largest of a row of values, in order."""
+    """Returns the indices of the `count` largest of a row of values, in order."""
     if values.dtype.kind == "f":
         nan = np.isnan(values)
         if nan.any():
@@ -101,16 +103,16 @@ def largest(values: Array, count: int) -> Array:
         least = np.partition(values, len(values) - count)[len(values) - count]
         chosen = np.flatnonzero(values >= least)
         values = values[chosen]
-    # A stable sort of the row read backwards, read backwards: descending, and equal values by index.
+    # Stable sort of the reversed row, reversed again: descending, with equal values by index.
     order = (len(values) - 1 - np.argsort(values[::-1], kind="stable"))[::-1][:count]
     return order if chosen is None else chosen[order]
 
 
 def _numbers(items: Array, dtype: str) -> Array:
-    """The same values in a type that sorts fast and can be printed."""
+    """Returns the values in a type that sorts fast and can be printed."""
     if dtype not in ("BF16", "FP16"):
         return items
-    if items.dtype == np.uint16:  # BF16 where numpy has no such type: the upper half of a float
+    if items.dtype == np.uint16:  # BF16 without a numpy type: the upper half of an FP32
         return (items.astype(np.uint32) << 16).view(np.float32)
     return items.astype(np.float32)
 

@@ -1,10 +1,10 @@
-"""Tensors of requests -> the arrays that a model gets. The hot path of the worker.
+"""Reads the tensors of requests into the input arrays of a model. The hot path of the worker.
 
-The rule: a batch of one is a view of the bytes where they are; a batch of many is gathered once. Whatever a request
-says is checked here before it is believed, and a request that lies fails alone.
+Invariants: a batch of one is a view of the bytes where they are; a larger batch is gathered with one copy. Everything
+that a request specifies is checked here before use, and an invalid request fails alone.
 
-Ragged inputs, whose shapes differ between requests, become one dimension: the elements of all requests in their order.
-Padded ones are written into the batch buffer at their own length, and the rest of it is filled: each byte once.
+Ragged inputs, whose shapes differ between requests, become one dimension: the elements of all requests in order. Padded
+inputs are copied into the batch buffer at their own length and the rest is filled, so each byte is written once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Group:
-    """Requests whose inputs stack along axis 0, that a backend runs at once; or one request without a batch dimension.
+    """Requests whose inputs stack along axis 0 and that a backend runs together; or one request without a batch
+    dimension.
 
-    `works` are in the order of their rows, `places` says where each stands in the batch. `rows` is the length of axis
-    0, 0 where there is no batch dimension. `extras`: the inputs that do not come from callers, behind those that do.
-    `lengths`: of each request of a model whose inputs are padded, to `length`.
+    `works` are in the order of their rows, and `places` has the position of each in the batch. `rows` is the length of
+    axis 0, or 0 without a batch dimension. `extras` are the inputs that do not come from callers; they follow the
+    others. `lengths`: the length of each request before padding to `length`, for models with padded inputs.
     """
 
     __slots__ = (
@@ -66,16 +67,17 @@ class Group:
         self._pieces = pieces
 
     def computing(self) -> None:
-        """All inputs have been read or copied: the model begins to compute."""
+        """Records that all inputs have been read or copied and that the computation starts."""
         self.ready = time.monotonic_ns()
 
     def shape(self, index: int) -> tuple[int, ...] | None:
-        """The shape of an input as the backend sees it; None for an optional input that is not there."""
+        """Returns the shape of an input as the backend sees it; None for an absent optional input."""
         shapes = self._shapes
         return shapes[index] if index < len(shapes) else self.extras[index - len(shapes)].shape
 
     def array(self, index: int) -> Array | None:
-        """An input of all requests as one array, to be read before the next batch; None where it is not there."""
+        """Returns an input of all requests as one array, valid until the next batch; None for an absent
+        optional input."""
         if index >= len(self._shapes):
             return self.extras[index - len(self._shapes)]
         shape = self._shapes[index]
@@ -108,7 +110,7 @@ class Group:
         return gathered
 
     def _is_padded(self, spec: Spec) -> bool:
-        """Some request is shorter than the batch, in this input."""
+        """Whether some request needs padding in this input."""
         return spec.pad is not None and any(length != self.length for length in self.lengths)
 
     def _pad(self, spec: Spec, pieces: list[Array], target: Array) -> None:
@@ -123,14 +125,14 @@ class Group:
             start = end
 
     def pieces(self, index: int) -> list[Array] | None:
-        """What an input consists of, in order, each one contiguous and where its caller has it. None where that is in
-        the messages, so that there is nothing to be had by taking it from there, and where it is to be padded."""
+        """Returns the contiguous parts of an input in order, without copying them. None if they are inline in messages,
+        where avoiding the copy gains nothing, or need padding."""
         if index >= len(self._shapes) or self._pieces is None or not self._gather.specs[index].item:
             return None
         return None if self._is_padded(self._gather.specs[index]) else self._pieces[index]
 
     def copy(self, index: int, target: Array) -> None:
-        """Copies an input of all requests into an array of its shape, once, from where the callers have it."""
+        """Copies an input of all requests from where the callers wrote it into an array of its shape."""
         if index >= len(self._shapes) or self._blobs is not None or not self._gather.specs[index].item:
             target[...] = self.array(index)
             return
@@ -143,13 +145,13 @@ class Group:
 
 
 class Gather:
-    """Reads requests. One for each model; it keeps the batch buffers, which every batch uses again."""
+    """Reads requests. One for each model; it owns the batch buffers, which are reused by each batch."""
 
     def __init__(self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool = False) -> None:
-        """`text`: elements of BYTES are given as str, and those that are not UTF-8 refused."""
+        """`text`: elements of BYTES are str, and elements that are not UTF-8 are refused."""
         self.text = text
         self.on_device = False
-        """Whether the backend reads tensors where they are on its GPU; else they are brought to the host."""
+        """Whether the backend reads GPU tensors in place; otherwise they are copied to the host."""
         self.specs = tuple(specs)
         self._model = model
         self._mapped = mapped
@@ -161,14 +163,15 @@ class Gather:
         self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
 
     def buffer(self, index: int, size: int) -> Array:
-        """`size` bytes of the batch buffer of an input."""
+        """Returns `size` bytes of the batch buffer of an input."""
         buffer = self._buffers[index]
         if len(buffer) < size:
             buffer = self._buffers[index] = np.empty(size, _BYTE)
         return buffer[:size]
 
     def groups(self, works: Sequence[Work]) -> tuple[list[Group], list[tuple[int, ServeError]]]:
-        """The batch as groups that stack, nearly always one, and the requests (by place) that cannot be read."""
+        """Returns the batch as groups that stack, nearly always one, and the errors of unreadable requests
+        by position."""
         uniform = self._uniform(works)
         if uniform is not None:
             return [uniform], []
@@ -181,7 +184,7 @@ class Gather:
             except ServeError as error:
                 failures.append((place, error))
                 continue
-            # Without a batch dimension nothing stacks: each request is a group.
+            # Requests without a batch dimension do not stack: each is a group.
             key = self._key(pieces) if work.rows else place
             found.setdefault(key, []).append((place, pieces))
         return [self._group(works, members) for members in found.values()], failures
@@ -191,13 +194,13 @@ class Gather:
         return bool(self._pads)
 
     def longest(self, works: Sequence[Work]) -> int:
-        """To what these are padded together; 0 where nothing is padded."""
+        """Returns the common length to pad these requests to; 0 without padding."""
         if not self._pads:
             return 0
         return self._pads[0][1].rounded(max(map(self.length_of, works)))
 
     def length_of(self, work: Work) -> int:
-        """Of its padded inputs; 0 if it has none."""
+        """Returns the length of the request's padded inputs; 0 if it has none."""
         for tensor in work.inputs:
             for index, pad in self._pads:
                 if tensor.name == self.specs[index].name and len(tensor.shape) > pad.axes[-1]:
@@ -205,8 +208,8 @@ class Gather:
         return 0
 
     def read(self, work: Work, length: int = 0) -> list[Array | None]:
-        """The inputs of one request, each one array, None where an optional one is not there. `length`: to which those
-        are padded that are."""
+        """Returns the inputs of one request as one array each, None for an absent optional input. `length`: the length
+        to pad to."""
         arrays: list[Array | None] = []
         found = self._pieces(work)
         own = self._length(found)
@@ -231,7 +234,7 @@ class Gather:
         return array
 
     def _length(self, pieces: list[list[Array]]) -> int:
-        """The one length of all padded inputs of a request."""
+        """Returns the common length of all padded inputs of a request."""
         length = -1
         for index, pad in self._pads:
             if not pieces[index]:
@@ -250,9 +253,11 @@ class Gather:
     # ---------------------------------------------------------------------------------- all inline, all alike
 
     def _uniform(self, works: Sequence[Work]) -> Group | None:
-        """The group of a batch whose tensors are all inline and fit together; None: look at them one by one.
+        """Returns the group of a batch whose tensors are all inline and stack; None if requests must be checked one by
+        one.
 
-        Simple passes over the batch, one for each thing to know: this is what each request of a full batch pays.
+        Each request of a full batch pays for this, so it is written as simple passes over the batch, one for each
+        condition.
         """
         count = len(works)
         shares = [work.rows for work in works]
@@ -292,7 +297,7 @@ class Gather:
     # ---------------------------------------------------------------------------------- one by one
 
     def _key(self, pieces: list[list[Array]]) -> tuple[tuple[int, ...] | None, ...]:
-        """What requests have in common that stack."""
+        """Returns the key that is equal for requests that stack."""
         if self._pads:
             return tuple(_unpadded(p[0].shape, spec) if p else None for p, spec in zip(pieces, self.specs, strict=True))
         if not self._ragged:
@@ -328,7 +333,7 @@ class Gather:
         return Group(self, chosen, places, rows, shapes, None, pieces, lengths, longest)
 
     def _pieces(self, work: Work) -> list[list[Array]]:
-        """The parts of every input of a request, in the order of the configuration, as the caller shaped them."""
+        """Returns the parts of each input of a request, in the order of the configuration, in the caller's shape."""
         found: list[list[Array]] = [[] for _ in self.specs]
         for tensor in work.inputs:
             index = self._index.get(tensor.name)
@@ -383,7 +388,7 @@ class Gather:
         return self._stacked(spec, shape, data)
 
     def _stacked(self, spec: Spec, shape: tuple[int, ...], parts: Sequence[Handle]) -> list[Array]:
-        """Parts along axis 0: each holds whole rows."""
+        """Returns views of parts along axis 0; each must hold whole rows."""
         row_bytes = elements(shape[1:]) * spec.item
         pieces = []
         for part in parts:
@@ -396,7 +401,7 @@ class Gather:
         return pieces
 
     def _strings(self, spec: Spec, shape: tuple[int, ...], data: bytes | tuple[Handle, ...]) -> Array:
-        """Lengths in shared memory may change while they are read, so strings are decoded from a private copy."""
+        """Decodes strings from a private copy, because lengths in shared memory may change while they are read."""
         if not isinstance(data, bytes):
             data = b"".join(self._mapped.memory(part).tobytes() for part in data)
         what = f"inference input '{spec.name}' for model '{self._model}'"
@@ -411,7 +416,7 @@ class Gather:
         return texts.reshape(shape)
 
     def _view(self, part: Handle, dtype: Any, shape: tuple[int, ...]) -> Array:
-        """Engines want elements on their own boundaries; a caller may have put them anywhere."""
+        """Returns a view, or a copy if the caller's data is not aligned, as engines require alignment."""
         try:
             view = self._mapped.view(part, dtype, shape)
         except OnDevice:
@@ -422,12 +427,12 @@ class Gather:
         from shmserve.workers.gpu.shared import memory_of  # few models need it
 
         piece = memory_of(self._mapped).piece(part, dtype, shape)
-        # Whoever says `on_device` asks each piece what it is; to all others it is an array.
+        # A backend with `on_device` checks the type of each piece; all others get arrays.
         return piece if self.on_device else piece.host()  # type: ignore[return-value]
 
 
 def _tail(shapes: list[tuple[int, ...]], shares: list[int]) -> tuple[int, ...] | None:
-    """The shape behind axis 0 that all have in common, if axis 0 is each request's share; else None."""
+    """Returns the common shape after axis 0 if axis 0 is each request's row count; else None."""
     shape = shapes[0]
     if not shape:
         return None
@@ -443,12 +448,12 @@ def _tail(shapes: list[tuple[int, ...]], shares: list[int]) -> tuple[int, ...] |
 
 
 def _unpadded(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
-    """What must agree of the shapes in a batch."""
+    """Returns the part of a shape that must be equal within a batch."""
     return shape[1:] if spec.pad is None else spec.pad.to(-1, shape)[1:]
 
 
 def _pad_to(target: Array, piece: Array, value: Any) -> None:
-    """Copies the rows of a request into larger ones, and fills the rest."""
+    """Copies the rows of a request into larger ones and fills the rest."""
     for axis, (own, length) in enumerate(zip(piece.shape, target.shape, strict=True)):
         if own < length:
             before = (slice(None),) * axis

@@ -1,4 +1,4 @@
-"""What a model can get wrong in its outputs. Texts say what was expected, and what was found."""
+"""Checks of a model's outputs. Error texts state what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
 STRICT = "strict_outputs"
-"""The parameter of a configuration that makes outputs that differ from it an error."""
+"""The configuration parameter that makes an output that differs from the configuration an error."""
 
 
 class OutputChecks:
-    """Of one model. Not `strict`: outputs may differ from the configuration in data type and shape, and may be missing
-    where no request names them, as in Triton. Each output that differs is logged once."""
+    """Checks the outputs of one model. Without `strict`, as in Triton, outputs may differ from the configuration in
+    data type and shape, and may be missing if no request names them. Each output that differs is logged once."""
 
     def __init__(self, model: str, strict: bool) -> None:
         self._model = model
@@ -32,8 +32,8 @@ class OutputChecks:
         self._logged: set[str] = set()
 
     def check(self, spec: Spec, array: Array, rows: int, requests: int) -> Spec:
-        """The spec of an output as the model made it for so many requests. Raises ModelFailed where it must not differ
-        from the configuration, cannot be sent, or cannot be split between the requests."""
+        """Returns the spec of an output as the model produced it. Raises ModelFailed if it must not differ from the
+        configuration, cannot be sent, or cannot be split between the requests."""
         found = self._typed(spec, array)
         shape = array.shape
         if not (spec.fits(shape) and (not spec.batched or shape[0] == rows)):
@@ -45,7 +45,7 @@ class OutputChecks:
         return found
 
     def check_flat(self, spec: Spec, array: Array) -> Spec:
-        """The same for an output of any shape."""
+        """Like `check`, for an output of any shape."""
         found = self._typed(spec, array)
         if found is not spec:
             self._log(spec, found.dtype, "", "")
@@ -96,8 +96,8 @@ def check_shape(model: str, spec: Spec, shape: tuple[int, ...], rows: int) -> No
 
 
 def as_state(spec: Spec, array: Array) -> Array:
-    """A state of a model whose outputs may differ, in the data type of the configuration, which is that of the
-    input that it becomes: floats are converted, and integers that fit."""
+    """Converts a state of a model without strict outputs to the configured data type, which is that of the state's
+    input: floats always, integers if the values fit."""
     kinds = spec.numpy.kind + array.dtype.kind
     if kinds == "ff":
         return array.astype(spec.numpy, copy=False)
@@ -108,7 +108,7 @@ def as_state(spec: Spec, array: Array) -> Array:
 
 
 def strings(model: str, spec: Spec, part: Array) -> Array:
-    """As they travel."""
+    """Returns the strings as encoded bytes."""
     try:
         return np.frombuffer(encode_bytes(part, str), _BYTE)
     except InvalidRequest as error:

@@ -1,7 +1,7 @@
-"""Outputs of batches whose requests were padded: each request gets what it would have got alone.
+"""Outputs of padded batches: each request gets the outputs that it would get alone.
 
-A request's share of an output that is cut back is not contiguous, so there is no block that could be split: the output
-is computed in a buffer that is used again, and each share is copied from there, once, to where it will be read.
+A request's share of an output that is cut back is not contiguous, so a block of the arena cannot be split. The output
+is computed in a reused buffer, and each share is copied once from there to where it will be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class PaddedResults(Results):
-    """`lengths` are those of the requests, which were padded to `length`; -1 where that is not known."""
+    """`lengths` are the lengths of the requests before padding to `length`; -1 if that is unknown."""
 
     __slots__ = ("_length", "_lengths", "_short")
 
@@ -55,13 +55,14 @@ class PaddedResults(Results):
         return array
 
     def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
-        # The input as it came is the output cut back; where that is not wanted it is not the output at all.
+        # The unpadded input equals the output only if the output is cut back; otherwise they differ.
         if self._short and not self._scatter.specs[index].cut:
             return False
         return super().alias(index, source, shape)
 
     def _is_cut(self, index: int, shape: tuple[int, ...]) -> bool:
-        """Checked where nothing is cut, too: a mistake must not wait for the first batch of different lengths."""
+        """Also checks shapes if nothing is cut: an error must not stay hidden until the first batch of different
+        lengths."""
         spec = self._scatter.specs[index]
         for axis in spec.cut:
             if self._length >= 0 and axis < len(shape) and shape[axis] != self._length:

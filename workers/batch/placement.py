@@ -1,7 +1,7 @@
-"""Outputs that go into memory of the caller's own, where it asked for that: on the host, or on this process's GPU.
+"""Writes outputs into memory that the caller provides, on the host or on this process's GPU.
 
-The rule: nothing is written outside of what the caller named, and on the host what does not fit there is not written at
-all.
+Invariant: nothing is written outside the region that the caller named, and on the host an output that does not fit is
+not written at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Placing:
-    """The memory of callers, as far as a model's outputs go there."""
+    """Access to the memory that callers provide for a model's outputs."""
 
     def __init__(self, model: str, mapped: Mapped) -> None:
         self._model = model
@@ -34,13 +34,13 @@ class Placing:
         return place.segment in self._mapped.on_device
 
     def address(self, place: Handle) -> int:
-        """Where a place on this process's GPU is. HandleLost: it is not there."""
+        """Returns the address of a region on this process's GPU. Raises HandleLost if it is not there."""
         from shmserve.workers.gpu.shared import memory_of  # few models need it
 
         return memory_of(self._mapped).address(place)
 
     def writable(self, spec: Spec, place: Handle, shape: tuple[int, ...], size: int) -> Array:
-        """A place on the host, as an array for an output of this shape and so many bytes."""
+        """Returns a region on the host as an array for an output of this shape and `size` bytes."""
         self._check(spec, place, size)
         used = Handle(place.segment, place.offset, size)
         if not spec.item:
@@ -48,7 +48,7 @@ class Placing:
         return self._mapped.writable(used, spec.numpy, shape)
 
     def write(self, spec: Spec, place: Handle, shape: tuple[int, ...], source: Array) -> None:
-        """Copies an output of this shape, whose bytes are `source`, to a place wherever it is."""
+        """Copies an output of this shape, encoded as `source`, to a region on the host or the GPU."""
         if not self.is_on_device(place):
             np.copyto(self.writable(spec, place, shape, source.nbytes), source)
             return
@@ -58,13 +58,13 @@ class Placing:
         memory_of(self._mapped).store(place, source)
 
     def move(self, target: int, piece: DevicePiece) -> None:
-        """Copies what is on this process's GPU to an address there."""
+        """Copies a piece to another address on this process's GPU."""
         from shmserve.workers.gpu.shared import memory_of
 
         memory_of(self._mapped).move(target, piece)
 
     def spread(self, source: int, places: Sequence[Handle], sizes: Sequence[int]) -> None:
-        """Copies what lies one behind the other at an address of this process's GPU to places there."""
+        """Copies consecutive parts at an address on this process's GPU to regions there."""
         from shmserve.workers.gpu.shared import memory_of
 
         memory_of(self._mapped).spread(source, places, sizes)

@@ -1,7 +1,7 @@
-"""Batches whose requests differ in shape: the inputs computed from these shapes, and outputs cut back by them.
+"""Ragged batches, whose requests differ in shape: inputs computed from the shapes, and outputs cut back by them.
 
-The rule: a request counts once, with the elements that it has, its batch dimension included; only the kinds of
-BATCH_ITEM_SHAPE count the items of its batch dimension.
+Invariant: a request counts once, with all its elements including its batch dimension; only the kinds BATCH_ITEM_SHAPE*
+count the items of its batch dimension.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shapes = list[tuple[int, ...] | None]
-"""The shapes of one input, with the batch dimension; None where a request leaves the input out."""
+"""The shapes of one input with the batch dimension; None for a request without the input."""
 
 
 def shapes_in(works: Sequence[Work], spec: Spec) -> Shapes:
-    """The shapes of an input in each request, as the backend would see them."""
+    """Returns the shapes of an input in each request, as the backend sees them."""
     name = spec.name
     found: Shapes = []
     for work in works:
@@ -37,7 +37,7 @@ def shapes_in(works: Sequence[Work], spec: Spec) -> Shapes:
 
 
 class BatchInputs:
-    """What is computed for `batch_input`. One for each model."""
+    """Computes the inputs of `batch_input`. One for each model."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.specs = batch_inputs_of(config)
@@ -78,7 +78,7 @@ def _values(kind: str, shapes: Shapes, rank: int) -> Array:
 
 
 def cuts_of(config: ModelConfig) -> dict[int, Spec]:
-    """For each output that is cut back, by its index: the input whose shapes say how."""
+    """Returns, by index of each output that is cut back, the input whose shapes it is cut to."""
     sources = {spec.name: spec for spec in inputs_of(config)}
     places = {entry.name: index for index, entry in enumerate(config.output)}
     found: dict[int, Spec] = {}

@@ -1,9 +1,9 @@
-"""The arrays that a model made -> the rows that its requests get.
+"""Turns the output arrays of a model into the rows of its requests.
 
-The rule: every output is written where it will be read, or copied there once. Small ones go into the message, large
-ones into the arena of the request's audience, and into the caller's own memory where it asked for that. Where a request
-asked for classes it gets these strings, and never the tensor. Those that are not `inline` get only single bytes in the
-message, as conditions are: the broker looks at them.
+Invariant: each output is computed where it will be read, or copied there once. Small outputs go into the message, large
+ones into the arena of the request's audience, or into the caller's own memory if it asked for that. A request for
+classes gets only the class strings, never the tensor. Requests without `inline` get at most single bytes in the
+message: conditions of ensembles, which the broker reads.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
 _Place = Handle | Top | None | bool
-"""Where a request wants an output: a place of its own, None: wherever, False: not at all; or only its top classes."""
+"""Where a request wants an output: a Handle to its own memory, a Top for classes, None for anywhere, False
+for nowhere."""
 
 
 class Scatter:
-    """Makes rows of outputs. One for each model; it keeps the buffers for outputs that end up in messages."""
+    """Creates rows from outputs. One for each model; it owns the buffers of outputs that are copied into messages."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Scatter:
         calls: Calls | None = None,
         strict: bool = True,
     ) -> None:
-        """`labels`: of the classes of each output, empty where it has none. `calls`: outputs that came from one go on
-        as they are. `strict`: outputs must be as the configuration says."""
+        """`labels`: the class labels of each output, empty if it has none. `calls`: arrays that came from a call are
+        passed on by handle, without a copy. `strict`: outputs must match the configuration."""
         self.calls = calls
         self.checks = OutputChecks(model, strict)
         self.model = model
@@ -69,7 +70,8 @@ class Scatter:
         return buffer[:size]
 
     def let_go(self, tensors: Sequence[Tensor | None]) -> None:
-        """Outputs that nobody will get: of their parts, those are freed that are ours, not the caller's own memory."""
+        """Frees outputs that will not be sent, as far as they are in this worker's arenas and not in memory of the
+        caller."""
         for tensor in tensors:
             if tensor is None or not isinstance(tensor.data, tuple):
                 continue
@@ -81,9 +83,10 @@ class Scatter:
 
 
 class Results:
-    """The outputs of one group: a backend fills them in with `place` or `put`, then `rows` says what each request gets.
+    """The outputs of one group: a backend fills them in with `place` or `put`, then `rows` returns what each request
+    gets.
 
-    Either `rows` or `abandon` ends its life.
+    Must be finished by either `rows` or `abandon`.
     """
 
     __slots__ = (
@@ -114,7 +117,7 @@ class Results:
         self._placed: set[int] = set()  # outputs whose array is the caller's own memory
         self._holes = False  # some row lacks some output
         self._failures: dict[int, ServeError] = {}
-        self._inline = 0  # bytes that each row has in its message so far
+        self._inline = 0  # bytes in each row's message so far
         self._inlined = [work.inline for work in works].count(True) == len(works)
         self._places: list[list[_Place]] | None = None
         if [work.outputs for work in works].count(None) != len(works):
@@ -147,7 +150,7 @@ class Results:
         return places
 
     def _reach(self, position: int, place: Handle) -> None:
-        """A place on a GPU that cannot be written from here fails the request, whatever the model makes."""
+        """Fails the request if its place on a GPU cannot be written from here, whatever the model produces."""
         try:
             self._scatter.placing.address(place)
         except ServeError as error:
@@ -160,7 +163,7 @@ class Results:
         return self._places is None or any(place is not False for place in self._places[index])
 
     def direct(self, index: int, shape: tuple[int, ...]) -> bool:
-        """Whether `place` would give the very memory that the requests get, so that it is worth computing there."""
+        """Whether `place` returns the memory that the requests get, so that computing there saves a copy."""
         spec = self._scatter.specs[index]
         if not spec.item:
             return False
@@ -172,7 +175,7 @@ class Results:
         return self._whole(index, shape) is not None
 
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
-        """An array to write an output of all requests into. What it holds before is undefined."""
+        """Returns an array for an output of all requests. Its initial content is undefined."""
         spec = self._scatter.specs[index]
         check_shape(self._scatter.model, spec, shape, self._rows)
         array = self._place_one(index, spec, shape) if len(self._works) == 1 else self._place_all(index, spec, shape)
@@ -186,8 +189,9 @@ class Results:
         return array
 
     def near(self, index: int, shape: tuple[int, ...]) -> int | None:
-        """The address on this process's GPU at which an output of all requests is to be written, in place of `place`;
-        None where some reader wants it on the host, or there is no room."""
+        """Returns the address on this process's GPU where an output of all requests is to be written, instead of
+        `place`; None if some reader wants it on the host or there is no room.
+        """
         spec, works = self._scatter.specs[index], self._works
         place = self._place(index, 0)
         if isinstance(place, Handle):
@@ -208,8 +212,8 @@ class Results:
         return block.address
 
     def _near_places(self, index: int, shape: tuple[int, ...]) -> int | None:
-        """The caller's own memory on the GPU, where there is one request; else a block there, of which each gets its
-        share. None: it goes by way of the host, and what is wrong is said then."""
+        """Returns the caller's own memory on the GPU for one request, or a temporary block there that `rows` spreads to
+        the places of several. None: the output goes through the host, where errors are reported."""
         spec, works, placing = self._scatter.specs[index], self._works, self._scatter.placing
         if not spec.item or self._failures or self._places is None:
             return None
@@ -233,7 +237,7 @@ class Results:
         return address
 
     def put(self, index: int, array: Array) -> None:
-        """An output of all requests that was computed elsewhere. It is copied before this returns."""
+        """Takes an output of all requests that was computed elsewhere, and copies it before it returns."""
         spec = self._scatter.checks.check(self._scatter.specs[index], array, self._rows, len(self._works))
         if spec.item and array.dtype != spec.numpy:  # in another byte order
             array = array.astype(spec.numpy)
@@ -241,7 +245,7 @@ class Results:
             self._columns[index] = self._split(index, spec, array)
 
     def put_named(self, name: str, array: Any) -> None:
-        """Also what is a piece on the GPU."""
+        """`put` by name. `array` may also be a piece on the GPU."""
         index = self._scatter.names.get(name)
         if index is None:
             raise ModelFailed(
@@ -257,7 +261,7 @@ class Results:
         self.put(index, array)
 
     def _stays(self, index: int, piece: DevicePiece) -> bool:
-        """Whether a piece on the GPU was copied there to where all readers want it."""
+        """Copies a piece on the GPU to where all readers want it. Returns False if that is not on this GPU."""
         spec = self._scatter.specs[index]
         if piece.dtype != spec.numpy or not spec.fits(piece.shape):
             return False
@@ -268,8 +272,8 @@ class Results:
         return True
 
     def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
-        """An output that is the input of that name, as it is: where only workers read it, it need not be copied. False:
-        it must be."""
+        """Uses an input as the output without a copy, possible if only workers read it. Returns False if it must be
+        copied."""
         spec, arenas = self._scatter.specs[index], self._scatter.arenas
         check_shape(self._scatter.model, spec, shape, self._rows)
         column = []
@@ -286,18 +290,19 @@ class Results:
         return True
 
     def omit(self, index: int) -> None:
-        """This output does not exist this time; requests get their rows without it."""
+        """Marks an output as absent from this batch; the rows do not contain it."""
         self._columns[index] = [None] * len(self._works)
         self._holes = True
 
     def fail(self, position: int, error: ServeError) -> None:
-        """Fails one request of the group. Where it came from is forgotten: frames would keep tensors, and this."""
+        """Fails one request of the group. Drops the traceback: its frames would keep tensors and these
+        results alive."""
         self._failures[position] = error.with_traceback(None)
 
     # ------------------------------------------------------------------------------------ the end
 
     def rows(self, parameters: dict[str, Value] | None = None) -> list[Row]:
-        """What each request gets, in the order of the works."""
+        """Returns the row of each request, in the order of the works."""
         columns: list[Sequence[Tensor | None]] = []
         for index, spec in enumerate(self._scatter.specs):
             array, column = self._ready[index], self._columns[index]
@@ -316,7 +321,8 @@ class Results:
         return [self._row(position, columns, parameters) for position in range(len(works))]
 
     def _missing(self, index: int) -> None:
-        """The model did not make an output. Unless it is strict, only the requests that name the output fail."""
+        """Handles an output that the model did not produce. Unless outputs are strict, only the requests that name it
+        fail."""
         pairs = zip(self._ready, self._columns, strict=True)
         made = sum(ready is not None or any(done or ()) for ready, done in pairs)
         name, count = self._scatter.specs[index].name, sum(map(self.needed, range(len(self._scatter.specs))))
@@ -342,7 +348,7 @@ class Results:
         return Row(work.request, tuple(tensor for tensor in tensors if tensor is not None), None, parameters)
 
     def abandon(self) -> None:
-        """The outputs will not be used: their memory goes back."""
+        """Frees the memory of the outputs; they will not be used."""
         arenas = self._scatter.arenas
         arenas.free([Handle(block.segment, block.offset, block.size) for block in self._blocks.values()])
         for column in self._columns:
@@ -357,7 +363,7 @@ class Results:
         return None if self._places is None else self._places[index][position]
 
     def _whole(self, index: int, shape: tuple[int, ...]) -> list[int] | None:
-        """The bytes of each request's share if one block can hold all of them, to be split; else None."""
+        """Returns the bytes of each request's share if one block can hold them all and be split; else None."""
         works = self._works
         if self._places is not None and any(place is not None for place in self._places[index]):
             return None
@@ -387,7 +393,7 @@ class Results:
         return None
 
     def _most_inline(self) -> int:
-        """The largest output that one request alone gets inside its message."""
+        """The largest output that a lone request gets inside its message."""
         return INLINE_BYTES if self._inlined else 1
 
     def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
@@ -395,7 +401,7 @@ class Results:
         return None if sizes is None else self._allocate(index, spec, shape, sum(sizes))
 
     def _allocate(self, index: int, spec: Spec, shape: tuple[int, ...], size: int) -> Array | None:
-        """A block for the whole output. Without room for that, its requests are tried one by one, in `_one`."""
+        """Returns a block for the whole output. Without room for it, `_one` tries the requests one by one."""
         try:
             block = self._scatter.arenas.allocate(self._works[0].audience, size)
         except Unavailable:
@@ -415,7 +421,7 @@ class Results:
         if len(works) == 1:
             return [self._one(index, spec, 0, array, shape)]
         if self._one_each and self._places is None and spec.item and self._inlined:
-            # The many small ones: one copy of all of them, then slices of bytes.
+            # Many small shares: copy all at once, then slice the bytes.
             step = array.nbytes // len(works)
             if step <= INLINE_BYTES and self._inline + step <= FIELD_BYTES:
                 self._inline += step
@@ -465,7 +471,7 @@ class Results:
         ]
 
     def _one(self, index: int, spec: Spec, position: int, part: Array, shape: tuple[int, ...]) -> Tensor | None:
-        """One request's share, which is copied here: into the message, the caller's place or the arena."""
+        """Copies one request's share into the message, the caller's place or the arena."""
         place = self._place(index, position)
         if place is False or position in self._failures:
             self._holes = True

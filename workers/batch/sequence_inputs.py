@@ -1,8 +1,7 @@
-"""What a worker knows of sequences: the controls that tell a model of them, and the states kept for them.
+"""Sequences: the control inputs that describe them to a model, and their states.
 
-The rule: a state never leaves the worker. It is kept by the id of its sequence, from the run that made it to the next
-one of that sequence; it begins anew with START and after a run that failed, and goes with END or when the broker says
-that the sequence is over.
+Invariant: a state never leaves the worker. It is kept by the id of its sequence from one run of the sequence to the
+next. It is reset by START and after a failed run, and dropped by END or when the broker ends the sequence.
 """
 
 from __future__ import annotations
@@ -31,18 +30,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Key = int | str
 
 FOLDER = "initial_state"
-"""Data files of first states are in this directory of the model."""
+"""The model's directory with the data files of initial states."""
 STATE_BYTES = 1 << 32
 """The largest data file."""
 WHOLE_BYTES = 4 * 1024 * 1024
-"""States of a batch that are together up to this large stay in one array as long as one of its sequences needs it, so
-that nothing is copied where the same sequences come again. Larger ones are taken apart."""
+"""A batch's states up to this total size stay in one array as long as one of its sequences needs it, so that nothing is
+copied if the same sequences come again. Larger ones are copied apart."""
 NULL = -1
-"""The request number of a row that stands for an empty slot."""
+"""The request id of a row that fills an empty slot."""
 
 
 class Member(Struct, gc=False):
-    """What a request says of its sequence. `key` is what its states are kept by, `id` what the model is told."""
+    """The sequence options of a request. `key` is the key of its states, `id` the correlation ID that the
+    model gets."""
 
     key: Key
     id: Key
@@ -52,13 +52,13 @@ class Member(Struct, gc=False):
 
 
 class Members:
-    """Reads what requests say of their sequences."""
+    """Reads the sequence options of requests."""
 
     def __init__(self, config: ModelConfig) -> None:
         sequence = config.sequence_batching
         self._model = config.name
         self._iterative = sequence is not None and sequence.iterative_sequence
-        self._again: dict[Key, int] = {}  # the requests that are to be run again
+        self._again: dict[Key, int] = {}  # requests that will run again, by sequence
         self._strings = any(
             control.data_type == "TYPE_STRING"
             for entry in (sequence.control_input if sequence is not None else ())
@@ -76,7 +76,7 @@ class Members:
                 raise InvalidRequest(
                     f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
                 )
-            # A sequence of this request alone: no id of a caller is negative.
+            # A sequence of this request alone. Its key cannot collide: no id of a caller is negative.
             key = -work.request
             return Member(key, str(work.request) if self._strings else work.request, key not in self._again, True)
         if work.rows > 1:
@@ -102,10 +102,10 @@ class Members:
 
 
 class Controls:
-    """Makes the control tensors of a batch. One for each model."""
+    """Creates the control tensors of a batch. One for each model."""
 
     def __init__(self, config: ModelConfig, text: bool) -> None:
-        """`text`: strings are given as str, and not as bytes."""
+        """`text`: strings are str instead of bytes."""
         self._text = text
         self._made: list[tuple[Spec, str, tuple[Any, ...]]] = []
         entries = config.sequence_batching.control_input if config.sequence_batching is not None else ()
@@ -118,7 +118,7 @@ class Controls:
         self._most = int(np.iinfo(self._id.numpy).max) if self._id is not None and self._id.item else 0
 
     def check(self, key: Key) -> None:
-        """Refuses an id that cannot be given to the model."""
+        """Refuses an id that the type of the control input cannot hold."""
         if self._id is None or (type(key) is self._kind and (self._kind is str or 0 <= key <= self._most)):  # type: ignore[operator]
             return
         spec = self._id
@@ -149,7 +149,7 @@ class Controls:
 
 
 class _Kept(Struct):
-    """The states of a sequence: one row of each of these arrays, which it may share with others of its last batch."""
+    """The states of a sequence: one row of each of these arrays, which other sequences of its last batch may share."""
 
     arrays: Sequence[Array]
     place: int
@@ -172,22 +172,22 @@ class States:
         )
         self._kept: dict[Key, _Kept] = {}
         self.strict = True
-        """States must be given in the data type of the configuration."""
+        """Whether states must have the data type of the configuration."""
         self._buffers: list[Array] = [np.empty(0, np.uint8) for _ in self.specs]
 
     def shapes(self, member: Member) -> tuple[tuple[int, ...], ...]:
-        """What members that run together have in common, where shapes vary."""
+        """Returns the shapes of a member's states: equal for members that run together, if shapes vary."""
         return tuple(array.shape[self._batched :] for array in self._now(member).arrays)
 
     def arrays(self, members: Sequence[Member]) -> list[Array]:
-        """The states of a batch of members whose shapes are the same, at least one of them not null."""
+        """Returns the states of a batch of members with equal shapes, at least one of them not null."""
         if not self.specs:
             return []
         kept = [None if member.null else self._now(member) for member in members]
         some = next(state for state in kept if state is not None)
         if not self._batched:
             return list(some.arrays)
-        # The same sequences as the last time, each in its place: what the model made is what it gets.
+        # The same sequences in the same rows as in the last batch: pass the model's arrays back without a copy.
         if len(some.arrays[0]) == len(kept) and all(
             state is None or (state.arrays is some.arrays and state.place == place) for place, state in enumerate(kept)
         ):
@@ -195,7 +195,8 @@ class States:
         return [self._gathered(index, kept, some) for index in range(len(self.specs))]
 
     def taken(self, index: int, array: Any, rows: int, fresh: bool) -> Array:
-        """A state as the model made it, checked. `fresh`: it is ours alone, and need not be copied."""
+        """Checks and returns a state that the model produced. `fresh`: the array is not shared and need not
+        be copied."""
         spec = self.outputs[index]
         what = f"state output '{spec.name}' of model '{self._model}'"
         if not isinstance(array, np.ndarray):
@@ -214,7 +215,8 @@ class States:
         return kept
 
     def keep(self, members: Sequence[Member], arrays: Sequence[Array], good: Sequence[bool]) -> None:
-        """What a run has made, one row for each member; only those that were `good` go on from there."""
+        """Keeps the states that a run produced, one row for each member; only members with `good` continue
+        from them."""
         apart = len(members) > 1 and sum(array.nbytes for array in arrays) > WHOLE_BYTES
         for place, member in enumerate(members):
             if member.null:
@@ -230,7 +232,7 @@ class States:
                 self._kept[member.key] = _Kept(arrays, place)
 
     def update(self, member: Member, found: dict[int, Array], last: bool) -> None:
-        """What a model made that answers request by request, and may leave states as they are."""
+        """Keeps states of a model that answers request by request, and may leave some unchanged."""
         if last:
             self._kept.pop(member.key, None)
         elif found or member.start:
@@ -307,7 +309,7 @@ class States:
         return np.frombuffer(data, spec.numpy).reshape(shape).copy()
 
     def _strings(self, given: Sequence[str | bytes], shape: tuple[int, ...]) -> Array:
-        """Strings of the kind that the model gets."""
+        """Converts strings to the type that the model gets."""
         array: Array = np.empty(len(given), object)
         if isinstance(self._empty, str):
             array[:] = [text.decode() if isinstance(text, bytes) else text for text in given]
@@ -320,7 +322,7 @@ class States:
 
 
 def in_turns(works: Sequence[Work], keys: Sequence[Key]) -> list[list[Work]]:
-    """Batches to be run one after the other: no sequence and no slot is in one of them twice."""
+    """Splits works into batches to run in order, so that no sequence and no slot occurs twice in a batch."""
     slots = [work.slot for work in works if work.slot >= 0]
     if len(set(keys)) == len(keys) and len(set(slots)) == len(slots):
         return [list(works)]
@@ -338,7 +340,8 @@ def in_turns(works: Sequence[Work], keys: Sequence[Key]) -> list[list[Work]]:
 
 
 def with_gaps_filled(works: Sequence[Work], specs: Sequence[Spec]) -> list[Work]:
-    """A request for each slot from 0 to the highest: those that are empty get zeros of the shapes of the first one."""
+    """Returns a request for each slot from 0 to the highest; empty slots get zeros in the shapes of the
+    first request."""
     slots = {work.slot: work for work in works}
     items = {spec.name: spec.item or 4 for spec in specs}
     sample = works[0]

@@ -1,10 +1,10 @@
-"""The inputs and outputs of a model as its worker needs them, made once from the configuration.
+"""The inputs and outputs of a model, built once from the configuration.
 
-The rule: a shape has two sides. Callers see `dims` (behind the batch dimension, if there is one), the backend sees
-`shape`, which differs where the configuration says `reshape`; the bytes are the same.
+A tensor has two shapes. Callers see `dims` (after the batch dimension, if there is one), the backend sees `shape`,
+which differs if the configuration has `reshape`; the bytes are the same.
 
-A model may get more inputs than callers give: in this order the controls of its sequences, their states, and inputs
-computed from a ragged batch. It may make more outputs than callers get: states.
+A model may get inputs that callers do not provide, in this order: the controls of its sequences, their states, and
+inputs computed from a ragged batch. It may produce outputs that callers do not get: states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Pad(Struct, frozen=True):
-    """How an input is padded: along `axes`, where axis 0 is the batch's, with `value`, to a multiple of `multiple`."""
+    """How an input is padded: along `axes`, where axis 0 is the batch, with `value`, to a multiple of `multiple`."""
 
     axes: tuple[int, ...]
     value: Any
@@ -41,15 +41,15 @@ class Pad(Struct, frozen=True):
         return -(-length // self.multiple) * self.multiple
 
     def to(self, length: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape, padded."""
+        """Returns the padded shape."""
         return tuple(length if axis in self.axes else dim for axis, dim in enumerate(shape))
 
 
 class Spec(Struct, frozen=True):
-    """One input or output. `item` is the bytes of an element, 0 for BYTES. `fixed`: no dim but the batch varies.
-    `flat`: the backend sees the elements of all requests one after another, in one dimension if it is an input.
-    `pad`: of inputs that are padded. `cut`: the axes, axis 0 being the batch's, along which an output of a padded batch
-    is cut back."""
+    """One input or output. `item` is the bytes of an element, 0 for BYTES. `fixed`: only the batch dimension varies.
+    `flat`: the backend sees the elements of all requests one after another, in one dimension for an input. `pad`:
+    set for padded inputs. `cut`: the axes, with axis 0 for the batch, along which an output of a padded batch is cut
+    back."""
 
     name: str
     dtype: str
@@ -66,31 +66,31 @@ class Spec(Struct, frozen=True):
     cut: tuple[int, ...] = ()
 
     def inner(self, outer: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that the backend sees, for the shape that the caller gave."""
+        """Converts the caller's shape to the backend's."""
         return _between(outer, self.dims, self.shape, self.batched) if self.reshaped else outer
 
     def outer(self, inner: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that the caller sees, for the shape that the backend gave."""
+        """Converts the backend's shape to the caller's."""
         return _between(inner, self.shape, self.dims, self.batched) if self.reshaped else inner
 
     def fits(self, inner: Sequence[int]) -> bool:
-        """Whether a shape from the backend is what the configuration says, whatever the batch size."""
+        """Whether a shape from the backend matches the configuration, at any batch size."""
         rest = inner[1:] if self.batched else inner
         if len(rest) != len(self.shape) or len(inner) - len(rest) != self.batched:
             return False
         return all(want in (-1, have) for want, have in zip(self.shape, rest, strict=True))
 
     def hollow(self, shape: tuple[int, ...]) -> Any:
-        """An array without memory of its own, for an output that is on a device: only its shape and size matter."""
+        """Returns an array without memory of its own for an output on a device: only its shape and size are used."""
         return np.broadcast_to(np.zeros((), self.numpy), shape)
 
     def expected(self, rows: int) -> list[int]:
-        """The backend's shape as the configuration has it, for messages."""
+        """The backend's shape in the configuration, for messages."""
         return [rows, *self.shape] if self.batched else list(self.shape)
 
 
 def inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """What callers give."""
+    """The inputs that callers provide."""
     batched = config.max_batch_size > 0
     found = tuple(_spec(entry, batched, entry.optional, entry.allow_ragged_batch) for entry in config.input)
     padding = padding_of(config)
@@ -113,13 +113,13 @@ def _pad_value(text: str, spec: Spec) -> Any:
     if spec.dtype == "BYTES":
         return text.encode()
     value = number_of(text, f"TYPE_{spec.dtype}")
-    if spec.dtype == "BF16" and spec.numpy == np.uint16:  # the upper half of a float
+    if spec.dtype == "BF16" and spec.numpy == np.uint16:  # the upper half of an FP32
         return np.array(value, np.float32).view(np.uint32) >> 16
     return value
 
 
 def outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """What callers get."""
+    """The outputs that callers get."""
     cut = {name for entry in config.batch_output for name in entry.target_name}
     found = tuple(_spec(entry, config.max_batch_size > 0, False, entry.name in cut) for entry in config.output)
     padding = padding_of(config)
@@ -130,7 +130,7 @@ def outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
 
 
 def controls_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """What the model is told of the sequences that its rows belong to."""
+    """The control inputs, which describe the sequences of the rows to the model."""
     if config.sequence_batching is None:
         return ()
     return tuple(
@@ -152,7 +152,8 @@ def new_states_of(config: ModelConfig) -> tuple[Spec, ...]:
 
 
 def batch_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """What is computed from the shapes in a batch. Its first dim counts requests or items, and is never the batch's."""
+    """The inputs computed from the shapes in a batch. Their first dim counts requests or items and is not the batch
+    dimension."""
     ranks = {entry.name: len(entry.dims if entry.reshape is None else entry.reshape.shape) for entry in config.input}
     return tuple(
         _made(name, entry.data_type, _batch_input_dims(entry, ranks), False)
@@ -168,24 +169,24 @@ def _batch_input_dims(entry: BatchInput, ranks: dict[str, int]) -> tuple[int, ..
 
 
 def request_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """What a backend gets that runs requests one by one."""
+    """The inputs of a backend that runs requests one by one."""
     return (*inputs_of(config), *controls_of(config), *states_of(config))
 
 
 def model_inputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """What a backend gets that runs a whole batch."""
+    """The inputs of a backend that runs a whole batch."""
     return (*request_inputs_of(config), *batch_inputs_of(config))
 
 
 def model_outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """What a backend makes: the outputs, and those states that are none."""
+    """The outputs of a backend: those of callers, and states that are not among them."""
     outputs = outputs_of(config)
     names = {spec.name for spec in outputs}
     return (*outputs, *(spec for spec in new_states_of(config) if spec.name not in names))
 
 
 def control_of(entry: ModelSequenceBatchingControlInput) -> ModelSequenceBatchingControl:
-    """The control that a tensor carries."""
+    """Returns the control of a control tensor."""
     if len(entry.control) != 1:
         raise InvalidRequest(
             f"control tensor '{entry.name}' of the sequences has {len(entry.control)} controls: a tensor can carry one"
@@ -233,7 +234,7 @@ def _made(name: str, data_type: str, dims: tuple[int, ...], batched: bool) -> Sp
 
 
 def _between(given: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], batched: bool) -> tuple[int, ...]:
-    """Carries the batch dimension and, in order, the variable dims of `given` over to the pattern `new`."""
+    """Applies the batch dimension and, in order, the variable dims of `given` to the pattern `new`."""
     rest = given[1:] if batched else given
     if len(rest) != len(old):
         raise InvalidRequest(f"shape {list(given)} does not have the {len(old) + batched} dims of the configuration")
