@@ -1,7 +1,7 @@
-"""Who has which roles on this machine: the table that the doors of the broker ask about those who come through them.
+"""Roles of local users: the table that the broker's listeners consult for each connection.
 
-The rule of the file: rules are looked up in the machine's lists of users and groups once, at start; what is asked later
-is numbers that the kernel vouches for. Callers from the network, and the keys they have, are the gateway's matter.
+Invariant: names of users and groups are resolved once, at start; later lookups use only the numeric IDs that the kernel
+reports. Network clients and their keys are handled by the gateway.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MOST_ID = 2**32 - 2
 
 
 class Principal(Struct, frozen=True):
-    """Who is at the other end."""
+    """Identity of the process at the other end of a connection."""
 
     uid: int
     groups: frozenset[int] = frozenset()
 
 
 class Rule(Struct, frozen=True):
-    """`kind` is uid, gid or *; `who` the number."""
+    """`kind` is uid, gid or *; `who` is the numeric ID."""
 
     kind: str
     who: int | str
@@ -36,8 +36,8 @@ class Rule(Struct, frozen=True):
 
 
 class Access:
-    """The server's own user and root may do everything, whatever the rules say: the processes are theirs. The members
-    of the sockets' group may infer and observe. Others have what rules give them, all of it together."""
+    """The server's own user and root have all roles regardless of rules, as they control the processes anyway. Members
+    of the socket group may infer and observe. Other users have the union of all rules that match them."""
 
     def __init__(self, rules: Iterable[Rule] = (), socket_group: int | None = None) -> None:
         self.socket_group = socket_group
@@ -54,7 +54,7 @@ class Access:
 
     @property
     def for_others(self) -> bool:
-        """Whether there are rules for users other than those who may do everything anyway."""
+        """Whether there are rules for users other than root and the server's own user."""
         return any(kind != "uid" or who not in self._masters for kind, who in self._roles)
 
     def roles_of(self, principal: Principal) -> int:
@@ -68,7 +68,7 @@ class Access:
 
 
 def rule(text: str) -> Rule:
-    """A value of --access. Raises ValueError."""
+    """Parses a value of --access. Raises ValueError."""
     who, given, roles = text.rpartition("=")
     if not given:
         raise ValueError(f"'{text}' is not {FORM}")

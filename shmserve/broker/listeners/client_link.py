@@ -1,4 +1,4 @@
-"""A client's SEQPACKET link: like a worker's, but its input is taken in fair turns, and only while it reads."""
+"""A client's SEQPACKET link: reads in fair turns, and only while the client reads its responses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shmserve.protocol.messages import Goodbye
 log = logging.getLogger("shmserve")
 
 PACKETS = 8
-"""Read at most so many in a row."""
+"""Most packets read in a row."""
 _PEEK = int(socket.MSG_PEEK | socket.MSG_TRUNC | socket.MSG_DONTWAIT)
 _one_byte = bytearray(1)
 
 
 class ClientLink(Link):
-    """Invariant: while messages are left over, the link waits in `turns` (or is paused or behind) and its socket is not
-    read."""
+    """Invariant: while messages are left over, the link is queued in `turns` (or paused or behind) and its socket is
+    not read."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class ClientLink(Link):
         self._turns = turns
         self._backlog = backlog
         self._behind = False
-        """It does not read: the socket is not read either, until it has caught up."""
+        """The client does not read its responses: its socket is not read until it has caught up."""
         self._left_over: list[Any] = []
         self._queued = False
         self._draining = False
-        """The peer has ended: event loops do not report such a socket, so it is read in turns until its end."""
+        """The peer has closed: event loops do not report such a socket, so it is read in turns until the end."""
 
     def hear(self) -> None:
         self._queued = False
@@ -68,7 +68,7 @@ class ClientLink(Link):
             self._wait()
 
     def _take_share(self) -> bool:
-        """Delivers this link's share of the turn. True: there is more."""
+        """Delivers this link's share of the turn. True: there is more input."""
         turns = self._turns
         share = turns.share()
         if not share:
@@ -80,13 +80,13 @@ class ClientLink(Link):
                 messages, self._left_over = self._left_over[:share], self._left_over[share:]
             else:
                 draining, self._draining = self._draining, False
-                packet = self._receive()  # sets _draining if it finds that the peer has ended
+                packet = self._receive()  # sets _draining if the peer has closed
                 if packet is None:
                     return self._draining
                 self._draining = draining
                 messages, descriptors = packet
                 turns.charge(self._size // BYTES)
-                if len(messages) > share and not descriptors:  # which belong to Maps anywhere in the packet
+                if len(messages) > share and not descriptors:  # the Maps that need them may be anywhere in the packet
                     messages, self._left_over = messages[:share], messages[share:]
             turns.charge(len(messages))
             share -= len(messages)
@@ -96,7 +96,7 @@ class ClientLink(Link):
             if self._left_over or self._draining:
                 return True
             if share <= 0 and crowded:
-                return True  # without a look: to register with the event loop again costs more than to wait in vain
+                return True  # do not check: registering with the event loop again costs more than a turn without input
             if len(messages) < MANY or share <= 0:
                 return False
         return False
@@ -108,7 +108,7 @@ class ClientLink(Link):
             self._turns.wait(self, self._is_heavy())
 
     def _is_heavy(self) -> bool:
-        """The size of the next packet, without reading it."""
+        """Checks the size of the next packet without reading it."""
         if self._left_over or self._sock is None:
             return True
         try:
@@ -132,7 +132,7 @@ class ClientLink(Link):
             self._turns.leave(self)
 
     def _lost_descriptors(self) -> None:
-        """The client connects again and announces its segments again."""
+        """Disconnects. The client reconnects and announces its segments again."""
         log.error("client %d disconnected: %s", self.peer, LOST)
         text = "the server has too many open files to map this client's shared memory; try again later"
         self.outbox.append(Goodbye(Unavailable.code, text))
@@ -144,7 +144,7 @@ class ClientLink(Link):
         if self._may_read():
             self._wait()
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ output
 
     def _keep(self, packet: bytes, descriptors: list[int]) -> None:
         super()._keep(packet, descriptors)

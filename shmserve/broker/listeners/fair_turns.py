@@ -1,8 +1,8 @@
-"""Fair turns between clients: in one turn of the broker, at most SHARE messages of a client and MESSAGES of all.
+"""Fair turns between clients: per turn of the broker at most SHARE messages of one client and MESSAGES of all.
 
-A link that has more to deliver waits in a queue, and each turn serves that queue first: users in turn, and the links of
-a user in turn. So the wait of a client depends on how many users have input, then on how many links its own user has,
-but not on how much input they have.
+A link with more input waits in a queue, and each turn serves that queue first: users round-robin, and the links of a
+user round-robin. So a client's wait depends on how many users have input, and on how many links its own user has, but
+not on how much input they have.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from typing import Protocol
 from shmserve.core.fair_queue import FairQueue
 
 MESSAGES = 256
-"""Per turn, of all clients: about 3 ms of work. A request needs two or three turns."""
+"""Per turn, for all clients: about 3 ms of work. A request needs two or three turns."""
 SHARE = 128
 """Per turn and client, or less if many wait. More than the requests of one packet that could run as one batch."""
 BYTES = 2048
-"""Decoding so many bytes costs about as much as processing a message, and is charged as one."""
+"""Decoding this many bytes costs about as much as processing a message, and is charged as one."""
 CHEAP_BYTES = 4096
-"""A link whose next packet is no larger goes before others of its user."""
+"""A link whose next packet is at most this large is served before other links of its user."""
 
 
 class Source(Protocol):
-    """The input of one client. `hear` delivers what has come, up to `turns.share()` messages; it calls `wait` if there
-    is more."""
+    """The input of one client. `hear` delivers up to `turns.share()` messages, and calls `wait` if there is more."""
 
     user: str
 
@@ -32,25 +31,26 @@ class Source(Protocol):
 
 
 class Turns:
-    """`due` is called when a turn must follow though nothing has been delivered."""
+    """`due` is called when another turn must follow although nothing was delivered."""
 
     def __init__(self, due: Callable[[], None]) -> None:
         self._due = due
         self._left = MESSAGES
         self._waiting: FairQueue[Source] = FairQueue()
         self._next: dict[Source, bool] | None = None
-        """Wait for the next turn, since they have been heard in the one that begins. None: none begins."""
+        """Sources that called `wait` during `begin`: already served in this turn, they are queued for the next one.
+        None outside `begin`. The value: heavy."""
         self._share = SHARE
 
     def share(self) -> int:
-        """Messages that a client may deliver now; 0: it must `wait`."""
+        """Messages that a client may deliver now; 0: it must call `wait`."""
         return self._share if self._left > 0 else 0
 
     def charge(self, messages: int) -> None:
         self._left -= messages
 
     def wait(self, source: Source, heavy: bool) -> None:
-        """It has more to deliver, and is not waiting yet."""
+        """Queues a source with more input that is not queued yet."""
         if self._next is not None:
             self._next[source] = heavy
         else:
@@ -62,7 +62,7 @@ class Turns:
             self._waiting.remove(source.user, source)
 
     def begin(self) -> bool:
-        """A turn begins with those that wait. True: some still do, so another one must follow."""
+        """Begins a turn with the queued sources. True: some are still queued, so another turn must follow."""
         self._left = MESSAGES
         waiting = self._waiting
         following: dict[Source, bool] = {}

@@ -1,7 +1,6 @@
-"""The lane's door: a SEQPACKET socket in the runtime directory, and who comes in through it, by the kernel's word.
+"""The lane's listener: a SEQPACKET socket in the runtime directory. The kernel reports the user of each connection.
 
-The rule of the file: nobody can connect before the socket has the mode and the group that it is to have, whatever the
-umask is.
+Invariant: no client can connect before the socket has its mode and group, whatever the umask is.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ log = logging.getLogger("shmserve")
 
 BACKLOG = 512
 AGAIN_S = 1.0
-"""How long nobody is let in after the process ran out of descriptors or memory."""
-SO_PEERGROUPS = 59  # which the socket module does not know
+"""Pause before accepting again after the process ran out of descriptors or memory."""
+SO_PEERGROUPS = 59  # missing from the socket module
 _CREDENTIALS = struct.Struct("3i")
 _GROUPS_BYTES = 1024
-"""As much as can be asked for: 256 groups."""
+"""The most that can be requested: 256 groups."""
 OWN_DESCRIPTORS = 1024
-"""What the broker needs beside those of clients and segments."""
+"""Descriptors of the broker besides those of clients and segments."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 SPARE = 4
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LaneDoor:
-    """`opened(socket, uid, roles)` gets each connection."""
+    """`opened(socket, uid, roles)` is called for each connection."""
 
     def __init__(
         self, path: Path, loop: Any, access: Access, opened: Callable[[socket.socket, int, int], None]
@@ -51,11 +50,11 @@ class LaneDoor:
         self._opened = opened
         self._again: Any = None
         self._spare = _spare()
-        """Descriptors kept for refusing connections when the process has no other left."""
+        """Spare descriptors for refusing connections when the process has run out of them."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._socket.bind(str(path))
         give(path, access.socket_group, 0o600)
-        self._socket.listen(BACKLOG)  # until here a connect is refused
+        self._socket.listen(BACKLOG)  # before this, connects are refused
         loop.add_reader(self._socket.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -67,7 +66,7 @@ class LaneDoor:
             log.error("cannot accept a connection: %s", error.strerror)
             if error.errno in _NO_DESCRIPTORS:
                 self._refuse_waiting()
-            if error.errno in _SHORT_OF:  # it would be told again at once: the others go on meanwhile
+            if error.errno in _SHORT_OF:  # accept would fail again at once and starve other callbacks
                 self._loop.remove_reader(self._socket.fileno())
                 self._again = self._loop.call_later(AGAIN_S, self._go_on)
             return
@@ -75,10 +74,10 @@ class LaneDoor:
         self._opened(sock, principal.uid, self._access.roles_of(principal))
 
     def _refuse_waiting(self) -> None:
-        """Connections that wait are refused with the reason; otherwise their callers would wait for a descriptor."""
+        """Refuses pending connections with the reason; otherwise clients would block until a descriptor is free."""
         close_all(self._spare)
         packet = codec.encode([Goodbye(Unavailable.code, "the server has too many open files; try again later")])
-        with contextlib.suppress(OSError):  # none waits any more, or another thread was faster to take a descriptor
+        with contextlib.suppress(OSError):  # none is pending, or another thread took the descriptor
             for _ in range(BACKLOG):
                 sock, _ = self._socket.accept()
                 with sock, contextlib.suppress(OSError):
@@ -100,14 +99,14 @@ class LaneDoor:
 
 def _spare() -> list[int]:
     found: list[int] = []
-    with contextlib.suppress(OSError):  # fewer for now
+    with contextlib.suppress(OSError):  # keep fewer for now
         while len(found) < SPARE:
             found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     return found
 
 
 def room_for(descriptors: int) -> None:
-    """What services get by default is far less than what the limits of clients and segments add up to."""
+    """Raises the soft limit: the default of services is far below the sum of the limits of clients and segments."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -115,7 +114,7 @@ def room_for(descriptors: int) -> None:
 
 
 def peer(sock: socket.socket) -> Principal:
-    """Who connected, as it was at that moment: the kernel keeps it with the connection."""
+    """The user and groups of the peer at the time of its connect, which the kernel stores with the socket."""
     _, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     groups = array.array("I", (gid & 0xFFFFFFFF,))
     try:
@@ -126,7 +125,7 @@ def peer(sock: socket.socket) -> Principal:
 
 
 def give(path: Path, group: int | None, mode: int) -> None:
-    """The owner's alone with `mode`; with a group also its members', who may use it like the owner."""
+    """Sets the mode; with a group, also gives its members the owner's read and write permission."""
     os.chmod(path, mode)
     if group is not None:
         try:
@@ -139,7 +138,7 @@ def give(path: Path, group: int | None, mode: int) -> None:
 
 
 def open_to_group(runtime_dir: Path, group: int | None) -> None:
-    """The members of the group may enter, and see what is there; it stays the owner's to change."""
+    """Members of the group may enter and list the runtime directory; only the owner may change it."""
     if group is not None:
         give(runtime_dir, group, 0o700)
         os.chmod(runtime_dir, 0o750)

@@ -1,7 +1,7 @@
 """Output that clients have not read yet, counted per user and in total.
 
-Invariant: no user has more than a quarter of the limit, and all together have no more than the limit; the client that
-has read nothing for the longest time is disconnected for it. Clients that read are so not disconnected for others.
+Invariant: no user exceeds a quarter of the limit, and all users together do not exceed the limit. If they would, the
+client that has read nothing for the longest time is disconnected, so that clients that read are not affected.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 BEHIND_BYTES = 1 << 20
-"""A client with more unread output is behind: its messages are not read, its questions not answered. Half of it: it has
-caught up. One answer may be larger, so this is no limit of answers."""
+"""A client with more unread output is behind: the broker neither reads its messages nor answers its queries. At half
+of it the client has caught up. A single answer may be larger; this does not limit answers."""
 USERS = 4
 
 
@@ -20,7 +20,7 @@ class Reader(Protocol):
     user: str
 
     def cut_off(self, behind: str) -> None:
-        """Disconnects it, and calls `removed`."""
+        """Disconnects the client and calls `removed`."""
 
 
 class Backlog:
@@ -30,7 +30,7 @@ class Backlog:
         self.changed = changed
         self._limit = limit
         self._bytes: dict[Reader, int] = {}
-        """Clients with unread output; the one that has read nothing for the longest time is first."""
+        """Clients with unread output; the one that has read nothing for the longest time comes first."""
         self._of_users: dict[str, int] = {}
         self._total = 0
 
@@ -52,7 +52,7 @@ class Backlog:
         if left:
             self._count(reader, -size)
         if left > size:
-            self._bytes[reader] = left - size  # behind the others
+            self._bytes[reader] = left - size  # move to the end
 
     def removed(self, reader: Reader) -> None:
         self._count(reader, -self._bytes.pop(reader, 0))

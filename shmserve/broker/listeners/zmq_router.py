@@ -1,8 +1,8 @@
-"""The ZeroMQ door: a ROUTER on ipc. Every identity is a client; a message is [packet, frame, frame, ...].
+"""The ZeroMQ listener: a ROUTER socket on ipc. Each identity is a client; a message is [packet, frame, frame, ...].
 
-Frames are tensors' bytes. They are copied once, into the broker's own arena (or inline, if small), on their way in;
-and out of a worker's segment on their way out, for clients that asked for frames. The socket is the owner's alone, as
-ZeroMQ does not tell who is at the other end.
+A frame holds the bytes of a tensor. Inputs are copied once, into the broker's own arena (or inline, if small). Outputs
+are copied out of the worker's segment, for clients that requested frames. Only the owner may connect, as ZeroMQ does
+not report the peer's user.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ from shmserve.shm.arena import Arena
 from shmserve.shm.extents import posix
 
 MESSAGE_BYTES = 8 * 1024 * 1024
-"""What libzmq takes at all: above it, it ends the connection. Between FRAME_BYTES and this we can say what is wrong."""
+"""Limit of libzmq, which disconnects above it. Between FRAME_BYTES and this the broker can report the error."""
 QUEUE = 128
-"""Messages that libzmq keeps for a client that does not read, and of a client that we have not read yet."""
+"""Messages that libzmq queues to a client that does not read, and from a client that has not been read yet."""
 SWEEP_S = 1.0
-"""A connection may end before its process, and a worker may still be about to open what a request of its names."""
+"""Delay before segments of a disconnected client are removed: its process may still be exiting, and a worker may be
+about to open a segment that one of its requests names."""
 BURST = 64
 BURST_NS = 1_000_000
-"""So many messages, or as many as take so long, are read before the others have their turn."""
+"""Messages, or nanoseconds, after which reading stops to let other callbacks run."""
 UNHEARD = 250
 UNHEARD_BYTES = 4 * MESSAGE_BYTES
-"""So much is kept of a client that is not heard for a while."""
+"""Limits of input queued for a client that is paused, queued for its turn, or behind."""
 FREED = 16
-"""Messages that are given up in one go: each may have hundreds of frames."""
+"""Messages released per callback: each may have hundreds of frames."""
 SENT_AWAY = 4096
-"""Identities that are remembered of clients that have been sent away."""
+"""Number of identities of disconnected clients to remember."""
 
 
 class Outbox:
-    """One ZeroMQ client's. It has the same face as a Link, so that the loop need not know the difference."""
+    """One ZeroMQ client. Has the interface of Link that the loop uses."""
 
     def __init__(self, door: ZmqDoor, identity: bytes, peer: int, user: str) -> None:
         self.peer = peer
@@ -74,22 +75,22 @@ class Outbox:
         self.unsent: deque[list[bytes]] = deque()
         self.unsent_bytes = 0
         self.behind = False
-        """It does not read: what it sends is kept until it has caught up."""
+        """The client does not read its responses: its input is queued until it has caught up."""
         self.heard = True
         self.frames = False
-        """It said in its Hello that large outputs are to come as frames."""
+        """Requested in its Hello: large outputs are sent as frames."""
         self.watch: int | None = None
-        """A pidfd of the client's process, once it has said which it is."""
+        """A pidfd of the client's process, if its Hello gave the pid."""
         self.pid = 0
         self.heard_from = 0
         self.unheard: deque[list[bytes]] = deque()
-        """What has come since it was told to wait."""
+        """Messages received while paused, queued or behind."""
         self.unheard_bytes = 0
         self.waiting: Any = None
         self.left_over: list[Any] = []
-        """Messages that did not fit into its share of a turn."""
+        """Messages beyond its share of a turn."""
         self.queued = False
-        """It waits for its next turn."""
+        """It is queued for its next turn."""
         self._door = door
 
     def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
@@ -102,7 +103,7 @@ class Outbox:
             self.close("")
 
     def send_with_frames(self, message: Any, frames: list[bytes]) -> None:
-        """At once, behind what is in the outbox: frames belong to one message."""
+        """Sends the outbox and then this message at once, as frames belong to a single message."""
         before, self.outbox = self.outbox, []
         for packet in codec.pack(before) if before else []:
             self._door.send(self, [packet])
@@ -122,7 +123,7 @@ class Outbox:
 
 
 class ZmqDoor:
-    """`opened() -> peer`, `deliver(peer, messages, [])`, `ended(peer, reason)` are the loop's."""
+    """`opened(outbox) -> peer`, `deliver(peer, messages, [])` and `ended(peer, reason)` are callbacks of the loop."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class ZmqDoor:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE)
         self._socket.setsockopt(zmq.LINGER, 200)
-        before = os.umask(0o177)  # it listens as soon as it is bound: nobody else may come in between
+        before = os.umask(0o177)  # bind also listens: no other user may connect in between
         try:
             self._socket.bind(f"ipc://{path}")
         finally:
@@ -168,16 +169,15 @@ class ZmqDoor:
         self._fd = self._socket.getsockopt(zmq.FD)
         loop.add_reader(self._fd, self._readable)
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ input
 
     def _readable(self) -> None:
-        """The descriptor tells only that something changed, so read until there is nothing."""
+        """Reads until the socket is empty, as its descriptor is edge-triggered."""
         socket, now = self._socket, time.monotonic_ns
         end = now() + BURST_NS
         for number in range(BURST):
-            if (
-                number == 1 and not zmq_frames.events(socket) & zmq_frames.IN
-            ):  # cheaper than to try, which is right for more
+            # After one message, polling is cheaper than a receive that fails; after more, there is likely another one.
+            if number == 1 and not zmq_frames.events(socket) & zmq_frames.IN:
                 break
             try:
                 parts = zmq_frames.receive_from(socket)
@@ -194,7 +194,7 @@ class ZmqDoor:
             self._retry()
 
     def look(self) -> None:
-        """Sending may have swallowed the signal that something came; so the loop asks after each turn that sent."""
+        """Checks for input after a turn that sent: sending may have consumed the descriptor's edge."""
         if not self._socket.closed and zmq_frames.events(self._socket) & zmq_frames.IN:
             self._readable()
 
@@ -216,7 +216,8 @@ class ZmqDoor:
         self._receive(outbox, parts)
 
     def _comes_again(self, parts: list[bytes]) -> bool:
-        """Has one that was sent away understood? Otherwise it is not told again, which would cost us more than it."""
+        """Whether a disconnected client sends a Hello. Its other input is dropped without a reply, which would cost the
+        broker more than the client."""
         try:
             return any(isinstance(message, Hello) for message in self._decode(parts[1] if len(parts) > 1 else b""))
         except ProtocolError:
@@ -244,7 +245,7 @@ class ZmqDoor:
         self._wait_for_turn(outbox)
 
     def _wait_for_turn(self, outbox: Outbox) -> None:
-        """If it has more to be processed, and may."""
+        """Queues the client for a turn if it has more input and may be read."""
         known = self._outboxes.get(outbox.identity) is outbox
         may_read = outbox.waiting is None and not outbox.behind
         if known and not outbox.queued and may_read and (outbox.left_over or outbox.unheard):
@@ -253,7 +254,7 @@ class ZmqDoor:
             self._turns.wait(outbox, bool(outbox.left_over) or size > CHEAP_BYTES)
 
     def hear(self, outbox: Outbox) -> None:
-        """Its turn has come."""
+        """Processes the client's share of the turn."""
         outbox.queued = False
         if outbox.waiting is not None or outbox.behind:
             return
@@ -267,7 +268,7 @@ class ZmqDoor:
             self._receive(outbox, parts)
 
     def pause(self, outbox: Outbox, until: int) -> None:
-        """Nothing of this client is looked at before that time. All clients have one socket: what it sends is kept."""
+        """Queues this client's input until that time. All clients share one socket, so it cannot be left unread."""
         outbox.heard_from = max(outbox.heard_from, until)
         if outbox.waiting is None and self._outboxes.get(outbox.identity) is outbox:
             delay = (until - time.monotonic_ns()) / 1e9
@@ -291,7 +292,7 @@ class ZmqDoor:
         self.drop(outbox, text)
 
     def _with_frames(self, infer: Infer, frames: Sequence[bytes]) -> Any:
-        """The Infer with handles, or bytes, in the place of frame numbers."""
+        """Replaces frame numbers by handles, or by bytes if small."""
         total = sum(map(len, frames))
         if total > FRAME_BYTES:
             text = f"{total} bytes of frames in one message exceed the limit of {FRAME_BYTES}; use shared memory"
@@ -305,7 +306,7 @@ class ZmqDoor:
                 if len(frames[number]) <= INLINE_BYTES:
                     tensor.data = bytes(frames[number])
                     continue
-                if number not in placed:  # several tensors may name one frame
+                if number not in placed:  # several tensors may refer to one frame
                     placed[number] = self._place(frames[number])
                 tensor.data = (placed[number],)
         except ServeError as error:
@@ -318,10 +319,10 @@ class ZmqDoor:
         block.memory()[: len(frame)] = frame
         return block.handle()
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ output
 
     def reply(self, outbox: Outbox, reply: Reply | Part) -> None:
-        """An answer to a client that takes frames."""
+        """Sends a response to a client that takes frames."""
         frames: list[bytes] = []
         outputs = []
         total = 0
@@ -392,20 +393,20 @@ class ZmqDoor:
                 self._backlog.changed(outbox.peer, False)
                 self._wait_for_turn(outbox)
 
-    # ------------------------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------------------------ connect and disconnect
 
     def watch(self, outbox: Outbox, pid: int) -> None:
-        """The client has said which process it is: its end is known at once. Without that, silence is what tells."""
-        with contextlib.suppress(OSError):  # another pid name space, say
+        """Watches the client's process, so that its end is noticed at once. Otherwise only missed pings reveal it."""
+        with contextlib.suppress(OSError):  # for example, the pid is of another namespace
             if outbox.watch is None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 outbox.watch = os.pidfd_open(pid)
                 outbox.pid = pid
                 self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has exited")
 
     def silent(self, clients: Mapping[int, Client]) -> tuple[list[Outbox], list[Outbox]]:
-        """(to ping, to give up). One whose process is watched may be too busy to answer; but if it has gone without
-        that process ending, the ping cannot be delivered, and that is told at once. A client whose Hello has not been
-        processed is not pinged: the first message that it gets is Welcome."""
+        """Returns (to ping, to disconnect). A client whose process is watched is only pinged, as it may be too busy to
+        answer; if it closed its socket without exiting, the ping is undeliverable, which is reported at once. A client
+        whose Hello has not been processed is not pinged: its first message is Welcome."""
         ask: list[Outbox] = []
         lost: list[Outbox] = []
         for outbox in self._outboxes.values():
@@ -418,7 +419,7 @@ class ZmqDoor:
         return ask, lost
 
     def drop(self, outbox: Outbox, reason: str) -> None:
-        if self._outboxes.get(outbox.identity) is not outbox:  # dropped already; another may have come in its name
+        if self._outboxes.get(outbox.identity) is not outbox:  # already dropped; its identity may be in use again
             return
         del self._outboxes[outbox.identity]
         self._stuck.discard(outbox)
@@ -442,14 +443,14 @@ class ZmqDoor:
         self._ended(outbox.peer, reason)
 
     def _free(self, unheard: deque[list[bytes]]) -> None:
-        """Not all at once, for which the others would wait."""
+        """Releases a few messages per callback, to let others run."""
         for _ in range(min(FREED, len(unheard))):
             unheard.popleft()
         if unheard:
             self._loop.call_soon(self._free, unheard)
 
     def _sweep(self, pid: int) -> None:
-        """Of one that has gone: if its process was killed, its named segments are still there."""
+        """Removes named segments of a process that was killed before it could."""
         self._unswept.discard(pid)
         posix.sweep(pid)
 
