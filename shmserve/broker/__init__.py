@@ -1,1 +1,7 @@
-"""The broker's process: it connects the core to clients, workers, repositories and the clock."""
+"""The broker process: connects the core to clients, workers, repositories and the clock.
+
+`listeners` accepts clients, and `link` reads their packets. `loop` passes the decoded messages to the core once per
+turn and carries out the effects that it returns: messages to links, processes to start, models to load. `processes`
+starts and watches workers and gateways, `models` reads the repositories. `admin` answers queries, `observability`
+provides metrics, traces and logs. `config` parses the settings, from which `main` builds all of this.
+"""

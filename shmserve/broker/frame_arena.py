@@ -1,8 +1,6 @@
-"""The broker's own memory: an arena for tensors that come in frames, and one for each audience of what the response
-cache keeps.
+"""The broker's own memory: one arena for tensors that arrive as frames, and one per audience for cached responses.
 
-The rule of the file: what one audience may read never shares a segment with what another may, and nobody but the broker
-ever writes to what is kept.
+Invariant: cached data of different audiences never shares a segment, and only the broker can write to it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from shmserve.shm.extents import memfd
 
 
 class Own:
-    """`announce` is told of segments for frames, before the first of these is put there."""
+    """`announce` is called with each new segment for frames before data is placed there."""
 
     def __init__(
         self, segments: Segments, frames_bytes: int, kept_bytes: int, announce: Callable[[Map], object]
@@ -31,7 +29,7 @@ class Own:
         self._kept_bytes = kept_bytes
         self._kept: dict[str, Arena] = {}
         self._homes: dict[int, Arena] = {}
-        """By the segments."""
+        """The arena of each segment."""
         self._new: Map | None = None
         self.frames = Arena(
             0,
@@ -48,7 +46,7 @@ class Own:
         self._homes[segment.id] = arena
         return message
 
-    # ------------------------------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------------------------------ cached responses
 
     def read(self, parts: Sequence[Handle]) -> bytes | None:
         found = []
@@ -61,7 +59,7 @@ class Own:
         return found[0] if len(found) == 1 else b"".join(found)
 
     def place(self, data: bytes, audience: str) -> Placed | None:
-        if audience.startswith("posix:"):  # these map by name, and what is kept has none
+        if audience.startswith("posix:"):  # such clients map segments by name; these have none
             return None
         arena = self._kept.get(audience) or self._arena_for(audience)
         try:
@@ -82,19 +80,20 @@ class Own:
         return arena
 
     def _make(self, size: int) -> memfd.MemfdExtent:
-        """What is kept counts once; that of many audiences lies in more segments than it would fill."""
+        """The cache limits the bytes of entries; with many audiences the segments are only partly filled, hence
+        twice."""
         if size + sum(arena.committed for arena in self._kept.values()) > 2 * self._kept_bytes:
             raise Unavailable(f"cached responses occupy twice the {self._kept_bytes} bytes of --cache-config")
         return memfd.create(size, seal_future_write=True)
 
-    # ------------------------------------------------------------------------------------ what is over
+    # ------------------------------------------------------------------------------------ release
 
     def free(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
             self._homes[handle.segment].free(handle.segment, handle.offset)
 
     def trim(self) -> list[int]:
-        """Gives up the segments in which nothing is; says which."""
+        """Releases empty segments and returns their numbers."""
         gone = [number for arena in (self.frames, *self._kept.values()) for number in arena.trim(keep_one=False)]
         for number in gone:
             del self._homes[number]

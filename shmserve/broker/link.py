@@ -1,7 +1,7 @@
-"""A SEQPACKET link of the broker: to a client on the lane, or to a worker. It moves packets and decides nothing.
+"""A SEQPACKET link of the broker, to a client on the lane or to a worker. It moves packets and decides nothing.
 
-A packet's descriptors belong to its nameless Maps, one each, in order. What cannot be sent at once is kept, up to a
-limit; a peer that does not read for so long is cut off, and told why if it does read after all.
+A packet carries one descriptor for each of its nameless Maps, in order. Packets that cannot be sent at once are queued
+up to a limit. A peer that exceeds it is disconnected with a Goodbye, which it can still read.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shmserve.protocol.descriptors import ANCILLARY_BYTES, DESCRIPTORS, LOST, re
 from shmserve.protocol.messages import PACKET_BYTES, Goodbye, Map
 
 SEND_BUFFER = 1 << 20
-"""Asked for; the kernel gives as much as net.core.wmem_max allows, by default twice 208 KiB."""
+"""Requested size; the kernel grants up to net.core.wmem_max, by default twice 208 KiB."""
 OUTBOX_BYTES = 64 << 20
-"""Bytes kept for a worker that does not read; for clients client_outbox_bytes says how many."""
+"""Limit of unsent bytes for a worker; clients have client_outbox_bytes."""
 PARTING_S = 10.0
-"""How long one whose link has ended has to read the rest, or the reason."""
+"""Time for the peer to read the remaining packets, or the Goodbye, after the link has ended."""
 MANY = 4
-"""A packet with as many messages as this is likely to be followed by another: then look at once, without polling."""
+"""After a packet with this many messages another one is likely: read again without polling."""
 
-# Plain integers: the arithmetic of enums costs microseconds, twice a packet.
+# Plain integers: arithmetic with enums costs microseconds, twice per packet.
 _FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CTRUNC = int(socket.MSG_CTRUNC)
@@ -36,7 +36,7 @@ _DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
 class Link:
-    """`deliver(peer, messages, descriptors)` gets what comes; `ended(peer, reason)` is called once, at the end."""
+    """`deliver(peer, messages, descriptors)` receives input; `ended(peer, reason)` is called once, at the end."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Link:
         self.peer = peer
         self.outbox: list[Any] = []
         self.maps = False
-        """The outbox has a Map in it, which needs its descriptor."""
+        """The outbox contains a Map, which needs its descriptor."""
         self.closing = False
         self._sock: socket.socket | None = sock
         self._fd = sock.fileno()
@@ -66,7 +66,7 @@ class Link:
         self._outbox_bytes = outbox_bytes
         self._parting: Any = None
         self._size = 0
-        """Of the packet that was received last."""
+        """Size of the last packet received."""
         self._heard_from = 0
         self._waiting: Any = None
         self._buffer = _shared_buffer
@@ -76,10 +76,10 @@ class Link:
     def open(self) -> bool:
         return self._sock is not None
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ input
 
     def _readable(self) -> None:
-        for _ in range(8):  # then the others have their turn
+        for _ in range(8):  # then let other links run
             got = self._receive()
             if got is None:
                 return
@@ -89,7 +89,7 @@ class Link:
                 return
 
     def _receive(self) -> tuple[list[Any], list[int]] | None:
-        """The messages of the next packet and its descriptors. None: there is no packet, or the link has ended."""
+        """Messages and descriptors of the next packet. None if there is no packet or the link has ended."""
         sock = self._sock
         if sock is None:
             return None
@@ -97,7 +97,7 @@ class Link:
             size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], ANCILLARY_BYTES, _FLAGS)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # reported once, ahead of packets that the peer had sent before it ended
+        except ConnectionResetError:  # reported before packets that the peer sent earlier: read those first
             self.drain()
             return None
         except OSError as error:
@@ -105,7 +105,7 @@ class Link:
             return None
         descriptors = received(ancillary) if ancillary else []
         if size == 0:
-            close_all(descriptors)  # an empty packet counts as the end, and may have some
+            close_all(descriptors)  # an empty packet counts as end of file, and may carry descriptors
             self.close("")
             return None
         self._size = size
@@ -121,12 +121,11 @@ class Link:
             return [wire.Refused(0, error.message)], descriptors
 
     def _lost_descriptors(self) -> None:
-        """Without its Maps each later handle of the peer would be refused: a new link starts afresh."""
+        """Without its Maps every later handle of the peer would be invalid, so start over with a new link."""
         self.close(LOST)
 
     def pause(self, until: int) -> None:
-        """Reads nothing before that time of the monotonic clock: what the peer sends fills its socket, and then it
-        waits."""
+        """Stops reading until that time of the monotonic clock. The peer's socket fills, and then its sends block."""
         self._heard_from = max(self._heard_from, until)
         if self._waiting is None and self._sock is not None and self._parting is None:
             self._loop.remove_reader(self._fd)
@@ -144,24 +143,25 @@ class Link:
         self._loop.add_reader(self._fd, self._readable)
 
     def _hear_nothing(self) -> None:
-        """For good."""
+        """Stops reading for good."""
         self._loop.remove_reader(self._fd)
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
 
     def drain(self) -> None:
-        """Reads what is left of a peer that has ended. All at once: loops watch a socket no more that has an error."""
+        """Reads the remaining packets of a peer that has closed, in one go: event loops do not watch a socket in
+        error."""
         while self._sock is not None:
             before = self._sock
             self._readable()
             if self._sock is before and not _has_more(before):
                 return
 
-    # ------------------------------------------------------------------------------------ out
+    # ------------------------------------------------------------------------------------ output
 
     def flush(self, descriptor_of: Callable[[int], int | None]) -> None:
-        """Sends the outbox, in as few packets as it fits."""
+        """Sends the outbox in as few packets as possible."""
         if self._sock is None:
             return
         messages, self.outbox = self.outbox, []
@@ -181,7 +181,7 @@ class Link:
                 self._part("")
 
     def send_now(self, messages: list[Any], descriptors: list[int]) -> None:
-        """Ahead of the outbox: the first order to a worker, and the descriptor that belongs to it."""
+        """Sends ahead of the outbox: a worker's first message, with its descriptor."""
         self._send(wire.encode(messages), descriptors)
 
     def _send(self, packet: bytes, descriptors: list[int]) -> None:
@@ -191,7 +191,7 @@ class Link:
             self._keep(packet, descriptors)
 
     def _keep(self, packet: bytes, descriptors: list[int]) -> None:
-        """It waits: the descriptors must outlive their segments' records here, so they are doubled."""
+        """Queues a packet. Duplicates its descriptors, as their segments may be forgotten before it is sent."""
         self._unsent.append((packet, [os.dup(number) for number in descriptors]))
         self._unsent_bytes += len(packet)
         if len(self._unsent) == 1:
@@ -202,7 +202,8 @@ class Link:
             )
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
-        """False: not now. An end of the link counts as sent; the reader will see it, behind what the peer said last."""
+        """False if the socket is full. A broken link counts as sent: reading reports it, after the peer's last
+        packets."""
         sock = self._sock
         assert sock is not None
         try:
@@ -224,7 +225,7 @@ class Link:
             packet, descriptors = self._unsent[0]
             if not self._try(packet, descriptors):
                 return
-            if self._unsent:  # closing has emptied it if the link broke
+            if self._unsent:  # empty if the link broke and was closed
                 self._unsent.popleft()
                 self._unsent_bytes -= len(packet)
                 close_all(descriptors)
@@ -234,7 +235,7 @@ class Link:
                 self.close("")
 
     def cut_off(self, behind: str) -> None:
-        """Drops all that waits for it, and sends the reason instead."""
+        """Drops unsent packets and sends a Goodbye with the reason instead."""
         self._drop_unsent()
         text = f"this client does not read its responses: {behind}; read them, and connect again"
         self._unsent.append((wire.encode([Goodbye(Unavailable.code, text)]), []))
@@ -242,7 +243,7 @@ class Link:
         self._part(f"it does not read its responses: {behind}")
 
     def _part(self, reason: str) -> None:
-        """It has ended for everybody but itself: what still waits for it can be read for a while."""
+        """Ends the link for the broker; the peer has PARTING_S to read what is unsent."""
         assert self._sock is not None
         self._hear_nothing()
         _hear_no_more(self._sock)
@@ -257,7 +258,7 @@ class Link:
         self.outbox = []
 
     def close(self, reason: str) -> None:
-        """Ends the link and tells so, once."""
+        """Closes the socket and calls `ended`, once."""
         sock, self._sock = self._sock, None
         if sock is None:
             return
@@ -274,7 +275,7 @@ class Link:
 
 
 _shared_buffer = bytearray(PACKET_BYTES + 1)
-"""One for all links: a packet is decoded before the next is read, and decoding copies."""
+"""Shared by all links: a packet is decoded, which copies, before the next one is read."""
 _shared_view: Any = memoryview(_shared_buffer)
 
 
@@ -284,14 +285,14 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def _hear_no_more(sock: socket.socket) -> None:
-    """What the peer sends from now on fails, and what it has sent is dropped: closing over unread packets would be told
-    to it as a reset, ahead of the Goodbye that lies there for it."""
+    """Shuts down and empties the receive side: closing a socket with unread packets resets the connection, and the peer
+    would see the reset before the Goodbye that is waiting for it."""
     try:
         sock.shutdown(socket.SHUT_RD)
         while sock.recv(1, _DONTWAIT):
             pass
     except OSError:
-        return  # there is nothing more, or the peer has gone
+        return  # nothing left, or the peer has closed
 
 
 def _has_more(sock: socket.socket) -> bool:
@@ -300,13 +301,13 @@ def _has_more(sock: socket.socket) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # the next read will tell
+        return True  # the next read reports it
     return True
 
 
 def _pack_with_maps(messages: list[Any], descriptor_of: Callable[[int], int | None]) -> list[tuple[bytes, list[int]]]:
-    """Packets, each with the descriptors of its own nameless Maps. A Map whose segment has gone meanwhile is left out:
-    nothing can follow that needs it."""
+    """Packets, each with the descriptors of its own nameless Maps. Leaves out a Map whose segment has been forgotten:
+    no later message refers to it."""
     kept: list[Any] = []
     numbers: list[int] = []
     for message in messages:

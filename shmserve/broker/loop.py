@@ -1,7 +1,7 @@
-"""The broker's loop: what comes in goes to the core, what the core wants is done, one timer is armed.
+"""The broker's event loop: passes events to the core, carries out its effects and arms one timer.
 
-A turn of the loop takes all that has come since the last one. If a line here decides something about requests,
-models or memory, it is in the wrong file.
+A turn processes everything received since the last one.
+Invariant: no decision about requests, models or memory is made here; those belong in the core.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from shmserve.repo.storage.generation import ALL_DESCRIPTORS
 log = logging.getLogger("shmserve")
 
 PING_S = 10.0
-"""How often silent ZeroMQ clients are asked whether they live, and unused memory of the broker's own is given back."""
+"""Interval for pinging silent ZeroMQ clients and releasing unused memory of the broker's arenas."""
 
 _client_codec = codec.Codec(ClientMessage, PACKET_MESSAGES)
 
@@ -91,13 +91,13 @@ class Broker:
     ) -> None:
         self.core = core
         self.drained: Callable[[], None] = lambda: None
-        """Called when the last worker has gone after a drain."""
+        """Called when the last worker has exited after a drain."""
         self.operations: Operations
         """Set before the loop runs."""
         self.traced: Callable[[effects.Traced], None] = lambda effect: None
-        """Called with each request of a sample that has been answered."""
+        """Called with each completed request that is traced."""
         self.turned: Callable[[], None] | None = None
-        """Called after each turn, while somebody wants to watch models load."""
+        """Called after each turn until the initial loading has finished."""
         self._loop = loop
         self._catalog = catalog
         self._control = control
@@ -170,19 +170,20 @@ class Broker:
         }
 
     def use_gpus(self, uuids: Mapping[int, str], used: Callable[[int], int]) -> None:
-        """Workers that are started from now on see the one that is theirs. `used`: what a process has on GPUs."""
+        """GPUs of workers started from now on: UUIDs by GPU number. `used` returns a process's GPU memory."""
         self._workers.gpus = uuids
         self._workers.used_on_gpu = used
 
     def processes(self) -> dict[int, str]:
-        """The names of workers by pid."""
+        """Names of workers by pid."""
         return self._workers.names()
 
     def waited_elsewhere(self, pids: Set[int]) -> None:
-        """Of children that are no workers: as long as they are in the set, somebody else waits for their end."""
+        """Sets the pids of other children, such as gateways: they are reaped elsewhere as long as they are in the
+        set."""
         self._workers.others = pids
 
-    # ------------------------------------------------------------------------------------ doors
+    # ------------------------------------------------------------------------------------ listeners
 
     def _lane_opened(self, sock: socket.socket, uid: int, roles: int) -> None:
         peer = next(self._peers)
@@ -237,7 +238,7 @@ class Broker:
         logs.flush()
         self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
 
-    # ------------------------------------------------------------------------------------ in
+    # ------------------------------------------------------------------------------------ input
 
     def _put(self, peer: int, message: Any) -> None:
         self._inbox.append((peer, message))
@@ -249,11 +250,11 @@ class Broker:
             self._loop.call_soon(self._turn)
 
     def put(self, event: Any) -> None:
-        """Something that happened to the broker as a whole."""
+        """Adds an event that concerns the whole broker."""
         self._put(0, event)
 
     def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
-        """Messages of a packet. Those that carry a descriptor, or none that can be read, are seen to first."""
+        """Queues the messages of a packet; first handles those with a descriptor and those that cannot be decoded."""
         inbox = self._inbox
         for message in messages:
             kind = type(message)
@@ -272,12 +273,12 @@ class Broker:
             close_all(descriptors)
         if not self._turn_is_due:
             if len(inbox) == 1 and len(self.core.state.requests) <= 1 and not self._carrying_out:
-                self._turn()  # nothing else is under way that could come in the same turn: save the trip round the loop
+                self._turn()  # no other request can join this turn: skip a pass through the event loop
                 return
             self._schedule()
 
     def _prepare(self, peer: int, message: Map | Loaded | Hello, descriptors: list[int]) -> Any:
-        """Takes the descriptor that belongs to the message. `descriptors` loses it; what is left over is closed."""
+        """Takes the message's descriptor out of `descriptors`; the caller closes what remains."""
         if isinstance(message, Hello):
             link = self._links.get(peer)
             if isinstance(link, Outbox):
@@ -325,7 +326,7 @@ class Broker:
     # ------------------------------------------------------------------------------------ the turn
 
     def _turn(self) -> None:
-        self._turn_is_due = True  # what links deliver now is part of this turn
+        self._turn_is_due = True  # messages that links deliver now belong to this turn
         again = self._turns.begin()
         inbox, self._inbox = self._inbox, []
         self._turn_is_due = False
@@ -335,12 +336,12 @@ class Broker:
 
     def _tick(self) -> None:
         self._timer = None
-        # A timer may fire a hair early by this clock; it must count as fired all the same.
+        # A timer may fire slightly early by this clock; the deadline must count as reached all the same.
         self._carry_out(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
 
     def _carry_out(self, wanted: list[Effect]) -> None:
-        """All of it before the next turn: what a later turn says must not overtake what this one has said."""
-        self._carrying_out = True  # the ZeroMQ door looks for messages whenever something is sent
+        """Carries out all effects before the next turn, so that messages are sent in the order of the turns."""
+        self._carrying_out = True  # the ZeroMQ listener checks for input after sending
         try:
             self._answers.begin()
             self._act(wanted)
@@ -351,7 +352,7 @@ class Broker:
         for segment in self._forgotten:
             self._segments.forget(segment)
         self._forgotten.clear()
-        if self.operations.untidy and not self._inbox:  # a Deploy in there names sources that the core has not seen
+        if self.operations.untidy and not self._inbox:  # a Deploy there names sources that the core has not seen
             self.operations.tidy()
         self._arm()
         self._answers.notify()
@@ -400,7 +401,7 @@ class Broker:
             self._door.look()
 
     def _arm(self) -> None:
-        """One timer, moved only if the core's deadline has."""
+        """Arms one timer; moves it only if the core's deadline has changed."""
         at = self.core.deadline()
         if at is None:
             if self._timer is not None:
@@ -417,7 +418,7 @@ class Broker:
     # ------------------------------------------------------------------------------------ effects
 
     def _spawn(self, effect: effects.Spawn) -> None:
-        """Whatever fails here, Exited follows: the core waits for the end of every process that it has asked for."""
+        """On any failure an Exited follows: the core waits for the end of each process that it has requested."""
         reason = f"{SIGN} while starting its process"
         try:
             self._start_worker(effect)
@@ -453,7 +454,7 @@ class Broker:
         self._answers.gone(peer)
         self._put(0, events.Exited(peer, reason, loading_error, detail))
         self.operations.untidy = True
-        self.operations.gone(peer)  # its model may have asked for something
+        self.operations.gone(peer)  # the model may have pending queries
 
     def _close(self, effect: effects.Close) -> None:
         link = self._links.get(effect.peer)
@@ -467,23 +468,23 @@ class Broker:
             link.pause(effect.until)
 
     def tell(self, peer: int, message: Any) -> None:
-        """A message that no request is answered by."""
+        """Sends a message that is not the result of a request."""
         kind = type(message)
         if kind is Fail or (kind is Answer and not message.more):
-            # Ahead of all that the peer sends once it has the answer: flushing may read from the ZeroMQ socket.
+            # Before any later message of the peer: flushing may read from the ZeroMQ socket.
             self._put(0, events.Answered(peer, message.request))
         self._send(Send(peer, message))
         self._flush()
 
     def process_of(self, peer: int) -> int:
-        """The pid of a worker, 0 if it has none any more."""
+        """The pid of a worker, 0 if it has exited."""
         worker = self._workers.get(peer)
         return worker.pid if worker is not None else 0
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ close
 
     def close(self) -> None:
-        """Everything that is open. The workers have gone."""
+        """Closes everything. The workers have exited."""
         self.operations.close()
         self._tallies.close()
         self._probes.close()

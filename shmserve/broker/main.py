@@ -1,4 +1,4 @@
-"""The broker's process: settings, signals, start and end. Exit codes: 0 stopped, 1 failed, 2 wrong use."""
+"""The broker process: settings, signals, start and stop. Exit codes: 0 stopped, 1 failed, 2 usage error."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ log = logging.getLogger("shmserve")
 
 LOCK = "broker.lock"
 GENERATIONS = "generations"
-"""In the runtime directory: the files of loaded versions."""
+"""Directory for the files of loaded versions, in the runtime directory."""
 NEEDED = ("httptools", "hpack")
-"""What gateways import that a server does not."""
+"""Packages that only gateways import."""
 LOOK_S = 0.05
-"""How often to look whether what SIGHUP has begun has ended."""
+"""How often to check whether the loading that SIGHUP started has finished."""
 
 
 class CannotStart(Exception):
-    """For the person who started us, in one line."""
+    """Startup failed; the text is printed in one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _runtime_dir(contextlib.AbstractContextManager[None]):
-    """Ours alone while we run: a lock that the kernel drops with us. Sockets of a dead broker are removed."""
+    """Holds the lock of the runtime directory; the kernel releases it if the process dies. Removes leftover sockets."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -115,7 +115,7 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
 
 
 class Server:
-    """Broker, signals and progress, from start to end."""
+    """Connects the broker, the gateways, signals and progress reports, from start to stop."""
 
     def __init__(self, settings: argparse.Namespace, loop: Any, manager: Manager) -> None:
         self._settings = settings
@@ -182,9 +182,9 @@ class Server:
         self._control.metrics = lambda: told() + self._gpu_metrics.text() + self._gateways.metrics()
         self._trace_file = self._changeable(settings)
         self._waits_for = {"models", "doors"}
-        """What must have come before the server is ready."""
+        """What must still finish before the server is ready."""
         self._rereads = 0
-        """Looks at the repositories that were asked for by SIGHUP and are not done."""
+        """Reads of the repositories that SIGHUP requested and that have not finished."""
         state = self._core.state
         self._announcer = service_status.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
 
@@ -195,7 +195,7 @@ class Server:
         return found
 
     def _changeable(self, settings: argparse.Namespace) -> TraceFile:
-        """What can be set while the server runs: the log, and traces, which go to what this gives."""
+        """Registers queries for what can be changed at run time: log and trace settings. Returns the trace file."""
         state = self._core.state
         given = merged_traces(settings.trace_config)
         traces = TraceSettings(given, state.traces.samples, state.models.keys)
@@ -216,7 +216,7 @@ class Server:
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
-        # With a terminal as its input the signal says that the terminal has gone.
+        # If stdin is a terminal, SIGHUP means that the terminal was closed.
         hang_up = (self._stop, "SIGHUP") if os.isatty(0) else (self._reread,)
         self._loop.add_signal_handler(signal.SIGHUP, *hang_up)
         try:
@@ -225,10 +225,10 @@ class Server:
             self._announcer.begin()
             self._begin()
             self._broker.turned = self._turned
-            self._broker.put(events.Closed(0))  # so that there is a turn even if there is no model
+            self._broker.put(events.Closed(0))  # run one turn even without models
             gc.collect()
             gc.freeze()
-            gc.set_threshold(50_000, 20, 50)  # requests make no cycles; the collector need not look after each of them
+            gc.set_threshold(50_000, 20, 50)  # requests leave no cycles behind, so collect rarely
             self._loop.run_forever()
         finally:
             self._announcer.close()
@@ -239,7 +239,7 @@ class Server:
         return self._code
 
     def _begin(self) -> None:
-        """What is to be served from the start is read, and deployed."""
+        """Reads and deploys the models that are served from the start."""
         settings = self._settings
         if settings.failed:
             for text in settings.failed:
@@ -283,10 +283,10 @@ class Server:
 
     def _has_reread(self) -> None:
         self._rereads -= 1
-        self._loop.call_soon(self._await_loading)  # behind the turn in which the core hears of it
+        self._loop.call_soon(self._await_loading)  # after the turn that deploys what was read
 
     def _await_loading(self) -> None:
-        """Looks now and then, not at each turn: others are served meanwhile."""
+        """Polls instead of checking at every turn, as turns also serve other requests."""
         if self._rereads:
             return
         census = service_status.Census.of(self._core.state.models.values())
@@ -296,7 +296,7 @@ class Server:
             log.info("repositories reread: %s", census.text())
 
     def _loaded(self, failed: int) -> None:
-        """The first round of loading has ended."""
+        """Called when the initial loading has finished."""
         if failed and self._settings.exit_on_error:
             log.error("%d model(s) failed to load and --exit-on-error is set: stopping", failed)
             self._code = 1
@@ -305,7 +305,7 @@ class Server:
         self._has_come("models")
 
     def _opened(self, ports: Mapping[str, int]) -> None:
-        """All gateways listen."""
+        """Called when all gateways listen."""
         self._has_come("doors")
 
     def _not_opened(self, code: int, why: str) -> None:
@@ -329,7 +329,7 @@ class Server:
             print(hints(where, where == default_runtime_dir(), ports), file=sys.stderr, flush=True)
 
     def _stop(self, why: str) -> None:
-        """Gateways first: what they have begun to take, they still pass on."""
+        """Stops the gateways first: they still forward requests that they have begun to receive."""
         if self._stopping:
             return
         self._stopping = True
@@ -349,7 +349,8 @@ class Server:
 
 
 def _doors(settings: argparse.Namespace) -> Doors:
-    """Without the packages that they need there are none, unless they were asked for."""
+    """Gateway settings; count 0 if a required package is missing. CannotStart if gateways were configured
+    explicitly."""
     doors = setting.doors(settings)
     missing = [name for name in NEEDED if doors.count and find_spec(name) is None]
     if not missing:
@@ -367,7 +368,7 @@ def _generations(settings: argparse.Namespace) -> Generations:
 
 
 def _gpus() -> Gpus:
-    """What the log says of them, too."""
+    """Finds the GPUs and logs them."""
     found = discover()
     for gpu in found.found:
         log.info("GPU %d: %s, %s", gpu.number, gpu.name, gpu.uuid)

@@ -1,7 +1,6 @@
-"""The descriptors of segments that others own. The broker keeps them to pass them on; it maps no client's memory.
+"""Descriptors of segments owned by other processes, kept to pass them on. The broker never maps clients' memory.
 
-Only worker outputs for clients that take frames are ever mapped here, read-only. What the response cache needs is read
-by calls.
+It maps, read-only, only worker outputs that are sent as frames. The response cache copies data with pread.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Segments:
         return len(self._descriptors)
 
     def add(self, peer: int, message: Map, descriptor: int) -> None:
-        """Takes the descriptor over. InvalidRequest if it is not a sealed memfd of the size it was announced with."""
+        """Takes ownership of the descriptor. InvalidRequest unless it is a sealed memfd of the announced size."""
         try:
             if message.segment >> OWNER_SHIFT != peer or message.segment in self._descriptors:
                 raise InvalidRequest(
@@ -40,18 +39,18 @@ class Segments:
         self._sizes[message.segment] = message.size
 
     def named(self, message: Map, pid: int) -> None:
-        """A worker's segment that has a name. It is removed here when nobody needs it: its maker may have ended."""
+        """Records a worker's named segment. `forget` unlinks it, as the worker may have exited by then."""
         if message.name is not None and posix.is_made_by(pid, message.name):
             self._names[message.segment] = message.name
 
     def worker_ended(self, pid: int) -> None:
-        """Removes what a killed worker created and did not announce: no handle refers to it. Announced segments stay
-        until they are forgotten, as clients may not have opened them yet. Pid 0: it never had a process."""
+        """Unlinks named segments that the worker created but did not announce: no handle refers to them. Announced ones
+        stay until they are forgotten, as clients may not have opened them yet. Pid 0: the process was never started."""
         if pid:
             posix.sweep(pid, keep=set(self._names.values()))
 
     def lend(self, message: Map, descriptor: int) -> None:
-        """One of the broker's own; the arena keeps its descriptor, this is a double."""
+        """Adds one of the broker's own segments, with a duplicate of the descriptor, which stays with the arena."""
         self._descriptors[message.segment] = os.dup(descriptor)
         self._sizes[message.segment] = message.size
 
@@ -59,14 +58,14 @@ class Segments:
         return self._descriptors.get(segment)
 
     def read(self, handle: Handle) -> bytes:
-        """The bytes of a worker's output, copied into a frame."""
+        """Copies a worker's output, to be sent as a frame."""
         segment = handle.segment
         if segment not in self._mapped:
             self._mapped.add(segment, self._sizes[segment], fd=os.dup(self._descriptors[segment]))
         return bytes(self._mapped.memory(handle))
 
     def copy(self, handle: Handle) -> bytes | None:
-        """The bytes as they are now, without mapping what others may write to. None: it has a name, or is on a GPU."""
+        """Copies the bytes without mapping memory that others may write. None: a named segment, or one on a GPU."""
         descriptor = self._descriptors.get(handle.segment)
         return os.pread(descriptor, handle.size, handle.offset) if descriptor is not None else None
 
