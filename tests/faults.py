@@ -1,0 +1,136 @@
+"""`python -m tests.faults`: puts known faults into a copy of the source, one at a time; reports which the tests detect.
+
+Run it before and after a change of the tests. A fault that was detected before must be detected afterwards. Each is
+run with the tests that `WHERE` selects for its package, until the first failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 900
+"""For the tests of one fault. A fault that makes them hang is detected as well."""
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str
+    old: str
+    """Occurs once in the file."""
+    new: str
+
+
+WHERE = {
+    "shmserve/core": ["tests/unit", "-k", "core or scenario"],
+    "shmserve/shm": ["tests/conformance/test_arena.py", "tests/conformance/test_extents.py", "tests/unit", "-k",
+                     "arena or extent or blocks or strings or shm or memory"],
+    "shmserve/protocol": ["tests/unit", "tests/conformance/test_wire_independent.py", "-k", "wire or codec"],
+    "shmserve/gateway": ["tests/unit", "-k", "gateway"],
+    "workers": ["tests/unit", "tests/conformance", "-k", "worker or gather or scatter or backend or pad or batch"],
+    "shmserve/session": ["tests/unit", "tests/conformance", "-k", "client or session"],
+}  # fmt: skip
+
+FAULTS = (
+    Fault("batch one row too large", "shmserve/core/batching/form.py",
+          "            if total > shape.max_batch:", "            if total > shape.max_batch + 1:"),
+    Fault("queue delay one nanosecond late", "shmserve/core/batching/form.py",
+          "    if age >= delay:", "    if age > delay:"),
+    Fault("a pin is never released", "shmserve/core/ledger.py",
+          "        hold.pins -= 1", "        hold.pins -= 0"),
+    Fault("quota of segments off by one", "shmserve/core/requests/quotas.py",
+          "if len(client.segments) >= limits.client_segments:", "if len(client.segments) > limits.client_segments:"),
+    Fault("cache ignores the parameters of a request", "shmserve/core/requests/cache.py",
+          "parameters = tuple(sorted(options.parameters.items(), key=_name)) if options is not None else ()",
+          "parameters = ()"),
+    Fault("START accepted while the server drains", "shmserve/core/sequences/scheduler.py",
+          "            if self._state.draining:", "            if False:"),
+    Fault("a failed ensemble goes on", "shmserve/core/ensembles/advance.py",
+          "        if run.failure is not None and not run.over:", "        if False:"),
+    Fault("empty blocks share an offset", "shmserve/shm/blocks.py",
+          "size = (size + mask) & ~mask or mask + 1", "size = (size + mask) & ~mask"),
+    Fault("the rest of a split block is lost", "shmserve/shm/blocks.py",
+          "        live[offsets[-1]] += offset + whole - start", "        live[offsets[-1]] += 0"),
+    Fault("strings may end behind the buffer", "shmserve/shm/strings.py",
+          "        if at > end:", "        if at > end + 1:"),
+    Fault("packets have no limit of size", "shmserve/protocol/codec.py",
+          "        if len(packet) > PACKET_BYTES:", "        if len(packet) > 2 * PACKET_BYTES:"),
+    Fault("one bad message more is kept", "shmserve/protocol/codec.py",
+          "                if refused > REFUSED:", "                if refused > REFUSED + 1:"),
+    Fault("two Hosts are accepted", "shmserve/gateway/http/heads.py",
+          "            if name in seen:", "            if name in seen and name != b'host':"),
+    Fault("HTTP/1.1 without Host is accepted", "shmserve/gateway/http/heads.py",
+          'if b"host" not in seen and http == "1.1":', 'if b"host" not in seen and http == "1.2":'),
+    Fault("HTTP/2 window may overflow by one", "shmserve/gateway/http2/protocol.py",
+          "if self.window > frames.LARGEST_WINDOW:", "if self.window > frames.LARGEST_WINDOW + 1:"),
+    Fault("a share may be exceeded by one", "shmserve/gateway/limits/caller_shares.py",
+          "    if not used or used + more <= limit:", "    if not used or used + more <= limit + 1:"),
+    Fault("JSON data may have one value too few", "shmserve/gateway/kserve/json_tensors.py",
+          "    if found != count:", "    if found > count:"),
+    Fault("rows of a tensor are not compared with the request's", "workers/batch/gather.py",
+          "            if work.rows and (not tensor.shape or tensor.shape[0] != work.rows):", "            if False:"),
+    Fault("inputs of another dtype are taken", "workers/batch/gather.py",
+          "        if tensor.dtype != spec.dtype:", "        if False:"),
+    Fault("outputs at the caller's place may be too small", "workers/batch/scatter.py",
+          "map(lt, [place.size for place in handles], sizes)", "map(lt, [place.size + 1 for place in handles], sizes)"),
+)  # fmt: skip
+
+
+def detected(fault: Fault, tree: Path) -> str:
+    """How; "" if all tests pass."""
+    path = tree / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise SystemExit(f"{fault.file} has {text.count(fault.old)} times {fault.old!r}, expected once: adapt FAULTS")
+    (where,) = (tests for prefix, tests in WHERE.items() if fault.file.startswith(prefix))
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n2", "-p", "no:cacheprovider", *where]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=LIMIT_S, env=environment(tree))
+    except subprocess.TimeoutExpired:
+        return "the tests hang"
+    finally:
+        path.write_text(text)
+    if done.returncode == 0:
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode not in (1, 2) or not failed:  # 2: interrupted by -x
+        raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return failed[0].split(" - ")[0]
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """The copy's packages come before those that are installed."""
+    return {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names: only these faults")
+    chosen = parser.parse_args(words)
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        ignored = shutil.ignore_patterns(".venv", ".git", "build", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
+        for fault in FAULTS:
+            if chosen.names and not any(name in fault.name for name in chosen.names):
+                continue
+            began = time.monotonic()
+            how = detected(fault, tree)
+            missed += not how
+            print(f"{fault.name}: {how or 'NOT DETECTED'} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{missed} not detected")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
