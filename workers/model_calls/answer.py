@@ -1,4 +1,4 @@
-"""What a backend that runs requests one by one receives and returns."""
+"""The arguments and results of a backend that runs requests one by one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class Request(Struct, gc=False):
-    """One request: its arrays in the order of the configuration, None where an optional input is not there."""
+    """One request: its arrays in the order of the configuration, None for an absent optional input."""
 
     work: Work
     arrays: list[Array | None]
 
 
 class Answer(Struct, gc=False):
-    """What became of one request: its outputs by name, or why there are none. `again`: it is to be run once more, and
-    this is no answer; of its outputs only those count that are states of its sequence."""
+    """The result of one request: outputs by name, or an error. `again`: the request must run again; only outputs that
+    are states of its sequence are used."""
 
     outputs: list[tuple[str, Any]] = []
     error: Failure | None = None

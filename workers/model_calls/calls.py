@@ -1,7 +1,7 @@
-"""What a model asks of the server: other models, and the server itself. Its worker is a client then, on its own link.
+"""Calls from a model to other models and to the server. The worker acts as a client for them, on its own link.
 
-The rule: who touches a call has the turn (responses.py). What an answer brought is given back once, when its last array
-goes, in whatever thread that happens; what a call was made of stays until nobody reads it any more.
+Invariants: calls are accessed only with the turn held (responses.py). A handle from a reply is returned once, when its
+last array is freed, in any thread. The inputs of a call are kept until no process reads them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from shmserve.workers.outbox import Outbox
 
 WINDOW = 64
-"""So many answers of a call may come before the model has taken the first."""
+"""The most replies of a call that may arrive before the model takes the first."""
 MESSAGE_BYTES = 48 * 1024
 """The most bytes of inputs inside one message."""
 
 
 class Calls:
-    """Made before the model is loaded, with the turn; `handlers` are the orders that answer."""
+    """Created before the model is loaded, with the turn held. `handlers` process the orders that are replies."""
 
     def __init__(self, outbox: Outbox, arenas: Arenas, mapped: Mapped) -> None:
         self._outbox = outbox
@@ -64,9 +64,9 @@ class Calls:
         self._numbers = 0
         self._open: dict[int, Pending] = {}
         self._held: dict[int, Pending] = {}
-        """Calls that have failed, whose inputs may still be read."""
+        """Failed calls whose inputs may still be read."""
         self._passed: dict[Handle, list[Array]] = {}
-        """What is passed on in rows that have not been sent."""
+        """Arrays passed on by handle in rows that have not been sent."""
         self._tallies = Tallies(outbox)
         self._awaited = 0
         self._reader: threading.Thread | None = None
@@ -96,7 +96,7 @@ class Calls:
         held: bool,
         running: Sequence[Work],
     ) -> Pending:
-        """Sends it. `running`: the requests that the model has now, one of which it is made for."""
+        """Sends a call. `running`: the requests that the model is executing; the call is made for one of them."""
         if len(inputs) > TENSORS or len(names) > TENSORS:
             raise InvalidRequest(f"a request may have {TENSORS} inputs and outputs, this one has more")
         wanted = tuple([Wanted(name) for name in names]) or None
@@ -154,7 +154,8 @@ class Calls:
         return parent, tuple(tensors), pending
 
     def _parent(self, inputs: Sequence[Given], places: Sequence[Handle | None], running: Sequence[Work]) -> Work | None:
-        """The request that the call is made for. None where it cannot be known, and it matters who reads the answer."""
+        """Returns the request that the call is made for. None if it is unknown and the audience of the reply depends on
+        it."""
         found: Work | None = None
         for given, place in zip(inputs, places, strict=True):
             if place is not None and gift_of(given.array) is not None:
@@ -174,7 +175,7 @@ class Calls:
         return first if same else None
 
     def _place(self, array: Array) -> Handle | None:
-        """Where others can find the bytes of an array, if that is somewhere."""
+        """Returns the handle of an array's bytes if they are in shared memory that other processes can map."""
         if array.nbytes <= INLINE_BYTES or not array.flags.c_contiguous or array.dtype.hasobject:
             return None
         base = self._mapped.locate_base(array)
@@ -205,16 +206,16 @@ class Calls:
     # ------------------------------------------------------------------------------------ waiting, in any thread
 
     def wait(self, pending: Pending) -> None:
-        """Until it is over."""
+        """Waits until nothing more will arrive."""
         self._streams.wait_for(lambda: pending.over)
 
     def next(self, pending: Pending) -> Response | None:
-        """The next answer; None behind the last one."""
+        """Waits for the next reply and returns it; None after the last one."""
         self._streams.wait_for(lambda: pending.ready)
         return self.take(pending)
 
     def take(self, pending: Pending) -> Response | None:
-        """What `ready` says is there."""
+        """Returns the next reply without waiting; None if there is none."""
         with self._streams.turn:
             if not pending.answers:
                 return None
@@ -226,7 +227,8 @@ class Calls:
             return pending.answers.popleft()
 
     async def wait_soon(self, pending: Pending, ready: Callable[[], bool], coroutines: bool) -> None:
-        """`coroutines`: it is asked in the loop of the worker's own, while the main thread reads the link."""
+        """Waits until `ready()`. `coroutines`: called in the worker's own event loop, while the main thread reads the
+        link."""
         loop = asyncio.get_running_loop()
         while True:
             with self._streams.turn:
@@ -253,14 +255,15 @@ class Calls:
             wake(pending)
 
     def _read_for_others(self) -> None:
-        """For coroutines on a loop of the model's own: who would read the link may be busy running that loop."""
+        """Reads the link for coroutines on the model's own event loop: the thread that would read it may be running
+        that loop."""
         self._streams.read_while(lambda: self._awaited > 0, self._read_no_more)
 
     def _read_no_more(self) -> None:
         self._reader = None
 
     def cancel(self, pending: Pending) -> None:
-        """The model does not want what is still to come."""
+        """Cancels a call; its remaining replies are dropped."""
         with self._streams.turn:
             if pending.over:
                 return
@@ -272,18 +275,18 @@ class Calls:
             wake(pending)
 
     def count(self, subject: Subject) -> memoryview[float]:
-        """Numbers for what the model counts, which the server reads."""
+        """Returns the memory of a new metric, which the server reads."""
         with self._streams.turn:
             self._streams.check_process()
             return self._tallies.add(subject)
 
     def later(self, what: Handle | Cancel) -> None:
-        """Within the collector, in any thread: told with whatever is said next."""
+        """Called by finalizers in any thread; sent with the next messages."""
         self._outbox.later.append(what)
         self._streams.nudge()
 
     def forget(self, pending: Pending) -> None:
-        """Nobody will take its answers. Within the collector."""
+        """Drops a call whose replies no code will take. Called by finalizers."""
         pending.abandoned = True
         pending.answers.clear()
         if not pending.over:
@@ -299,7 +302,7 @@ class Calls:
                 if isinstance(tensor.data, tuple):
                     self._outbox.later.extend(tensor.data)
             return
-        pending.answers.append(self._response(message))  # also a last one without outputs: Triton's models count it
+        pending.answers.append(self._response(message))  # even without outputs: Triton's models count the last one
         pending.over = last
         wake(pending)
 
@@ -343,7 +346,7 @@ class Calls:
         pending.kept = []
 
     def _response(self, message: Reply | Part) -> Response:
-        """All its arrays, made at once, so that no handle can be lost, also where one of them cannot be made."""
+        """Creates all arrays at once, so that no handle is lost if one of them fails."""
         found = Response(parameters=message.parameters)
         for tensor in message.outputs:
             try:
@@ -361,7 +364,7 @@ class Calls:
                 except BaseException:
                     self._outbox.later.append(data[0])
                     raise
-            # Rows from several workers, or strings: they are copied, so the handles go back at once.
+            # Rows from several workers, or strings: copied, so the handles are returned at once.
             self._outbox.later.extend(data)
             data = b"".join([self._mapped.memory(part) for part in data])
         if tensor.dtype == "BYTES":
@@ -371,8 +374,8 @@ class Calls:
     # ------------------------------------------------------------------------------------ passing on, with the turn
 
     def passed_on(self, array: Array, audience: str) -> Handle | None:
-        """An output that came from a call, is for the same audience and is given on as it is: its handle, to be named
-        in a row. The array stays until the row is `sent`."""
+        """Returns the handle of an output that came from a call, if it goes unchanged to the same audience, to be sent
+        in a row. Keeps the array until the row is `sent`."""
         gift = gift_of(array)
         if gift is None:
             return None
@@ -383,14 +386,14 @@ class Calls:
         return place
 
     def sent(self, rows: Iterable[Row]) -> None:
-        """These are in the outbox, or will never be."""
+        """Releases the arrays of rows that are in the outbox or will never be sent."""
         if self._passed:
             for row in rows:
                 for tensor in row.outputs:
                     self.not_passed_on(tensor)
 
     def not_passed_on(self, tensor: Tensor) -> bool:
-        """Its array need not stay any longer. False: it did not come from a call."""
+        """Releases the array of one tensor. False: it did not come from a call."""
         place = tensor.data[0] if isinstance(tensor.data, tuple) and tensor.data else None
         arrays = self._passed.get(place) if place is not None else None
         if place is None or arrays is None:

@@ -1,5 +1,5 @@
-"""The event loop of a model whose methods are coroutines. The rule: it has a thread of its own, so that what the model
-awaits goes on while the worker waits for orders."""
+"""The event loop of a model whose methods are coroutines. It runs in its own thread, so that coroutines continue while
+the worker waits for orders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Coroutines:
-    """Started when a model first needs it."""
+    """Created when a model first needs it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -25,25 +25,25 @@ class Coroutines:
 
     @property
     def here(self) -> bool:
-        """Whether it is a coroutine of this loop that asks."""
+        """Whether the calling code runs in this loop's thread."""
         return threading.current_thread() is self._thread
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Runs it; what it returns or raises is to come."""
+        """Runs the coroutine in the loop; returns a future for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def start(self, coroutine: Coroutine[Any, Any, None], started: Callable[[asyncio.Task[None]], None]) -> None:
-        """Runs it beside others. `started` is told its task, in the loop's thread, before it begins."""
+        """Runs the coroutine concurrently. `started` is called with its task, in the loop's thread, before it runs."""
         self.loop.call_soon_threadsafe(self._start, coroutine, started)
 
     def _start(self, coroutine: Coroutine[Any, Any, None], started: Callable[[asyncio.Task[None]], None]) -> None:
         task = self.loop.create_task(coroutine)
-        self._tasks.add(task)  # the loop itself does not keep it
+        self._tasks.add(task)  # the loop holds only weak references
         task.add_done_callback(self._tasks.discard)
         started(task)
 
     def close(self) -> None:
-        """Cancels what runs, and waits until it has ended."""
+        """Cancels all tasks and waits until they have ended."""
         asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -58,7 +58,7 @@ class Coroutines:
 
 
 class _Sent:
-    """For who awaits what has been done already."""
+    """An awaitable that is already complete."""
 
     def __await__(self) -> Generator[Any, None, None]:
         return
@@ -69,7 +69,7 @@ SENT = _Sent()
 
 
 def settle_soon(future: asyncio.Future[None] | None) -> None:
-    """Lets those go on that await it. In any thread."""
+    """Resolves a future from any thread."""
     if future is not None:
         future.get_loop().call_soon_threadsafe(_settle, future)
 

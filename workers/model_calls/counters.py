@@ -1,4 +1,5 @@
-"""The pages of numbers that a worker shares with the broker. The rule: a page is told of before anything is in it."""
+"""The pages of counters that a worker shares with the broker. Invariant: a page is announced before it is
+written to."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ PAGES = 16
 
 
 class Tallies:
-    """Pages are made when they are needed, and stay as long as the process."""
+    """Creates pages on demand and keeps them as long as the process lives."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox

@@ -1,6 +1,6 @@
-"""What is on its way: a call or a question of a model, what it was made of, and what has come of it.
+"""A pending call or question of a model: its inputs, its replies, and the coroutines that wait for them.
 
-The rule: what an answer brought is given back once, when its last array goes, in whatever thread that happens.
+Invariant: a handle from a reply is returned once, when its last array is freed, in any thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _codec = codec.Codec(WorkerReport)
 
 
 class Given(Struct):
-    """An input of a call. `work`: the request that it came with, where that is known."""
+    """An input of a call. `work`: the request that the array came with, if known."""
 
     name: str
     array: Array
@@ -35,7 +35,7 @@ class Given(Struct):
 
 
 class Response(Struct):
-    """One answer to a call: arrays by name, or the code and the text of an error."""
+    """One reply to a call: arrays by name, or the code and text of an error."""
 
     outputs: list[tuple[str, Array]] = []
     parameters: dict[str, Value] | None = None
@@ -44,7 +44,7 @@ class Response(Struct):
 
 
 class Gift:
-    """What knows of the arrays that an answer brought, when they go."""
+    """Returns the handles of a reply when its arrays are freed."""
 
     __slots__ = ("later",)
 
@@ -52,12 +52,12 @@ class Gift:
         self.later = later
 
     def dropped(self, handle: Handle) -> None:
-        """Within the collector."""
+        """Called by the garbage collector."""
         self.later(handle)
 
 
 class Pending:
-    """A call or a question on its way. `over`: nothing more comes."""
+    """A pending call or question. `over`: nothing more will arrive."""
 
     __slots__ = (
         "abandoned", "answers", "blocks", "body", "kept", "number", "over", "taken", "waiters", "window",
@@ -71,10 +71,10 @@ class Pending:
         self.over = False
         self.abandoned = False
         self.taken = 0
-        """Answers that the model has taken since more were asked for."""
+        """Replies taken since the last More."""
         self.blocks: list[Handle] = []
         self.kept: list[Array] = []
-        """Inputs that lie where others have put them."""
+        """Inputs that are passed by handle, in memory of other processes."""
         self.waiters: list[asyncio.Future[None]] = []
 
     @property
@@ -83,7 +83,7 @@ class Pending:
 
 
 def check(message: Call | Ask) -> None:
-    """What the broker could not read would be the end of this worker."""
+    """Validates a message before it is sent: the broker would disconnect this worker if it could not decode it."""
     try:
         packet = codec.encode([message])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -115,7 +115,7 @@ def within(place: Handle, work: Work) -> bool:
 def wake(pending: Pending) -> None:
     waiters, pending.waiters = pending.waiters, []
     for future in waiters:
-        with suppress(RuntimeError):  # its loop has ended, and whoever waited with it
+        with suppress(RuntimeError):  # the waiter's loop has been closed
             future.get_loop().call_soon_threadsafe(_settle, future)
 
 

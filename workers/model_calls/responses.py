@@ -1,8 +1,8 @@
-"""What a model sends by itself: answers to its requests, as many as it likes, from any thread, during a batch or later.
+"""Responses that a model sends on its own: any number for a request, from any thread, during a batch or later.
 
-The rule: whoever touches what the worker has (its link, what it says, its memory) has the turn, a lock. The main thread
-has it but while the model runs and while it waits. Who waits reads the link for all, one at a time, so that nobody who
-waits for news keeps them from coming.
+Invariants: the turn is the lock that guards all worker state (link, outbox, memory). The main thread holds it except
+while the model runs and while it waits. One waiting thread at a time reads the link on behalf of all, so that no waiter
+blocks the messages that it waits for.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ if TYPE_CHECKING:
     from shmserve.protocol.messages import Work
 
 KEPT = 1024
-"""So many answers of one request are kept for a caller that does not read, where the model does not wait for it."""
+"""The most responses of one request that are queued for a caller that does not read, if the model does not
+wait for it."""
 _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
 
 
 class Streams:
-    """Made by the main thread, which has the turn from then on."""
+    """Created by the main thread, which holds the turn from then on."""
 
     def __init__(self, decoupled: bool) -> None:
         self.decoupled = decoupled
-        """Requests are answered as often as the model likes. Otherwise once, and their batch waits for it."""
+        """Whether a request gets any number of responses. Otherwise it gets one, and its batch waits for it."""
         self.open: dict[int, Stream] = {}
-        """By request: those whose last answer has not been told."""
+        """By request: the streams whose last response has not been reported."""
         self.lost: Exception | None = None
-        """Why the link can no longer be read, found by whoever had read it."""
+        """The error because of which the link can no longer be read, from whichever thread read it."""
         self.connected = False
         self.turn = self._turn = threading.Lock()
         self._turn.acquire()
         self._news = threading.Condition(self._turn)
         self.leave = self._turn.release
-        """The model runs in the main thread now."""
+        """Called before the model runs in the main thread."""
         self.enter = self._turn.acquire
         self.withdrawn: set[int] = set()
-        """Requests without a stream, of the batch that runs or runs next, that nobody waits for any more."""
+        """Cancelled requests without a stream, in the running or the next batch."""
         self._forgotten: deque[Stream] = deque()
         self._poll = select.poll()
         self._bell = -1
@@ -58,14 +59,15 @@ class Streams:
         self._stopped = False
         self._forked = False
         self.listening = False
-        """There is a link that answers can come on."""
+        """Whether there is a link on which replies can arrive."""
         self.later: deque[Any] = deque()
-        """What is to be said as soon as somebody can."""
+        """Messages from finalizers, to be sent at the next opportunity."""
         self.ended: Callable[[], None] = lambda: None
-        """Called, with the turn, when nothing will come any more."""
+        """Called, with the turn, when nothing more will arrive."""
 
     def listen(self, descriptor: int, read: Callable[[], object]) -> None:
-        """What `read` handles can be waited for from now on, though nobody wants answers of the model yet."""
+        """Allows waiting for orders that `read` handles, before `connect`: a model may make calls while it
+        is loading."""
         self._read = read
         self.listening = True
         self._poll.register(descriptor, select.POLLIN)
@@ -78,8 +80,8 @@ class Streams:
         row: Callable[[Work, Answer], Row],
         discard: Callable[[Row], None],
     ) -> None:
-        """`read` handles all orders that have come on the link of this `descriptor` and sends what is to be said,
-        `tell` sends an answer, `row` makes one, `discard` frees one that is not sent. -1: there is no link."""
+        """`read` handles all orders that have arrived on the link with this `descriptor` and flushes the outbox, `tell`
+        sends a response, `row` creates one, `discard` frees one that is not sent. -1: there is no link."""
         self._read, self._tell, self._row, self._discard = read, tell, row, discard
         if descriptor >= 0:
             self._poll.register(descriptor, select.POLLIN)
@@ -93,14 +95,14 @@ class Streams:
         return self.decoupled or self._bell >= 0 or threading.active_count() > 1
 
     def wait(self) -> None:
-        """Returns when something may have come. Raises what keeps the link from being read."""
+        """Returns when something may have arrived. Raises the error of a lost link."""
         if self.lost is None:
             self._wait()
         if self.lost is not None:
             raise self.lost
 
     def read(self) -> None:
-        """The main thread has read the link: others may wait for what came."""
+        """Called after the main thread has read the link: wakes threads that wait for what arrived."""
         if self._forgotten:
             self._end_forgotten()
         if self._reading:
@@ -108,7 +110,7 @@ class Streams:
         self._news.notify_all()
 
     def more(self, request: int, count: int) -> bool:
-        """False: the model does not answer this request, or not yet."""
+        """Adds room for responses. False: the request has no open stream, or none yet."""
         stream = self.open.get(request)
         if stream is None:
             return False
@@ -117,7 +119,7 @@ class Streams:
         return True
 
     def cancel(self, requests: Iterable[int]) -> None:
-        """Nobody waits for these any more. They are running, are about to, or have just ended."""
+        """Cancels requests that are running, about to run, or have just ended."""
         for request in requests:
             stream = self.open.get(request)
             if stream is None:
@@ -126,12 +128,13 @@ class Streams:
             stream.cancelled = True
             wanted = (one for one in stream.together if not (one.cancelled or one.over))
             if stream.loop is not None and stream.task is not None and not any(wanted):
-                # Before a wait for room ends: the coroutine would run ahead until its loop gets to this.
+                # Before futures of kept responses resolve: the coroutine would continue until the loop processes the
+                # cancellation.
                 stream.loop.call_soon_threadsafe(stream.task.cancel)
             self._drop_kept(stream)
 
     def stop(self, tell: bool) -> None:
-        """Ends what is open, and lets everybody go on: nobody has the turn any more. `tell`: there is a link."""
+        """Ends all open streams and wakes all waiters; releases the turn for good. `tell`: there is a link."""
         if self._stopped:
             return
         self._stopped = True
@@ -146,15 +149,15 @@ class Streams:
         self._turn.release()
 
     def forked(self) -> None:
-        """In a process that the model has forked: the link stays its parent's alone. The lock may be held by a thread
-        that exists in the parent only."""
+        """Called in a process that the model forked: the link belongs to the parent. The lock is replaced, because a
+        thread that exists only in the parent may hold it."""
         self.turn = self._turn = threading.Lock()
         self._news = threading.Condition(self._turn)
         self.connected = self.listening = False
         self._forked = self._stopped = True
 
     def close(self) -> None:
-        """After `stop`, when no thread of the model runs any more."""
+        """Called after `stop`, when no thread of the model runs any more."""
         bell, self._bell = self._bell, -1
         if bell >= 0:
             os.close(bell)
@@ -168,18 +171,18 @@ class Streams:
         return stream
 
     def begin_late(self, work: Work) -> Stream:
-        """While the model runs."""
+        """`begin` while the model runs, without the turn."""
         with self._turn:
             return self.begin(work)
 
     def fail(self, stream: Stream, failure: Failure) -> None:
-        """The model will not answer it any more. With the turn."""
+        """Ends a stream that the model will not answer any more. With the turn."""
         stream.cancelled = True
         self._end(stream, failure)
         self._drop_kept(stream)
 
     def take_over(self, request: int) -> bool:
-        """Whether it is still to be answered; from now on not by the model. With the turn."""
+        """Returns whether the request was still open; the model can no longer answer it. With the turn."""
         stream = self.open.pop(request, None)
         if stream is None:
             return False
@@ -188,8 +191,9 @@ class Streams:
         return True
 
     def withdraw_sent(self, request: int) -> Answer | None:
-        """The answer that was sent for a request of a model that is not decoupled: it takes precedence over what
-        `execute` returns or raises. Nothing can be sent from now on. With the turn."""
+        """The response that was sent for a request of a model that is not decoupled: it takes precedence over what
+        `execute` returns or raises. Nothing can be sent after this. With the turn.
+        """
         stream = self.open.get(request)
         if stream is None or not self.take_over(request):
             return None
@@ -197,7 +201,8 @@ class Streams:
         return stream.answer
 
     def collect(self, stream: Stream) -> Answer | None:
-        """Waits until the model has sent its last answer: the only one, where requests have one."""
+        """Waits until the model has sent its last response, and returns the response of a model that is not
+        decoupled."""
         while not (stream.final or stream.over):
             self._end_forgotten()
             if not stream.over:
@@ -208,18 +213,18 @@ class Streams:
     # ------------------------------------------------------------------------------------ for the model, in any thread
 
     def check(self) -> None:
-        """Raises where nothing will come any more."""
+        """Raises if no reply can arrive any more."""
         self.check_process()
         if self.lost is not None or self._stopped or not self.listening:
             raise ConnectionLost("the server cannot be asked: this worker has no link to one, or is about to end")
 
     def check_process(self) -> None:
-        """Raises in a process that the model has forked."""
+        """Raises in a process that the model forked."""
         if self._forked:
             raise ConnectionLost(FORKED)
 
     def wait_for(self, ready: Callable[[], bool], whatever: bool = False) -> None:
-        """Until it is so; `whatever`: also where the link has been lost. Without the turn."""
+        """Waits until `ready()`; `whatever`: also after the link is lost. Without the turn."""
         with self._turn:
             self._hang_bell()
             while not ready():
@@ -228,12 +233,12 @@ class Streams:
                 self._wait()
 
     def wake(self) -> None:
-        """Something that is waited for may be so now. Without the turn."""
+        """Wakes waiters whose condition may have changed. Without the turn."""
         with self._turn:
             self._changed()
 
     def read_while(self, wanted: Callable[[], bool], over: Callable[[], None]) -> None:
-        """For others, who cannot wait themselves. Without the turn, which is still had when it is `over`."""
+        """Reads the link for waiters that must not block. Called without the turn; calls `over` with it."""
         with self._turn:
             self._hang_bell()
             while wanted() and self.lost is None and not self._stopped:
@@ -241,12 +246,12 @@ class Streams:
             over()
 
     def nudge(self) -> None:
-        """Something is to be said. In any thread, also within the collector."""
+        """Wakes the reading thread to send `later`. In any thread, also from finalizers."""
         if self._reading:
             self._ring()
 
     def send(self, stream: Stream, answer: Answer | None, final: bool) -> Awaitable[None]:
-        """Sends an answer, or says that there are no more. Waits until its caller wants to have it."""
+        """Sends a response, or the end of the responses. Waits until the caller's window has room."""
         if self._nothing_to_send(stream, answer):
             return SENT
         sent_at = monotonic_ns()
@@ -262,7 +267,8 @@ class Streams:
     def send_soon(
         self, stream: Stream, answer: Answer | None, final: bool, loop: AbstractEventLoop | None
     ) -> Awaitable[None]:
-        """The same for who must not wait: it is kept. A coroutine of `loop` can await what it gets, and should."""
+        """Like `send`, for callers that must not block: a response without room is queued. A coroutine of `loop` can
+        and should await the result."""
         if self._nothing_to_send(stream, answer):
             return SENT
         sent_at = monotonic_ns()
@@ -288,7 +294,7 @@ class Streams:
             return sent
 
     def is_cancelled(self, request: int, stream: Stream | None) -> bool:
-        """Whether its caller has gone, as far as the broker has said so by now."""
+        """Whether the request was cancelled, according to the messages received so far."""
         if self.connected and self._turn.acquire(blocking=False):
             try:
                 if not self._reading:
@@ -298,12 +304,12 @@ class Streams:
         return stream.cancelled if stream is not None else request in self.withdrawn
 
     def forget(self, stream: Stream) -> None:
-        """The model has dropped it without a last answer. Called within the collector, in any thread."""
+        """Called by finalizers, in any thread, if the model dropped a stream without a last response."""
         self._forgotten.append(stream)
         self._ring()
 
     def fail_all(self, streams: Iterable[Stream], failure: Failure) -> None:
-        """What would have answered these has failed. In any thread."""
+        """Fails streams because the code that would have answered them failed. In any thread."""
         with self._turn:
             for stream in streams:
                 if stream.work.request in self.open and not stream.over:
@@ -312,7 +318,8 @@ class Streams:
     # ------------------------------------------------------------------------------------ with the turn
 
     def _nothing_to_send(self, stream: Stream, answer: Answer | None) -> bool:
-        """Without the turn, which a batch to come may be waited for with: its request is over, for whatever reason."""
+        """Returns whether the stream is over; raises Closed for an invalid send. Checked first without the turn,
+        because acquiring the turn may block until the next batch."""
         if self._forked:
             raise Closed(FORKED)
         second = answer is not None and stream.answer is not None and not (self.decoupled or stream.over)
@@ -321,7 +328,7 @@ class Streams:
         return stream.over
 
     def _begin_to_send(self, stream: Stream, answer: Answer | None, final: bool) -> bool:
-        """False: there is nothing to be sent. Closed where the model breaks the rules."""
+        """False: there is nothing to send now. Raises Closed if the model breaks the protocol."""
         if self._nothing_to_send(stream, answer):
             return False
         if self.decoupled:
@@ -351,7 +358,8 @@ class Streams:
         self._out(stream, self._made(stream, answer, final, sent_at))
 
     def _made(self, stream: Stream, answer: Answer | None, final: bool, sent_at: int) -> Row:
-        """`sent_at`: when the model sent it. What it waits for room after that is not the model's time."""
+        """`sent_at`: when the model called send. Time spent waiting for room after that does not count as
+        compute time."""
         computed_ns = max(0, sent_at - stream.since)
         if answer is None:
             return Row(stream.work.request, (), times=(computed_ns, 0))
@@ -375,7 +383,7 @@ class Streams:
             self._changed()
 
     def _say(self, row: Row) -> None:
-        """The model is not told that there is no link any more: the main thread will see."""
+        """Sends a row. A lost link is recorded and not raised to the model; the main thread raises it."""
         if self.lost is not None:
             return
         try:
@@ -384,7 +392,7 @@ class Streams:
             self._lose(error)
 
     def _end(self, stream: Stream, failure: Failure | None) -> None:
-        """Its last answer; where it was cancelled, that it was."""
+        """Sends the last response, with the error Cancelled for a cancelled stream."""
         if stream.over:
             return
         if stream.cancelled and failure is None:
@@ -399,7 +407,7 @@ class Streams:
         self._changed()
 
     def _pour(self, stream: Stream) -> None:
-        """What was kept goes out, as far as there is room."""
+        """Sends kept responses as far as there is room."""
         kept = stream.kept
         while kept and not stream.over and (stream.room or not _takes_room(kept[0][0])):
             row, sent = kept.popleft()
@@ -433,12 +441,12 @@ class Streams:
     # ------------------------------------------------------------------------------------ waiting
 
     def _wait(self) -> None:
-        """Until something may have changed. With the turn, which others have meanwhile."""
+        """Waits until something may have changed. Called with the turn, which is released meanwhile."""
         if self._reading or self.lost is not None:
             self._news.wait()
             return
         self._reading = True
-        if self.later and self.listening and self.lost is None:  # from now on its maker wakes us
+        if self.later and self.listening and self.lost is None:  # after this check, `nudge` wakes this thread
             self._reading = False
             self._look()
             return
@@ -449,12 +457,12 @@ class Streams:
             self._turn.acquire()
             self._reading = False
         if self._bell >= 0:
-            with suppress(BlockingIOError):  # it was not the bell
+            with suppress(BlockingIOError):  # woken by the link, not by the bell
                 os.eventfd_read(self._bell)
         self._look()
 
     def _look(self) -> None:
-        """Reads the link. What goes wrong is the main thread's to tell, and the end of every stream."""
+        """Reads the link. An error ends all streams, and the main thread raises it."""
         try:
             if self.listening and self.lost is None:
                 self._read()
@@ -472,7 +480,7 @@ class Streams:
         self._changed()
 
     def _changed(self) -> None:
-        """Somebody may wait for this."""
+        """Wakes all waiters."""
         self._news.notify_all()
         if self._reading:
             self._ring()
@@ -483,11 +491,11 @@ class Streams:
             self._poll.register(self._bell, select.POLLIN)
 
     def _ring(self) -> None:
-        """Wakes who reads, in any thread."""
+        """Wakes the thread that reads the link. In any thread."""
         if self._bell >= 0:
             os.eventfd_write(self._bell, 1)
 
 
 def _takes_room(row: Row) -> bool:
-    """An answer that only ends is always allowed."""
+    """Whether a row consumes room. A row that only ends the stream is always allowed."""
     return row.more or bool(row.outputs)

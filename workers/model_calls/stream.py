@@ -1,4 +1,4 @@
-"""One request that a model answers by itself, and what a model may get wrong about it."""
+"""One request that a model answers with a response sender, and the errors of its protocol."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NO_LIMIT = 1 << 62
 
 
 class Stream:
-    """One request that the model answers by itself.
+    """One request that a model answers with a response sender.
 
-    `final`: the model has said that it is the last answer. `over`: the broker has been told so, and nothing more goes
-    out. `cancelled`: nobody waits for it any more; what is sent is dropped, and the model should end it.
+    `final`: the model has sent the last response. `over`: the last response was reported to the broker, and nothing
+    more is sent. `cancelled`: the caller no longer waits; responses are dropped, and the model should stop.
     """
 
     __slots__ = ("answer", "cancelled", "final", "kept", "loop", "over", "room", "since", "task", "together", "work")
@@ -33,21 +33,21 @@ class Stream:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.room = (work.options.window if work.options is not None else 0) or _NO_LIMIT
-        """So many more answers may be sent."""
+        """The number of responses that may still be sent."""
         self.since = monotonic_ns()
-        """When the model began to work on its next answer."""
+        """When the model began to compute its next response."""
         self.cancelled = False
         self.final = False
         self.over = False
         self.answer: Answer | None = None
-        """Of a request that has one answer, which travels with its batch."""
+        """The response of a model that is not decoupled; it is reported with the batch."""
         self.kept: deque[tuple[Row, Future[None] | None]] = deque()
-        """Answers that a coroutine has sent and for which there is no room, and who waits until they are sent."""
+        """Queued responses without room, each with the future that resolves when it is sent."""
         self.loop: AbstractEventLoop | None = None
         self.task: Task[Any] | None = None
-        """The coroutine that answers it, together with these."""
+        """The coroutine that answers this request and those in `together`."""
         self.together: tuple[Stream, ...] = ()
 
 
 class Closed(Exception):
-    """The model sends where it must not."""
+    """The model sent a response that is not allowed."""

@@ -1,6 +1,6 @@
-"""Which device an instance runs on, by the instance groups of its model.
+"""Finds the device of an instance from the instance groups of its model.
 
-The rule: the name of an instance says where it stands in its group, and so which device it has.
+Invariant: the instance's name contains its index in the group, and the index determines the device.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Device(NamedTuple):
-    """`kind` is that of the instance group, without KIND_. `number` is that of the GPU, as the configuration has it."""
+    """`kind` is the group's kind without KIND_. `number` is the GPU's number in the configuration."""
 
     kind: str
     number: int
 
 
 def device_of(config: ModelConfig, instance: str) -> Device:
-    """Instances are numbered through the groups of one name, and in each group through its devices."""
+    """Instances are numbered across all groups of the same name, and within a group across its devices."""
     name, _, number = instance.rpartition("_")
     devices = [
         Device(group.kind.removeprefix("KIND_"), device)

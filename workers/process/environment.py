@@ -1,6 +1,6 @@
-"""A model's own interpreter: a directory, or an archive of one that is unpacked once, and the way into it.
+"""Starts a model's own interpreter: a directory, or an archive that is unpacked once.
 
-The rule: the process stays the same, from the broker's first to the model's last; it only changes its interpreter.
+Invariant: the process stays the same from start to exit; only its interpreter is replaced (exec).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shmserve.workers.process.log import say
 KNOB = "EXECUTION_ENV_PATH"
 PYTHONS = ("bin/python3", "bin/python")
 NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "posix_ipc": "1.1"}
-"""What a worker needs of other packages, and the oldest versions of them."""
+"""Packages that a worker requires, with their minimum versions."""
 
 
 def enter(place: str, cache: str, target: str, arguments: list[str]) -> NoReturn:
-    """Replaces this process by that interpreter, which calls `target` ("module:function") with the arguments. Raises if
-    it is not an interpreter."""
+    """Replaces this process by the model's interpreter, which calls `target` ("module:function") with the arguments.
+    Raises if it is not an interpreter."""
     path = Path(place)
-    say(f"{KNOB}: the interpreter is at {place}", "info")  # for operators; callers do not learn where it is
+    say(f"{KNOB}: the interpreter is at {place}", "info")  # for operators; callers must not learn the path
     if not path.exists():
         raise NotFound(f"{KNOB}: there is no such directory or archive")
     root = path if path.is_dir() else unpacked(path, Path(cache), find_python)
@@ -45,8 +45,8 @@ def find_python(root: Path) -> str:
 
 
 def command(arguments: list[str]) -> list[str]:
-    """The script that other interpreters begin with, and what it is told: where our packages are, and where those are
-    that we need, which fit to an interpreter like this one."""
+    """Returns the bootstrap script with its arguments: where this server's packages are, and where to find the packages
+    that they require, which fit an interpreter with the same ABI."""
     folder = Path(__file__).parents[2]
     packages = [f"{name}={least}={_place(name)}" for name, least in NEEDED.items()]
     ours = [str(folder.parent), EXTENSION_SUFFIXES[0], *packages]
@@ -60,7 +60,7 @@ def _place(name: str) -> str:
 
 
 def _variables(root: Path) -> dict[str, str]:
-    """Like the ones that its `activate` sets."""
+    """Returns the environment variables that the environment's `activate` would set."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     kept["PATH"] = os.pathsep.join(filter(None, (str(root / "bin"), kept.get("PATH", ""))))
     kept["CONDA_PREFIX" if (root / "conda-meta").is_dir() else "VIRTUAL_ENV"] = str(root)

@@ -1,7 +1,7 @@
-"""Archives of interpreters, unpacked once for all workers and servers that share a directory for it.
+"""Unpacks archives of interpreters, once for all workers and servers that share a directory for them.
 
-The rule: nothing is written outside of the archive's own directory, whatever the archive says; and what is used by a
-worker is not removed, as each holds a lock on it until its process ends.
+Invariants: nothing is written outside the archive's own directory, whatever the archive contains. An environment in use
+is not removed, because each worker holds a lock on it until its process ends.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from shmserve.workers.process.log import say
 
 MEMBERS = 1_000_000
 BYTES = 64 << 30
-"""An archive with more is no interpreter."""
+"""The most bytes that an archive may contain."""
 READY, SOURCE, LOCK = "ready", "source", ".lock"
 MAKING = ".making.lock"
-"""Held while it is unpacked. Not the other lock: whoever uses it has that one for ever, and would be waited for."""
+"""Held while an archive is unpacked. A separate lock: workers hold the other one until they exit, so waiting for it
+would block."""
 RELOCATE = "bin/conda-unpack"
-"""Archives that conda-pack has made bring this program, which writes their new place where their old one stands."""
+"""A program in archives made by conda-pack; it replaces the original prefix in files with the new one."""
 
 
 def unpacked(archive: Path, cache: Path, find_python: Callable[[Path], str]) -> Path:
-    """Its directory. It stays there, as long as this process and the one that takes its place live."""
+    """Returns the directory of the unpacked archive. Its lock is inherited by exec, so it stays until this process
+    exits."""
     look = archive.stat()
     mark = f"{archive.resolve()}\0{look.st_ino}\0{look.st_size}\0{look.st_mtime_ns}"
     _own(cache)
@@ -43,7 +45,7 @@ def unpacked(archive: Path, cache: Path, find_python: Callable[[Path], str]) -> 
     root = home / "root"
     if (home / READY).exists():
         return root
-    # Several may come at once: the first one unpacks, the others wait for it.
+    # Several workers may get here at once: the first one unpacks, the others wait.
     making = os.open(home.with_suffix(MAKING), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(making, fcntl.LOCK_EX)
@@ -57,7 +59,7 @@ def unpacked(archive: Path, cache: Path, find_python: Callable[[Path], str]) -> 
 def _unpack(archive: Path, cache: Path, home: Path, find_python: Callable[[Path], str]) -> None:
     root = home / "root"
     _remove_older(cache, archive, home)
-    shutil.rmtree(home, ignore_errors=True)  # what somebody has begun who was ended
+    shutil.rmtree(home, ignore_errors=True)  # left by a process that died while unpacking
     root.mkdir(mode=0o700, parents=True)
     (home / SOURCE).write_text(str(archive.resolve()))
     say("unpacking the archive of EXECUTION_ENV_PATH", "info")
@@ -71,7 +73,7 @@ def _unpack(archive: Path, cache: Path, home: Path, find_python: Callable[[Path]
 
 
 def extract(archive: Path, root: Path) -> None:
-    """Regular files, directories and links within the archive; anything else is refused."""
+    """Extracts regular files, directories and links within the archive; refuses anything else."""
     try:
         with tarfile.open(archive, "r:*") as members:
             _Extraction(members, root).run()
@@ -118,7 +120,7 @@ class _Extraction:
             self._write(member, name)
 
     def _make_folder(self, name: str) -> None:
-        """With those around it. None of them is a link: nothing is written by way of one."""
+        """Creates a folder and its parents. None of them is a link, so nothing is written through one."""
         if name in self._folders:
             return
         self._refuse_if(name in self._links or name in self._files, name, "is a link or a file, and has members")
@@ -149,7 +151,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _own(cache: Path) -> None:
-    """The directory is ours alone: what others could write there would be run."""
+    """Requires that no other user can write to the directory, because its contents are executed."""
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -173,7 +175,7 @@ def _relocate(root: Path, find_python: Callable[[Path], str]) -> None:
 
 
 def _remove_older(cache: Path, archive: Path, home: Path) -> None:
-    """What the same archive was before, if no worker has it any more."""
+    """Removes environments of earlier versions of the archive that no worker uses."""
     for source in cache.glob(f"*/{SOURCE}"):
         with suppress(OSError):
             if source.parent == home or source.read_text() != str(archive.resolve()):

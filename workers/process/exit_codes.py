@@ -1,4 +1,4 @@
-"""How a worker process ends. The rule: the broker can tell from the exit code alone what happened."""
+"""Exit codes of a worker process. The broker can tell from the exit code alone what happened."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Codes start at 64, apart from what interpreters and shells use themselves (1, 2, 126 and above)."""
+    """Codes start at 64, apart from those of interpreters and shells (1, 2, 126 and above)."""
 
     STOPPED = 0
-    """Told to stop: everything was answered and the model is finalized."""
+    """Stopped by the broker: all requests were answered and the model is finalized."""
     USAGE = 64
-    """The command line makes no sense."""
+    """Invalid command line."""
     LINK_LOST = 65
-    """The broker's end of the link has gone."""
+    """The link to the broker was lost."""
     LOAD_FAILED = 66
-    """LoadFailed was sent and says why."""
+    """LoadFailed was sent with the reason."""
     BAD_ORDER = 67
-    """The broker sent what the protocol does not allow."""
+    """The broker violated the protocol."""
     FINALIZE_FAILED = 68
-    """Everything was answered, but the model raised while it was finalized."""
+    """All requests were answered, but the model raised an exception in its finalization."""
     INTERNAL = 69
-    """A fault in the worker itself; stderr has the trace."""
+    """A fault in the worker itself; stderr has the traceback."""
     DEVICE_LOST = 70
-    """The GPU failed in a way after which no process that used it then can use it; stderr says how."""
+    """The GPU failed such that no process that used it can continue to use it; stderr has the details."""

@@ -1,4 +1,4 @@
-"""What a worker says to the operator, in lines on stderr. The rule: what is said as one line is one line."""
+"""Log lines for the operator on stderr, and error texts for callers. Invariant: one message is one line."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from shmserve.errors import ServeError
 
 _HERE = Path(__file__).parents[1]
 _OURS = (*{f"{_HERE}/", f"{_HERE.resolve()}/"}, "<frozen importlib")
-"""How the file names of frames begin that lie between the server and the model. The package may be behind a link."""
+"""Path prefixes of frames between the server and the model. The package may be reached through a symlink."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PATH = re.compile(r"(?<![\w.>])/(?:[\w.+ -]+/)+([\w.+-]+\.\w+)")
 TRACE_LIMIT = 16384
-"""The longest traceback that is sent to the broker."""
+"""The longest traceback that is sent to the broker, in characters."""
 TEXT_LIMIT = 4096
-"""The longest error text that goes to a caller."""
+"""The longest error text for a caller, in characters."""
 
 
 def say(text: str, level: str = "error") -> None:
-    """Writes to the descriptor itself: a model may have put anything in the place of sys.stderr."""
+    """Writes to descriptor 2 directly, because a model may have replaced sys.stderr."""
     line = f"{level}: {escaped(text)}\n".encode(errors="backslashreplace")
     try:
         os.write(2, line)
     except OSError:
-        return  # nobody reads what is said: there is nowhere left to say it
+        return  # stderr is closed: there is nowhere else to log
 
 
 def say_trace(what: str, error: BaseException) -> None:
-    """What went wrong and where, a line for each line of the trace."""
+    """Logs an error and its traceback, one message for each line."""
     say(what)
     for line in trace_of(error):
         say(f"  {line}")
 
 
 def trace_of(error: BaseException) -> list[str]:
-    """The lines of a traceback, without the frames of this package: those of the model and its libraries are left.
-    Where none is left and the error does not say all in its text, the fault is ours, and all frames are kept."""
+    """Returns the lines of a traceback without this package's frames, so that those of the model and its libraries
+    remain. If none remains and the error text does not explain itself, the fault is in this package and all frames
+    are kept."""
     found = traceback.TracebackException.from_exception(error)
     parts = found.format()
     if not _cut(found):
@@ -50,7 +51,7 @@ def trace_of(error: BaseException) -> list[str]:
 
 
 def _cut(trace: traceback.TracebackException) -> bool:
-    """Removes our frames, also from the exceptions that led to this one. True: a frame is left."""
+    """Removes this package's frames, also from chained exceptions. Returns whether a frame remains."""
     frames = [frame for frame in trace.stack if not frame.filename.startswith(_OURS)]
     trace.stack = traceback.StackSummary.from_list(frames)
     causes = [cause for cause in (trace.__cause__, trace.__context__) if cause is not None]
@@ -63,7 +64,7 @@ def escaped(text: str) -> str:
 
 
 def public(text: str, model_dir: str = "") -> str:
-    """A text for callers: without the places of files, and not longer than they need."""
+    """Returns a text for callers: without paths, and shortened to TEXT_LIMIT characters."""
     if model_dir:
         text = text.replace(model_dir, "<model>")
     text = _PATH.sub(r"\1", text)
