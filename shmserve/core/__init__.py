@@ -1,5 +1,8 @@
-"""All decisions of the server, without I/O or a clock: events in, effects out.
+"""All scheduling decisions of the server, without I/O or a clock: events in, effects out.
 
-`core.Core` gives each event to the parts in these packages. They act on `state.State` and its `records`.
-What is to be done is added to the effects of the turn, which the broker carries out.
+`core.Core` dispatches each event to a handler: client messages to `requests`, worker messages to `batching`, `models`
+and `calls`. The handlers change `state.State` and its `records`. A request is validated and queued (`requests`), put
+into a batch and sent to a worker (`batching`), and completed when the worker's result arrives (`requests.completion`);
+sequences and ensembles have schedulers of their own on top of this. Whatever must happen outside is appended to the
+effects of the turn, which the broker executes.
 """

@@ -1,11 +1,11 @@
-"""The core: told everything, also the time. It decides; the shell does.
+"""The core: takes every scheduling decision from events and the time, which are passed in; the shell executes them.
 
-    core.handle([(peer, message), (0, event), ...], now) -> effects     one turn: all that has come since the last one
-    core.deadline() -> ns or None                                       when to call tick though nothing comes
+    core.handle([(peer, message), (0, event), ...], now) -> effects     one turn: all events since the last one
+    core.deadline() -> ns or None                                       when to call tick if no event arrives
     core.tick(now) -> effects
 
-Events of a turn are taken in their order; then batches are formed. So requests that came together can run together.
-Times are CLOCK_MONOTONIC ns, the clock of the workers' reports.
+The events of a turn are processed in order before batches are formed, so requests that arrive together can share a
+batch. Times are CLOCK_MONOTONIC in ns, as in the workers' reports.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from shmserve.protocol.roles import EVERYTHING, NOBODY
 _I = InstanceState
 KILLED = InstanceState.KILLED
 ROWS = 256
-"""Rows of mapped steps for which requests are made in one turn: about 3 ms of work."""
+"""Limit of requests created for rows of mapped steps in one turn, about 3 ms of work."""
 
 Handler = Callable[[int, Any, int], None]
 
@@ -75,7 +75,8 @@ class Core:
     def __init__(
         self, server: str = "shmserve", limits: Limits | None = None, tracing: bool = False, survive: bool = False
     ) -> None:
-        """`tracing`: log each batch, with the reason why it was formed. `survive`: go on after an internal error."""
+        """`tracing`: log each batch with the reason for which it was formed. `survive`: continue after an internal
+        error."""
         self.state = State(limits or Limits())
         self.state.tracing = tracing
         state = self.state
@@ -151,8 +152,8 @@ class Core:
         }
 
     def copy_with(self, copies: Copies, clock: Callable[[], int] | None = None) -> None:
-        """How shared memory is read and kept. Needed for nothing but keeping answers to it. `clock`: of the machine, in
-        ns, to measure how long that takes; without it, it takes no time."""
+        """Sets how the response cache accesses shared memory; needed only for the cache. `clock`: returns ns, to
+        measure lookup and insertion times; without it they count as 0."""
         self.state.cache.copies = copies
         if clock is not None:
             self.state.cache.clock = clock
@@ -172,7 +173,7 @@ class Core:
                         of_clients[type(message)](peer, message, now)
                     else:
                         known = instances.get(peer)
-                        if known is not None and known[1].state is not KILLED:  # else it is a dead one's echo
+                        if known is not None and known[1].state is not KILLED:  # else a late message of a killed worker
                             of_workers[type(message)](peer, message, now)
                 break
             except Exception:
@@ -225,8 +226,8 @@ class Core:
             self._lifecycle.settle_drain()
 
     def _go_on(self, now: int) -> None:
-        """What follows from the events of the turn, until nothing more does. Rows of mapped steps may be left: they are
-        the next turn's."""
+        """Processes the consequences of the turn's events until none are left. Rows of mapped steps beyond `ROWS` are
+        left for the next turn."""
         state = self.state
         rows = ROWS
         while state.dirty or state.stirred or state.answered_calls or (state.mapped.users and rows > 0):
@@ -263,7 +264,7 @@ class Core:
         else:
             request = cast(Request, subject)
             if request.state in (RequestState.LINGERING, RequestState.ENDED):
-                return  # another timer of this very moment has ended it
+                return  # ended by another timer that expired at the same time
             if kind is Timer.DEADLINE:
                 text = "Request timeout expired: the request's own timeout passed before it was answered"
                 self._ends.fail_early(request, "DEADLINE_EXCEEDED", text, now)
@@ -272,7 +273,7 @@ class Core:
                 self.state.dirty[request.version] = None
 
     def _look_at(self, kind: Timer, instance: Instance, now: int) -> None:
-        """Its time has come. It may have gone meanwhile."""
+        """Handles an instance's timer, unless the instance has been removed meanwhile."""
         for model in self.state.models.values():
             for version in model.generations():
                 if instance in version.instances:
@@ -312,14 +313,14 @@ class Core:
     # ------------------------------------------------------------------------------------ invariants
 
     def roles_of(self, peer: int) -> int:
-        """Of a client, or of a worker, whose model may ask everything."""
+        """The roles of a client. Workers have all, because models may ask everything."""
         if peer >= WORKERS_FROM:
             return EVERYTHING
         client = self.state.clients.get(peer)
         return client.roles if client is not None else NOBODY
 
     def check(self) -> None:
-        """Everything that must be true between turns. For tests and simulations: it looks at every request."""
+        """Checks every invariant that must hold between turns. For tests and simulations: it visits every request."""
         state = self.state
         instances = state.instances.items()
         callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}

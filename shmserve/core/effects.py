@@ -1,4 +1,4 @@
-"""What the core wants done. The shell carries effects out in their order and decides nothing."""
+"""Effects: what the core asks the shell to do. The shell executes them in order and decides nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shmserve.protocol.messages import Ask, Cancel, Handle, Tensor
 
 
 class Send(Struct, gc=False):
-    """Put the message into the outbox of that peer (client or worker). A Map carries its descriptor with it."""
+    """Queue the message for this peer (client or worker). A Map is sent with its descriptor."""
 
     peer: int
     message: Any
 
 
 class Spawn(Struct):
-    """Start a worker process for this instance; it is known as `peer` from now on."""
+    """Start a worker process for this instance; its peer number is `peer`."""
 
     peer: int
     model: str
@@ -28,59 +28,59 @@ class Spawn(Struct):
 
 
 class Compose(Struct):
-    """Look whether the models of this ensemble's steps, as they are served now, fit together. Composed follows."""
+    """Check whether the models of this ensemble's steps, as currently served, are compatible. Composed is the
+    response."""
 
     source: int
     number: int
 
 
 class Kill(Struct):
-    """End this worker process now. Exited follows when it has gone."""
+    """Kill this worker process now. Exited follows when it has ended."""
 
     peer: int
     reason: str
 
 
 class Close(Struct):
-    """End this client's connection, after what is in its outbox."""
+    """Close this client's connection after its outbox has been sent."""
 
     peer: int
 
 
 class Pause(Struct):
-    """Hear nothing of this client before that time; what it sends meanwhile waits."""
+    """Read nothing from this client before that time; its messages stay queued."""
 
     peer: int
     until: int
 
 
 class Free(Struct):
-    """Blocks of the broker's own arena that nobody needs any more."""
+    """Free unused blocks of the broker's own arena."""
 
     handles: tuple[Handle, ...]
 
 
 class Forget(Struct):
-    """The segment has gone: close its descriptor."""
+    """The segment no longer exists: close its descriptor."""
 
     segment: int
 
 
 class Log(Struct):
-    """For the operator. `level` is a name of logging's."""
+    """A log entry for the operator. `level` is a level name of `logging`."""
 
     level: str
     text: str
     fields: dict[str, Any] | None = None
-    """What the text is about, for programs: model, version, instance, client and more."""
+    """Structured fields: model, version, instance, client and more."""
 
 
 class Traced(Struct):
-    """A request of a sample has been answered. `times`: when its batch was taken, ready, computed and placed, if it had
-    one; `log`: its caller has asked for a record too. `tensors`: those it was asked with, and those it was answered
-    with, which can be read in this turn; None: they are not wanted. `number`: of the trace, from 1 in the order of
-    arrival; `parent`: of the trace of the request for which this one was made, 0 for a client's; `model`: whose
-    settings count."""
+    """A sampled request has been answered. `times`: when its batch was taken, ready, computed and placed, if it had
+    one. `log`: the record that its caller asked for. `tensors`: its inputs and outputs, readable during this turn;
+    None: not wanted. `number`: of the trace, from 1 in order of arrival; `parent`: the trace of the request for which
+    this one was made, 0 for a client's request; `model`: the model whose trace settings apply."""
 
     fields: dict[str, Any]
     arrived: int
@@ -95,7 +95,7 @@ class Traced(Struct):
 
 
 class Settled(Struct):
-    """An operation (Deploy, Unload, Restart) is over. `code` "": it has succeeded."""
+    """An operation (Deploy, Unload, Restart) has completed. `code` "": successfully."""
 
     operation: int
     code: str = ""
@@ -103,14 +103,14 @@ class Settled(Struct):
 
 
 class Query(Struct):
-    """Answer this question about the server or its models, or see to this operation, or to its cancellation."""
+    """Answer this query about the server or its models, or handle this operation or its cancellation."""
 
     peer: int
     ask: Ask | Cancel
 
 
 class Drained(Struct):
-    """Nothing is in flight and every worker has gone: the process may end."""
+    """No request is in flight and every worker has ended: the process may exit."""
 
 
 Effect = Send | Spawn | Pause | Compose | Kill | Close | Free | Forget | Log | Traced | Settled | Query | Drained

@@ -1,4 +1,5 @@
-"""What can happen to the core besides messages. An event is (peer, message) or (0, one of these)."""
+"""Events of the core other than protocol messages. An event is (peer, message) or (peer, one of these); peer 0 is the
+broker."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from shmserve.protocol.messages import Handle, Infer, Map
 
 
 class Opened(Struct):
-    """A client has connected. `audience` names who may map what it is answered with; `plane` is its kind of link;
-    `roles` are bits of shmserve.protocol.roles."""
+    """A client has connected. `audience`: who may map the outputs that it receives; `plane`: its kind of link; `roles`:
+    bits of shmserve.protocol.roles."""
 
     peer: int
     audience: str
@@ -21,21 +22,21 @@ class Opened(Struct):
 
 
 class Closed(Struct):
-    """A client's link has ended, or the client has died."""
+    """A client has disconnected or died."""
 
     peer: int
     reason: str = ""
 
 
 class Framed(Struct):
-    """An Infer whose large inputs came as frames: the shell has put them into the broker's arena (`blocks`)."""
+    """An Infer whose large inputs arrived as frames, which the shell has copied into the broker's arena (`blocks`)."""
 
     infer: Infer
     blocks: tuple[Handle, ...]
 
 
 class Garbled(Struct):
-    """A message, or (request 0) a packet of this peer that could not be read."""
+    """A message of this peer, or (request 0) a packet, could not be decoded."""
 
     request: int
     text: str
@@ -43,36 +44,35 @@ class Garbled(Struct):
 
 
 class Answered(Struct):
-    """The last message of the answer to a question of this peer has been sent."""
+    """The last message of the answer to a query of this peer has been sent."""
 
     peer: int
     request: int
 
 
 class Behind(Struct):
-    """A client does not read: so much output waits for it that it gets no more questions answered. Or it has caught up
-    (`behind` is False)."""
+    """Backpressure: a client has so much unread output that it gets no further queries answered (`behind`), or has
+    caught up again."""
 
     peer: int
     behind: bool
 
 
 class OwnSegment(Struct):
-    """The broker's own arena has grown."""
+    """The broker's own arena has added a segment."""
 
     announcement: Map
 
 
 class OwnSegmentGone(Struct):
-    """The broker's own arena has given back a segment in which nothing was."""
+    """The broker's own arena has released an empty segment."""
 
     segment: int
 
 
 class Target(Struct, frozen=True):
-    """A version that is to be served. `source` stands for what it is made of, files and configuration: a version that
-    is served from this source already is left as it is, but for its instances. `policy`: known without asking a
-    worker, as it is an ensemble."""
+    """A version to deploy. `source` identifies its files and configuration: a version that is already served from this
+    source is kept, except for its instances. `policy`: set for ensembles, whose policy needs no worker to load."""
 
     number: int
     source: int
@@ -81,10 +81,12 @@ class Target(Struct, frozen=True):
 
 
 class Deploy(Struct):
-    """Serve these versions of the model, and no others. What they look like is known when their workers have loaded.
+    """Serve these versions of the model and no others. Their policies are known once their workers have loaded.
 
-    Versions that are served go on until all that replaces them is READY; if any of that fails, they simply go on.
-    `operation` is told by Settled (0: nobody asks). `fresh`: load also what is served from this source already."""
+    Versions that are served continue until all replacements are READY; if a replacement fails, they simply continue.
+    Settled reports the outcome of `operation` (0: no report). `fresh`: also reload versions that are already served
+    from the same source.
+    """
 
     model: str
     targets: tuple[Target, ...]
@@ -93,7 +95,7 @@ class Deploy(Struct):
 
 
 class Refuse(Struct):
-    """This model, or version (0: all), cannot be served, and why. What is served already goes on."""
+    """This model or version (0: all) cannot be served, with the reason. Versions that are served continue."""
 
     model: str
     version: int
@@ -101,7 +103,7 @@ class Refuse(Struct):
 
 
 class Unload(Struct):
-    """Serve this model no more. What it has is finished, or with `force` fails; the operation is over when its
+    """Stop serving this model. Its requests are finished, or fail with `force`; the operation completes when its
     processes have ended."""
 
     model: str
@@ -110,8 +112,8 @@ class Unload(Struct):
 
 
 class Restart(Struct):
-    """Replace the worker process of this instance ("": all of this version, or with version 0 of the model) by a new
-    one, which takes over when it is ready."""
+    """Replace the worker process of this instance ("": of all instances of the version, or of the model with version
+    0). The new process takes over when it is ready."""
 
     model: str
     version: int
@@ -120,7 +122,7 @@ class Restart(Struct):
 
 
 class Composed(Struct):
-    """The answer to Compose. `problem` "": the models of the ensemble's steps fit together."""
+    """The response to Compose. `problem` "": the models of the ensemble's steps are compatible."""
 
     source: int
     number: int
@@ -128,13 +130,13 @@ class Composed(Struct):
 
 
 class Compiled(Struct):
-    """A worker has loaded its model; the policy is compiled from the configuration that it completed."""
+    """A worker has loaded its model; the policy is compiled from the configuration that the worker completed."""
 
     policy: ModelPolicy
 
 
 class Exited(Struct):
-    """A worker's process has ended. `reason` names signal or code; `detail` is for operators only."""
+    """A worker's process has ended. `reason` names the signal or exit code; `detail` is shown to operators only."""
 
     peer: int
     reason: str
@@ -143,7 +145,7 @@ class Exited(Struct):
 
 
 class Drain(Struct):
-    """Stop: take no more requests, finish those in flight, for `limit_ns` at most; then end the workers."""
+    """Stop: reject new requests, finish those in flight for at most `limit_ns`, then stop the workers."""
 
     limit_ns: int
 

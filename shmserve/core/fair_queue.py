@@ -1,7 +1,7 @@
 """A fair queue: round robin between users, then between the members of a user.
 
-So a user with a thousand connections delays another user by one of them, not by all. Within a user, members with cheap
-work go before those with heavy work, so that a small message need not wait for a thousand large ones.
+A user with a thousand connections delays another user by one member, not by all. Within a user, cheap members go before
+heavy ones, so that a small message does not wait for a thousand large ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 EVERY = 4
-"""Of a user's members that are taken, one in so many is a heavy one: they are delayed, not starved."""
+"""One in this many members taken from a user is a heavy one, so that they are delayed but not starved."""
 
 
 class _User(Generic[T]):
@@ -39,34 +39,34 @@ class _User(Generic[T]):
 class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self.users: dict[str, _User[T]] = {}
-        """The first one is next. Invariant: each has members. Empty: so is the queue, which is cheaper to see here."""
+        """Next user first. Invariant: each user has members, so that the dict is empty exactly if the queue is."""
 
     def __len__(self) -> int:
-        """Of users."""
+        """The number of users."""
         return len(self.users)
 
     def counts(self) -> dict[str, int]:
-        """Members by user."""
+        """The number of members for each user."""
         return {user: len(mine) for user, mine in self.users.items()}
 
     def add(self, user: str, member: T, heavy: bool = False) -> None:
-        """Behind the user's other members."""
+        """Appends behind the user's other members."""
         mine = self.users.get(user)
         if mine is None:
             mine = self.users[user] = _User()
         (mine.heavy if heavy else mine.cheap).append(member)
 
     def pop(self) -> T:
-        """The next member."""
+        """Removes and returns the next member."""
         user = next(iter(self.users))
         mine = self.users.pop(user)
         member = mine.pop()
         if mine:
-            self.users[user] = mine  # behind the others
+            self.users[user] = mine  # behind the other users
         return member
 
     def first(self) -> T:
-        """The next member, which stays."""
+        """Returns the next member without removing it."""
         return next(iter(self.users.values())).first()
 
     def remove(self, user: str, member: T) -> None:

@@ -1,7 +1,7 @@
-"""Faults of our own: an exception where none may be. It is told with its trace, and costs only whoever brought it.
+"""Internal errors: an unexpected exception is logged with its traceback, and affects only the peer that caused it.
 
-The rule of the file: nothing of a turn is lost but the one event. Its client is sent away, and so knows that it will
-have no answer; its worker is ended, and what that one had is run by others.
+Invariant: a turn loses only the event that failed. Its client is disconnected, so it knows that no response will come;
+its worker is killed, and other workers run its requests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from shmserve.core.state import WORKERS_FROM, State
 from shmserve.errors import Internal
 
 SIGN = "a fault of the server's own"
-"""In the log, wherever there is one."""
+"""Marks each such error in the log."""
 MANY = 100
-"""So many in one turn are no accident any more."""
+"""More errors than this in one turn are raised."""
 
 
 class Faults:
-    """Call within an except clause. `survive` false: they are raised, as tests and simulations want."""
+    """Handles internal errors; call it within an except clause. With `survive` false they are raised, for tests and
+    simulations."""
 
     def __init__(self, state: State, admission: Admission, survive: bool) -> None:
         self._state = state
@@ -42,7 +43,7 @@ class Faults:
 
     def told(self, where: str) -> None:
         if not self._survive:
-            raise  # the one that is handled
+            raise  # re-raises the exception being handled
         if self._turn != self._state.now:
             self._turn, self._count = self._state.now, 0
         self._count += 1

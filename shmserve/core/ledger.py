@@ -1,13 +1,13 @@
-"""Who owns which segment, and who holds which handle. Bytes are not known here, only numbers.
+"""The ledger: owners of segments and holders of handles. It keeps numbers only and never touches memory.
 
-A handle in a segment of a worker (or of the broker's own arena) is held by clients, and pinned by requests that use
-it as an input. When nobody holds or pins it any more it goes back to the owner. Handles into a client's own segments
-need no entry: the client knows from the answer that its request is done with them.
+A handle in a segment of a worker (or of the broker's own arena) is held by clients, and pinned by requests that use it
+as an input. Without holds and pins it returns to the owner. Handles into a client's own segments need no entry: the
+response tells the client that its request no longer uses them.
 
-A slice of a block may be given on by who holds it: that is one more hold of the whole block, returned as the slice.
+A client may pass on a slice of a block that it holds: this is one more hold of the whole block, returned as the slice.
 
-A segment whose owner has died stays as an orphan while somebody holds a part of it: its pages live as long as they
-are mapped, and it can still be passed on.
+A segment whose owner has died remains as an orphan while a part of it is held: its pages exist as long as they are
+mapped, and it can still be passed on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return, Unmap
 
 INTERNAL = "internal"
-"""The audience of what only workers and the broker may read."""
+"""Audience of memory that only workers and the broker may read."""
 Place = tuple[int, int]
-"""(segment, offset): two live blocks never share one."""
+"""(segment, offset). Invariant: live blocks never share one."""
 
 
 class Segment(Struct, eq=False):
@@ -35,42 +35,42 @@ class Segment(Struct, eq=False):
     announcement: Map
     mapped_by: set[int] = set()
     blocks: list[int] = []
-    """The offsets of what is held or pinned, rising."""
+    """Offsets of held or pinned blocks, increasing."""
     uses: int = 0
     """Requests in flight that refer to it."""
     orphan: bool = False
 
     @property
     def lost(self) -> bool:
-        """It was on a GPU, and went with the process that made it. What is in host memory does not."""
+        """It was device memory, which is freed when its process ends. Host memory is not."""
         return self.orphan and self.announcement.name is not None and self.announcement.name.startswith(DEVICE)
 
 
 class Hold(Struct, eq=False, gc=False):
-    """`clients` counts per client: the same block may be given to one client by two answers (a cache does that)."""
+    """`clients` counts holds per client: one client may get the same block in two responses (from the cache)."""
 
     handle: Handle
     clients: dict[int, int]
     pins: int = 0
     slices: dict[tuple[int, Handle], int] = {}
-    """Of these counts, those that were given, and are to be returned, as a part of the block."""
+    """The part of these counts that was given, and will be returned, as a slice of the block."""
 
 
 class Ledger:
-    """All segments and holds. What must be sent is appended to `effects`, which the core sets for each turn."""
+    """All segments and holds. Messages are appended to `effects`, which the core sets for each turn."""
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
         self.holds: dict[Place, Hold] = {}
         self.effects: list[Effect] = []
         self.held_bytes = 0
-        """Of all clients."""
+        """Total of all clients."""
         self._returns: dict[int, list[Handle]] = {}
 
     # ------------------------------------------------------------------------------------ segments
 
     def announce(self, owner: int, message: Map, audience: str) -> Segment:
-        """A peer has made a segment."""
+        """Registers a new segment of a peer."""
         number = message.segment
         if number >> OWNER_SHIFT != owner:
             raise InvalidRequest(
@@ -83,7 +83,7 @@ class Ledger:
         return segment
 
     def withdraw(self, owner: int, number: int) -> None:
-        """The owner will use this segment no more."""
+        """The owner no longer uses this segment."""
         segment = self.segments.get(number)
         if segment is None or segment.owner != owner:
             raise InvalidRequest(f"segment {number} is not one that this connection has announced")
@@ -91,14 +91,14 @@ class Ledger:
         self._drop_if_over(segment)
 
     def show(self, number: int, peer: int) -> None:
-        """Makes sure that the peer has been told of the segment, before a handle into it is sent."""
+        """Announces the segment to the peer, unless that was done before. Call before sending a handle into it."""
         segment = self.segments[number]
         if peer not in segment.mapped_by and peer != segment.owner:
             segment.mapped_by.add(peer)
             self.effects.append(Send(peer, segment.announcement))
 
     def use(self, numbers: tuple[int, ...]) -> None:
-        """A request refers to these segments: they stay until it is over, even when their owner withdraws them."""
+        """A request refers to these segments: they stay until it has ended, even if their owner withdraws them."""
         for number in numbers:
             self.segments[number].uses += 1
 
@@ -110,7 +110,7 @@ class Ledger:
                 self._drop_if_over(segment)
 
     def _drop_if_over(self, segment: Segment) -> None:
-        """An orphan goes with its last hold and its last request."""
+        """Removes an orphan after its last hold and its last request."""
         if segment.blocks or segment.uses:
             return
         for peer in segment.mapped_by:
@@ -121,7 +121,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------ handles
 
     def resolve(self, client: Client, handle: Handle) -> Place | None:
-        """Checks that the client may name these bytes. None: they are its own; else the place of the hold."""
+        """Checks that the client may use these bytes. Returns None if they are its own, else the place of the hold."""
         number, offset, size = handle.segment, handle.offset, handle.size
         segment = self.segments.get(number)
         if segment is not None and segment.owner == client.number and not segment.orphan:
@@ -138,7 +138,7 @@ class Ledger:
         return place
 
     def held(self, client: Client, handle: Handle) -> Place | None:
-        """The hold of the client that contains these bytes: nearly always the very one, else a slice of one."""
+        """The client's hold that contains these bytes: nearly always exactly this handle, else a larger block."""
         place: Place | None = (handle.segment, handle.offset)
         if place in client.holds and handle.size <= self.holds[place].handle.size:
             return place
@@ -146,7 +146,7 @@ class Ledger:
         return place if place in client.holds else None
 
     def block_of(self, handle: Handle) -> Place | None:
-        """Where the block begins, held or pinned by whomever, that has all these bytes."""
+        """The start of the held or pinned block that contains all these bytes, whoever holds it."""
         number, offset = handle.segment, handle.offset
         segment = self.segments.get(number)
         before = bisect_right(segment.blocks, offset) if segment is not None else 0
@@ -157,7 +157,7 @@ class Ledger:
         return place if offset + handle.size <= block.offset + block.size else None
 
     def is_new(self, handle: Handle, audience: str) -> bool:
-        """Can this be a block that its owner gives away now: in a segment for that audience, held by nobody yet?"""
+        """Can this be a new block from its owner: in a segment for that audience, and not held?"""
         segment = self.segments.get(handle.segment)
         return (
             segment is not None
@@ -167,12 +167,12 @@ class Ledger:
         )
 
     def may_pass_on(self, client: Client, handle: Handle, audience: str) -> bool:
-        """Can the client give away what it holds itself, or a part of it, to that audience?"""
+        """Can the client pass on this handle, which it holds itself (or a part of it), to that audience?"""
         place = self.held(client, handle) if handle.size else None
         return place is not None and self.segments[handle.segment].audience == audience
 
     def give(self, client: Client, handle: Handle) -> None:
-        """The client now holds the handle (once more)."""
+        """Adds a hold of the client on the handle."""
         place, hold = self._hold(handle)
         hold.clients[client.number] = hold.clients.get(client.number, 0) + 1
         if hold.handle.size != handle.size:
@@ -183,7 +183,7 @@ class Ledger:
         self.held_bytes += hold.handle.size
 
     def take_back(self, client: Client, handle: Handle) -> None:
-        """The client returns a handle. It must be one that it holds, just as it was given."""
+        """The client returns a handle. Raises unless the client holds it, exactly as it was given."""
         place = (handle.segment, handle.offset)
         hold = self.holds.get(place)
         if hold is None or client.number not in hold.clients or hold.handle.size != handle.size or hold.slices:
@@ -199,7 +199,8 @@ class Ledger:
         self._release(place, hold)
 
     def _given(self, client: Client, handle: Handle) -> tuple[Place, Hold]:
-        """What a returned handle is a hold of, where slices have been given. Raises if the client was not given it."""
+        """The hold that a returned handle belongs to, if slices have been given. Raises if the client was not given
+        it."""
         place = self.block_of(handle)
         if place is not None and client.number in self.holds[place].clients:
             hold, part = self.holds[place], (client.number, handle)
@@ -218,17 +219,17 @@ class Ledger:
         )
 
     def pin(self, place: Place) -> Handle:
-        """A request uses the block as an input. Gives the handle to unpin later."""
+        """A request uses the block as an input. Returns the handle for `unpin`."""
         hold = self.holds[place]
         hold.pins += 1
         return hold.handle
 
     def keep(self, handle: Handle) -> None:
-        """A block that is given to no client (yet) stays; `unpin` lets it go."""
+        """Pins a block that no client holds (yet), until `unpin`."""
         self._hold(handle)[1].pins += 1
 
     def _hold(self, handle: Handle) -> tuple[Place, Hold]:
-        """That of the block which it is, or is a part of; else of a new block."""
+        """The hold of the block that is or contains the handle; else of a new block."""
         place = (handle.segment, handle.offset)
         hold = self.holds.get(place)
         if hold is None:
@@ -249,7 +250,7 @@ class Ledger:
         self._release(place, hold)
 
     def send_back(self, handle: Handle) -> None:
-        """A block that nobody was given goes straight back to its owner."""
+        """Returns a block that no client was given to its owner."""
         self._returns.setdefault(handle.segment >> OWNER_SHIFT, []).append(handle)
 
     def _release(self, place: Place, hold: Hold) -> None:
@@ -264,7 +265,7 @@ class Ledger:
             self._drop_if_over(segment)
 
     def flush(self) -> None:
-        """Sends what has gone back in this turn, in one message an owner."""
+        """Sends the blocks returned in this turn: one message for each owner, or one for every 4096 handles."""
         if not self._returns:
             return
         for owner, handles in self._returns.items():
@@ -278,8 +279,8 @@ class Ledger:
     # ------------------------------------------------------------------------------------ deaths
 
     def client_died(self, client: Client) -> None:
-        """Everything that the client held or owned, in one call."""
-        self._forget_peer(client.number)  # first: it is told of nothing any more
+        """Releases everything that the client held or owned."""
+        self._forget_peer(client.number)  # first: it gets no further messages
         for place in list(client.holds):
             hold = self.holds[place]
             del hold.clients[client.number]
@@ -291,7 +292,7 @@ class Ledger:
         client.held_bytes = 0
 
     def worker_died(self, peer: int) -> set[int]:
-        """Gives the segments that are lost though somebody still refers to them."""
+        """Returns the segments that are lost although something still refers to them."""
         self._returns.pop(peer, None)
         self._forget_peer(peer)
         return {number for number, segment in self.segments.items() if segment.owner == peer and segment.lost}
@@ -304,7 +305,7 @@ class Ledger:
                 self._drop_if_over(segment)
 
     def check(self, clients: dict[int, Client]) -> None:
-        """Every invariant between segments, holds and clients."""
+        """Checks every invariant between segments, holds and clients."""
         counted: dict[int, list[int]] = {}
         for place, hold in self.holds.items():
             assert hold.clients or hold.pins, f"hold {place} is held by nobody"

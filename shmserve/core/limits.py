@@ -1,7 +1,7 @@
-"""The core's limits: what each protects, its default, and why that much.
+"""The core's limits: what each one protects, its default, and the reason for it.
 
-The rule of the file: a limit that --limit can set is a field of Limits and a row of NAMED, and nothing about it stands
-anywhere else; docs/security.md has its table from here.
+Invariant: a limit that --limit can set is a field of Limits and a row of NAMED, and is described only there; the table
+in docs/security.md is generated from them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from msgspec.structs import fields
 from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES
 
 PATIENCE_S = 1
-"""So many seconds' worth of mistakes are heard at once; a client that makes more is heard only as fast as the limit."""
+"""Protocol errors of this many seconds (at the permitted rate) are accepted at once; above that, the client is
+throttled to the rate."""
 BURST_S = 10
-"""One that has made so many seconds' worth of mistakes is sent away."""
+"""A client with this many seconds' worth of errors is disconnected."""
 
 
 class Limits(Struct, frozen=True):
@@ -34,40 +35,41 @@ class Limits(Struct, frozen=True):
     outbox_bytes: int = 256 << 20
     client_errors: int = 100
     crashes: int = 3
-    """Crashes of an instance in a row, with no batch done between them, after which it counts as broken: quarantined if
-    others of its version have done batches meanwhile, lost otherwise. Models may set their own; 0: never."""
+    """Consecutive crashes of an instance, without a completed batch between them, after which it counts as broken:
+    quarantined if others of its version have completed batches meanwhile, lost otherwise. Models can override it; 0:
+    never."""
     backoff_ns: int = 1_000_000_000
-    """Wait before the second restart in a row (the first is at once); doubles, up to backoff_max_ns."""
+    """Delay before the second consecutive restart (the first is immediate); doubles up to backoff_max_ns."""
     backoff_max_ns: int = 60_000_000_000
     loading: int = 4
-    """Instances that load at the same time: loading takes cores and disk from those that serve."""
+    """Instances that load at the same time: loading takes CPU and disk bandwidth from those that serve."""
     load_retries: int = 0
-    """How often a version that fails to load is tried again, each time after backoff_ns."""
+    """How often a version that fails to load is retried, each time after backoff_ns."""
     execution_ns: int = 300_000_000_000
-    """A batch that runs for longer hangs: its worker is killed. Models may say otherwise; 0: no limit."""
+    """A longer batch counts as hung, and its worker is killed. Models can override it; 0: no limit."""
     load_ns: int = 1_800_000_000_000
-    """A worker that takes longer to load is killed, and has failed to load; 0: no limit."""
+    """A worker that takes longer to load is killed, and its load fails; 0: no limit."""
     rate_limit: bool = False
-    """Instances run batches only while they have their resources."""
+    """Instances run batches only while they hold their resources."""
     resources: tuple[tuple[str, int, int], ...] = ()
-    """How much there is: name, device (limiter.SHARED, limiter.ANY), count."""
+    """Available resources: name, device (rate_limiter.SHARED, rate_limiter.ANY), count."""
     cache_bytes: int = 0
-    """For answers that are kept, of models that want that; 0: none are."""
+    """Size of the response cache, for models that use it; 0: no cache."""
     leaving_ns: int = 30_000_000_000
-    """How long sequences of a version that is not served any more have to come to their END."""
+    """Grace period for the sequences of a version that is no longer served."""
     exit_ns: int = 30_000_000_000
-    """How long what has started may go on at an instance that was restarted; then it is killed."""
+    """Grace period for running batches of an instance that was restarted; then it is killed."""
     summaries: bool = False
-    """Collect quantiles of latencies (--metrics-config summary_latencies)."""
+    """Collect latency quantiles (--metrics-config summary_latencies)."""
     first_responses: bool = False
-    """Collect the times to the first response (--metrics-config histogram_latencies)."""
+    """Collect first response times (--metrics-config histogram_latencies)."""
     prefetch_ns: int = 100_000_000
     """With several instances, a batch is sent ahead to a busy one only if batches take less than this. It goes to the
-    instance that began first; if another is done before that one, it has waited at the wrong place."""
+    instance that started first; if another one finishes earlier, the batch waits at the wrong instance."""
 
 
 class Named(Struct, frozen=True):
-    """A limit that --limit sets: what it counts, why its default is what it is, and the least it can be."""
+    """A limit that --limit sets: what it counts, the reason for its default, and its minimum."""
 
     name: str
     counts: str
@@ -117,7 +119,7 @@ def defaults() -> dict[str, int]:
 
 
 def shown(name: str, value: int) -> str:
-    """As people write it."""
+    """The value with its unit."""
     if name.endswith("_bytes"):
         for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
             if value and not value % (1 << shift):
@@ -126,7 +128,7 @@ def shown(name: str, value: int) -> str:
 
 
 def page() -> str:
-    """The table of docs/security.md."""
+    """Generates the table in docs/security.md."""
     known = defaults()
     lines = ["| Limit | Default | What it counts | Why |", "| --- | --- | --- | --- |"]
     for row in NAMED:

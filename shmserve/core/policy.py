@@ -1,4 +1,4 @@
-"""What the core knows of a model: frozen values, compiled from its configuration (`repo.compile`)."""
+"""Policies: immutable values that describe a model to the core, compiled from its configuration (`repo.compile`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class TimeoutAction(Enum):
 
 
 class TensorSpec(Struct, frozen=True):
-    """An input or output as callers see it. `dims` has no batch dimension; -1 is any size. `reshape` and
-    `labels` are of ensembles, those of other models are their workers' concern: the shape that steps see, and the
-    directory and file of the labels."""
+    """An input or output as callers see it. `dims` excludes the batch dimension; -1 is any size. `reshape` (the shape
+    that steps see) and `labels` (directory and file) are set for ensembles only; workers handle those of other
+    models."""
 
     name: str
     dtype: str
@@ -27,7 +27,7 @@ class TensorSpec(Struct, frozen=True):
 
 
 class QueuePolicy(Struct, frozen=True):
-    """How long and how many may wait at one priority level. 0: no limit."""
+    """Timeout and size limit of the queue at one priority level. 0: no limit."""
 
     action: TimeoutAction = TimeoutAction.REJECT
     timeout_ns: int = 0
@@ -55,11 +55,12 @@ class IdControl(Struct, frozen=True):
 
 
 class PaddingPolicy(Struct, frozen=True):
-    """Requests that differ in length share a batch: their inputs are padded to the longest, its length.
+    """Padding of inputs to the longest in the batch, so that requests of different lengths share a batch.
 
-    `inputs`: (name, axes without the batch dimension) of those that are padded. `lookahead`: how many waiting requests
-    the batcher chooses from. `multiple`: padded lengths are multiples of this. `batch_cost`: what a batch costs beside
-    its elements (rows x padded length), in elements."""
+    `inputs`: (name, axes without the batch dimension) of the padded inputs. `lookahead`: how many waiting requests the
+    batcher chooses from. `multiple`: padded lengths are multiples of this. `batch_cost`: fixed cost of a batch in
+    elements, in addition to its elements (rows x padded length).
+    """
 
     inputs: tuple[tuple[str, tuple[int, ...]], ...]
     lookahead: int = 64
@@ -68,13 +69,13 @@ class PaddingPolicy(Struct, frozen=True):
 
 
 class SequencePolicy(Struct, frozen=True):
-    """Requests belong to sequences, each of which is bound to an instance from its START to its END.
+    """Sequence batching: each sequence is bound to an instance from its START to its END.
 
-    `direct`: each has a place in the batch of its own, `slots` of them an instance; a batch is run when at least
-    `utilization` of the slots have a request, or the oldest has waited for `delay_ns`. Otherwise an instance has
-    `slots` candidates, whose oldest requests are put together as dynamic batching does (`batching`).
-    `id_control`: the control in which the model gets the ids; None: they may be of either kind. `iterative`: a request
-    may be run many times."""
+    `direct`: each sequence has a fixed batch slot, `slots` per instance; a batch runs when at least `utilization` of
+    the slots have a request, or the oldest request has waited for `delay_ns`. Otherwise (oldest) an instance has up to
+    `slots` candidate sequences, whose oldest requests are batched dynamically (`batching`). `id_control`: the control
+    input with the sequence id; None: ids may be integers or strings. `iterative`: a request may run several times.
+    """
 
     direct: bool
     slots: int
@@ -89,8 +90,9 @@ class SequencePolicy(Struct, frozen=True):
 class StepPolicy(Struct, frozen=True):
     """A step of an ensemble. `inputs` and `outputs`: (tensor of the model, tensor of the ensemble), sorted.
 
-    `mapped`: the ensemble's tensor whose rows are requests of their own. `condition`: the ensemble's tensor that says
-    whether the step is run at all."""
+    `mapped`: the ensemble tensor of which each row becomes a request. `condition`: the ensemble tensor that decides
+    whether the step runs.
+    """
 
     model: str
     version: int
@@ -101,7 +103,7 @@ class StepPolicy(Struct, frozen=True):
 
 
 class Resource(Struct, frozen=True):
-    """What an instance needs while it runs a batch. Not `shared`: each device has its own."""
+    """What an instance needs while it runs a batch. `shared`: one total for all devices instead of one for each."""
 
     name: str
     count: int
@@ -109,10 +111,11 @@ class Resource(Struct, frozen=True):
 
 
 class InstanceSpec(Struct, frozen=True):
-    """One worker process. `cpus` empty: those of the broker. `threads`: how many an engine may use; 0: as it likes.
+    """One worker process. `cpus` empty: the broker's. `threads`: limit for the engine; 0: the engine's default.
 
-    `resources` and `turn` (of those that wait for resources, one of turn 2 gets half as many as one of turn 1) are for
-    the rate limiter."""
+    `resources` and `turn` are for the rate limiter; among instances that wait for resources, one with turn 2 runs half
+    as often as one with turn 1.
+    """
 
     name: str
     kind: str = "KIND_CPU"
@@ -125,7 +128,8 @@ class InstanceSpec(Struct, frozen=True):
 
 
 class ModelPolicy(Struct, frozen=True):
-    """One version of one model. `max_batch` 0: tensors have no batch dimension. `batching` None: one at a time."""
+    """One version of a model. `max_batch` 0: tensors have no batch dimension. `batching` None: no dynamic batching, one
+    request at a time."""
 
     name: str
     version: int
@@ -134,25 +138,25 @@ class ModelPolicy(Struct, frozen=True):
     outputs: tuple[TensorSpec, ...]
     batching: BatchPolicy | None = None
     execution_limit_ns: int | None = None
-    """A batch that takes longer hangs. None: the server's limit; 0: no limit."""
+    """A longer batch counts as hung. None: the server's limit; 0: no limit."""
     retry: bool = True
-    """Requests that lost their worker are run again, each alone, once."""
+    """Run requests that lost their worker once more, each alone."""
     sequence: SequencePolicy | None = None
     steps: tuple[StepPolicy, ...] | None = None
-    """An ensemble has these, and no instances."""
+    """Set for an ensemble, which has no instances."""
     decoupled: bool = False
-    """It answers a request as often as it likes."""
+    """A request may have any number of responses."""
     cached: bool = False
-    """Answers are kept, and given to whoever asks the same."""
+    """Responses are cached and reused for identical requests."""
     reads_there: bool = False
-    """Its instances on GPUs can read tensors there."""
+    """Its GPU instances can read inputs from device memory."""
     leaves_there: bool = False
-    """They can leave tensors there."""
+    """Its GPU instances can leave outputs in device memory."""
     ahead: int = 0
-    """How many answers a step of this ensemble may be ahead of what the caller has been given; 0: as usual."""
+    """For an ensemble: how many responses a step may be ahead of those delivered to the caller; 0: the default."""
     crash_limit: int | None = None
-    """Crashes in a row after which an instance counts as broken. None: the server's limit; 0: never."""
+    """Consecutive crashes after which an instance counts as broken. None: the server's limit; 0: never."""
     padding: PaddingPolicy | None = None
-    """Only with `batching` and a batch dimension."""
+    """Requires `batching` and a batch dimension."""
     first_response_ms: tuple[float, ...] = ()
-    """Upper edges of the histogram of times to the first response; empty: Triton's."""
+    """Upper bucket bounds of the histogram of first response times; empty: Triton's."""

@@ -1,7 +1,7 @@
-"""The records of the core: a request, its batch, the instance that runs it, its sequence, and its model version.
+"""The records of the core: request, batch, instance, sequence and model version.
 
-They refer to each other, so they stand together. They keep their own fields consistent; what happens to them is decided
-by the packages of the core, which find them in `State`.
+They refer to each other, so they share a module. They keep their own fields consistent; the other packages of the core
+find them in `State` and decide what happens to them.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _AT_WORK = (RequestState.SENT, RequestState.LINGERING)
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
-"""Model, the version that callers name (0: the default one), the id, and whose it is: a user or a client's caller."""
+"""Model, requested version (0: the default one), sequence id, and owner: a user, or a client's caller."""
 
 ORDER = 256
-"""With preserve_ordering: up to here `Version.order` is not swept."""
+"""With preserve_ordering: minimum length of `Version.order` before it is swept."""
 
 
 class Miss(Struct, gc=False):
-    """A request that the response cache could not answer."""
+    """A request that missed the response cache."""
 
     key: tuple[Any, ...]
-    """The answer is to be kept under this."""
+    """The response is cached under this key."""
     lookup_ns: int
 
 
 class Request(Struct, eq=False, gc=False):
-    """`number` is the broker's, `client_number` the client's. `cost` is max(1, rows): what it takes of a batch."""
+    """`number` is the broker's, `client_number` the client's. `cost` is max(1, rows): the batch capacity it takes."""
 
     number: int
     client: Client
@@ -78,42 +78,42 @@ class Request(Struct, eq=False, gc=False):
     queue_expires: int = 0
     delayed: bool = False
     suspect: Instance | None = None
-    """The instance whose worker died while it ran this one. It is run once more, alone."""
+    """The instance whose worker died while it ran this request. The request is run once more, alone."""
     special: bool = False
-    """Its answer is not just sent: it has used memory, is a step's, or comes in parts."""
+    """Its response needs more than sending: it used shared memory, is a step's, or is one of several."""
     parts: int = 0
-    """Answers that it has had."""
+    """Responses sent so far."""
     state: RequestState = RequestState.QUEUED
     instance: Instance | None = None
     batch: Batch | None = None
     reply: Reply | Fail | None = None
     audience: str = ""
-    """Who may be given what it is answered with."""
+    """Who may map its outputs."""
     step_of: int = 0
-    """It is a step of an ensemble: the number of the request to that, which is told of the answer."""
+    """For a step of an ensemble: the number of the ensemble request, which receives the result."""
     outside: bool = False
-    """All its outputs are to be in shared memory."""
+    """All its outputs must be in shared memory."""
     near: tuple[str, ...] = ()
-    """Outputs that may stay on the GPU of the instance: who reads them is there, too."""
+    """Outputs that may stay on the instance's GPU, because their readers are on the same one."""
     aliases: bool = False
-    """Only other steps read what it is answered with: that may be what it was asked with."""
+    """Its outputs may alias its inputs, because only other steps read them."""
     labels: tuple[LabelFile, ...] = ()
-    """Of outputs that are wanted as classes, where ensembles that it is a step of have their own."""
+    """Label files of classification outputs, where enclosing ensembles override the model's own."""
     miss: Miss | None = None
-    """The response cache had no answer to it, and is to keep the one that is computed."""
+    """Set if the response cache had no entry and is to store the computed response."""
     sequence: Sequence | None = None
     slot: int = -1
-    """Where in the batch it must stand; -1: anywhere."""
+    """Its slot in the batch; -1: any."""
     length: int = 0
-    """Of its padded inputs."""
+    """Length of its padded inputs."""
     passed: int = 0
-    """Rows of requests behind it that the batcher has taken before it, to pad less."""
+    """Rows of later requests that the batcher has taken first, to reduce padding."""
     held: bool = False
-    """Its client is an instance that does nothing else before it is answered."""
+    """Its client is an instance that blocks until it is answered."""
 
     @property
     def on_loan(self) -> bool:
-        """Does it use memory that its client may not touch meanwhile? What came in frames is the broker's own."""
+        """Does it use memory that its client must not touch meanwhile? Frames are in the broker's own arena."""
         return any(segment >> OWNER_SHIFT for segment in self.segments)
 
     def move(self, finish: RequestState) -> None:
@@ -130,28 +130,28 @@ class Request(Struct, eq=False, gc=False):
 
 
 class Batch(Struct, eq=False):
-    """`pieces`: each Execute's number, and the requests that it brought, in the order of their sending."""
+    """`pieces`: the number of each Execute and the requests it contained, in the order of sending."""
 
     pieces: list[tuple[int, list[Request]]]
     rows: int
     reason: Reason
     signature: object
     began: int
-    """When it was sent or, if it waited, when its start was told."""
+    """When it was sent or, if it waited at the worker, when its start was reported."""
     state: BatchState = BatchState.OPEN
     left: int = 0
-    """Requests that the worker has not reported on yet."""
+    """Requests that the worker has not reported yet."""
     waited: int = 0
     """ns for which its instance waited for other models meanwhile."""
     recalled: bool = False
-    """Its requests were asked back, as the instance waits for another model."""
+    """Its requests were asked back, because the instance waits for another model or was restarted."""
     early: list[int] = []
-    """When those arrived that were answered by Rows, before Done has told when the batch was taken up."""
+    """Arrival times of requests answered by Rows, before Done reported when the batch was taken."""
     number: int = 0
     times: tuple[int, ...] = ()
-    """Its Done's, while a request is traced."""
+    """The times of its Done, for traces and ensemble statistics."""
     slots: int = 0
-    """Of sequences with slots: up to the last one that has a sequence. As in Triton, the batch counts as so large."""
+    """With sequence slots: highest occupied slot + 1, which counts as the batch size, as in Triton."""
 
     @property
     def count(self) -> int:
@@ -163,7 +163,7 @@ class Batch(Struct, eq=False):
         return [number for number, _ in self.pieces]
 
     def requests(self) -> list[Request]:
-        """Those that the worker has not reported on yet."""
+        """Requests that the worker has not reported yet."""
         return [
             request
             for _, piece in self.pieces
@@ -172,7 +172,7 @@ class Batch(Struct, eq=False):
         ]
 
     def lengths(self) -> tuple[int, int]:
-        """The greatest length of its requests, and how many elements (rows x length) they have."""
+        """The greatest length of its requests, and their total elements (rows x length)."""
         longest = useful = 0
         for _, piece in self.pieces:
             for request in piece:
@@ -187,17 +187,18 @@ class Batch(Struct, eq=False):
         self.state = finish
 
     def end(self) -> None:
-        """Over. Requests and batches refer to each other, and no collector looks at them: the circle is opened here."""
+        """Break the reference cycle between requests and batch; the GC does not track `Request`."""
         self.move(BatchState.ENDED)
         self.pieces = []
 
     def known_as(self, number: int) -> bool:
-        """By its first Execute; after a late extension, by the first of those that are left."""
+        """Does the number identify the batch? The worker sends that of the first Execute or, after a late extension, of
+        the first one that is left."""
         pieces = self.pieces
         return pieces[0][0] == number or (len(pieces) > 1 and number in self.numbers)
 
     def split(self, through: int) -> Batch | None:
-        """What came after `through` has become a batch of its own."""
+        """Moves the Executes after `through` into a batch of their own."""
         late = [(number, piece) for number, piece in self.pieces if number > through]
         if not late:
             return None
@@ -215,7 +216,7 @@ class Batch(Struct, eq=False):
 
 
 class Instance(Struct, eq=False):
-    """A place for a worker process. `peer` is the process that it has now, 0 for none."""
+    """A slot for a worker process. `peer` is its current process, 0 for none."""
 
     spec: InstanceSpec
     state: InstanceState = InstanceState.WAITING
@@ -223,47 +224,48 @@ class Instance(Struct, eq=False):
     running: Batch | None = None
     waiting: Batch | None = None
     deaths: int = 0
-    """Crashes and failed restarts in a row: with no batch done between them, and no long uptime."""
+    """Consecutive crashes and failed restarts, without a completed batch or a long uptime between them."""
     crashes: int = 0
-    """Of these, the crashes."""
+    """The crashes among these."""
     ready_since: int = 0
-    """When its process had loaded; 0: it has not."""
+    """When its process finished loading; 0: it has not."""
     row_began: int = 0
-    """Batches that its version had done when it first crashed in that row. More by now: other instances did them."""
+    """Batches that its version had completed at the first of these crashes. A higher count means that other instances
+    completed batches since."""
     unexplained: bool = False
-    """Its worker died, and the request to blame is not known yet."""
+    """Its worker died, and the request that caused it is not known yet."""
     lost: bool = False
-    """Its last restart has failed: it could not load, or crashed once too often in a row."""
+    """Its last restart failed: it could not load, or crashed once too often in a row."""
     quarantined: bool = False
-    """It crashes while others of its version answer. Until it has done a batch, it is given one request at a time."""
+    """It crashes while others of its version succeed. Until it completes a batch, it gets one request at a time."""
     restarts: int = 0
-    """In all, after it had been READY."""
+    """Total restarts after it had been READY."""
     retry_at: int = 0
     reason: str = ""
     spawned: int = 0
     """When its process was started."""
     watched: bool = False
-    """A timer is set for the end of what it may take to run a batch."""
+    """The timer for the execution limit is set."""
     hung: bool = False
     """Its process was killed because it exceeded the execution limit."""
     load_error: str = ""
-    """Why it said that it could not load, this time."""
+    """The error that its worker reported for the current load."""
     last_words: str = ""
-    """The last lines that its last process wrote before it ended unasked. For operators only."""
+    """The last lines that its last process wrote before it died. For operators only."""
     loaded: bool = False
-    """It has been READY. One that never was is not missed by a version that is served without it."""
+    """It has been READY. A version that is served without one that never was does not count it as missing."""
     streams: dict[int, Request] = {}
-    """Requests that it will still answer, though their batch has run."""
+    """Open streams: requests that it will still answer, although their batch has run."""
     replaces: Instance | None = None
-    """Goes when this one is READY."""
+    """The instance that this one replaces once it is READY."""
     leaving: bool = False
-    """It takes nothing new, and stops when the sequences and streams that it has are over."""
+    """It accepts no new work, and stops when its sequences and streams have ended."""
     closing: bool = False
-    """It leaves, and needs nothing more for that: it is given nothing to run."""
+    """It leaves and has nothing left to finish: it gets nothing to run."""
     due: int = 0
-    """It has been replaced: when what it runs must have finished. 0: it has not been."""
+    """For a replaced instance: when its running batch must have finished. 0: it has not been replaced."""
     revoked: set[int] = set()
-    """Requests that were taken back without its answer: it may not start them any more."""
+    """Requests that were taken back without a confirmation: the worker must not start them any more."""
     caller: Caller | None = None
     """Its process as a client, once it has called other models."""
 
@@ -275,24 +277,24 @@ class Instance(Struct, eq=False):
 
     @property
     def usable(self) -> bool:
-        """May it be given something to run? One that leaves may, for the sequences that it has."""
+        """May it get work? One that leaves may, for its remaining sequences."""
         return self.state is InstanceState.READY and not self.spec.passive and not self.closing
 
     @property
     def alive(self) -> bool:
-        """It serves, or will without a failed restart in between."""
+        """It serves, or will again without a failed restart before."""
         return self.loaded and not (self.lost or self.over or self.spec.passive)
 
     @property
     def degraded(self) -> bool:
-        """It is meant to serve, did so before, and does not now, or not fully."""
+        """It should serve and did so before, but does not now, or not fully."""
         if not self.loaded or self.over or self.spec.passive:
             return False
         return self.quarantined or self.state is not InstanceState.READY
 
     @property
     def waits(self) -> bool:
-        """Does nothing before another model has answered it?"""
+        """Does it block until another model has answered?"""
         return self.caller is not None and self.caller.waits_for > 0
 
     @property
@@ -301,7 +303,7 @@ class Instance(Struct, eq=False):
 
     @property
     def over(self) -> bool:
-        """It has gone, or is about to, and will not come back."""
+        """It has stopped or is about to, and will not restart."""
         return self.leaving or self.state in _OVER
 
     def batches(self) -> list[Batch]:
@@ -309,31 +311,32 @@ class Instance(Struct, eq=False):
 
 
 class Sequence(Struct, eq=False):
-    """`slot` is its place at its instance."""
+    """`slot` is its slot at its instance."""
 
     key: Key
     worker_id: int | str
-    """What the worker and the model know it by: the id, or another one where a sequence of another user has that."""
+    """The id by which worker and model identify it: `id`, or another one if a sequence of another user has the same
+    id."""
     version: Version
     active: int
-    """When it last had a request that began or ended."""
+    """When a request of it last started or ended."""
     state: SequenceState = SequenceState.WAITING
     requests: deque[Request] = field(default_factory=deque)
     running: Request | None = None
     instance: Instance | None = None
     slot: int = -1
     over: bool = False
-    """Nothing comes any more that would belong to it."""
+    """No further request belongs to it."""
     cut: bool = False
-    """It is over without an END."""
+    """It ends without an END."""
     own: bool = False
-    """Of one request, which came without an id."""
+    """Implicit: of a single request without an id."""
     before: Sequence | None = None
-    """Another one of its id, which must have ended first: what a worker keeps is kept by the id."""
+    """An older sequence with the same id, which must end first: workers keep state by id."""
     after: Sequence | None = None
-    """The one that must wait for this one."""
+    """The sequence that waits for this one."""
     broken: tuple[str, str] | None = None
-    """Code and text for what still belongs to it."""
+    """Error code and text for its remaining requests."""
 
     @property
     def id(self) -> int | str:
@@ -359,14 +362,14 @@ class Sequence(Struct, eq=False):
             self.broken = code, text
 
     def drop(self, request: Request) -> None:
-        """It waits no more, and the sequence has a hole where it was."""
+        """Removes a queued request, which leaves a gap and so fails the sequence."""
         self.requests.remove(request)
         self.places.gone(request)
         self.stirred()
         self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was given up, and so is all of it")
 
     def run_again(self, request: Request) -> None:
-        """An iterative model wants to run the request again: it waits at the head of the sequence."""
+        """An iterative model reschedules the request: it returns to the head of the sequence."""
         request.move(RequestState.QUEUED)
         request.instance = request.batch = None
         if request.options is not None and request.options.sequence_start:
@@ -385,31 +388,31 @@ class Sequence(Struct, eq=False):
         self.places.stirred[self] = None
 
     def left(self, request: Request) -> None:
-        """The request has ended at its worker, or is to be run again."""
+        """The request has ended at its worker, or will run again."""
         if self.running is request:
             self.running = None
         self.stirred()
 
 
 class Places:
-    """Where the sequences of one version are: `bound` to slots of instances, or in the `backlog`."""
+    """The slots of one version's sequences: `bound` to instances, or waiting in the `backlog`."""
 
     def __init__(self, policy: SequencePolicy) -> None:
         self.policy = policy
         self.bound: dict[Instance, list[Sequence | None]] = {}
         self.backlog: dict[Sequence, None] = {}
         self._next: dict[str, OrderedDict[Sequence, None]] = {}
-        """Those of the backlog that may have a place, by user. The first user is next; invariant: each has some."""
+        """Sequences of the backlog that may get a slot, by user, next user first. Invariant: each user has some."""
         self.latest: dict[int | str, Sequence] = {}
-        """By the workers' id, the newest one that has not ended."""
+        """Worker id -> the newest sequence that has not ended."""
         self.stirred: dict[Sequence, None] = {}
-        """Those for which something has changed since they were last looked at."""
+        """Sequences to process: something has changed since the last time."""
         self.waits = self.bytes = 0
-        """Requests that no worker has, and what is inside their messages."""
+        """Queued requests, and the bytes inside their messages."""
 
     @property
     def count(self) -> int:
-        """Sequences that live."""
+        """Live sequences."""
         return len(self.backlog) + sum(slot is not None for slots in self.bound.values() for slot in slots)
 
     def all(self) -> list[Sequence]:
@@ -441,7 +444,8 @@ class Places:
         self._next.setdefault(sequence.user, OrderedDict())[sequence] = None
 
     def bind_waiting(self, instances: list[Instance]) -> None:
-        """Gives slots that are free to those of the backlog: users in turn, and of a user first come first served."""
+        """Binds sequences of the backlog to free slots: round robin between users, first come first served within
+        one."""
         while self._next:
             instance = self._free(instances)
             if instance is None:
@@ -450,7 +454,7 @@ class Places:
             mine = self._next.pop(user)
             first, _ = mine.popitem(last=False)
             if mine:
-                self._next[user] = mine  # behind the others
+                self._next[user] = mine  # behind the other users
             del self.backlog[first]
             slots = self.bound.setdefault(instance, [None] * self.policy.slots)
             first.slot = slots.index(None)
@@ -459,7 +463,7 @@ class Places:
             first.move(SequenceState.BOUND)
 
     def _free(self, instances: list[Instance]) -> Instance | None:
-        """Of the instances that can take one more sequence, one with the fewest."""
+        """The instance with the fewest sequences of those that can take another one."""
         best, fewest = None, self.policy.slots
         for instance in instances:
             if instance.usable and not instance.leaving and not instance.waits:
@@ -470,7 +474,8 @@ class Places:
         return best
 
     def lose(self, instance: Instance | None, text: str) -> None:
-        """The instance (None: every one) runs its sequences no more. Their version is to be dispatched."""
+        """Fails the sequences of the instance (None: of all), which can no longer run them. The caller dispatches the
+        version."""
         for sequence in self.all() if instance is None else self.at(instance):
             sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: {text}; send START again")
             sequence.stirred()
@@ -505,9 +510,10 @@ class Places:
 
 
 class Version:
-    """One generation of a version: a reload makes a new one, which takes over when it is READY.
+    """One generation of a version: a reload creates a new one, which takes over when it is READY.
 
-    `policy`, `checker` and `queue` are made when the first worker has said what the model looks like."""
+    `policy`, `checker` and `queue` are set when the first worker has reported the model's configuration.
+    """
 
     __slots__ = (
         "asked",
@@ -558,15 +564,15 @@ class Version:
         self.began = began
         """When it was deployed."""
         self.took_ns = 0
-        """From then until it was READY; 0: it is not, yet."""
+        """Time from deployment to READY; 0: not READY yet."""
         self.retries = 0
         self.traceback = ""
-        """Of the model, when a worker last failed to load it; "" once it is in the log."""
+        """The model's traceback of the last failed load; "" once it has been logged."""
         self.logged_traceback = ""
         self.limit_ns = 0
-        """A batch that runs for longer hangs; 0: no limit."""
+        """Execution limit: a longer batch counts as hung; 0: no limit."""
         self.crash_limit = 0
-        """Crashes in a row after which an instance counts as broken; 0: never."""
+        """Consecutive crashes after which an instance counts as broken; 0: never."""
         self.instances = instances
         self.state = VersionState.LOADING
         self.reason = ""
@@ -574,46 +580,46 @@ class Version:
         self.checker: Checker | None = None
         self.queue: RequestQueue[Request] = RequestQueue(None)
         self.suspects: deque[Request] = deque()
-        """Those to be run again, each alone and one at a time, as one of them may have killed a worker."""
+        """Requests to be run again, each alone and one at a time, because one of them may have killed a worker."""
         self.reserved: Instance | None = None
-        """Where the next suspect is run. Nothing is sent ahead to it, so that it becomes idle."""
+        """Runs the next suspect. Nothing is sent ahead to it, so that it becomes idle."""
         self.trial: Instance | None = None
-        """It runs a suspect now."""
+        """The instance that is running a suspect."""
         self.places: Places | None = None
-        """Of a model of sequences."""
+        """For models with sequence batching."""
         self.graph: Graph | None = None
-        """Of an ensemble."""
+        """For ensembles."""
         self.members: tuple[Version, ...] = ()
         """The models of its steps, once all are READY."""
         self.member_recovering = False
-        """Of an ensemble: the model that it lacks is being loaded, or restarts its instances."""
+        """For ensembles: a missing model is being loaded, or is restarting its instances."""
         self.asked = 0
-        """The question to the shell whether they fit together."""
+        """Number of the pending Compose."""
         self.users = 0
-        """Runs of ensembles that may still have something for it."""
+        """Ensemble runs that may still send requests to it."""
         self.shape: Shape | None = None
         self.padding: PaddingPolicy | None = None
         self.prefetch = True
         self.plain = True
-        """No priorities, no queue policy, no order to preserve: the short way in and out."""
+        """No priorities, queue policy or preserved order: requests take the fast path."""
         self.cached = False
-        """Its answers are kept."""
+        """Its responses are cached."""
         self.decoupled = False
-        """It answers a request as often as it likes."""
+        """A request may have any number of responses."""
         self.order: deque[Request] | None = None
-        """With preserve_ordering: requests in the order of their arrival, until all before them have been answered."""
+        """With preserve_ordering: requests in order of arrival, each until all before it have been answered."""
         self.order_swept = ORDER
-        """From this length on those that left early are taken out."""
+        """Length at which requests that left early are removed."""
         self.idle: list[Instance] = []
-        """Those with nothing to do; the one that became idle last is at the end, and used first: it is warm."""
+        """Idle instances. The most recent one is last and is used first, because its caches are warm."""
         self.service_ns = 0
-        """About how long a batch takes: an exponential mean, 0 before the first."""
+        """Mean batch time (exponential); 0 before the first batch."""
         self.spread_ns = 0
-        """About how far that is from the time after which the batch is known here to be done: a mean, too."""
+        """Mean deviation between that and the time after which the broker sees a batch as done."""
         self.successor: Version | None = None
-        """The generation that a restart has put in its place, and that takes its requests."""
+        """The generation that a restart put in its place, which takes over its requests."""
         self.wake = 0
-        """When what waits should be looked at again though nothing happens; 0: not."""
+        """When to dispatch again if no event arrives; 0: never."""
         self.statistics = Statistics()
 
     @property
@@ -621,7 +627,7 @@ class Version:
         return f"model '{self.model}' version {self.number}"
 
     def adopt(self, policy: ModelPolicy, cache: bool = False) -> None:
-        """What it looks like is known. `cache`: the server keeps answers."""
+        """Applies the policy once it is known. `cache`: the server has a response cache."""
         self.policy = policy
         self.checker = Checker(policy)
         self.queue = RequestQueue(policy.batching)
@@ -643,7 +649,7 @@ class Version:
             self.plain = self.prefetch and not batching.preserve_ordering
             if batching.preserve_ordering and not policy.decoupled:
                 self.order = deque()
-        # What must be answered in the order of its arrival cannot overtake what is being run.
+        # With preserve_ordering, a cached response must not overtake running requests.
         self.cached = cache and policy.cached and self.order is None and not policy.decoupled and not policy.sequence
         if self.cached:
             self.plain = False
@@ -653,7 +659,7 @@ class Version:
         self.reason = reason
 
     def take_traceback(self) -> str:
-        """For the record of a failed load. "" if the last attempt that was logged ended in the same way."""
+        """The traceback to log for a failed load; "" if the last logged attempt failed in the same way."""
         found, self.traceback = self.traceback, ""
         if found == self.logged_traceback:
             return ""
@@ -662,31 +668,32 @@ class Version:
 
     @property
     def healthy(self) -> bool:
-        """Can somebody run a request now, or after the batches that run?"""
+        """Can an instance run a request now, or after its current batches?"""
         if self.graph is not None:
             return self.state is VersionState.READY and all(member.healthy for member in self.members)
         return self.state is VersionState.READY and any(instance.usable for instance in self.instances)
 
     @property
     def alive(self) -> bool:
-        """Will what waits here be run?"""
+        """Will queued requests be run?"""
         return any(instance.alive for instance in self.instances)
 
     @property
     def recovering(self) -> bool:
-        """It was READY and has no instance left, but goes on trying to restart them."""
+        """It was READY, has no instance left, and keeps restarting them."""
         if self.state is not VersionState.UNAVAILABLE or not self.took_ns:
             return False
         return any(not instance.over for instance in self.instances)
 
     @property
     def returns(self) -> bool:
-        """It is not READY, and becomes so by itself once its instances, or those of its steps, can be restarted."""
+        """It is not READY, but will be without intervention once its instances, or those of its steps, have
+        restarted."""
         return self.recovering or self.member_recovering
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many instances serve fully, and how many are meant to."""
+        """Instances that serve fully, and instances that should."""
         wanted = [i for i in self.instances if not (i.over or i.spec.passive or i.replaces)]
         return sum(i.state is InstanceState.READY and not i.quarantined for i in wanted), len(wanted)
 
@@ -701,7 +708,7 @@ class Version:
 
     @property
     def loaded(self) -> bool:
-        """Every instance that is to serve is there."""
+        """Every instance that should serve is READY."""
         return all(instance.state is InstanceState.READY or instance.over for instance in self.instances)
 
     @property
@@ -710,18 +717,18 @@ class Version:
 
     @property
     def waits(self) -> int:
-        """Requests that no worker has."""
+        """Queued requests, which no worker has."""
         if self.places is not None:
             return self.places.waits
         return self.queue.count + len(self.suspects)
 
     @property
     def waiting_bytes(self) -> int:
-        """Inside the messages of what waits."""
+        """Bytes inside the messages of queued requests."""
         return self.queue.bytes if self.places is None else self.places.bytes
 
     def drop(self, request: Request) -> None:
-        """It waits no more."""
+        """Removes a queued request."""
         if request.sequence is not None:
             request.sequence.drop(request)
         elif request.suspect:
@@ -731,32 +738,32 @@ class Version:
 
     @property
     def finished(self) -> bool:
-        """Nothing waits, runs or is still read, and no run of an ensemble needs it."""
+        """No request is queued, running or still being read, and no ensemble run needs the version."""
         if self.waits or self.users or (self.places is not None and self.places.count):
             return False
         return all(instance.idle and not instance.streams for instance in self.instances)
 
     def needs(self, instance: Instance) -> bool:
-        """Is there what no other instance could go on with?"""
+        """Does the instance have work that no other instance could continue?"""
         if self.places is not None:
             return bool(self.places.at(instance))
         return self.decoupled and not (instance.idle and not instance.streams)
 
     @property
     def gone(self) -> bool:
-        """It has no process, and none is to come."""
+        """It has no process, and will not start one."""
         return not any(instance.peer or not instance.over for instance in self.instances)
 
     @property
     def heir(self) -> Version:
-        """Where a request that comes back from one of its instances is queued."""
+        """The generation in which to queue a request that one of its instances returns."""
         found = self
         while found.successor is not None:
             found = found.successor
         return self if found.gone else found
 
     def count_padding(self, batch: Batch) -> None:
-        """Of a batch that has run."""
+        """Counts the padding of a batch that has run."""
         if self.padding is not None:
             longest, useful = batch.lengths()
             elements = batch.rows * rounded(longest, self.padding)
@@ -764,12 +771,12 @@ class Version:
             self.statistics.padded_elements += elements - useful
 
     def served(self, service_ns: int, seen_ns: int) -> None:
-        """A batch took so long, and `seen_ns` from here."""
+        """Updates the means with a batch that took `service_ns` at the worker, and `seen_ns` as seen by the broker."""
         self.spread_ns += (abs(seen_ns - (self.service_ns or service_ns)) - self.spread_ns) // 16
         self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8
 
 
 def _sends_ahead(policy: BatchPolicy) -> bool:
-    """Requests whose place in the queue may still change stay here until an instance is idle."""
+    """False if the order of queued requests may still change: they stay here until an instance is idle."""
     plain = QueuePolicy()
     return policy.levels == 0 and policy.default_policy == plain

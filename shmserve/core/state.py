@@ -1,4 +1,4 @@
-"""What the parts of the core share: every table, the effects of this turn, and the timers."""
+"""State shared by the parts of the core: all tables, the effects of the current turn, and the timers."""
 
 from __future__ import annotations
 
@@ -24,88 +24,91 @@ from shmserve.core.stats.latencies import FirstResponses
 from shmserve.errors import NotFound, Unavailable
 
 WORKERS_FROM = 1 << 30
-"""Peers from here on are workers, numbered by the core; below are clients, numbered by the shell. 0 is the broker."""
+"""Peers from this number on are workers, numbered by the core. Those below are clients, numbered by the shell; 0 is the
+broker."""
 
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 Subject: TypeAlias = "Request | Instance | Sequence | Version | None"
 
 _LIVE = (RequestState.QUEUED, RequestState.SENT, RequestState.DONE, RequestState.CHAINED, RequestState.OPEN)
-"""Not answered yet."""
+"""States of requests that have not been answered."""
 
 
 class Timer(Enum):
-    DEADLINE = 1  # a request's own
-    QUEUE = 2  # the queue policy's
-    RETRY = 3  # an instance's next start
-    HANG = 5  # an instance may have run its batch for too long
-    LATE = 6  # an instance may have loaded for too long
-    IDLE = 7  # a sequence may have had no request for too long
-    BACKLOG = 12  # a sequence may have waited for a slot for too long
-    LEAVE = 8  # a version whose sequences have had their time to come to an end
-    DRAIN = 4  # the end of patience at shutdown
-    RECALL = 9  # an instance that was replaced may not have given back what it has not started
-    OVERDUE = 10  # an instance that was replaced may not have finished
+    DEADLINE = 1  # the request's own timeout
+    QUEUE = 2  # the queue policy's timeout
+    RETRY = 3  # start an instance again
+    HANG = 5  # an instance may have exceeded the execution limit
+    LATE = 6  # an instance may have exceeded the load limit
+    IDLE = 7  # a sequence may have exceeded its idle time
+    BACKLOG = 12  # a sequence may have waited too long for a slot
+    LEAVE = 8  # grace period of the sequences of an unloaded version
+    DRAIN = 4  # grace period at shutdown
+    RECALL = 9  # a replaced instance may not have returned its unstarted requests
+    OVERDUE = 10  # a replaced instance may not have finished its running batch
 
 
 class State:
-    """One for a core. Parts of the core change it; nobody else does."""
+    """The state of one core. Invariant: only the core changes it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.now = 0
-        """Of this turn."""
+        """Time of the current turn."""
         self.clients: dict[int, Client] = {}
         self.models: dict[str, Model] = {}
         self.ready: dict[str, Version] = {}
-        """Model name -> its default version. What a request without a version goes to."""
+        """Model name -> its default version, used by requests that name no version."""
         self.requests: dict[int, Request] = {}
         self.runs: dict[int, Run] = {}
-        """Number of a request to an ensemble -> how far it is."""
+        """Number of the request to an ensemble -> its run."""
         self.instances: dict[int, tuple[Version, Instance]] = {}
-        """Worker -> what it serves. Entries go when the process has ended."""
+        """Worker -> its version and instance. Entries are removed when the process has ended."""
         self.ledger = Ledger()
         self.cache = Cache(limits.cache_bytes, self.ledger)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None
         self.effects: list[Effect] = []
         self.dirty: dict[Version, None] = {}
-        """Versions to look at when all events of this turn are in."""
+        """Versions to dispatch after all events of this turn have been processed."""
         self.stirred: dict[Run, None] = {}
-        """Runs of ensembles for which something has come, or that have failed."""
+        """Ensemble runs to advance: a step's result has arrived, or the run has failed."""
         self.mapped: FairQueue[Run] = FairQueue()
-        """Runs with mapped steps not all of whose rows have been asked for; also such as have ended meanwhile."""
+        """Runs with mapped steps that have rows left to request. May contain runs that have ended meanwhile."""
         self.abandoned: Counter[str] = Counter()
-        """By user, streams that nobody waits for any more, and that the model has not ended."""
+        """User -> streams that no client waits for any more and that the model has not ended."""
         self.sequences: dict[Key, Sequence] = {}
-        """Those that a request may go on with."""
+        """Sequences that further requests may continue."""
         self.ensembles: dict[Version, None] = {}
-        """Those that are to be served."""
+        """Deployed ensembles."""
         self.regard = False
-        """Something has changed that ensembles may depend on."""
+        """Set when something changes that the readiness of ensembles may depend on."""
         self.wakes: dict[Version, int] = {}
         self.loads: deque[tuple[Version, Instance]] = deque()
-        """Instances that wait for their turn to load."""
+        """Instances queued to load."""
         self.loading: dict[Instance, None] = {}
-        """Those that load, and count towards the limit."""
+        """Instances that are loading and count towards `Limits.loading`."""
         self.leaving: dict[Version, None] = {}
-        """Versions that take no new requests, and go when they have finished."""
+        """Versions that accept no new requests and are removed when they have finished."""
         self.replaced: list[tuple[Version, Instance | None, Version | None]] = []
-        """What a restart has replaced: an instance of a version that goes on, or (None) a version by its successor."""
+        """Replaced by a restart: an instance of a version that continues, or (None) a version, followed by its
+        successor."""
         self.forced: list[Version] = []
-        """Versions that are unloaded by force."""
+        """Versions that are being unloaded by force."""
         self.parting: dict[Instance, Version] = {}
-        """Instances of versions that go on without them, which stay for the sequences that they have."""
+        """Instances that their versions no longer need, kept until their sequences have ended."""
         self.waiting: dict[Instance, None] = {}
-        """Those that wait for other models, which they have called."""
+        """Instances that wait for responses of models that they called."""
         self.answered_calls: list[Request] = []
-        """Requests answered in this turn for which their client, an instance, has waited."""
+        """Requests answered in this turn for which the calling instance has been waiting."""
         self.doubt = False
-        """An instance goes, or a step begins where it has to wait for its turn: somebody may wait for ever."""
+        """A deadlock may have formed; check for one at the end of the turn. Set when an instance leaves, and when a
+        step starts to wait for resources."""
         self.traces = Traces()
         self.refused: dict[str, int] = {}
-        """Requests that were not admitted, by limit, or by code where it was none."""
+        """Requests that were not admitted, by limit, or by error code where no limit applied."""
         self.tracing = False
-        """Say of each batch why it was formed."""
+        """Log each batch with the reason for which it was formed."""
         self.draining = False
         self.drained = False
         self._timers: list[tuple[int, int, Timer, Subject]] = []
@@ -118,7 +121,7 @@ class State:
         return effects
 
     def next_number(self) -> int:
-        """For requests and Executes alike: rising, never used twice."""
+        """A number for a request or an Execute: increasing, never reused."""
         self._numbers += 1
         return self._numbers
 
@@ -127,7 +130,7 @@ class State:
         return self._workers
 
     def request_of(self, client: Client, number: int) -> Request | None:
-        """The request in flight that the client knows by this number."""
+        """The request in flight with this client-side number."""
         return self.requests.get(client.requests.get(number, 0))
 
     def send(self, peer: int, message: object) -> None:
@@ -137,7 +140,7 @@ class State:
         self.effects.append(Log(level, text, fields or None))
 
     def refresh(self, name: str) -> None:
-        """The default version of a model may have changed."""
+        """Updates the entry in `ready`. Call when the default version of a model may have changed."""
         self.regard = True
         model = self.models.get(name)
         default = model.default() if model else None
@@ -147,7 +150,8 @@ class State:
             self.ready[name] = default
 
     def look_up(self, name: str, number: int) -> Version:
-        """The version that serves requests for this name and number (0: the default one). Raises if there is none."""
+        """The version that serves requests for this name and number (0: the default version). Raises if there is
+        none."""
         if not number and name in self.ready:
             return self.ready[name]
         model = self.models.get(name)
@@ -171,7 +175,7 @@ class State:
         return version
 
     def adopt(self, version: Version, policy: ModelPolicy) -> None:
-        """What the version looks like is known."""
+        """Applies the policy of a version that has loaded."""
         version.adopt(policy, self.cache.limit > 0)
         first = FirstResponses.of(policy.first_response_ms) if self.limits.first_responses else None
         version.statistics.collect(self.limits.summaries, first)
@@ -194,7 +198,7 @@ class State:
         return found
 
     def deadline(self) -> int | None:
-        """The earliest time at which something is to be done though nothing happens."""
+        """The earliest time at which `tick` is due."""
         if self.mapped.users:
             return self.now
         timers = self._timers

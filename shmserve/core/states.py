@@ -1,9 +1,12 @@
-"""The states of everything that has any, and the legal moves between them. Two rules: every move goes through a
-`move` that consults these tables, and a move that is not here is a bug of ours, told with the story of the thing.
+"""The state machines of the core: states and legal transitions.
 
-A request leaves the broker for a worker (SENT), and is QUEUED again only if that worker dies. It may be answered before
-the worker is done with it (LINGERING: its inputs are still in use), or be done before it may be answered (DONE).
-Whether a sent request runs yet is the state of its batch.
+Invariant: every transition goes through a `move` that consults these tables. A transition that is not listed is an
+internal error, reported with the object's `story()`.
+
+A request leaves the broker for a worker (SENT). It becomes QUEUED again only if its batch is recalled, its worker dies,
+or an iterative model runs it again. It may be answered before the worker is done with it (LINGERING: its inputs are
+still in use), or be done before it may be answered (DONE). The state of its batch shows whether a sent request is
+running.
 """
 
 from __future__ import annotations
@@ -12,33 +15,33 @@ from enum import Enum, IntEnum
 from typing import TypeVar
 
 
-class RequestState(IntEnum):  # integers hash fast, and requests move thousands of times a second
-    QUEUED = 1  # in the model's queue, here
+class RequestState(IntEnum):  # integers hash fast, and requests change state thousands of times a second
+    QUEUED = 1  # in the model's queue, in the broker
     SENT = 2  # in a batch at a worker
     LINGERING = 3  # answered early; the worker may still read its inputs
-    DONE = 4  # no worker has it any more; its answer waits for its turn (preserve_ordering)
+    DONE = 4  # finished by its worker; its response waits for earlier ones (preserve_ordering)
     ENDED = 5
-    CHAINED = 6  # to an ensemble: the requests of its steps are under way
-    OPEN = 7  # its batch has run, and its model will answer it again
+    CHAINED = 6  # a request to an ensemble: its steps are in flight
+    OPEN = 7  # its batch has run, and its model will send further responses
 
 
 class BatchState(Enum):
-    __hash__ = object.__hash__  # Enum's own is a Python function
+    __hash__ = object.__hash__  # Enum.__hash__ is a Python function
 
-    OPEN = "open"  # waits at the worker and may be extended
+    OPEN = "open"  # queued at the worker, can be extended
     RUNNING = "running"
     ENDED = "ended"
 
 
 class InstanceState(Enum):
-    __hash__ = object.__hash__  # Enum's own is a Python function
+    __hash__ = object.__hash__  # Enum.__hash__ is a Python function
 
-    WAITING = "waiting"  # for its turn to load
+    WAITING = "waiting"  # queued to load
     STARTING = "starting"  # its process runs, its model is loading
     READY = "ready"
-    BACKOFF = "backoff"  # its process ended; the next one starts at a known time
-    KILLED = "killed"  # it contradicted the protocol, or did not stop in time; its process is being ended
-    FAILED = "failed"  # given up, or could not load; its process has ended
+    BACKOFF = "backoff"  # its process has ended and will be restarted at a known time
+    KILLED = "killed"  # its process is being killed: protocol error, hang, or no exit in time
+    FAILED = "failed"  # not restarted again, or failed to load; its process has ended
     STOPPING = "stopping"
     STOPPED = "stopped"
 
@@ -51,7 +54,7 @@ class VersionState(Enum):
 
 
 class SequenceState(Enum):
-    WAITING = "waiting"  # for a slot: it is in the backlog
+    WAITING = "waiting"  # for a slot: in the backlog
     BOUND = "bound"  # to a slot of an instance
     ENDED = "ended"
 
@@ -89,7 +92,7 @@ VERSION_MOVES = {
     _V.LOADING: {_V.READY, _V.UNAVAILABLE, _V.UNLOADING},
     _V.READY: {_V.UNAVAILABLE, _V.UNLOADING},
     _V.UNLOADING: {_V.UNAVAILABLE},
-    _V.UNAVAILABLE: {_V.READY, _V.UNLOADING},  # an instance, or the models of an ensemble, have come (back)
+    _V.UNAVAILABLE: {_V.READY, _V.UNLOADING},  # an instance has recovered, or the models of an ensemble have
 }
 
 SEQUENCE_MOVES = {
@@ -110,14 +113,15 @@ S = TypeVar("S", bound=Enum)
 
 
 class IllegalMove(AssertionError):
-    """Never expected: the core has contradicted itself. The text ends with the story of the thing that moved."""
+    """An illegal transition, which is an internal error of the core. The message ends with the object's story."""
 
     def __init__(self, what: str, start: Enum, finish: Enum, story: str) -> None:
         super().__init__(f"{what}: {start.name} -> {finish.name} is not a legal move; story: {story}")
 
 
 def legal(moves: dict[S, set[S]], what: str, start: S, finish: S, story: str) -> S:
-    """`finish`, if the table allows it. For things that move rarely; requests check inline (see request.py)."""
+    """Returns `finish` if the table allows it. Requests and batches are moved often and check inline instead
+    (records.py)."""
     if finish not in moves[start]:
         raise IllegalMove(what, start, finish, story)
     return finish
