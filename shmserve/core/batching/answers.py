@@ -1,4 +1,4 @@
-"""The memory in the answers of a worker: checked, and handed to the caller or back to the worker."""
+"""Memory in workers' responses: validated, then given to the caller or returned to the worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Answers:
         self._ends = ends
 
     def take(self, instance: Instance, request: Request, row: Row) -> bool:
-        """What the row refers to is held by whoever has asked. False, and nothing done: some of it is not the
+        """Gives the memory of the row to the caller. Returns False, without any change, if some of it is not the
         worker's to give."""
         client, ledger, caller = request.client, self._state.ledger, instance.caller
         handles: list[Handle] = []
@@ -45,12 +45,12 @@ class Answers:
         return True
 
     def send_back(self, instance: Instance, row: Row) -> None:
-        """Outputs that nobody will be given."""
+        """Returns outputs that no caller will receive."""
         for tensor in row.outputs:
             if isinstance(tensor.data, tuple):
                 for handle in tensor.data:
                     own = handle.segment >> OWNER_SHIFT == instance.peer
-                    if own and self._state.ledger.block_of(handle) is None:  # else it is held, also by itself
+                    if own and self._state.ledger.block_of(handle) is None:  # else it is held, maybe by the worker
                         self._state.ledger.send_back(handle)
 
 

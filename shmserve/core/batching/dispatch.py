@@ -1,4 +1,4 @@
-"""Requests to workers and results back: batches are sent, extended, started, done, and taken back."""
+"""Dispatch: sends batches to workers, extends them, and processes the workers' reports."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------ out
 
     def refuse_stranded(self, version: Version, now: int) -> None:
-        """Fails what waits for a version that no instance will run any more."""
+        """Fails the requests queued for a version that no instance will run any more."""
         if version.state is not _READY and version.waits and not version.alive:
             what = f"'{version.model}' version {version.number} is not at ready state"
             self.empty_queue(version, f"Request for unknown model: {what}: {version.reason or version.trouble}", now)
 
     def dispatch(self, version: Version, now: int) -> None:
-        """Sends all that may go now."""
+        """Sends everything that may be sent now."""
         self.refuse_stranded(version, now)
         queue = version.queue
         version.wake = 0
@@ -69,7 +69,8 @@ class Dispatcher:
             self._state.wakes.pop(version, None)
 
     def _dispatch_limited(self, version: Version, limiter: Limiter, now: int) -> None:
-        """One batch; then it is the turn of whoever is first now. None is sent ahead: it would start by itself."""
+        """Starts one batch; then the limiter chooses the next version. Nothing is sent ahead, because the worker would
+        start it without the limiter."""
         if not version.queue.count:
             return
         for instance in sorted(version.idle, key=limiter.rank):
@@ -78,25 +79,25 @@ class Dispatcher:
                 return
 
     def _call_back(self, version: Version) -> None:
-        """What was sent ahead to an instance that waits for other models can run elsewhere meanwhile."""
+        """Recalls batches sent ahead to an instance that waits for other models: others can run them meanwhile."""
         for instance in version.instances:
             batch = instance.waiting
             if batch is not None and instance.waits:
                 self._recalls.recall(instance, batch)
 
     def may_start(self, version: Version, instance: Instance) -> bool:
-        """Unless it must wait for resources that others have."""
+        """Acquires the resources of the instance, if the rate limiter is on. False: others hold them."""
         limiter = self._state.limiter
         return limiter is None or limiter.acquire(version, instance)
 
     def stopped(self, instance: Instance) -> None:
-        """It runs nothing any more: others may have what it had."""
+        """The instance runs nothing any more: releases its resources to others."""
         if self._state.limiter is not None:
             for version in self._state.limiter.release(instance):
                 self._state.dirty[version] = None
 
     def empty_queue(self, version: Version, text: str, now: int) -> None:
-        """No instance will run what waits."""
+        """Fails all queued requests: no instance will run them."""
         waiting = [*version.queue.take(version.queue.count), *version.suspects]
         version.suspects.clear()
         for request in waiting:
@@ -106,7 +107,7 @@ class Dispatcher:
         self._state.dirty[version] = None
 
     def _try_suspect(self, version: Version, now: int) -> None:
-        """One at a time, in a batch of its own, so that it can harm no other request."""
+        """Retries one suspect at a time, in a batch of its own, so that it cannot harm other requests."""
         version.reserved = None
         if version.trial is not None or not version.suspects:
             return
@@ -120,14 +121,14 @@ class Dispatcher:
         self.start(version, instance, batch, [request], now)
 
     def _watch(self, version: Version, instance: Instance, now: int) -> None:
-        """A timer for an instance that begins to run something, at most one at a time."""
+        """Sets the execution limit timer of an instance that starts a batch; there is at most one."""
         if version.limit_ns and not instance.watched:
             instance.watched = True
             self._state.set_timer(now + version.limit_ns, Timer.HANG, instance)
 
     def look_at(self, version: Version, instance: Instance, now: int) -> None:
-        """The timer has come: has it run the same batch all the time? For other models it may wait as long as it likes;
-        it is looked at again when they have answered."""
+        """The execution limit timer: kills the instance if the batch has exceeded the limit. Time spent waiting for
+        other models does not count; the timer is set again when they have answered."""
         instance.watched = False
         running = instance.running
         if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
@@ -143,13 +144,13 @@ class Dispatcher:
             kill(self._state, version, instance, text)
 
     def _send_ahead(self, version: Version, instance: Instance, now: int) -> bool:
-        """To a busy instance: more for the batch that waits there, or a batch that will wait there."""
+        """Sends work to a busy instance: extends its waiting batch, or sends it one."""
         if instance.waiting is not None:
             return not instance.waiting.recalled and self._extend(version, instance, instance.waiting, now)
         return sends_ahead(version, self._state.limits.prefetch_ns) and self._start_batch(version, instance, now)
 
     def _start_batch(self, version: Version, instance: Instance, now: int) -> bool:
-        """False: what waits should wait for more; `version.wake` says until when."""
+        """False: nothing was sent. If requests should wait for more, `version.wake` is the time until which."""
         plan = plan_batch(version, now, instance.quarantined)
         if not plan.count:
             version.wake = plan.wake
@@ -169,17 +170,18 @@ class Dispatcher:
         return True
 
     def _refuse_late(self, version: Version, instance: Instance, plan: Plan, now: int) -> bool:
-        """Of those that would run next, those that could not be answered in time are not run: whoever asked is told
-        now, and the time goes to those that still can be. True: there were some."""
+        """Rejects those of the next batch that cannot be answered before their deadline: their callers learn it at
+        once, and the time is used for others. Returns whether there were any."""
         done = now + version.service_ns
-        if version.queue.count > plan.count:  # others could have its place: it is not given to a small chance
+        if version.queue.count > plan.count:  # others could use its place: be pessimistic
             done += 4 * version.spread_ns
         running = instance.running
         if running is not None:
             done += max(0, running.began + version.service_ns - now)
         late = [request for request in planned(version, plan) if 0 < request.deadline < done]
         if late and running is None and len(late) == plan.count:
-            # Nothing would be run, and so nothing learned: a model that was slow once must not be refused for ever.
+            # Nothing would run, so the estimate would never be updated: without this, a model that was slow once would
+            # reject requests forever.
             version.service_ns -= version.service_ns >> 3
             version.spread_ns -= version.spread_ns >> 3
         for request in late:
@@ -190,7 +192,7 @@ class Dispatcher:
         return bool(late)
 
     def start(self, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
-        """Runs these on an instance that has nothing to do."""
+        """Runs the batch on an idle instance."""
         version.idle.remove(instance)
         instance.running = batch
         batch.move(BatchState.RUNNING)
@@ -199,7 +201,7 @@ class Dispatcher:
         self._send(instance, batch, requests, 0)
 
     def _extend(self, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
-        """False: it cannot grow."""
+        """False: the batch cannot grow."""
         plan = plan_extension(version, batch, now)
         if not plan.count:
             return False
@@ -213,7 +215,7 @@ class Dispatcher:
         return True
 
     def _send(self, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
-        """Execute, in as many messages as the inline bytes need."""
+        """Sends Execute, split into several messages if the inline bytes require it."""
         state, peer = self._state, instance.peer
         is_open = batch.state is BatchState.OPEN
         works: list[Work] = []
@@ -235,7 +237,7 @@ class Dispatcher:
                     request.slot, not request.outside, request.near, request.aliases, request.labels,
                 )
             )  # fmt: skip
-            if request.state is not _QUEUED:  # else it is the usual, legal move
+            if request.state is not _QUEUED:  # else the transition is legal
                 request.move(_SENT)
             request.state = _SENT
             request.instance = instance
@@ -313,7 +315,7 @@ class Dispatcher:
         self._state.dirty[version] = None
 
     def _recovered(self, version: Version, instance: Instance) -> None:
-        """It has done a batch: its crashes before that are forgotten."""
+        """Its batch succeeded: resets its crash counters."""
         instance.deaths = instance.crashes = 0
         if instance.quarantined:
             instance.quarantined = False
@@ -322,7 +324,7 @@ class Dispatcher:
             self._state.log("info", text, **about)
 
     def _again(self, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
-        """An iterative model wants to run these again. Those whose callers have gone end here."""
+        """An iterative model wants to run these requests again. Those whose callers have left end here."""
         for number in numbers:
             request = self._state.requests.get(number)
             if request is not None and request.batch is batch:
@@ -352,7 +354,7 @@ class Dispatcher:
         self._state.dirty[version] = None
 
     def withdrawn(self, version: Version, instance: Instance, message: Withdrawn, now: int) -> None:
-        """These requests never ran. They had been answered before, or were called back."""
+        """These requests never ran: they had been answered before, or were recalled."""
         for number in message.requests:
             if number in instance.revoked:
                 instance.revoked.remove(number)
@@ -369,7 +371,8 @@ class Dispatcher:
         self._state.dirty[version] = None
 
     def _usual_rows(self, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:
-        """`_row` for each, with what nearly all need written out: an answer with no handle, to one who waits for it."""
+        """`_row` for each row, with the common case inlined for speed: an answer without handles, to a waiting
+        client."""
         requests, append = self._state.requests, self._state.effects.append
         taken, number = done.times[0], version.number
         rows = 0
@@ -386,7 +389,7 @@ class Dispatcher:
                         append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
                         del client.requests[request.client_number], requests[row.request]
                         client.bytes -= request.inline
-                        request.state = _ENDED  # legal from SENT
+                        request.state = _ENDED  # a legal transition from SENT
                         rows += request.cost
                         arrivals.append(request.arrived)
                         continue
@@ -416,7 +419,7 @@ class Dispatcher:
             kill_for_protocol_error(self._state, version, instance, "memory in an answer")
 
     def _reply(self, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int) -> bool:
-        """The answer. False: it refers to memory that it may not refer to; nothing has been done."""
+        """Sends the answer. False, without any change: it refers to memory that the worker may not give."""
         if not self._answers.take(instance, request, row):
             return False
         if taken:

@@ -1,7 +1,7 @@
-"""How a batch is formed: a pure function of what waits, what the model asks for, and the time.
+"""Batch forming: a pure function of the waiting requests, the model's policy and the time.
 
-It walks the queue from its head and adds requests until something says stop. `best` is the point up to which the
-batch has a size that the model prefers. The rules, and their order, are those of Triton's dynamic batcher.
+It walks the queue from its head and adds requests until a rule stops it. `best` is the point up to which the batch has
+a preferred size. The rules and their order are those of Triton's dynamic batcher.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shmserve.core.policy import BatchPolicy
 
 
 class Waiting(Protocol):
-    """What the batcher reads of a request."""
+    """The fields of a request that the batcher reads."""
 
     @property
     def cost(self) -> int: ...
@@ -27,22 +27,22 @@ class Waiting(Protocol):
 
 
 class Reason(Enum):
-    """Why a batch was formed when it was, and of what it was."""
+    """Why a batch was formed at this moment and with these requests."""
 
-    __hash__ = object.__hash__  # Enum's own is a Python function
+    __hash__ = object.__hash__  # Enum.__hash__ is a Python function
 
-    FULL = "full"  # no more rows may be added
-    PREFERRED = "preferred"  # it has a size that the model prefers, or the next request would pass over the last one
-    DELAY = "delay"  # its oldest request has waited for as long as it may
-    SHAPE = "shape"  # the next request has other shapes, or other optional inputs, or too different a length to pad
-    IDLE = "idle"  # an instance is idle, and nothing says that it should wait
-    ALONE = "alone"  # it was in a batch that has killed its worker
+    FULL = "full"  # no more rows fit
+    PREFERRED = "preferred"  # it has a preferred size, or the next request would exceed the largest one
+    DELAY = "delay"  # its oldest request has reached the maximum queue delay
+    SHAPE = "shape"  # the next request differs in shapes or optional inputs, or too much in length to pad
+    IDLE = "idle"  # an instance is idle, and no rule delays the batch
+    ALONE = "alone"  # a retry on its own, after its batch has killed a worker
     SINGLE = "single"  # the model takes one request at a time
 
 
 class Plan(Struct, gc=False):
-    """Run the first `count` now, for `reason`; or, with count 0, look again at `wake` (0: when something arrives).
-    `chosen`: not the first, but those at these places, rising."""
+    """Run the first `count` requests now, for `reason`; with count 0, plan again at `wake` (0: when an event arrives).
+    `chosen`: the places of the requests to run instead of the first ones, increasing."""
 
     count: int
     rows: int
@@ -52,9 +52,9 @@ class Plan(Struct, gc=False):
 
 
 class Shape(Struct, frozen=True):
-    """The batch rules of one model, ready for use. `simple`: no delay, no preferred size but the largest batch.
-    `prefers`: the model names sizes; otherwise its one preferred size is the largest batch. `passes`: to pad less,
-    requests may run before others that came earlier."""
+    """The batch rules of a model, precomputed. `simple`: no delay, and no preferred size except the largest batch.
+    `prefers`: the model configures preferred sizes; otherwise the only one is the largest batch. `passes`: requests may
+    overtake earlier ones to reduce padding."""
 
     max_batch: int
     largest: int
@@ -65,7 +65,7 @@ class Shape(Struct, frozen=True):
     prefers: bool = True
     passes: bool = True
     enough: int = 0
-    """More requests than fit into a batch: `form` looks no further."""
+    """More requests than fit into a batch: `form` reads no more."""
 
     @classmethod
     def of(cls, max_batch: int, policy: BatchPolicy, varies: bool) -> Shape:
@@ -78,13 +78,13 @@ class Shape(Struct, frozen=True):
         return cls(*sizes, policy.delay_ns, varies, simple, prefers, passes, enough)
 
     def reason(self, rows: int) -> Reason:
-        """Why a batch of a best size is sent: nothing more fits in, or the model prefers it."""
+        """Why a batch of a preferred size is sent: it is full, or the model prefers this size."""
         return Reason.PREFERRED if self.prefers and rows < self.max_batch else Reason.FULL
 
 
 def form(waiting: Sequence[Waiting], shape: Shape, now: int, base: int = 0, signature: object = None) -> Plan:
-    """What of `waiting` (not empty, in order) should run now. `base` rows with `signature` wait at a worker already
-    and would be extended; then nothing is gained by waiting, and only what fits is taken."""
+    """Plans which of `waiting` (not empty, in order) run now. If `base` rows with `signature` already wait at a worker,
+    the plan extends them: a delay would gain nothing, so only requests that fit are taken."""
     if shape.simple:
         return _fill(waiting, shape.max_batch, base)
     count = rows = best_count = best_rows = 0
@@ -132,7 +132,7 @@ def _extension(count: int, rows: int, best_count: int, best_rows: int, saturated
 
 
 def _fill(waiting: Sequence[Waiting], max_batch: int, base: int) -> Plan:
-    """As many as fit. The common case, and so the shortest."""
+    """As many as fit: the fast path of the common case."""
     rows = base
     count = 0
     for request in waiting:

@@ -1,8 +1,9 @@
-"""Which of the waiting requests run together where they differ in length, and are padded to the longest.
+"""Batching by length: which waiting requests of different lengths run together, padded to the longest.
 
-A batch costs rows x padded length, and `batch_cost` by itself. The waiting requests, sorted by length, are cut into the
-groups that cost least together; the group of the queue's head runs. A later request may so run earlier. Invariant: no
-request is passed over by more than `max_batch` rows in all, so it waits one batch longer than in order, at most.
+A batch costs rows x padded length, plus `batch_cost`. The waiting requests, sorted by length, are cut into the groups
+with the least total cost, and the group that contains the head of the queue runs. So a later request may run earlier.
+Invariant: no request is overtaken by more than `max_batch` rows in total, so it waits at most one batch longer than in
+order.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from shmserve.core.batching.form import Plan, Reason, Shape, Waiting, form
 from shmserve.core.policy import PaddingPolicy
 
 _WASTE = 4
-"""Groups whose padding costs more than this many batches are not considered: nearly always, two groups cost less."""
+"""Groups whose padding costs more than this many batches are not considered: two groups nearly always cost less."""
 
 
 class WaitingPadded(Waiting, Protocol):
-    """What padding reads of a request, besides."""
+    """The additional fields that padding reads."""
 
     @property
     def length(self) -> int: ...
@@ -35,7 +36,7 @@ class WaitingPadded(Waiting, Protocol):
 
 
 def rounded(length: int, policy: PaddingPolicy) -> int:
-    """What a batch is padded to whose longest request has this length."""
+    """The padded length of a batch whose longest request has this length."""
     return -(-length // policy.multiple) * policy.multiple
 
 
@@ -50,10 +51,11 @@ def form_padded(
     length: int = 0,
     useful: int = 0,
 ) -> Plan:
-    """As `form`, but the requests that run may be any of the first `lookahead`: `Plan.chosen` has their places.
+    """Like `form`, but chooses among the first `lookahead` requests: `Plan.chosen` contains their places.
 
-    `base` rows with `signature` wait at a worker already, the longest of them of `length`, all with `useful` elements.
-    A request whose time is over before `urgent` is not passed over."""
+    `base` rows with `signature` already wait at a worker, with a maximum length of `length` and `useful` elements in
+    total. A request that expires before `urgent` is not overtaken.
+    """
     window = waiting[: policy.lookahead]
     if base:
         places = _joining(window, shape, policy, base, signature, length, useful)
@@ -76,13 +78,13 @@ def form_padded(
 
 
 def _enough(window: Sequence[WaitingPadded], shape: Shape, policy: PaddingPolicy) -> bool:
-    """Nothing is gained by waiting for more: what waits would make a whole batch if it were of one length."""
+    """Waiting gains nothing: the window is full, or its requests would fill a batch if their lengths were equal."""
     return len(window) == policy.lookahead or sum([request.cost for request in window]) >= shape.largest
 
 
 def _group(window: Sequence[WaitingPadded], shape: Shape, policy: PaddingPolicy) -> list[int]:
-    """The places of those in the group of the head: in the order of the queue, and with the first that has no room, for
-    which `form` looks."""
+    """The places of the head's group, in queue order, including the first request that no longer fits, which `form`
+    needs to see."""
     multiple, signature = policy.multiple, window[0].signature
     sizes = [-(-request.length // multiple) * multiple for request in window]
     alike = [place for place, request in enumerate(window) if request.signature == signature]
@@ -108,8 +110,8 @@ def _joining(
     length: int,
     useful: int,
 ) -> list[int]:
-    """The places of those that join a batch: in the order of the queue, as long as all its padding costs no more than
-    another batch would. This is asked whenever a request comes, so it does not look for the cheapest groups."""
+    """The places of requests that can join a batch, in queue order, while its total padding costs no more than another
+    batch. It runs on every arrival, so it does not search for the cheapest groups."""
     longest = rounded(length, policy)
     padding = rows * longest - useful
     found = []
@@ -130,12 +132,12 @@ def _joining(
 
 
 def group_of(items: Sequence[tuple[int, int]], anchor: int, most: int, batch_cost: int) -> tuple[int, int]:
-    """The least and the greatest length in the group of an item, when all are cut into the groups of at most `most`
-    rows that cost least. `items` are (length, rows), rising. 64 items take 0.2 ms, once for each batch."""
+    """The shortest and longest length in the anchor's group, when all items are cut into the cheapest groups of at most
+    `most` rows. `items` are (length, rows), increasing. Takes 0.2 ms for 64 items, once per batch."""
     if items[0][0] == items[-1][0]:
         return items[0][0], items[0][0]
     limit = _WASTE * batch_cost
-    costs, cuts = [0], [0]  # of the first n items: what they cost at least, and where their last group begins
+    costs, cuts = [0], [0]  # for the first n items: minimum cost, and start of the last group
     for last, (longest, _) in enumerate(items):
         rows = waste = least = cut = 0
         for first in range(last, -1, -1):
@@ -156,7 +158,7 @@ def group_of(items: Sequence[tuple[int, int]], anchor: int, most: int, batch_cos
 
 
 def _in_turn(window: Sequence[WaitingPadded], places: list[int], shape: Shape, urgent: int) -> list[int]:
-    """The first of these, as many as may run before those that are left out."""
+    """The leading part of `places` that may run before the requests left out."""
     if not places or places[-1] < len(places):
         return places
     chosen = set(places)
@@ -180,7 +182,7 @@ def _in_turn(window: Sequence[WaitingPadded], places: list[int], shape: Shape, u
 
 
 def _may_be_passed(request: WaitingPadded, shape: Shape, urgent: int) -> int:
-    """By how many rows."""
+    """The number of rows that may overtake the request."""
     if not shape.passes or 0 < request.deadline < urgent or 0 < request.queue_expires < urgent:
         return 0
     return max(0, shape.max_batch - request.passed)

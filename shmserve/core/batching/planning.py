@@ -1,4 +1,4 @@
-"""The next batch of a version, and the instance that runs it. Reads the version; only `take` changes its queue."""
+"""Plans the next batch of a version and chooses the instance that runs it. Only `take` changes the queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shmserve.core.records import Batch, Instance, Request, Version
 
 
 def plan_batch(version: Version, now: int, alone: bool = False) -> Plan:
-    """The next batch; `alone`: of one request."""
+    """The next batch; `alone`: of a single request."""
     if alone or version.shape is None:
         return Plan(1, version.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
     if version.padding is not None:
@@ -29,12 +29,12 @@ def plan_extension(version: Version, batch: Batch, now: int) -> Plan:
 
 
 def _urgent(version: Version, now: int) -> int:
-    """A request whose time is over before this might be too late if another batch ran first."""
+    """A request that expires before this time might be too late if another batch ran first."""
     return now + 2 * version.service_ns + 4 * version.spread_ns
 
 
 def planned(version: Version, plan: Plan) -> list[Request]:
-    """What the plan is about."""
+    """The requests of the plan."""
     if plan.chosen is None:
         return version.queue.first(plan.count)[: plan.count]
     waiting = version.queue.first(plan.chosen[-1] + 1)
@@ -42,7 +42,7 @@ def planned(version: Version, plan: Plan) -> list[Request]:
 
 
 def take(version: Version, plan: Plan) -> list[Request]:
-    """The same, out of the queue."""
+    """Removes the requests of the plan from the queue and returns them."""
     return version.queue.take(plan.count) if plan.chosen is None else version.queue.pick(plan.chosen)
 
 
@@ -52,7 +52,7 @@ def sends_ahead(version: Version, prefetch_ns: int) -> bool:
 
 
 def busy(version: Version) -> list[Instance]:
-    """Those that have something to do; the one that will probably be done first is first."""
+    """Busy instances that may take more work, the one that will probably finish first in front."""
     kept = (version.trial, version.reserved)
     found = [
         i for i in version.instances if not i.idle and i.usable and i not in kept and not i.waits and not i.quarantined
@@ -63,7 +63,7 @@ def busy(version: Version) -> list[Instance]:
 
 
 def place_for(version: Version, suspect: Request) -> Instance | None:
-    """Where it is run again: if possible not where its worker died, and where it can begin first."""
+    """The instance for a retry: preferably not the one where its worker died, and the one that can start it first."""
     able = [i for i in version.instances if i.usable and not i.leaving and not i.waits]
     return min(
         able,

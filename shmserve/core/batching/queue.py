@@ -1,12 +1,12 @@
-"""The requests of one model version that wait here, in the order in which they would run.
+"""The request queue of a model version, in the order in which the requests would run.
 
-Priority levels come strictly one after the other. A level is divided twice, each time by start-time fair queueing in
-rows: between users, and a user's share between its clients. So a user gets no more with many connections than with
-one, and a client no more by offering more. With one client that is the order of arrival. Requests whose queue timeout
-has passed under the DELAY action stand behind all unexpired ones of their level.
+Priority levels are strict. Within a level, start-time fair queueing in rows divides capacity twice: between users, and
+within a user between its clients. So a user gains nothing from more connections, and a client nothing from offering
+more. With a single client this is the order of arrival. Requests whose queue timeout has passed under the DELAY action
+come after all unexpired ones of their level.
 
-Between users a request is charged when it is taken: what is cancelled or expires costs its user nothing. Between the
-clients of a user it is charged when it comes, so that the user's requests have an order, and refunded if it is not run.
+A user is charged when a request is taken: requests that are cancelled or expire cost nothing. A client is charged when
+its request arrives, so that the user's requests have an order, and refunded if it is not run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
 
 _by_tag = attrgetter("tag")
 IDLE_LEVELS = 64
-"""So many priority levels are kept before empty ones are dropped."""
+"""Priority levels kept before empty ones are dropped."""
 UNSERVED = 64
-"""So many requests that left, and as many as wait, may be refunded later: when the order is asked for."""
+"""Entries of `Share.unserved`, in addition to as many as are queued, that are kept before they are refunded. Otherwise
+they are refunded when the order is next read."""
 IDLE_USERS = 64
-"""The same for users of a level."""
+"""Users of a level kept before idle ones are dropped."""
 
 
 class QueueClient(Protocol):
-    """Whose turn a request takes."""
+    """The client whose share a request uses."""
 
     @property
     def number(self) -> int: ...
@@ -38,7 +39,7 @@ class QueueClient(Protocol):
 
 
 class Queued(Protocol):
-    """What the queue reads of a request, and what it keeps in it."""
+    """The fields of a request that the queue reads, and those that it keeps in it."""
 
     @property
     def number(self) -> int: ...
@@ -62,7 +63,7 @@ R = TypeVar("R", bound=Queued)
 
 
 def _take_out(waiting: list[R], numbers: set[int]) -> None:
-    """Those of these numbers, which are near the front. Each that is found is removed from the set."""
+    """Removes the requests with these numbers, which are near the front, and removes the numbers found from the set."""
     kept: list[R] = []
     for place, request in enumerate(waiting):
         if not numbers:
@@ -76,7 +77,7 @@ def _take_out(waiting: list[R], numbers: set[int]) -> None:
 
 
 def _sums(refunds: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Tags, rising, and for each how much was refunded below it; one more for what is above them all."""
+    """Returns the tags, increasing, and for each the sum refunded below it; the last sum is for tags above them all."""
     refunds.sort()
     totals = [0]
     for _, cost in refunds:
@@ -85,21 +86,21 @@ def _sums(refunds: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 class Share(Generic[R]):
-    """What waits of one user in a level."""
+    """The queued requests of one user in a level."""
 
     __slots__ = ("charged", "ready", "tags", "turn", "unserved")
 
     def __init__(self, turn: int) -> None:
         self.ready: list[R] = []
-        """By tag."""
+        """Ordered by tag."""
         self.turn = turn
-        """The tag of the request that left last: where a client that was idle joins in."""
+        """The tag of the last request that was taken: a client that was idle continues from here."""
         self.charged = 0
-        """The virtual time of the level up to which the user has had its share."""
+        """The virtual time of the level up to which the user has been served."""
         self.tags: dict[int, int] = {}
-        """Client -> the tag of its newest request here. Empty when `ready` is."""
+        """Client -> the tag of its newest request here. Empty if `ready` is."""
         self.unserved: list[tuple[int, int, int]] = []
-        """(client, tag, cost) of those that left without being served; what they cost is still to be refunded."""
+        """(client, tag, cost) of requests that left without being served, still to be refunded."""
 
     def drop(self, request: R) -> None:
         ready = self.ready
@@ -111,12 +112,13 @@ class Share(Generic[R]):
             self._forget()
 
     def _forget(self) -> None:
-        """Nobody waits: nobody is ahead or behind of others any more."""
+        """Nothing is queued, so no client is ahead of another or behind it."""
         self.tags.clear()
         self.unserved.clear()
 
     def refund(self) -> None:
-        """A client is not charged for what was not run: its later requests move up, but not before a newcomer's."""
+        """Refunds clients for requests that were not run: their later requests move up, but not ahead of a
+        newcomer's."""
         back: dict[int, list[tuple[int, int]]] = {}
         for client, tag, cost in self.unserved:
             back.setdefault(client, []).append((tag, cost))
@@ -138,7 +140,7 @@ class Share(Generic[R]):
         self.ready.sort(key=_by_tag)
 
     def take(self, count: int) -> list[R]:
-        """The first `count`, or all there are."""
+        """The first `count`, or fewer if there are fewer."""
         ready = self.ready
         taken = ready[:count]
         del ready[:count]
@@ -146,12 +148,12 @@ class Share(Generic[R]):
         tags = self.tags
         if not ready:
             self._forget()
-        elif len(tags) > 64 and len(tags) > 2 * len(ready):  # most have nothing here any more
+        elif len(tags) > 64 and len(tags) > 2 * len(ready):  # most clients have nothing queued here
             self.tags = {client: tag for client, tag in tags.items() if tag > turn}
         return taken
 
     def pick(self, numbers: set[int]) -> None:
-        """Takes those of these numbers out. A client that comes now joins behind those taken from the front."""
+        """Removes the requests with these numbers. New clients queue behind those removed from the front."""
         ready = self.ready
         front = next((place for place, request in enumerate(ready) if request.number not in numbers), len(ready))
         if front:
@@ -162,7 +164,7 @@ class Share(Generic[R]):
 
 
 class Level(Generic[R]):
-    """One priority level. Invariant: `active` are those of `shares` in which something is ready."""
+    """One priority level. Invariant: `active` are those of `shares` with requests in `ready`."""
 
     __slots__ = ("active", "delayed", "dropped", "policy", "shares", "turn", "unserved")
 
@@ -173,12 +175,13 @@ class Level(Generic[R]):
         """By user."""
         self.active: list[Share[R]] = []
         self.turn = 0
-        """The virtual time: up to where the user has had its share whose request left last. Others join in here."""
+        """The virtual time: the highest `charged` of the requests taken last. Users that were idle continue from
+        here."""
         self.dropped = dropped
-        """The highest turn of a share that was dropped: a new one begins there, so that a request that is put back
-        stays ahead of later ones."""
+        """The highest turn of a dropped share. New shares start there, so that a request that is put back stays ahead
+        of later ones."""
         self.unserved: dict[Share[R], None] = {}
-        """Where something may be to be refunded."""
+        """Shares that may have refunds to apply."""
 
     def share(self, user: str) -> Share[R]:
         found = self.shares.get(user)
@@ -230,7 +233,7 @@ class Level(Generic[R]):
                 share.refund()
 
     def put_back(self, request: R) -> None:
-        """It had been taken, and was not served: it keeps the place that it had, and its user is not charged."""
+        """Returns a request that was taken but not served: it keeps its place, and its user is refunded."""
         if request.delayed:
             self.delayed.insert(0, request)
             return
@@ -264,7 +267,7 @@ class Level(Generic[R]):
         return found + self.delayed[: count - len(found)] if len(found) < count else found
 
     def _merged(self, count: int) -> list[R]:
-        """The first `count` of all users: next is always the request after which its user has had the least."""
+        """The first `count` of all users: next is always the request after which its user has been served least."""
         active = self.active
         if len(active) == 1:
             return active[0].ready[:count]
@@ -283,12 +286,12 @@ class Level(Generic[R]):
         return found
 
     def take(self, count: int) -> list[R]:
-        """Of `first`, and no more than `count`."""
+        """Removes and returns up to `count` of `first`."""
         active = self.active
         if len(active) == 1:
             share = active[0]
             taken = share.take(count)
-            share.charged = self.turn  # while no other user waits, nobody is ahead or behind
+            share.charged = self.turn  # a single user is neither ahead nor behind
             if not share.ready:
                 active.clear()
             if not self.delayed:
@@ -304,7 +307,7 @@ class Level(Generic[R]):
         return taken
 
     def _take(self, taken: list[R]) -> None:
-        """The first, of several users."""
+        """Charges and removes the first requests, of several users."""
         counts: dict[Share[R], int] = {}
         shares = self.shares
         for request in taken:
@@ -318,8 +321,7 @@ class Level(Generic[R]):
                 self.active.remove(share)
 
     def pick(self, requests: list[R]) -> None:
-        """Takes these out, wherever they stand. A user who comes now has had as much as the one who waits and has had
-        the least."""
+        """Removes these requests from any place. New users start where the least served of the waiting users is."""
         chosen: dict[Share[R], set[int]] = {}
         for request in requests:
             if not request.delayed:
@@ -338,7 +340,7 @@ class Level(Generic[R]):
 
 
 class RequestQueue(Generic[R]):
-    """All levels. Level numbers are the caller's 1..n; without priorities there is one, number 0.
+    """All priority levels. Level numbers are the caller's 1..n; without priorities there is only level 0.
 
     Invariant: there may be 2^64 levels, so only those in use have a Level; its policy comes from the configuration.
     """
@@ -347,18 +349,18 @@ class RequestQueue(Generic[R]):
         self._policy = policy = policy or BatchPolicy()
         self.default_level = policy.default_level if policy.levels else 0
         self._levels: dict[int, Level[R]] = {}
-        """In the order of their numbers."""
+        """In ascending order of level."""
         self._sweep_at = IDLE_LEVELS
         self._turn = 0
-        """The highest turn of a share in a level that was dropped, for those of new levels."""
+        """The highest turn of a share in a dropped level, for new levels."""
         self.count = 0
         self.bytes = 0
-        """Inside the messages of what waits."""
+        """Bytes inside the messages of queued requests."""
         self.timed = 0
-        """Of those that wait, how many have a deadline."""
+        """Queued requests that have a deadline."""
 
     def level_of(self, priority: int) -> int:
-        """The level for a caller's priority: 0 and numbers that are no level mean the default."""
+        """The level for a caller's priority: 0 and numbers out of range mean the default."""
         levels = self._policy.levels
         return priority if 1 <= priority <= levels else self.default_level
 
@@ -378,7 +380,7 @@ class RequestQueue(Generic[R]):
         return made
 
     def _drop_idle(self) -> None:
-        """Callers choose the numbers: without this, each that was ever used would stay."""
+        """Callers choose the numbers: without this, every level ever used would stay."""
         idle = [number for number, level in self._levels.items() if not len(level)]
         for number in idle:
             self._turn = max(self._turn, self._levels.pop(number).last_turn())
@@ -409,7 +411,8 @@ class RequestQueue(Generic[R]):
             self.timed -= 1
 
     def expire(self, request: R) -> bool:
-        """The queue timeout has passed. True: it must be rejected (and has been taken out). False: it waits on."""
+        """Handles an expired queue timeout. True: the request was removed and must be rejected. False: it stays
+        queued."""
         level = self.level(request.level)
         if level.policy.action is TimeoutAction.REJECT:
             self.remove(request)
@@ -418,13 +421,13 @@ class RequestQueue(Generic[R]):
         return False
 
     def in_order(self) -> list[R]:
-        """Everything, in the order in which it would run. Not to be changed by the caller."""
+        """All requests in the order in which they would run. The caller must not change the list."""
         return self.first(self.count)
 
     def first(self, count: int) -> list[R]:
-        """The first `count` of `in_order`, or more. Not to be changed by the caller."""
+        """At least the first `count` of `in_order`, if there are that many. The caller must not change the list."""
         levels = self._levels.values()
-        if len(levels) == 1:  # the common case, and so the shortest
+        if len(levels) == 1:  # fast path of the common case
             (only,) = levels
             if only.unserved:
                 only.refund()
@@ -440,7 +443,7 @@ class RequestQueue(Generic[R]):
         return found
 
     def take(self, count: int) -> list[R]:
-        """Removes and gives the first `count` in order (of `in_order`, with nothing added or removed since)."""
+        """Removes and returns the first `count` of `in_order`, if nothing was added or removed since it was read."""
         taken: list[R] = []
         for level in self._levels.values():
             taken = taken + level.take(count - len(taken)) if taken else level.take(count)
@@ -450,8 +453,8 @@ class RequestQueue(Generic[R]):
         return taken
 
     def pick(self, places: Sequence[int]) -> list[R]:
-        """Removes and gives those at these places, rising (of `in_order`, with nothing added or removed since). Each
-        that is passed over so keeps count by how many rows."""
+        """Removes and returns those at these places of `in_order`, increasing, if nothing was added or removed since it
+        was read. Each overtaken request counts the rows that overtook it."""
         waiting = self.first(places[-1] + 1)
         taken = [waiting[place] for place in places]
         behind = sum([request.cost for request in taken])

@@ -1,7 +1,7 @@
-"""The rate limiter: an instance runs a batch only while it has the resources that it asks for.
+"""The rate limiter: an instance runs a batch only while it holds the resources that it needs.
 
-Resources are just numbers with names: each device has its own, or all instances share one. Of those that wait, the one
-with the fewest batches so far goes first, those of turn 2 counted twice, and so on.
+Resources are named counters, either one for each device or one shared by all instances. Of the waiting instances, the
+one with the fewest batches x turn goes first: with turn 2 it runs half as often as with turn 1.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from shmserve.core.records import Instance, Version
 SHARED = -1
 ANY = -2
 Place = tuple[str, int]
-"""A resource's name and its device; SHARED: of all together."""
+"""A resource's name and its device; SHARED: one for all devices."""
 
 
 class Limiter:
-    """`given`: how much there is, by name and device (ANY: each). What is not given is as much as one instance asks
-    for at most."""
+    """`given`: configured amounts, by name and device (ANY: each device). The default amount is the largest that one
+    instance needs."""
 
     def __init__(self, given: Iterable[tuple[str, int, int]] = ()) -> None:
         self._given = {(name, device): count for name, device, count in given}
@@ -29,10 +29,10 @@ class Limiter:
         self._executions: dict[Instance, int] = {}
         self._lenders: dict[Instance, None] = {}
         self.waiting: dict[Version, None] = {}
-        """Versions that have something to run, and an instance for it, but not what that needs."""
+        """Versions with queued requests and an idle instance that lack resources."""
 
     def know(self, spec: InstanceSpec) -> None:
-        """There is such an instance. Counts of all begin anew, so that it does not go first for long."""
+        """Registers an instance. Resets all counters, so that the new one does not go first for long."""
         for resource in spec.resources:
             place = _place(spec, resource)
             self._asked[place] = max(self._asked.get(place, 0), resource.count)
@@ -46,7 +46,7 @@ class Limiter:
         return self._asked.get(place, 0) if given is None else given
 
     def acquire(self, version: Version, instance: Instance) -> bool:
-        """Takes all that it asks for, or nothing."""
+        """Takes all resources of the instance, or none."""
         spec = instance.spec
         for resource in spec.resources:
             place = _place(spec, resource)
@@ -61,7 +61,7 @@ class Limiter:
         return True
 
     def release(self, instance: Instance) -> list[Version]:
-        """It runs nothing any more. Gives those that may go on."""
+        """The instance runs nothing any more. Returns the versions that may have enough resources now."""
         self._lenders.pop(instance, None)
         for resource in self._running.pop(instance, ()):
             self._used[_place(instance.spec, resource)] -= resource.count
@@ -70,8 +70,8 @@ class Limiter:
         return found
 
     def take_again(self, instance: Instance) -> None:
-        """It has lent what it had, and goes on: now, though others may have it. Until they are done that is too much
-        in use, and nobody else begins."""
+        """The instance lent its resources and continues now, even if others hold them. Until those finish, the limit is
+        exceeded, and no other instance starts."""
         resources = instance.spec.resources
         for resource in resources:
             place = _place(instance.spec, resource)
@@ -80,12 +80,12 @@ class Limiter:
         self._lenders[instance] = None
 
     def rank(self, instance: Instance) -> tuple[int, int]:
-        """The lowest goes first; of equals, the one with the smaller turn, which is never short of its share."""
+        """The lowest rank goes first; among equals, the smaller turn."""
         turn = instance.spec.turn
         return (self._executions.get(instance, 0) + 1) * turn, turn
 
     def first(self, versions: Iterable[Version]) -> Version:
-        """The one that goes first."""
+        """The version whose instance has the lowest rank."""
         return min(versions, key=lambda version: min(map(self.rank, version.idle), default=(0, 0)))
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests that a worker has and does not run after all: asked for, taken out of their batch, and queued again."""
+"""Recalls: requests that a worker has not started are asked back, taken out of their batch, and queued again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Recalls:
         self._ends = ends
 
     def recall(self, instance: Instance, batch: Batch) -> None:
-        """Asks for what waits at the worker."""
+        """Asks the worker to return its waiting batch."""
         if not batch.recalled:
             batch.recalled = True
             self._state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests())))
 
     def take_out(self, version: Version, instance: Instance, batch: Batch, request: Request) -> None:
-        """Of a batch that waits at a worker, and will not be run there."""
+        """Removes a request from a batch that waits at a worker and will not run it."""
         batch.rows -= request.cost
         batch.left -= 1
         request.batch = None
@@ -38,11 +38,11 @@ class Recalls:
             instance.waiting = None
 
     def put_back(self, version: Version, request: Request) -> None:
-        """Into the queue of those that will run it: of its version or, after a restart, of the next generation."""
+        """Queues it again in its version or, after a restart, in the next generation."""
         heir = version.heir
         if heir is not version:
             request.version = heir
-            request.miss = None  # which names the generation
+            request.miss = None  # its key contains the generation
             if version.order is not None and heir.order is not None:
                 version.order.remove(request)
                 heir.order = deque(sorted([*heir.order, request], key=lambda other: other.number))  # by arrival
