@@ -1,15 +1,9 @@
-"""HTTP/2 under gRPC.
+"""HTTP/2 as the transport of gRPC.
 
-connection  one connection on its socket
-listener    what connections share
-host        the same, as the protocol sees it
-protocol    one connection, without a socket
-blocks      header blocks, which open and end calls
-life        PING, idle time, and the end of a connection
-stream      the calls of a connection; sending: their answers
-seam        the interface to services
-conduct     floods, and frames for closed streams
-backlog     turns between connections
-frames, heads, messages, codes  bytes
-limits      what a client may send, and how long it may take
+`listener` accepts sockets and keeps what their connections share; `host` is its interface as the protocol sees it. A
+`connection` feeds received bytes to `protocol`, which does no I/O: it parses `frames`, and `blocks` and `heads` decode
+the header blocks that open and end calls. Each call is a `stream`, which assembles messages and passes them to a
+service through the interface in `seam`. `sending` queues the responses under flow control, and `messages` compresses
+them. `life` has keepalive, idle timeouts and shutdown; `conduct` and `backlog` protect against floods of frames.
+`limits` has size limits and timeouts, `codes` the status codes.
 """

@@ -1,7 +1,8 @@
-"""What all connections of HTTP/2 together may cost in one turn of the loop.
+"""Bounds the work of all HTTP/2 connections together in one iteration of the loop.
 
-Connections that are over their own limit, or come when the turn's work is spent, are put off. In the next turn those go
-first that have cost least, so a flood over any number of connections delays its own connections and no others.
+A connection that is over its own limit, or receives frames when the work of the iteration is spent, is delayed. The
+next iteration starts with the connections that have cost least, so a flood over any number of connections delays only
+those.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ class Delayed(Protocol):
 
     @property
     def cost(self) -> int:
-        """Of what was processed for it lately, and of the frame that waits."""
+        """Recent work for the connection, plus an estimate for the waiting frame."""
 
     def go_on(self) -> bool:
-        """Processes what it may. True: there is still more."""
+        """Processes frames up to the limits. True: some are left."""
 
 
 class Backlog:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.left = most.TURN_WORK
-        """Of this turn of the loop."""
+        """Work left in this iteration of the loop."""
         self._waiting: list[tuple[int, int, Delayed]] = []
         self._count = itertools.count()
         self._scheduled = False
@@ -49,7 +50,7 @@ class Backlog:
             self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """Half of the turn's work is left to connections that are not delayed."""
+        """Reserves half of the work for connections that are not delayed."""
         self._scheduled = False
         self.left = most.TURN_WORK
         again = []

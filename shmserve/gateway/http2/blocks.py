@@ -1,4 +1,4 @@
-"""Header blocks of a connection of HTTP/2: each opens a call, or ends one with trailers."""
+"""Header blocks of an HTTP/2 connection: each opens a call, or ends one with trailers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shmserve.gateway.http2.stream import Stream, Streams
 
 
 class HeaderBlocks:
-    """Of one connection."""
+    """The header blocks of one connection."""
 
     def __init__(self, core: Streams, life: Life) -> None:
         self._core = core
         self._life = life
         self._heads = heads.Heads()
         self.pending: heads.Block | None = None
-        """Headers that are not complete: their CONTINUATION comes next."""
+        """An incomplete header block; the next frame must be its CONTINUATION."""
 
     def headers(self, number: int, flags: int, payload: bytes) -> None:
         if flags & (frames.PADDED | frames.WITH_PRIORITY):

@@ -1,4 +1,4 @@
-"""Status codes of gRPC. The rule of the file: a call ends with one of these, and nothing else is said of how."""
+"""Status codes of gRPC: all that the transport needs to know about an error, with its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Code(IntEnum):
 
 
 class RpcError(Exception):
-    """How a call ends, where it does not end well."""
+    """Ends a call with an error."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)

@@ -1,6 +1,6 @@
-"""Whether a caller keeps to the protocol: floods of cheap frames, and frames for streams that are closed.
+"""Detects protocol abuse: floods of cheap frames, and frames for closed streams.
 
-The counters run per turn of the slow clock; each has a limit that no client of gRPC reaches (limits.py), over which the
+The counters run per turn of the slow clock. Each has a limit that no gRPC client reaches (limits.py); above it the
 connection ends with ENHANCE_YOUR_CALM.
 """
 
@@ -12,13 +12,13 @@ from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.frames import Broken, Reason
 
 _REMEMBERED = 256
-"""Closed streams, to tell a late frame from a stream number that was skipped."""
+"""Closed streams that are remembered, to tell a late frame from a stream id that was skipped."""
 _EARLY = 2048
-"""Streams that ended here before the caller had ended them: what is on its way for them is ignored."""
+"""Remembered streams that were closed here before the client ended them: frames in transit for them are ignored."""
 
 
 class Conduct:
-    """Of one connection."""
+    """The counters of one connection."""
 
     def __init__(self) -> None:
         self.resets = 0
@@ -30,39 +30,40 @@ class Conduct:
         self.resets = self.mistakes = self.idle_frames = 0
 
     def reset(self) -> None:
-        """A call that the caller took back, or made us reset: either way it was opened for nothing."""
+        """Counts a call that the client cancelled, or made us reset: its work was wasted."""
         self.resets += 1
         if self.resets > most.RESETS:
             raise Broken(Reason.ENHANCE_YOUR_CALM, "too many reset calls")
 
     def mistake(self) -> None:
-        """A call that was refused from its headers alone: no such method, not gRPC, no role."""
+        """Counts a call refused by its headers alone: unknown method, not gRPC, or access denied."""
         self.mistakes += 1
         if self.mistakes > most.MISTAKES:
             raise Broken(Reason.ENHANCE_YOUR_CALM, "too many refused calls")
 
     def idle(self, weight: int = 1) -> None:
-        """A frame that moves nothing."""
+        """Counts a frame without effect."""
         self.idle_frames += weight
         if self.idle_frames > most.IDLE_FRAMES:
             raise Broken(Reason.ENHANCE_YOUR_CALM, "too many frames without effect")
 
     def unsent_reply(self) -> None:
-        """An acknowledgement for a caller who does not read."""
+        """Counts an acknowledgement for a client that does not read."""
         self.unsent_replies += 1
         if self.unsent_replies > most.UNSENT_REPLIES:
             raise Broken(Reason.ENHANCE_YOUR_CALM, "the client sends requests but does not read responses")
 
 
 class ClosedStreams:
-    """Of one connection. Both memories are bounded; what is forgotten only costs the caller another error code."""
+    """The closed streams of one connection. Both collections are bounded; forgetting a stream only changes the error
+    code that the client gets."""
 
     def __init__(self) -> None:
         self._closed: deque[int] = deque(maxlen=_REMEMBERED)
         self._early: dict[int, None] = {}
 
     def add(self, number: int, ended: bool) -> None:
-        """`ended`: by the caller, who so has nothing on its way."""
+        """`ended`: the client had ended the stream, so none of its frames are in transit."""
         if ended:
             self._closed.append(number)
             return
@@ -71,7 +72,8 @@ class ClosedStreams:
             del self._early[next(iter(self._early))]
 
     def ignores(self, number: int, ended: bool) -> bool:
-        """Whether a frame for it was on its way when it was closed here. `ended`: it is the last one."""
+        """Whether a frame for the stream may have been in transit when it was closed here. `ended`: it is the last
+        frame."""
         if number not in self._early:
             return False
         if ended:

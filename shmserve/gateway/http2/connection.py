@@ -1,4 +1,4 @@
-"""One connection of gRPC on its socket. The rule of the file: what is sent in one turn of the loop is one write."""
+"""One gRPC connection on its socket. Invariant: output of one iteration of the loop is one write."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shmserve.gateway.http2.stream import Stream
 from shmserve.gateway.limits.turns import Reader
 
 JOINED_BYTES = 128 * 1024
-"""What is sent in one turn is one piece up to this size."""
+"""Output of one iteration up to this size is joined into one buffer."""
 LAST_CALLS_S = 1.0
-"""At the end, for what is on its way from callers who do not say that all of it has come."""
+"""Time at shutdown for calls in transit, from clients that do not acknowledge the PING."""
 _scratch = memoryview(bytearray(256 * 1024))
-"""What every connection reads into, one after another: bytes are taken out before the next one reads."""
+"""Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
 _little = _scratch[: 4 * 1024]
-"""Where a large message is expected: its beginning, as the rest is read to where it belongs."""
+"""Receive buffer when a large message is expected: only its start is read here, the rest directly into its place."""
 
 
 class Connection(Reader, asyncio.BufferedProtocol):
@@ -63,7 +63,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         core = self._core
         if core is None:
             return
-        self._scheduled = True  # what this brings is sent at its end
+        self._scheduled = True  # flushed below
         if self._filling:
             core.fill(count)
         else:
@@ -77,11 +77,11 @@ class Connection(Reader, asyncio.BufferedProtocol):
 
     @property
     def _may_read(self) -> bool:
-        """Where frames wait for their turn, the backlog resumes."""
+        """While frames wait, the backlog resumes reading."""
         return self._core is not None and not self._core.more
 
     def go_on(self) -> bool:
-        """Processes frames that were put off. True: there are still more."""
+        """Processes delayed frames. True: some are left."""
         core, transport = self._core, self._transport
         if core is None or transport is None or transport.is_closing():
             return False
@@ -132,7 +132,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
             transport.close()
 
     def look(self, waited: int) -> None:
-        """Every turn of the slow clock."""
+        """Called on every turn of the slow clock."""
         core, transport, door = self._core, self._transport, self._door
         if core is None or transport is None:
             return
@@ -147,7 +147,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         self._flush()
 
     def stop(self) -> None:
-        """No more calls are taken after those that are here."""
+        """Takes no more calls after the current ones."""
         if self._core is not None:
             self._core.life.drain()
             self._door.loop.call_later(LAST_CALLS_S, self._no_more)
@@ -165,7 +165,7 @@ class Connection(Reader, asyncio.BufferedProtocol):
         return None if any(self._in_use(stream) for stream in core.streams.values()) else core.idle_since
 
     def _in_use(self, stream: Stream) -> bool:
-        """Its answer is due, or it has moved lately. Others are open and nothing happens."""
+        """Whether a response is due, or the stream made progress lately. Other streams are open but idle."""
         return stream.call.awaits is Awaits.NOTHING or self._door.turn - max(stream.used, stream.turn) <= 1
 
     def evict(self) -> None:

@@ -1,4 +1,4 @@
-"""The frames of HTTP/2 that are sent, and the numbers of the protocol. The rule of the file: nothing is remembered."""
+"""Encoders of HTTP/2 frames, and the constants of the protocol. No state is kept here."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LARGEST_WINDOW = (1 << 31) - 1
 LARGEST_STREAM = (1 << 31) - 1
 
 GOAWAY_LENGTH = 8
-"""At least."""
+"""Minimum."""
 LENGTHS = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
 FRAME = Struct(">HBBBI")
-"""Length (the upper 16 bits, the lower 8), kind, flags, stream."""
+"""Length (upper 16 bits, lower 8), type, flags, stream."""
 _NUMBER = Struct(">I")
 _SETTING = Struct(">HI")
 _GOAWAY = Struct(">II")
@@ -47,7 +47,7 @@ class Reason(IntEnum):
 
 
 class Broken(Exception):
-    """The caller has left the protocol: the connection is of no more use."""
+    """The client violated the protocol; the connection cannot be used again."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)
@@ -76,13 +76,13 @@ def goaway(last: int, reason: Reason, text: str = "") -> bytes:
 
 
 def number(payload: bytes) -> int:
-    """Of the only field of RST_STREAM and WINDOW_UPDATE."""
+    """The only field of RST_STREAM and WINDOW_UPDATE."""
     found: int = _NUMBER.unpack_from(payload)[0]
     return found
 
 
 def settings_of(payload: bytes) -> dict[int, int]:
-    """Of a setting that comes several times the last value counts."""
+    """Decodes SETTINGS. The last value of a repeated setting counts."""
     found = dict(_SETTING.iter_unpack(payload))
     for name, value in found.items():
         if name == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:

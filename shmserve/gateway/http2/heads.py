@@ -1,8 +1,8 @@
-"""Header blocks of gRPC over HTTP/2, both ways. The rule of the file: what a block means is kept only while the table
-that it refers to does not change.
+"""Header blocks of gRPC over HTTP/2, in both directions. Invariant: a decoded block is cached only while the HPACK
+table that it refers to does not change.
 
-Clients repeat themselves: after the first calls of a connection the block of a call is a few bytes that change nothing
-in the table of HPACK, so what was understood once is looked up.
+Clients repeat themselves: after the first calls of a connection, the header block of a call is a few bytes that do not
+change the HPACK table, so decoded blocks are cached.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from shmserve.gateway.http2.frames import HEADERS as HEADERS_FRAME
 from shmserve.gateway.http2.limits import CONTINUATIONS
 
 HEAD_BYTES = 32 * 1024
-"""Of one header block as it comes, and of the headers in it."""
+"""Of one header block, encoded and decoded."""
 HEADERS = 128
 ENCODINGS = ("gzip", "deflate")
 _REMEMBERED = 64
 _REMEMBERED_BYTES = 1024
 _TEXT = 2048
-"""Characters of an error that are sent."""
+"""Characters of an error text that are sent."""
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _CONNECTION = {b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"}
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
@@ -45,24 +45,24 @@ _PSEUDO = {b":method", b":scheme", b":path", b":authority"}
 
 
 class Head(Struct, frozen=True):
-    """Of one call; used again for equal blocks."""
+    """The headers of one call. Shared by calls with equal blocks."""
 
     path: str = ""
     metadata: Mapping[str, str] = {}
     timeout: float | None = None
-    """Seconds."""
+    """In seconds."""
     encoding: str = ""
-    """How messages of the caller may be compressed, unless they are not."""
+    """Compression of flagged messages (grpc-encoding); "": none."""
     accepts: str = ""
-    """The first of ENCODINGS that the caller takes."""
+    """The first of ENCODINGS that the client accepts."""
     length: int | None = None
-    """Bytes of DATA, as content-length says."""
+    """Bytes of DATA according to content-length."""
     status: int = 200
-    """Of HTTP: other than 200, this is no gRPC."""
+    """HTTP status; other than 200: this is not a gRPC request."""
     malformed: str = ""
-    """Not empty: why this is no request at all."""
+    """If not empty, why the request is malformed HTTP/2."""
     wrong: str = ""
-    """Not empty: why this is no call, though it is gRPC."""
+    """If not empty, why the gRPC call is invalid."""
 
 
 class _Table(HeaderTable):
@@ -76,7 +76,7 @@ class _Table(HeaderTable):
 
 
 class Heads:
-    """Of one connection."""
+    """Decoder and cache of the header blocks of one connection."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(HEAD_BYTES)
@@ -84,10 +84,10 @@ class Heads:
         self._decoder.header_table = self._table
         self._known: dict[bytes, Head] = {}
         self.fields = 0
-        """Decoded in the last block; 0 where it was known."""
+        """Fields decoded in the last block; 0 if the block was cached."""
 
     def head(self, block: bytes) -> Head:
-        """Broken: neither this block nor any after it can be read."""
+        """Decodes the block of a new call. Broken: neither this block nor a later one can be decoded."""
         found = self._known.get(block)
         if found is not None:
             self.fields = 0
@@ -103,7 +103,8 @@ class Heads:
         return found
 
     def trailers(self, block: bytes) -> str:
-        """Of a call, or of none any more: it changes the table in any case. Not empty: why they are malformed."""
+        """Decodes trailers, also of a closed stream, since they change the HPACK table. Returns why they are malformed,
+        or ""."""
         before = self._table.changes
         found = self._read(block)
         if self._table.changes != before or (block and block[0] & 0xE0 == 0x20):
@@ -127,7 +128,7 @@ class Heads:
 
 
 def _check_count(block: bytes) -> None:
-    """Counts the fields before any is decoded, which takes ten times as long. The decoder reports what is cut short."""
+    """Counts the fields without decoding them, which would take ten times as long. The decoder reports truncation."""
     at = count = 0
     with suppress(IndexError):
         while at < len(block):
@@ -148,7 +149,7 @@ def _check_count(block: bytes) -> None:
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """RFC 7541 5.1. Gives it and where it ends; IndexError where it is cut short or over 2^35."""
+    """An integer (RFC 7541 5.1) and where it ends. IndexError: it is truncated or over 2^35."""
     value = block[at] & mask
     at += 1
     if value == mask:
@@ -163,7 +164,7 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
 
 
 def _check_sizes(block: bytes) -> None:
-    """A block may begin with two new sizes of the table. One of thousands would take long to read, and say nothing."""
+    """A block may begin with two table size updates. Thousands of them would take long to decode and have no effect."""
     at = count = 0
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
@@ -211,7 +212,7 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Head:
 
 
 def _wrong_field(name: bytes, value: bytes) -> str:
-    """Why it makes its message malformed (RFC 9113, 8.2); empty: it does not."""
+    """Why the field makes its message malformed (RFC 9113, 8.2), or ""."""
     if not _NAME.fullmatch(name):
         return "invalid header name"
     if not _VALUE.fullmatch(value):
@@ -238,12 +239,12 @@ def _call(path: str, found: dict[str, str], length: int | None) -> Head:
 
 
 def _of_grpc(name: str) -> bool:
-    """Names that the protocol keeps to itself."""
+    """Names reserved for the protocol."""
     return name in ("grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "grpc-message-type")
 
 
 class Block:
-    """Headers of more than one frame."""
+    """A header block in more than one frame."""
 
     def __init__(self, number: int, flags: int, payload: bytes) -> None:
         self.number = number
@@ -260,7 +261,7 @@ class Block:
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """Of HEADERS."""
+    """The payload of HEADERS without padding and priority."""
     start = padding = 0
     if flags & PADDED:
         start, padding = 1, payload[0] if payload else 1
@@ -271,11 +272,11 @@ def unpadded(flags: int, payload: bytes) -> bytes:
     return payload[start : len(payload) - padding]
 
 
-# ---------------------------------------------------------------------------------------- what is sent
+# ---------------------------------------------------------------------------------------- encoding
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """Not to be kept in the caller's table, as ours has nothing in it."""
+    """A literal without indexing: the encoder's table stays empty."""
     return b"\x00" + _sized(name) + _sized(value)
 
 
@@ -293,7 +294,7 @@ def _sized(text: bytes) -> bytes:
 
 
 ANSWER = b"\x88\x0f\x10\x10application/grpc"
-""":status 200 and content-type, both by their place in the static table."""
+""":status 200 and content-type, both by their index in the static table."""
 TRAILERS_OK = _literal(b"grpc-status", b"0")
 _KEPT = frozenset(range(0x20, 0x7F)) - {0x25}
 
@@ -313,14 +314,14 @@ ACCEPTED = _literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 
 
 def refused(number: int, status: int, ended: bool) -> bytes:
-    """The frames that answer what is no gRPC. `ended`: the caller has sent all of it."""
-    block = b"\x08\x03%d" % status  # :status, by the name in the static table
+    """The frames that refuse a request that is not gRPC. `ended`: the client has ended the stream."""
+    block = b"\x08\x03%d" % status  # :status, by its name in the static table
     found = frame(HEADERS_FRAME, END_HEADERS | END_STREAM, number, block)
     return found if ended else found + reset(number, Reason.NO_ERROR)
 
 
 def percent(text: str) -> bytes:
-    """As gRPC writes texts in a header: everything but printable ASCII as %XX."""
+    """The encoding of grpc-message: all bytes except printable ASCII as %XX."""
     data = text[:_TEXT].encode("utf-8", "replace")
     if all(byte in _KEPT for byte in data):
         return data

@@ -1,4 +1,4 @@
-"""What all connections of HTTP/2 share, as one of them sees it. The rule of the file: types only."""
+"""Interface of the listener as its HTTP/2 connections see it. Types only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Expiring(Protocol):
 
 
 class Host(Protocol):
-    """What all connections share."""
+    """What all connections of a listener share."""
 
     @property
     def limits(self) -> Limits: ...
@@ -45,17 +45,17 @@ class Host(Protocol):
 
     @property
     def turn(self) -> int:
-        """Of the slow clock."""
+        """Turn of the slow clock."""
 
     @property
     def stream_turns(self) -> int:
-        """So many turns of it a stream of requests may be idle."""
+        """Turns of the slow clock that a stream of requests may be idle."""
 
     def now(self) -> float: ...
 
     def answered(self, code: int) -> None: ...
 
     def expire(self, stream: Expiring) -> None:
-        """`stream.fail` is called when its time is over, unless `keep` comes first."""
+        """Calls `stream.fail` at its deadline, unless `keep` is called first."""
 
     def keep(self, stream: Expiring) -> None: ...

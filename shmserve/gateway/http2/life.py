@@ -1,6 +1,5 @@
-"""How a connection of HTTP/2 goes on while nothing is asked, and how it ends. The rule of the file: a caller who keeps
-the protocol loses no call by the end of a connection.
-"""
+"""Keepalive, idle timeout and shutdown of an HTTP/2 connection. Invariant: a client that follows the protocol loses no
+call when its connection ends."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ _LAST_CALLS = b"lastcall"
 _STILL_THERE = b"thereyet"
 _NEVER = float("-inf")
 _WITHOUT_CALLS_S = 7200.0
-"""A caller without calls has no reason to ask more often."""
+"""Minimum ping interval of a client without calls."""
 
 
 class Life:
@@ -22,21 +21,21 @@ class Life:
         self._core = core
         self._draining = False
         self.ending = False
-        """The caller knows the last stream that is answered."""
+        """The final GOAWAY has been sent."""
         self.last = frames.LARGEST_STREAM
-        """That stream."""
+        """Last stream that is processed."""
         self.heard = True
-        """The caller has sent something since the last look."""
+        """Input has arrived since the last `look`."""
         self._heard_at = self._born = core.door.now()
         self._asked_at: float | None = None
         self._strikes = 0
         self._pinged = _NEVER
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ shutdown
 
     def drain(self) -> None:
-        """Takes no new calls, and goes on with those that are here and those that are on their way: the caller is told,
-        and by his answer to a PING what he sent before has come."""
+        """Graceful shutdown: sends GOAWAY with the highest stream id and a PING. Calls that the client sent before its
+        PING ACK are still accepted; `no_more` then refuses new ones."""
         core = self._core
         if self._draining or core.over:
             return
@@ -64,7 +63,7 @@ class Life:
             self.no_more()
 
     def asked(self) -> None:
-        """The caller asks whether we are there."""
+        """Handles a PING of the client, and counts a strike if the minimum interval was not kept."""
         core, limits, now = self._core, self._core.limits, self._core.door.now()
         if core.sent_since_ping:
             core.sent_since_ping = False
@@ -78,11 +77,11 @@ class Life:
                 raise Broken(Reason.ENHANCE_YOUR_CALM, "too_many_pings")
         self._pinged = now
 
-    # ------------------------------------------------------------------------------------ time
+    # ------------------------------------------------------------------------------------ timeouts
 
     def look(self, waited: int, least: int, idle: int) -> None:
-        """Every turn of the slow clock. `waited`: so many turns without `least` bytes are too many for one who keeps
-        others waiting; `idle`: for a connection without calls."""
+        """Called on every turn of the slow clock. `waited`: turns without `least` bytes of progress after which a call
+        that waits for the client times out. `idle`: idle turns after which a connection without calls is closed."""
         core = self._core
         if core.over:
             return

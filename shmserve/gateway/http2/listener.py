@@ -1,6 +1,5 @@
-"""All connections of gRPC, and what they share. The rule of the file: one clock for deadlines, while there are any, so
-that no call costs a timer.
-"""
+"""The gRPC listener, and the state its connections share. One timer serves all deadlines, so that a call costs no timer
+of its own."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from shmserve.gateway.limits.turns import ReadTurns, Turns
 from shmserve.gateway.listeners.callers import TURNS, Callers
 
 DEADLINE_S = 0.02
-"""Deadlines are looked at so often."""
+"""Resolution of deadlines."""
 
 
 class RpcDoor(Callers):
-    """`connect` makes the protocol of a new connection. `stopped` is called when no new calls are taken any more."""
+    """`connect` makes the protocol of a new connection. `stopped` is called when no new calls are accepted."""
 
     def __init__(
         self, connect: Callable[[RpcDoor], Any], loop: asyncio.AbstractEventLoop, application: Application,
@@ -43,7 +42,7 @@ class RpcDoor(Callers):
         self._due: dict[int, set[Expiring]] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_for = 0
-        """The bucket that it is for."""
+        """The bucket that `_alarm` is set for."""
 
     # ------------------------------------------------------------------------------------ deadlines
 
@@ -78,7 +77,7 @@ class RpcDoor(Callers):
         if self._due and self._alarm is None:
             self._set_alarm(min(self._due))
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ shutdown
 
     async def close(self) -> None:
         self.stopping = True
@@ -89,7 +88,7 @@ class RpcDoor(Callers):
 
 
 def _turn_s(limits: Limits) -> float:
-    """The slow clock goes as fast as the shortest of what it measures wants it."""
+    """The period of the slow clock: a fraction of the shortest time that it measures."""
     spans = [limits.read_timeout_s, limits.idle_timeout_s, limits.keepalive_s, limits.keepalive_timeout_s]
     spans += [span for span in (limits.age_s, limits.age_grace_s) if span]
     return max(0.02, min(spans) / TURNS)

@@ -1,4 +1,4 @@
-"""Compressed messages of gRPC. The rule of the file: what comes is never made larger than the limit."""
+"""Compressed gRPC messages. Invariant: a message is never inflated beyond the limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import SLICE_BYTES, Work
 
 COMPRESSED_BYTES = 1024
-"""Messages below this size are not worth compressing."""
+"""Messages below this size are not compressed."""
 _WINDOW = {"gzip": 31, "deflate": zlib.MAX_WBITS}
 
 
@@ -23,7 +23,7 @@ def too_large(size: int, limit: int) -> RpcError:
 
 
 def inflating(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> Work[Buffer]:
-    """`hold` counts what has been made of it."""
+    """Inflates a message. `hold` is called with the number of bytes produced."""
     try:
         found = yield from gzip_stream.inflating(_WINDOW[encoding], data, limit, hold)
     except zlib.error:

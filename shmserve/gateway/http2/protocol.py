@@ -1,8 +1,8 @@
-"""One connection of HTTP/2 as gRPC uses it: bytes in, calls of a service and bytes out. The rule of the file: no socket
-and no clock, and whatever comes, nothing is raised: a caller who leaves the protocol is told so, and is over.
+"""One connection of HTTP/2 as gRPC uses it: bytes in, calls of a service and bytes out. It has no socket, and the clock
+of its host. Invariant: input never raises here; a protocol error ends the connection with GOAWAY.
 
-Flow control: what has come is granted again at once, as messages go on to the service at once; a stream that is paused
-is granted nothing.
+Flow control: a window is replenished when half of it is used, as messages go on to the service at once. A paused stream
+is not replenished.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class Http2(Streams):
         self._rest = b""
         self._set = False
         self._stream: Stream | None = None
-        """Whose DATA is being read, of which so much is left, and then so much of padding; `_ends`: it is the last."""
+        """Stream of the DATA frame being read. `_left`: bytes of its body to come; `_skip`: bytes of padding after
+        that, or of an ignored frame; `_ends`: the frame ends the stream."""
         self._left = self._skip = 0
         self._ends = False
         self._taken = 0
         self.more = False
-        """Frames that have come wait for the next turn of the loop: `feed` has to be called again."""
+        """Frames wait for the next iteration of the loop: call `feed` again."""
         self.life = Life(self)
         self._blocks = HeaderBlocks(self, self.life)
 
-    # ------------------------------------------------------------------------------------ bytes in
+    # ------------------------------------------------------------------------------------ received bytes
 
     def feed(self, data: bytes) -> None:
         if self.over:
@@ -65,11 +66,11 @@ class Http2(Streams):
 
     @property
     def cost(self) -> int:
-        """Of this connection, lately, and of the frame that waits: its size stands for its fields."""
+        """Recent work for this connection, plus the length of the waiting frame as an estimate of its fields."""
         return self.spent + int.from_bytes(self._rest[:3], "big")
 
     def space(self) -> memoryview | None:
-        """Where the next bytes belong, if that is a large message; then `fill` is called and not `feed`."""
+        """Memory for the next bytes, if they belong to a large message; then call `fill` instead of `feed`."""
         if self._left < most.QUANTUM // 16 or self._stream is None or self.over:
             return None
         return self._stream.space(self._left)
@@ -140,7 +141,7 @@ class Http2(Streams):
     # ------------------------------------------------------------------------------------ DATA
 
     def _data(self, number: int, flags: int, data: bytes, start: int, length: int, size: int) -> int:
-        """Takes what is here of a frame, and gives where it ends or `data` does."""
+        """Starts a DATA frame, and processes it if its body is complete. Returns where to continue in `data`."""
         self._taken += length
         if self._taken > most.CONNECTION_WINDOW // 2:
             self.grant_bytes(0, self._taken)
@@ -319,9 +320,9 @@ class Http2(Streams):
                 self.conduct.idle()
             self.pump()
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ shutdown
 
     @property
     def done(self) -> bool:
-        """All calls have ended, and no more are taken."""
+        """All calls have ended, and no more are accepted."""
         return self.over or (self.life.ending and not self.streams)

@@ -1,6 +1,5 @@
-"""What stands between the transport of gRPC and its services. The rule of the file: no coroutine, one thread; either
-side calls the other, and a call that comes too late does nothing.
-"""
+"""Interface between the transport of gRPC and its services. Either side calls the other, without coroutines and on one
+thread. A call that comes too late has no effect."""
 
 from __future__ import annotations
 
@@ -14,74 +13,74 @@ from shmserve.gateway.upstream.receive import Room
 
 
 class Stream(Protocol):
-    """One call of a caller, as its connection gives it to a service."""
+    """A call, as the transport presents it to a service."""
 
     @property
     def path(self) -> str:
-        """As in "/inference.GRPCInferenceService/ModelInfer"."""
+        """For example "/inference.GRPCInferenceService/ModelInfer"."""
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Names in lower case, without those of the protocol; shared between streams, so never changed."""
+        """Names in lower case, without those of the protocol. Shared between streams: never modify it."""
 
     @property
     def expires(self) -> float | None:
-        """On the clock of the loop. The transport itself ends the stream then."""
+        """Deadline on the clock of the loop. The transport ends the stream then."""
 
     @property
     def peer(self) -> str:
         """For logs."""
 
     def payer(self, token: str) -> Payer:
-        """Who is charged for what this call asks the broker. `token`: the name of the one that came with it, or ""."""
+        """The account charged for requests to the broker. `token`: name of the token of the call, or ""."""
 
     @property
     def writable(self) -> bool:
-        """Whether the caller takes what he is sent. `Call.resume` says when he does again."""
+        """Whether the client reads what it is sent. `Call.resume` is called when it reads again."""
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        """One message, in pieces of bytes that are not copied and must not change."""
+        """Sends one message. The pieces are not copied and must not change."""
 
     def finish(self, code: int, text: str = "") -> None: ...
 
     def pause(self) -> None:
-        """No `message` and no `half_closed` until `unpause`; the caller is slowed down."""
+        """Stops calls of `message` and `half_closed` until `unpause`; flow control slows the client down."""
 
     def unpause(self) -> None: ...
 
 
 class Awaits(Enum):
-    """What a call has to get from its caller before anything happens."""
+    """What a call needs from its client before it can continue."""
 
     NOTHING = 0
     REQUEST = 1
-    """The only one: the read timeout runs."""
+    """The only request: the read timeout runs."""
     NEXT_REQUEST = 2
-    """Of a stream, which may be idle for longer."""
+    """The next request of a stream, which may be idle for longer."""
 
 
 class Call(Protocol):
-    """The same, as a service sees it. RpcError of `message` and `half_closed` ends the stream."""
+    """A call, as a service presents it to the transport. RpcError of `message` and `half_closed` ends the stream."""
 
     @property
     def awaits(self) -> Awaits: ...
 
     def message(self, data: Buffer) -> None:
-        """One whole message of the caller; what is no `bytes` is valid until this returns."""
+        """One complete message. A buffer other than `bytes` is valid until this returns."""
 
     def room(self, size: int, first: Buffer) -> Room | None:
-        """Where a large message of so many bytes is to be read to, `first` of which are here; None: anywhere. `message`
-        is given the memory of this then. Raises nothing."""
+        """Memory for a large message of `size` bytes, of which `first` have arrived; None: any memory. `message` is
+        then called with this memory. Must not raise."""
 
     def half_closed(self) -> None:
-        """The caller sends no more."""
+        """The client sends no more messages."""
 
     def cancelled(self) -> None:
-        """No answer is wanted any more, or none can be given: it comes after an RpcError, too."""
+        """The response is not wanted any more, or cannot be sent. Also called after an RpcError."""
 
     def resume(self) -> None:
         """The stream is writable again."""
 
 
 Application = Callable[[Stream], Call]
-"""RpcError: answered at once."""
+"""RpcError fails the call at once."""

@@ -1,4 +1,4 @@
-"""The sending half of a call over HTTP/2: answers are compressed, cut into frames, and wait for the windows."""
+"""The sending half of a call over HTTP/2: responses are compressed, cut into frames, and queued under flow control."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shmserve.gateway.upstream.receive import Room
 log = logging.getLogger("shmserve.gateway")
 
 _ANSWER = Struct(f">HBBBI{len(heads.ANSWER)}sHBBBIBI")
-"""The headers of an answer, and what stands before its first message."""
+"""The response headers, and the DATA header and prefix of the first message."""
 _DATA = Struct(">HBBBIBI")
 _LAST = Struct(f">HBBBI{len(heads.TRAILERS_OK)}s")
 _ANSWER_SIZE, _LAST_SIZE = len(heads.ANSWER), len(heads.TRAILERS_OK)
 
 
 class _NoCall:
-    """What a stream calls before it has a call, and after."""
+    """Stands in for the call of a stream before it starts and after it ends."""
 
     awaits = Awaits.NOTHING
 
@@ -42,7 +42,7 @@ NO_CALL = _NoCall()
 
 
 def tell(service: Callable[[], None]) -> None:
-    """What a service gets wrong there harms no other call."""
+    """Calls a service. Its exceptions are logged and affect no other call."""
     try:
         service()
     except Exception:
@@ -50,8 +50,8 @@ def tell(service: Callable[[], None]) -> None:
 
 
 class Channel:
-    """What one connection sends, and how much its client takes. `wake`: there is something to send; the owner of the
-    socket takes it out of `out`."""
+    """Output of one connection, and its flow control. `wake` is called when `out` has data for the owner of the
+    socket."""
 
     def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
         self.door = door
@@ -63,11 +63,11 @@ class Channel:
         self.wake = wake
         self.out: list[Buffer] = []
         self.out_bytes = 0
-        """Of answers, in `out`."""
+        """Bytes of responses in `out`."""
         self.accepts = True
-        """The socket takes what is sent."""
+        """The socket is writable."""
         self.window = frames.DEFAULT_WINDOW
-        """What the caller takes on all streams together."""
+        """Flow-control window of all streams together."""
         self.frame_bytes = frames.DEFAULT_FRAME
 
     @property
@@ -76,7 +76,7 @@ class Channel:
 
 
 class Sending:
-    """The methods that raise NotImplementedError are those of Stream."""
+    """Methods that raise NotImplementedError are implemented by `stream.Stream`."""
 
     __slots__ = (
         "_begun", "_compression", "_core", "_deflating", "_end", "_queue", "_undeflated", "call", "half", "head",
@@ -88,19 +88,19 @@ class Sending:
         self.number = number
         self.head = head
         self.window = window
-        """What the caller takes on this stream."""
+        """Flow-control window of this stream."""
         self.call: Call = NO_CALL
         self.over = False
         self.half = False
-        """The caller sends no more."""
+        """The client sends no more."""
         self.used = core.door.turn
-        """Turn of the slow clock of the last message, either way."""
+        """Turn of the slow clock of the last message, in either direction."""
         self.moved = 0
         self._begun = False
         self._compression = head.accepts if core.limits.compression else ""
         self._deflating: Job | None = None
         self._undeflated: deque[Sequence[Buffer]] = deque()
-        """Messages that wait for the one that is being compressed."""
+        """Messages queued behind the one that is being compressed."""
         self._queue: deque[Buffer] = deque()
         self.queued = 0
         self._end: bytes | None = None
@@ -197,12 +197,12 @@ class Sending:
             self._finish()
 
     def go_on(self) -> None:
-        """The connection takes more again."""
+        """The connection is writable again."""
         if not self._queue:
             tell(self.call.resume)
 
     def _sent_all(self, resume: bool = True) -> None:
-        """Of what has been compressed."""
+        """All that was compressed so far is sent."""
         if self._deflating is not None or self._undeflated:
             return
         if self._end is not None:
@@ -221,7 +221,7 @@ class Sending:
         core.wake()
 
     def pump(self, most: int, resume: bool = True) -> int:
-        """Sends what is queued, as far as the caller takes it. Gives how much that was. `resume`: whether the service
+        """Sends queued data as far as the windows allow, and returns the number of bytes. `resume`: whether the service
         has seen that the stream was not writable."""
         core = self._core
         sent = 0

@@ -1,6 +1,5 @@
-"""One call over HTTP/2: messages of the caller are put together, answers are cut into frames. The rule of the file:
-what a caller announces is checked and counted before memory is taken for it.
-"""
+"""One call over HTTP/2: assembles the messages of the client; `sending` cuts responses into frames. Invariant: an
+announced size is checked and counted before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ log = logging.getLogger("shmserve.gateway")
 T = TypeVar("T")
 
 LARGE = 64 * 1024
-"""A message from this size on is not copied here."""
+"""Messages of at least this size are not copied here."""
 
 
 class Stream(Sending):
@@ -42,23 +41,23 @@ class Stream(Sending):
         super().__init__(core, number, head, window)
         self.expires = expires
         self.length = 0
-        """Of DATA that has come, where the caller has said how much that will be."""
+        """Bytes of DATA received, if the client sent content-length."""
         self.taken = 0
-        """Bytes of the caller's that he was not granted again."""
+        """Bytes received since the last WINDOW_UPDATE."""
         self.turn = 0
         self._prefix = b""
         self._buffer: ReceiveBuffer | None = None
         self._flag = 0
         self._held = 0
         self._waiting: deque[bytes] | None = None
-        """Paused: what has come meanwhile."""
+        """Bytes received while paused; None: not paused."""
         self._wanted = True
         """The service takes more messages."""
         self._job: Job | None = None
-        """Inflates a message, or waits for the next turn of the loop; messages behind it wait."""
+        """Inflates a message, or waits for the next iteration of the loop; messages behind it are queued."""
         self._end_waits = False
 
-    # ------------------------------------------------------------------------------------ what services see
+    # ------------------------------------------------------------------------------------ what services call
 
     @property
     def path(self) -> str:
@@ -77,7 +76,7 @@ class Stream(Sending):
 
     @property
     def stuck(self) -> bool:
-        """Somebody waits for the caller to go on."""
+        """Progress depends on the client: to read responses, or to send the rest of a message."""
         return bool(self._queue) or ((self._buffer is not None or bool(self._prefix)) and self._waiting is None)
 
     def pause(self) -> None:
@@ -112,21 +111,21 @@ class Stream(Sending):
         return self._waiting is not None
 
     def _stopped(self, more: deque[bytes]) -> bool:
-        """Over, or paused again: then what is left waits on."""
+        """Whether to stop: the call is over, or paused again, which queues the rest."""
         if self._waiting is not None:
             self._waiting.extend(more)
             return True
         return self.over
 
     def serve(self, call: Call) -> None:
-        """`call` is told what comes, unless it has ended already."""
+        """Sets the call that receives messages, unless the stream has ended already."""
         if not self.over and self._end is None:
             self.call = call
 
-    # ------------------------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------------------------ received data
 
     def receive(self, data: bytes, at: int, end: int) -> None:
-        """Bytes of messages."""
+        """Processes bytes of messages."""
         while at < end and not self.over:
             if self._core.work < 0 and self._waiting is None:
                 self._run(self._next_turn(), lambda found: None)
@@ -163,7 +162,7 @@ class Stream(Sending):
                     return
 
     def _begin(self, flag: int, size: int, first: Buffer = b"") -> None:
-        """Of a message of which only `first` is here yet."""
+        """Starts a message of which only `first` has arrived."""
         if size > self._core.limits.message_bytes:
             self.fail(too_large(size, self._core.limits.message_bytes))
             return
@@ -186,13 +185,13 @@ class Stream(Sending):
             return None
 
     def space(self, most: int) -> memoryview | None:
-        """Where the next bytes of a message belong, so that they can be read there at once."""
+        """Memory for the next bytes of a message, to read them directly into their place."""
         if self._buffer is None or self._waiting is not None or self.over:
             return None
         return self._buffer.space()[:most]
 
     def fill(self, size: int) -> None:
-        """So many bytes of the message stand in their place."""
+        """The next `size` bytes of the message have been read into `space`."""
         buffer = self._buffer
         if buffer is None or not self._hold(size):
             return
@@ -243,12 +242,12 @@ class Stream(Sending):
         self._run(work(), then)
 
     def _next_turn(self) -> Work[None]:
-        """One connection's work for one turn of the loop is done."""
+        """Waits for the next iteration of the loop, with new work for this connection."""
         yield
         self._core.work = most.WORK
 
     def _run(self, work: Work[T], then: Callable[[T], None]) -> None:
-        """Paused until it is done."""
+        """Runs `work`; the stream is paused until it is done."""
 
         def done(found: T) -> None:
             waited, self._job = self._job is not None, None
@@ -280,7 +279,7 @@ class Stream(Sending):
             self.faulty()
 
     def ended(self) -> None:
-        """The caller sends no more."""
+        """The client sends no more."""
         if self._waiting is not None:
             self._end_waits = True
             return
@@ -295,7 +294,7 @@ class Stream(Sending):
             self.faulty()
 
     def faulty(self) -> None:
-        """Of an exception that nobody expected: the call ends, and the connection goes on."""
+        """Ends the call after an unexpected exception; the connection continues."""
         log.exception("a service failed")
         self.fail(RpcError(Code.INTERNAL, "internal error of the gateway; see its log"))
 
@@ -326,7 +325,7 @@ class Stream(Sending):
         self._core.push(self)
 
     def fail(self, error: RpcError) -> None:
-        """The call ends with what went wrong, whatever of an answer waits."""
+        """Ends the call with an error, and drops queued responses."""
         call, self.call = self.call, NO_CALL
         if not self.over:
             self._drop_answers()
@@ -339,7 +338,7 @@ class Stream(Sending):
         tell(call.cancelled)
 
     def cancel(self) -> None:
-        """The caller is gone, or takes the call back."""
+        """The client has disconnected or cancelled the call."""
         call, self.call = self.call, NO_CALL
         if not self.over:
             self.close()
@@ -357,36 +356,36 @@ class Stream(Sending):
 
 
 class Streams(Channel):
-    """The calls of one connection, and what it has done and may still do."""
+    """The calls of one connection, and the work that it has done and may still do."""
 
     def __init__(self, door: Host, peer: str, wake: Callable[[], None]) -> None:
         super().__init__(door, peer, wake)
         self.over = False
-        """Nothing more is taken or begun; the owner closes after what is in `out`."""
+        """The connection accepts no more input; the owner closes it when `out` is sent."""
         self.streams: dict[int, Stream] = {}
         self.stream_window = frames.DEFAULT_WINDOW
         self.greeted = False
         self.last = 0
-        """The highest stream of the caller."""
+        """The highest stream id that the client opened."""
         self.large = False
-        """The last message was."""
+        """The last message was large."""
         self.unsent: dict[Stream, None] = {}
-        """Streams that have more to send than the caller takes at once."""
+        """Streams with queued output."""
         self.watched: set[Stream] = set()
         self.work = 0
-        """That may still be done in this turn of the loop."""
+        """Work left in this iteration of the loop."""
         self.spent = 0
         self.conduct = Conduct()
         self.closed = ClosedStreams()
         self.quiet_since = door.turn
-        """There are no calls since this turn of the slow clock."""
+        """Turn of the slow clock since which there are no calls."""
         self.idle_since = door.now()
-        """And since this time."""
+        """The same as a time, also set by each message."""
         self.sent_since_ping = False
-        """Part of an answer was sent, so the caller may ask again whether we are there."""
+        """Part of a response or a WINDOW_UPDATE was sent since the client's last ping, which resets its strikes."""
 
     def next_turn(self) -> None:
-        """Of the slow clock."""
+        """Called on every turn of the slow clock."""
         self.spent //= 2
         self.conduct.next_turn()
 
@@ -397,7 +396,7 @@ class Streams(Channel):
         self.wake()
 
     def refuse(self, number: int, reason: Reason) -> None:
-        """Resets a stream for what the caller did."""
+        """Resets a stream for a protocol violation of the client."""
         self.send_reset(number, reason)
         self.conduct.reset()
 
@@ -406,7 +405,7 @@ class Streams(Channel):
         self.refuse(stream.number, reason)
 
     def fits(self, stream: Stream, body: int, ended: bool) -> bool:
-        """What has come of a call with a content-length."""
+        """Checks received DATA against content-length, and resets the stream on a mismatch."""
         stream.length += body
         length = stream.head.length or 0
         if stream.length <= length and (not ended or stream.length == length):
@@ -418,7 +417,7 @@ class Streams(Channel):
     # ------------------------------------------------------------------------------------ what streams call
 
     def watch(self, stream: Stream) -> None:
-        """The caller has to go on with it."""
+        """Progress now depends on the client: apply the read timeout."""
         if stream not in self.watched:
             self.watched.add(stream)
             stream.turn = self.door.turn
@@ -435,7 +434,7 @@ class Streams(Channel):
         self.wake()
 
     def push(self, stream: Stream) -> None:
-        """It has more to send than the caller takes at once."""
+        """Queues the stream, and sends as much as the windows allow."""
         self.unsent[stream] = None
         while self.writable and stream.pump(most.QUANTUM, resume=False):
             pass
@@ -459,7 +458,7 @@ class Streams(Channel):
     # ------------------------------------------------------------------------------------ what the owner calls
 
     def pump(self) -> None:
-        """Sends what is queued, every stream in its turn."""
+        """Sends queued data, with the streams in turn."""
         moved = True
         while moved and self.window > 0 and self.unsent:
             moved = False
@@ -473,7 +472,7 @@ class Streams(Channel):
                     self.wake()
 
     def resumed(self) -> None:
-        """The socket takes more again."""
+        """The socket is writable again."""
         self.accepts = True
         self.conduct.unsent_replies = 0
         self.pump()
@@ -483,7 +482,7 @@ class Streams(Channel):
             stream.go_on()
 
     def taken(self) -> None:
-        """What was in `out` is on its way."""
+        """`out` has been passed to the socket."""
         size, self.out_bytes = self.out_bytes, 0
         if size:
             self.sent_since_ping = True
@@ -500,7 +499,7 @@ class Streams(Channel):
             self.wake()
 
     def lost(self) -> None:
-        """The caller is gone."""
+        """The client has disconnected."""
         self.over = True
         for stream in list(self.streams.values()):
             stream.cancel()
