@@ -1,7 +1,7 @@
-"""Control groups of our own, where a service manager lets us have some: one for each worker with a limit of memory.
+"""Control groups, one per worker with a memory limit, if the service manager delegates a group to the server.
 
-The rule of the file: nothing is touched but what was delegated to us. Where that is not so, or the kernel cannot do
-it, there are no groups, with the reason, and memory is watched instead.
+Invariant: only delegated groups are modified. Where there is none, or the kernel lacks a feature, CannotHave gives the
+reason, and memory is polled instead.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ log = logging.getLogger("shmserve")
 PROC = Path("/proc/self/cgroup")
 MOUNTS = Path("/proc/self/mounts")
 SERVER = "server"
-"""The group of the broker, and of workers without a limit: one with groups below it may have no processes itself."""
+"""The group of the broker and of workers without a limit: a group with child groups cannot contain processes."""
 PREFIX = "instance-"
 PROCESSES = "cgroup.procs"
 _MARKS = ("user.delegate", "trusted.delegate")
-"""What a service manager writes on the groups that it leaves to us."""
+"""Attributes that a service manager sets on groups that it delegates."""
 
 
 class CannotHave(Exception):
-    """Why there are no groups here."""
+    """The reason why control groups cannot be used."""
 
 
 class Group:
-    """A worker puts itself in, by writing to the file `processes`, before it does anything else."""
+    """A worker joins it first of all, by writing its pid to the file `processes`."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
@@ -37,15 +37,15 @@ class Group:
         path.mkdir()
         try:
             (path / "memory.max").write_text(str(limit))
-            _write_if_there(path / "memory.swap.max", "0")  # else it would swap, and all with it, long before its end
-            _write_if_there(path / "memory.oom.group", "1")  # the processes that it has started too
+            _write_if_there(path / "memory.swap.max", "0")  # otherwise it would swap before it reaches its limit
+            _write_if_there(path / "memory.oom.group", "1")  # includes processes that the worker started
         except OSError:
             path.rmdir()
             raise
         self.processes = path / PROCESSES
 
     def used_up(self) -> bool:
-        """Whether it needed more than its limit, and something in it was ended for that by the kernel."""
+        """Whether the kernel killed a process of the group for exceeding the group's limit."""
         events = self._events("memory.events.local") or self._events("memory.events")
         return events.get("oom", 0) > 0 and (self._events("memory.events") or events).get("oom_kill", 0) > 0
 
@@ -57,7 +57,8 @@ class Group:
         return {key: int(value) for key, _, value in (line.partition(" ") for line in lines) if value.isdecimal()}
 
     def remove(self) -> bool:
-        """The worker has ended. What it has left running ends, too. False: not all of that is gone yet, ask again."""
+        """Kills what the exited worker left running and removes the group. False: some processes remain, call it
+        again."""
         _write_if_there(self._path / "cgroup.kill", "1")
         try:
             self._path.rmdir()
@@ -71,11 +72,11 @@ class Group:
 
 class Groups:
     def __init__(self, top: Path) -> None:
-        """`top` is ours. We go into a group below it, so that it may have others beside."""
+        """`top` is the delegated group. Moves its processes to a child group, so that it can have others."""
         self._top = top
         _check(top)
         try:
-            for left in top.glob(PREFIX + "*"):  # by a server before us that was killed; those in use stay
+            for left in top.glob(PREFIX + "*"):  # left by a killed server; groups in use stay
                 with contextlib.suppress(OSError):
                     left.rmdir()
             (top / SERVER).mkdir(exist_ok=True)
@@ -87,7 +88,7 @@ class Groups:
             raise CannotHave(f"cannot create control groups below that of this service: {error.strerror}") from None
 
     def make(self, peer: int, limit: int) -> Group | None:
-        """None if it cannot be made, with the reason in the log."""
+        """None, and a warning in the log, if it cannot be created."""
         try:
             return Group(self._top / f"{PREFIX}{peer}", limit)
         except OSError as error:
@@ -98,12 +99,12 @@ class Groups:
 
 
 def groups() -> Groups:
-    """Those of this process, or CannotHave."""
+    """The groups of this process. Raises CannotHave."""
     return Groups(own(PROC, MOUNTS))
 
 
 def own(proc: Path, mounts: Path) -> Path:
-    """The directory of the group that we are in. CannotHave where there is none of version 2."""
+    """The directory of this process's group. CannotHave without cgroup v2."""
     try:
         name = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
         found = [line.split()[1] for line in mounts.read_text().splitlines() if line.split()[2] == "cgroup2"]
@@ -135,7 +136,7 @@ def _is_delegated(top: Path) -> bool:
 
 
 def _write_if_there(path: Path, text: str) -> None:
-    """What older kernels do not have is not needed."""
+    """Ignores a missing file: older kernels lack some, and they are optional."""
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:

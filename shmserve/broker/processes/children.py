@@ -1,7 +1,6 @@
-"""The processes that the broker starts, workers and gateways: what of its environment they get, what they write, and
-how they have ended.
+"""Child processes of the broker, workers and gateways: their environment, output and exit codes.
 
-The rule of the file: what a child writes is only words; whatever it is, it becomes lines that can be shown.
+Invariant: a child's output is untrusted; any bytes become printable lines.
 """
 
 from __future__ import annotations
@@ -18,39 +17,39 @@ from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
 from shmserve.broker.observability.logs import printable
 
 LINE_BYTES = 4096
-"""The longest line that is logged."""
+"""Longest line that is logged."""
 READ_BYTES = 16384
-"""So much is read at a time: clients are served in between."""
+"""Bytes per read, so that clients are served in between."""
 PIPE_BYTES = 65536
-"""What a pipe holds."""
+"""Capacity of a pipe."""
 TAIL_LINES = 20
-"""The last lines of a child's output, shown to operators when it has ended."""
+"""Last lines of a child's output to keep, for operators when it has exited."""
 FATAL = "Fatal Python error"
-"""How the interpreter begins to report a signal such as SIGSEGV."""
+"""How the interpreter's report of a fatal signal such as SIGSEGV begins."""
 _WORKERS = Path(__file__).parents[2] / "workers"
 _PLACES = sorted({os.fsencode(place) for place in (_WORKERS, _WORKERS.resolve())})
 _OUR_FRAME = re.compile(rb'  File "(?:<frozen runpy>|(?:%s)/[^"]*)", line \d+ in ' % b"|".join(map(re.escape, _PLACES)))
-"""A line of such a report (not of a traceback) about a frame that is not the model's."""
+"""Matches a frame outside the model's code in such a report (not in a traceback)."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
 def environment(*prefixes: str) -> dict[str, str]:
-    """What of ours a child gets, variables that begin so among it. Not more: it may hold the server's secrets."""
+    """The environment of a child: a fixed list of variables, and those with a prefix. The rest may contain secrets."""
     return {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(prefixes)}
 
 
 def ended_with(code: int) -> str:
-    """`code` as Popen has it: below 0 is a signal."""
+    """`code` as in Popen: negative for a signal."""
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
 
 
 class Output:
-    """What a child writes, limited and logged by `say(level, text)`. The child has the end `written`, which its parent
-    closes. `levels`: how a line begins that has a level, and what the log calls it; other lines are info.
+    """A child's output, rate-limited and logged with `say(level, text)`. `written` is the child's end, which its parent
+    closes. `levels`: prefix of a line -> level in the log; other lines have level info.
 
-    Invariant: the pipe is always drained, whatever the log takes, so that no child blocks on what it prints.
+    Invariant: the pipe is always drained, whatever the log accepts, so that no child blocks on its output.
     """
 
     def __init__(
@@ -69,15 +68,15 @@ class Output:
 
     @property
     def tail(self) -> list[str]:
-        """The last lines, logged or not."""
+        """The last lines, whether logged or not."""
         return [_text(line) for line in self._tail]
 
     def last_words(self) -> str:
-        """The last line that is not empty, without its level."""
+        """The last non-empty line, without its level."""
         return next((self._parse(line)[1] for line in reversed(self.tail) if line.strip()), "")
 
     def read(self) -> None:
-        """One piece of what has come."""
+        """Reads once."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -85,7 +84,7 @@ class Output:
         if not data:
             self._loop.remove_reader(self.descriptor)
         if self._throttle.is_full(self._loop.time()) and (count := data.count(b"\n")) > TAIL_LINES:
-            # Nothing of it is logged: to split all of it would take the time of requests.
+            # The throttle would drop all but the last lines: do not spend time on splitting them.
             head, *lines, partial = data.rsplit(b"\n", TAIL_LINES + 1)
             self._throttle.drop(count - TAIL_LINES, len(self._partial) + len(head) + 1)
             self._partial = partial[:LINE_BYTES]
@@ -115,13 +114,13 @@ class Output:
         self._say(level, text)
 
     def _parse(self, line: str) -> tuple[str, str]:
-        """Its level, and what it says apart from that."""
+        """The level of a line, and the rest of it."""
         word, colon, rest = line.partition(": ")
         level = self._levels.get(word, "") if colon else ""
         return (level, rest) if level else ("error" if word == FATAL else "info", line)
 
     def finish(self) -> None:
-        """The child has ended: what it wrote last is logged whatever the limit, as it may say why."""
+        """The child has exited: logs its last lines regardless of the limit, as they may contain the reason."""
         for _ in range(PIPE_BYTES // READ_BYTES):
             self.read()
         if self._partial:  # a process that it started keeps the pipe open

@@ -1,6 +1,6 @@
-"""The CPU cores of this machine that the server may use: nodes, host policies, what is near to a GPU.
+"""CPU cores that the server may use: NUMA nodes, host policies, cores near a GPU, and the CPU quota.
 
-The rule of the file: it reads, once, at start; who gets which cores is decided in `repo.compile`.
+Everything is read once, at start. `repo.compile` assigns cores to instances.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEYS = ("cpu-cores", "numa-node")
 
 
 class HostPolicy(Struct, frozen=True):
-    """What --host-policy says of one name. Cores count more than a node."""
+    """Values of --host-policy for one name. Cores take precedence over a node."""
 
     cores: tuple[int, ...] = ()
     node: int | None = None
@@ -35,7 +35,7 @@ def survey(
     cgroup: Path = CGROUP,
     usable: Collection[int] | None = None,
 ) -> Cores:
-    """`policies` are the cores of each host policy; `gpus` the PCI ids of the GPUs, by their numbers."""
+    """`policies`: the cores of each host policy. `gpus`: PCI IDs by GPU number."""
     ours = usable_cores(usable)
     local = {gpu: local_cores(pci, sys=sys, usable=ours) for gpu, pci in (gpus or {}).items()}
     nodes = tuple(cores for _, cores in sorted(numa_nodes(sys, ours).items()))
@@ -47,7 +47,7 @@ def usable_cores(given: Collection[int] | None = None) -> tuple[int, ...]:
 
 
 def numa_nodes(sys: Path, usable: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """The usable cores of each node that has any. A kernel without NUMA has no list, and then one node."""
+    """Usable cores per node, without nodes that have none. One node if the kernel lists none."""
     found = {}
     for path in (sys / "devices/system/node").glob("node[0-9]*/cpulist"):
         cores = tuple(core for core in cpu_list(path.read_text()) if core in usable)
@@ -57,9 +57,9 @@ def numa_nodes(sys: Path, usable: Collection[int]) -> dict[int, tuple[int, ...]]
 
 
 def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[int, ...]:
-    """The usable cores near to a PCI device, which may be written as drivers do, "00000000:3B:00.0"; none if unknown.
+    """The usable cores near a PCI device, whose ID may have the driver's form, "00000000:3B:00.0"; () if unknown.
 
-    Where all cores are near, that is no reason to bind anything: none, too.
+    Also () if all cores are near, as binding would have no effect then.
     """
     domain, colon, rest = pci.lower().partition(":")
     path = sys / "bus/pci/devices" / (domain[-4:] + colon + rest) / "local_cpulist"
@@ -72,7 +72,7 @@ def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[
 
 
 def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
-    """How many cores' time the control groups around us grant, as containers are given it; 0: no limit."""
+    """CPU time granted by the enclosing control groups, in cores, rounded up, as set for containers; 0: no limit."""
     try:
         lines = cgroup.read_text().splitlines()
     except OSError:
@@ -87,7 +87,8 @@ def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
         try:
             allowed, period = (path / "cpu.max").read_text().split()
         except OSError:
-            allowed, period = "max", ""  # the topmost has none, and a container does not see those around it
+            # The root group has no such file, and a container cannot see the groups around it.
+            allowed, period = "max", ""
         if allowed != "max":
             limits.append(math.ceil(int(allowed) / int(period)))
         if path == top or top not in path.parents:
@@ -96,7 +97,7 @@ def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
-    """`0-3,8` -> (0, 1, 2, 3, 8): as the kernel and people write cores. An empty list is one without cores."""
+    """`0-3,8` -> (0, 1, 2, 3, 8): the list format of the kernel and of --host-policy. Empty text means no cores."""
     found: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
@@ -112,7 +113,7 @@ def cpu_list(text: str) -> tuple[int, ...]:
 
 
 def host_policy(text: str) -> tuple[str, HostPolicy]:
-    """`cpu,cpu-cores=0-3,8` or `gpu_0,numa-node=1`."""
+    """Parses `cpu,cpu-cores=0-3,8` or `gpu_0,numa-node=1`."""
     name, _, value = text.partition(",")
     key, given, value = value.partition("=")
     if not name or not given or key not in _KEYS:
@@ -130,7 +131,7 @@ def host_policy(text: str) -> tuple[str, HostPolicy]:
 def resolve(
     given: Iterable[tuple[str, HostPolicy]], *, sys: Path = SYS, usable: Collection[int] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The cores of each policy. A policy that is given twice has the last cores and the last node."""
+    """The cores of each policy. If a policy is given repeatedly, its last cores and its last node count."""
     ours = usable_cores(usable)
     merged: dict[str, HostPolicy] = {}
     for name, policy in given:

@@ -1,7 +1,7 @@
-"""The gateways of this server, which are its doors to the network: started, heard, started anew, ended before it.
+"""The gateway processes of this server: starts, watches, restarts and stops them.
 
-The rule of the file: at the start a door that cannot be opened ends the server, as nobody would notice otherwise; later
-a gateway may die as often as it likes, and comes back.
+Invariant: at start, a gateway that cannot listen stops the server, as the failure would go unnoticed otherwise. Later,
+a gateway that exits is always restarted.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ log = logging.getLogger("shmserve")
 
 MODULE = "shmserve.clients.cli.main"
 PORTS = ("http", "grpc", "metrics")
-"""Doors with a port that can be any: which one was found is kept when their gateway is started anew."""
+"""Endpoints whose port the kernel may choose. A restarted gateway listens on the same port."""
 PAUSES_NS = 1_000_000_000, 30_000_000_000
-"""Before the second start in a row, and at most."""
+"""Pause before the second consecutive restart, and the longest pause."""
 STEADY_S = 60.0
-"""Who has lived so long has not failed in a row."""
+"""Uptime after which the restart counter is reset."""
 OPEN_S = 60.0
-"""So long one may take to open its doors."""
+"""Time for a gateway to start listening."""
 GRACE_S = 1.0
-"""Beyond the time that requests have at a stop; less than `deadline.KILL_S`."""
+"""Time beyond that for requests at a stop; less than `stop_deadline.KILL_S`."""
 _LEVELS = {level: level for level in ("debug", "info", "warning", "error", "critical")}
 _PASSED_ON = ("SSL_", "OPENSSL_")
-"""How variables begin that a gateway gets, beside those of every child. It parses bytes from the network."""
+"""Prefixes of environment variables for gateways, besides those of every child. Few: they parse network input."""
 
 
 class Doors(Struct, frozen=True):
-    """What gateways are started with: `words` are options of `shmserve gateway`."""
+    """Gateway settings: how many, and their options of `shmserve gateway` in `words`."""
 
     count: int
     words: tuple[str, ...]
 
 
 class _Gateway(Struct, eq=False):
-    """`process` None: it is to be started, when the timer says."""
+    """`process` None: it is started when the timer fires."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
     pidfd: int = -1
     output: children.Output | None = None
     told: int = -1
-    """Where it says that its doors are open."""
+    """Pipe on which it reports that it listens."""
     is_open: bool = False
     began: float = 0.0
     deaths: int = 0
@@ -64,8 +64,8 @@ class _Gateway(Struct, eq=False):
 
 
 class Gateways:
-    """`opened(ports)` is called once, when all of them listen; `failed(code, text)` instead, if one cannot. `say` is
-    for what they write, limited to `rate`."""
+    """`opened(ports)` is called once, when all gateways listen; `failed(code, text)` instead if one cannot. `say` logs
+    their output, limited to `rate`."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class Gateways:
         rate: Rate | None = None,
     ) -> None:
         self.pids: set[int] = set()
-        """Of those that run: nobody else is to wait for them."""
+        """Pids of running gateways, which are reaped here."""
         self.ports: dict[str, int] = {}
-        """Door -> where it listens."""
+        """Endpoint -> port."""
         self._restarts = 0
         self._loop = loop
         self._opened = opened
@@ -93,19 +93,19 @@ class Gateways:
         if doors.count > 1:
             self._options.append("--reuse-port")
         self._begun = False
-        """All of them have listened once."""
+        """All gateways have listened once."""
         self._ended: Callable[[], None] | None = None
-        """Set at a stop."""
+        """Set by `stop`."""
 
     def start(self) -> None:
-        """The first one. The others follow when it says which ports there are."""
+        """Starts the first gateway. The others follow when it has reported the ports."""
         if self._all:
             self._start(self._all[0])
         else:
             self._begun = True
             self._loop.call_soon(self._opened, self.ports)
 
-    # ------------------------------------------------------------------------------------ one of them
+    # ------------------------------------------------------------------------------------ one gateway
 
     def _start(self, gateway: _Gateway) -> None:
         gateway.timer = None
@@ -121,7 +121,7 @@ class Gateways:
                 stderr=output.written,
                 pass_fds=[telling],
                 env=children.environment(*_PASSED_ON),
-                start_new_session=True,  # a terminal's Ctrl-C is for the broker, which ends them in order
+                start_new_session=True,  # the broker stops them in order; they must not get a terminal's Ctrl-C
             )
         except OSError as error:
             os.close(told)
@@ -144,7 +144,7 @@ class Gateways:
         said = os.read(gateway.told, 4096).split()
         self._stop_hearing(gateway)
         if said[:1] != [b"READY"]:
-            return  # it is about to end
+            return  # it is about to exit
         gateway.is_open = True
         if gateway.timer is not None:
             gateway.timer.cancel()
@@ -177,7 +177,7 @@ class Gateways:
         self._say(level, f"[gateway] {text}", {"gateway": number})
 
     def _end(self, gateway: _Gateway) -> None:
-        """Its process has ended."""
+        """The process has exited."""
         assert gateway.process is not None
         assert gateway.output is not None
         code = gateway.process.wait()
@@ -203,7 +203,7 @@ class Gateways:
         if self._ended is not None:
             self._look_for_end()
         elif not self._begun:
-            self._ended = _nothing  # what follows is no failure of its own
+            self._ended = _nothing  # do not report the others, which are stopped now
             why = last_words.removeprefix("shmserve gateway: ") or children.ended_with(code)
             self._failed(2 if code == 2 else 1, f"cannot start the gateway: {why}")
         else:
@@ -221,27 +221,27 @@ class Gateways:
             signal.pidfd_send_signal(gateway.pidfd, signal.SIGKILL)
 
     def names(self) -> dict[int, str]:
-        """Of the processes that run, by pid."""
+        """Names of running processes by pid."""
         running = ((gateway.process, gateway.number) for gateway in self._all)
         return {process.pid: f"gateway {number}" for process, number in running if process is not None}
 
     def metrics(self) -> str:
-        """For Prometheus; "" if there are no gateways."""
+        """Metrics in Prometheus format; "" without gateways."""
         page = Page()
         if self._all:
             page.add("shmserve_gateway_restarts_total", self._restarts, "")
         return page.text()
 
     def reread(self) -> None:
-        """Certificates and tokens are to be read again."""
+        """Makes gateways reread certificates and tokens."""
         for gateway in self._all:
-            if gateway.process is not None and gateway.is_open:  # others read them only now
+            if gateway.process is not None and gateway.is_open:  # others have yet to read them
                 signal.pidfd_send_signal(gateway.pidfd, signal.SIGHUP)
 
-    # ------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------ stop
 
     def stop(self, limit_s: float, ended: Callable[[], None]) -> None:
-        """They take no more requests, and answer those that they have. `ended` is called when the last has gone."""
+        """Gateways stop accepting requests and finish those they have. `ended` is called when the last has exited."""
         self._ended = ended
         for gateway in self._all:
             if gateway.timer is not None:
@@ -258,7 +258,7 @@ class Gateways:
             ended()
 
     def close(self) -> None:
-        """Those that still run are ended now."""
+        """Kills gateways that still run."""
         self._ended = _nothing
         for gateway in self._all:
             if gateway.process is not None:
@@ -271,11 +271,11 @@ class Gateways:
 
 
 def _nothing() -> None:
-    """It has been told."""
+    """`_ended` once a stop or a failed start has been reported."""
 
 
 def arguments_of(given: Mapping[str, Any], rest: Sequence[str]) -> tuple[str, ...]:
-    """The command line of a gateway from its options that were given to the server, and more words for it."""
+    """The command line of a gateway: gateway options that were given to the server, then `rest`."""
     words: list[str] = []
     for name, value in given.items():
         for one in value if isinstance(value, list) else [value]:

@@ -1,7 +1,6 @@
-"""What the GPUs do, for the metrics, and what each process has there, for its limit: asked for every two seconds, in a
-thread of its own.
+"""Samples GPU metrics and the GPU memory of processes periodically, by default every two seconds, in a thread.
 
-The rule of the file: whoever wants to know never waits for a driver, and what a GPU does not tell is left out.
+Invariant: `text` and `used_by` never wait for the driver, and values that a GPU does not provide are omitted.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ INTERVAL_S = 2.0
 PATIENCE_S = 2.0
 
 Sample = tuple[str, str, float]
-"""Name of the metric, uuid of the GPU, value."""
+"""Name of the metric, UUID of the GPU, value."""
 
 
 class GpuMetrics:
-    """`start` where there are GPUs, `close` at the end."""
+    """Call `start` once and `close` at the end; without GPUs both do nothing."""
 
     def __init__(self, gpus: Sequence[Gpu], shown: bool = True, interval_s: float = INTERVAL_S) -> None:
-        """`shown`: the metrics are wanted."""
+        """`shown`: whether to sample metrics."""
         self._gpus = gpus
         self._shown = shown
         self._asked = False
@@ -37,7 +36,7 @@ class GpuMetrics:
         self._nvml: Any = None
 
     def start(self) -> None:
-        """The first samples are there when it returns."""
+        """Takes the first samples before it returns."""
         if not self._gpus:
             return
         self._nvml = importlib.import_module("pynvml")
@@ -45,7 +44,7 @@ class GpuMetrics:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError:
             self._nvml = None
-            return  # it was there when the GPUs were looked for: there is nothing to be told
+            return  # discovery, where it did not fail, has logged all there is to say
         self._look()
         self._thread = threading.Thread(target=self._run, name="gpu-metrics", daemon=True)
         self._thread.start()
@@ -55,21 +54,21 @@ class GpuMetrics:
         if self._thread is not None:
             self._thread.join(PATIENCE_S)
             if self._thread.is_alive():
-                return  # a driver that does not answer keeps nobody from the end
+                return  # do not wait for a driver that does not respond
             self._thread = None
         if self._nvml is not None:
             self._nvml.nvmlShutdown()
             self._nvml = None
 
     def text(self) -> str:
-        """What was seen last, as Prometheus reads it."""
+        """The last samples in Prometheus format."""
         page = Page()
         for name, uuid, value in self._samples:
             page.add(name, value, labels(("gpu_uuid",), (uuid,)))
         return page.text()
 
     def used_by(self, pid: int) -> int:
-        """Bytes on all GPUs, as they were seen last. Nobody looks before it was asked for the first time."""
+        """Bytes on all GPUs in the last sample. Sampling begins with the first call, which returns 0."""
         self._asked = True
         return self._used.get(pid, 0)
 
@@ -84,7 +83,7 @@ class GpuMetrics:
             self._used = self._processes()
 
     def _processes(self) -> dict[int, int]:
-        """One that is on several GPUs has the sum of it; one that is listed twice, as under MPS, has it once."""
+        """Bytes by pid, summed over GPUs. A process that one GPU lists twice, as under MPS, counts once."""
         nvml, found = self._nvml, dict[int, int]()
         for gpu in self._gpus:
             here: dict[int, int] = {}
@@ -92,7 +91,7 @@ class GpuMetrics:
                 try:
                     listed = getattr(nvml, ask)(nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal))
                 except (nvml.NVMLError, AttributeError):
-                    continue  # an older library, or a GPU that does not tell
+                    continue  # an older library, or a GPU without this query
                 for process in listed:
                     here[process.pid] = max(here.get(process.pid, 0), process.usedGpuMemory or 0)
             for pid, used in here.items():
@@ -105,12 +104,12 @@ class GpuMetrics:
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal)
             except nvml.NVMLError:
-                continue  # it has fallen off the bus: its series ends
+                continue  # the GPU was lost: its series ends
             for names, ask in _QUESTIONS:
                 try:
                     values = ask(nvml, handle)
                 except nvml.NVMLError:
-                    continue  # not every GPU tells everything
+                    continue  # not every GPU supports every query
                 found += [(name, gpu.uuid, value) for name, value in zip(names, values, strict=True)]
         return found
 

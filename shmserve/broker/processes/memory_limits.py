@@ -1,8 +1,6 @@
-"""The memory that each worker may have: held to by the kernel, where groups can be had, else watched by us, as that on
-GPUs is always.
+"""Memory limits of workers: enforced by control groups where possible, otherwise by polling; on GPUs always by polling.
 
-The rule of the file: what counts is the memory that is a process's own. Tensors of others that it has mapped, and files
-that it shares with other workers, are no reason to end it.
+Invariant: only private memory counts. Mapped tensors of other processes, and files shared with other workers, do not.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ log = logging.getLogger("shmserve")
 
 LOOK_S = 1.0
 NEAR_S = 0.1
-"""How often one is looked at that has most of what it may have."""
+"""Polling interval while a worker has more than NEAR of its limit."""
 NEAR = 0.75
 KNOBS = "--instance-memory-limit, memory_limit_mb"
 GPU_KNOBS = "--instance-gpu-memory-limit, gpu_memory_limit_mb"
@@ -33,8 +31,8 @@ class Watched(Struct):
 
 
 class Memory:
-    """`kill(peer, reason)` ends a worker that has too much. One of these is for the memory of the host, one for that of
-    GPUs."""
+    """`kill(peer, reason)` kills a worker that exceeds its limit. One instance is for host memory, one for GPU
+    memory."""
 
     def __init__(
         self,
@@ -45,7 +43,7 @@ class Memory:
         what: str = "private memory",
         knobs: str = KNOBS,
     ) -> None:
-        """`make` divides our control group, where that can be done. `what`, `knobs`: how people call it."""
+        """`make` divides the broker's control group, or raises CannotHave. `what`, `knobs`: names for error texts."""
         self._what = what
         self._knobs = knobs
         self._loop = loop
@@ -62,7 +60,7 @@ class Memory:
             log.debug("memory limits are enforced by polling: %s", reason)
 
     def group(self, peer: int, limit: int) -> Group | None:
-        """For a worker that is about to be started. None: it has no limit, or its memory is watched."""
+        """The control group for a worker to be started. None: it has no limit, or its memory is polled."""
         group = self._groups.make(peer, limit) if limit and self._groups is not None else None
         if group is not None:
             self._groups_of[peer] = group
@@ -74,7 +72,7 @@ class Memory:
             self._arm(LOOK_S)
 
     def ended(self, peer: int) -> str:
-        """Why the kernel has ended it, "" if that was for another reason than its own limit."""
+        """The reason if the kernel killed the worker for exceeding its own limit, else ""."""
         self._watched.pop(peer, None)
         group = self._groups_of.pop(peer, None)
         if group is None:
@@ -85,7 +83,7 @@ class Memory:
         return f"it exceeded its memory limit of {_mib(group.limit)} ({self._knobs})" if used_up else ""
 
     def look(self) -> None:
-        """At all that are watched, now."""
+        """Checks all polled workers."""
         near = False
         for worker in list(self._watched.values()):
             used = self._used(worker.pid)

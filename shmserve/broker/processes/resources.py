@@ -1,7 +1,4 @@
-"""What one worker's process is given beyond its place: how much memory, and which interpreter.
-
-The rule of the file: values only; who keeps to them is elsewhere.
-"""
+"""Memory limits and interpreter of one worker process: values only, enforced elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from shmserve.repo.config.schema import ModelConfig
 
 
 class Terms(Struct, frozen=True):
-    """`memory`: bytes at most; 0: as many as it likes. `environment`: where its interpreter is; "": the server's own.
-    `unpacked`: where archives of interpreters are unpacked to. `gpu_memory`: as `memory`, on its GPU."""
+    """`memory`: limit in bytes; 0: no limit. `environment`: the interpreter's environment; "": the server's own.
+    `unpacked`: directory for unpacked environment archives. `gpu_memory`: as `memory`, for its GPU."""
 
     memory: int = 0
     environment: str = ""
@@ -27,7 +24,7 @@ NOTHING = Terms()
 
 
 def terms_of(config: ModelConfig, folder: Path, given: Terms) -> Terms:
-    """Those of a model; `given` for what it does not say itself."""
+    """The terms of a model; `given` holds the defaults."""
     own, on_gpu = memory_limit(config), gpu_memory_limit(config)
     return Terms(
         given.memory if own is None else own,

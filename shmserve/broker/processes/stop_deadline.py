@@ -1,7 +1,6 @@
-"""The end of a stop: whatever the event loop, the core or a disk does, the server has ended a few seconds after
-`--exit-timeout-secs`.
+"""Bounds a stop: the server exits a few seconds after `--exit-timeout-secs` even if the loop, core or disk hangs.
 
-A thread of its own, because it must also work while the loop is stuck in a turn or waits for another thread.
+Runs in a thread of its own, as it must work while the loop is stuck in a turn or waits for another thread.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from typing import NoReturn
 log = logging.getLogger("shmserve")
 
 KILL_S = 2.0
-"""After the time that requests in flight have, for workers and gateways to end in the usual way."""
+"""Time beyond that of requests in flight, for workers and gateways to exit in the usual way."""
 EXIT_S = 1.0
-"""After the kill, for the loop to remove sockets and segments. Then the process exits without that."""
+"""Time after the kill for the loop to remove sockets and segments. Then the process exits regardless."""
 NAMES = 10
-"""Processes named in the log, at most."""
+"""Most processes named in the log."""
 
 
 class Deadline:
-    """`names`: what the processes known to the broker are called, by pid. `requests`: how many are unanswered.
-    `killed` is called from the thread when no process is left."""
+    """`names`: names of the broker's processes by pid. `requests`: the number of requests in flight. `killed` is called
+    from the thread when no process is left."""
 
     def __init__(
         self, names: Callable[[], Mapping[int, str]], requests: Callable[[], int], killed: Callable[[], object]
@@ -39,7 +38,7 @@ class Deadline:
         self._killed = killed
 
     def start(self, limit_s: float) -> None:
-        """The server stops now. There is no way to cancel this: interpreter shutdown waits for threads, too."""
+        """Starts the deadline. It cannot be cancelled, as interpreter shutdown waits for threads, too."""
         threading.Thread(target=self._run, args=(limit_s,), name="deadline", daemon=True).start()
 
     def _run(self, limit_s: float) -> NoReturn:
@@ -65,20 +64,20 @@ class Deadline:
 
 
 def children() -> list[int]:
-    """The child processes of this one, whichever of its threads started them."""
+    """Child processes of this process, whichever of its threads started them."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended
+        with contextlib.suppress(OSError):  # the thread has exited
             found += map(int, (task / "children").read_text().split())
     return found
 
 
 def kill_children(limit_s: float) -> None:
-    """Kills and reaps all child processes, and those that become children of this one by that, as their parents end."""
+    """Kills and reaps all child processes, including orphans that become children when their parents are killed."""
     end = time.monotonic() + limit_s
     while (left := children()) and time.monotonic() < end:
         for pid in left:
-            for kill in (os.kill, os.killpg):  # each leads a session of its own, once it has got that far
+            for kill in (os.kill, os.killpg):  # each leads its own session once it has called setsid
                 with contextlib.suppress(OSError):
                     kill(pid, signal.SIGKILL)
         for pid in left:
@@ -86,7 +85,7 @@ def kill_children(limit_s: float) -> None:
 
 
 def _reap(pid: int, end: float) -> None:
-    """Waits for the end of the process, until that time."""
+    """Waits until the process exits or the time `end`, and reaps it."""
     with contextlib.suppress(OSError):  # the loop has reaped it
         descriptor = os.pidfd_open(pid)
         try:

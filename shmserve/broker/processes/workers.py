@@ -1,6 +1,6 @@
-"""Worker processes: started as fresh interpreters, heard over their link, listened to on stderr, waited for.
+"""Worker processes: starts them, reads their link and stderr, and reaps them.
 
-Whether a worker should run is decided elsewhere; here it is only done.
+The core decides whether a worker should run; this module only carries it out.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from shmserve.repo.gpus import VISIBLE
 from shmserve.system.service_manager import VARIABLES
 
 _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "error"}
-"""How a line begins that has a level (workers.say), and what the log calls it. Other lines are what a model prints."""
+"""Prefix of a worker's log line (see workers.say) -> level in the log. Other lines were printed by the model."""
 REAP_S = 2.0
-"""How often to look for processes that models have started and left."""
+"""Interval for reaping orphans of processes that models have started."""
 MAKING_S = 2.0
-"""Who is to be killed and has no process yet waits for one so long."""
+"""How long a worker that is to be killed may be without a process before the zygote is replaced."""
 GRACE_S = 10.0
-"""A worker whose link has ended has this long to end itself."""
+"""Time for a worker whose link has ended to exit by itself."""
 
 _PASSED_ON = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
-"""How variables begin that a worker gets, beside those of every child."""
+"""Prefixes of the environment variables that workers get besides those of every child."""
 _NEVER = ("SHMSERVE_", *VARIABLES)
-"""How those begin that are the server's alone: its settings, and what the service manager says to it."""
+"""Prefixes of variables that workers never get: the server's settings, and the service manager's variables."""
 
 _codec = codec.Codec(WorkerReport)
 
 
 class Worker(Struct, eq=False):
-    """`pid` 0: it has not been made yet. `theirs`: the other ends of its link and output, as long as it may need them.
-    `process`: it was started as a fresh interpreter."""
+    """`pid` 0: not started yet. `theirs`: the worker's ends of its link and output, open until it has inherited them.
+    `process`: set if it was started as a fresh interpreter."""
 
     peer: int
     name: str
@@ -61,7 +61,7 @@ class Worker(Struct, eq=False):
     output: children.Output
     words: list[str]
     memory: tuple[int, int]
-    """How much it may have on the host, and on its GPU."""
+    """Limits in bytes: on the host, and on its GPU."""
     theirs: tuple[int, int] | None
     process: subprocess.Popen[bytes] | None = None
     pid: int = 0
@@ -71,8 +71,8 @@ class Worker(Struct, eq=False):
 
 
 class Workers:
-    """`exited(peer, pid, reason, loading_error, detail)` is called once for each, when its process has been reaped and
-    all that it sent was delivered. Pid 0: it never had a process."""
+    """`exited(peer, pid, reason, loading_error, detail)` is called once per worker, after its process was reaped and
+    all its messages were delivered. Pid 0: it never had a process."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class Workers:
         rate: Rate | None = None,
         variables: Sequence[str] = (),
     ) -> None:
-        """`groups` divides our control group, so that the kernel keeps workers to their limits of memory. `prepared`:
-        they are made of a prepared process. `rate`: how much of each one's output is logged. `variables`: what more of
-        our environment they get."""
+        """`groups` divides the broker's control group, so that the kernel enforces memory limits. `prepared`: fork
+        workers from the zygote. `rate`: limit for logging each worker's output. `variables`: names or patterns of
+        further environment variables that workers get."""
         self._environment = partial(worker_environment, tuple(variables))
         self._loop = loop
         self._deliver = deliver
@@ -96,11 +96,11 @@ class Workers:
         self._rate = rate
         self._workers: dict[int, Worker] = {}
         self.gpus: Mapping[int, str] = {}
-        """The uuids of the GPUs, by number: a worker sees its own, and no other."""
+        """GPU number -> UUID. A worker sees only its own GPU."""
         self.others: Set[int] = frozenset()
-        """Pids of children that somebody else waits for."""
+        """Pids of children that are reaped elsewhere."""
         self.used_on_gpu: Callable[[int], int] = lambda pid: 0
-        """How much memory a process has on GPUs, as far as is known."""
+        """GPU memory of a process in bytes, 0 if unknown."""
         self._memory = Memory(loop, self.kill, make=groups)
         self._gpu_memory = Memory(
             loop, self.kill, lambda pid: self.used_on_gpu(pid), what="GPU memory", knobs=GPU_KNOBS
@@ -115,7 +115,7 @@ class Workers:
         return self._workers.get(peer)
 
     def names(self) -> dict[int, str]:
-        """Of the processes that run, by pid."""
+        """Names of running processes by pid."""
         found = {
             worker.pid: f"{worker.name} of model '{worker.about['model']}'" for worker in list(self._workers.values())
         }
@@ -124,7 +124,7 @@ class Workers:
         return found
 
     def spawn(self, effect: Spawn, terms: Terms = NOTHING) -> Worker:
-        """Raises OSError if it cannot be started. It may be a moment before there is a process."""
+        """Starts a worker; its process may follow later. Raises OSError if it cannot be started."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         about = {"model": effect.model, "version": effect.version, "instance": spec.name}
@@ -146,12 +146,12 @@ class Workers:
         return worker
 
     def _variables(self, spec: InstanceSpec) -> list[str]:
-        """What is in its environment beside the rest."""
+        """Arguments for environment variables specific to this worker."""
         uuid = self.gpus.get(spec.device) if spec.kind == "KIND_GPU" else None
         return ["--variable", f"{VISIBLE}={uuid}"] if uuid is not None else []
 
     def _start(self, worker: Worker) -> None:
-        """As a fresh interpreter."""
+        """Starts the worker as a fresh interpreter."""
         assert worker.theirs is not None
         link, written = worker.theirs
         worker.process = subprocess.Popen(
@@ -161,12 +161,12 @@ class Workers:
             stderr=written,
             pass_fds=[link],
             env=self._environment(),
-            start_new_session=True,  # a terminal's Ctrl-C is for the broker, which stops its workers in order
+            start_new_session=True,  # the broker stops its workers in order; they must not get a terminal's Ctrl-C
         )
         self._begun(worker, worker.process.pid, os.pidfd_open(worker.process.pid))
 
     def _made(self, peer: int, pid: int, pidfd: int) -> None:
-        """The prepared process has made a worker, or could not."""
+        """The zygote has forked a worker, or failed to (pid 0): then start a fresh interpreter."""
         worker = self._workers[peer]
         if pid:
             self._begun(worker, pid, pidfd)
@@ -188,7 +188,7 @@ class Workers:
         for memory, limit in zip((self._memory, self._gpu_memory), worker.memory, strict=True):
             memory.started(worker.peer, pid, limit)
         self._loop.add_reader(pidfd, self._ended, worker)
-        if worker.killed:  # meanwhile
+        if worker.killed:  # before it had a process
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def kill(self, peer: int, reason: str) -> None:
@@ -205,16 +205,17 @@ class Workers:
             self._prepared.replace("does not respond")
 
     def _link_ended(self, peer: int, reason: str) -> None:
-        """Usually the process is ending too, and tells more; one that does not end is no worker any more."""
+        """Usually the process exits too, which gives a better reason. If it does not exit, kill it."""
         self._loop.call_later(GRACE_S, self.kill, peer, "it closed its connection and did not exit")
 
     def _log(self, name: str, about: dict[str, Any], level: str, text: str) -> None:
         self._say(level, f"[{name}] {text}", about)
 
     def _ended(self, worker: Worker) -> None:
-        """The process has ended. What it still said on its link and its stderr comes first."""
-        # What its model started goes too. Not reaped yet, so the number is still its own.
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended before it led a group
+        """The process has exited. Delivers its last messages and output before reporting the exit."""
+        # Kill what the model has started. The worker is not reaped yet, so its number cannot be in use by another
+        # group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it exited before it became a group leader
             os.killpg(worker.pid, signal.SIGKILL)
         code = _code(worker)
         worker.link.drain()
@@ -244,7 +245,7 @@ class Workers:
         self._reaping = self._loop.call_later(REAP_S, self._reap)
 
     def close(self) -> None:
-        """All of them have gone."""
+        """Called when all workers have exited."""
         self._memory.close()
         self._gpu_memory.close()
         if self._reaping is not None:
@@ -254,20 +255,20 @@ class Workers:
 
 
 def _code(worker: Worker) -> int:
-    """As Popen has it: below 0 is a signal."""
+    """Exit code as in Popen: negative for a signal."""
     if worker.process is not None:
         return worker.process.wait()
     try:
         found = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
-    except ChildProcessError:  # somebody else has taken what it ended with
+    except ChildProcessError:  # it was reaped elsewhere, so its exit code is lost
         return 255
     assert found is not None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
-    """The command line of a worker, without its link. `group`: the file that it writes itself into, to be in its
-    control group."""
+    """The command line of a worker, without its link. `group`: the cgroup.procs file to which it writes its pid in
+    order to join its control group."""
     found = ["--name", spec.name]
     if spec.cpus:
         found += ["--cpus", ",".join(map(str, spec.cpus))]
@@ -281,18 +282,18 @@ def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
 
 
 def worker_environment(more: Sequence[str] = ()) -> dict[str, str]:
-    """`more`: names of further variables, or patterns such as HF_*."""
+    """`more`: names or patterns, such as HF_*, of further variables."""
     given = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_NEVER) and any(fnmatchcase(name, pattern) for pattern in more)
     }
-    # A server does not tell others what it serves, unless it was set up to.
+    # No telemetry unless the environment enables it: it would reveal what is served.
     return {"ORT_DISABLE_TELEMETRY": "1"} | given | children.environment(*_PASSED_ON) | {"PYTHONUNBUFFERED": "1"}
 
 
 def _reason(code: int, killed: str) -> str:
-    """`killed`: why we have ended it ourselves."""
+    """`killed`: why the broker killed it, if it did."""
     if killed:
         return f"killed: {killed}"
     return children.ended_with(code) + (", perhaps out of memory" if -code == signal.SIGKILL else "")

@@ -1,6 +1,6 @@
-"""The broker's side of the prepared process, of which workers are made faster, and smaller, than as fresh interpreters.
+"""The broker's side of the zygote, from which workers are forked: faster and smaller than fresh interpreters.
 
-The rule of the file: whatever does not go well with it, a worker can still be started the other way, and is.
+Invariant: if anything fails here, the worker is started as a fresh interpreter instead.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shmserve.protocol.descriptors import ANCILLARY_BYTES, received
 from shmserve.system.prctl import CHILD_SUBREAPER, prctl
 
 ROOM = "-" * 1024
-"""An argument that says nothing: the command lines of workers are shown in its place."""
+"""A placeholder argument: forked workers overwrite it with their own command line."""
 TIMES = 3
-"""How often it may end by itself, with no worker made meanwhile, before it is not started any more."""
+"""Exits in a row, without a forked worker in between, after which the zygote is not restarted."""
 
 
 class Prepared:
-    """`done(ticket, pid, pidfd)` is called for each `start`, in their order. Pid 0: start it the other way."""
+    """`done(ticket, pid, pidfd)` is called for each `start`, in order. Pid 0: start a fresh interpreter instead."""
 
     def __init__(
         self,
@@ -44,23 +44,23 @@ class Prepared:
 
     @property
     def pid(self) -> int:
-        """0: there is none."""
+        """0: not running."""
         return self._process.pid if self._process is not None else 0
 
     @property
     def busy(self) -> bool:
-        """A worker may have been made that nobody knows yet."""
+        """Whether a worker may exist whose pid is not known yet."""
         return bool(self._pending)
 
     def start(self, ticket: int, words: list[str], link: int, output: int) -> bool:
-        """False: it cannot; start the worker the other way now."""
+        """False: the worker must be started as a fresh interpreter."""
         if self._control is None and not self._open():
             return False
         assert self._control is not None
         rights = array.array("i", [link, output])
         try:
             self._control.sendmsg(["\0".join(words).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        except OSError:  # too much waits, or it has just ended, which is seen soon
+        except OSError:  # the queue is full, or the zygote has just exited, which _read notices
             return False
         self._pending.append(ticket)
         return True
@@ -111,25 +111,25 @@ class Prepared:
                 self.replace("has exited")
 
     def replace(self, why: str) -> None:
-        """Another one may do better."""
+        """Starts another zygote, which may succeed."""
         self._left = max(0, self._left - 1)
         self._say("warning", f"the process that workers are forked from {why}", {})
         self._close()
         self._open()
 
     def _give_up(self, reason: str) -> None:
-        """It cannot be done here. What has no parent stays ours: there may be workers among it."""
+        """Stops using the zygote. This process remains the subreaper, as orphans may be workers."""
         self._left = 0
         self._say("info", f"starting workers as new interpreters: {reason}", {})
         self._close()
 
     def close(self) -> None:
-        """For good."""
+        """Stops the zygote for good."""
         self._left = 0
         self._close()
 
     def _close(self) -> None:
-        """It ends; what it was asked for and has not done is done the other way."""
+        """Kills the zygote; pending workers are started as fresh interpreters."""
         if self._control is not None:
             self._loop.remove_reader(self._control.fileno())
             self._control.close()
@@ -143,14 +143,14 @@ class Prepared:
 
 
 def _adopt() -> None:
-    """Processes below us whose parent has ended become our children."""
+    """Makes this process the subreaper: orphaned descendants become its children."""
     if error := prctl(CHILD_SUBREAPER, 1):
         raise OSError(error, os.strerror(error))
 
 
 def reap(known: set[int]) -> None:
-    """What models have left running, and has ended since, is ours to bury. Those that are known are waited for
-    elsewhere."""
+    """Reaps exited orphans, which processes of models have left. `known` processes are reaped elsewhere; stops if the
+    next exited child is one of them."""
     while True:
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
