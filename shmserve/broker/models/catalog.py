@@ -1,8 +1,6 @@
-"""The models that there are: what was read from the repositories, what of it is deployed, and what workers completed
-it to.
+"""Known models: what was read from the repositories, what is deployed, and how workers completed configurations.
 
-The rule of the file: reading (`read`, `read_all`) touches nothing but disk, and runs in a thread; everything else
-belongs to the loop.
+Invariant: reading (`read`, `read_all`) accesses only the disk and runs in a thread; all else is called on the loop.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ from shmserve.repo.storage.snapshot import Snapshot, take
 from shmserve.repo.storage.store import Found, find_model, model_names, scan_model
 
 PINS = "pins"
-"""The setting that names the file with the looks of files that are not copies."""
+"""Worker setting: the file that describes model files which were not copied, to detect changes."""
 
 
 class Reading(NamedTuple):
-    """A model as it was on disk, and the files of each version, kept. `snapshot` None: it could not be looked at, or is
-    in two repositories. `findings`: what its owner should know, whether it can be served or not."""
+    """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
+    read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not."""
 
     found: Found
     snapshot: Snapshot | None = None
@@ -56,9 +54,9 @@ class Reading(NamedTuple):
 
 
 class Source(Struct, eq=False):
-    """What one version is made of. `generation` has its files; None: there are none, or they are read where they are.
-    `completed` is what its worker made of the configuration; `mark` tells whether something else would be made of what
-    is there now."""
+    """What one version is made of. `generation` has its files; None: there are none, or they are read in place.
+    `completed` is the configuration as completed by its worker. `mark`: equal if a reading would give the same
+    version."""
 
     number: int
     model: str
@@ -72,15 +70,15 @@ class Source(Struct, eq=False):
     mark: object = None
     completed: ModelConfig | None = None
     configuration: str = ""
-    """Digest of the configuration files; "": it does not come from there."""
+    """Digest of the configuration files; "": the configuration does not come from them."""
     target: Target | None = None
-    """How it was deployed last."""
+    """The last deployment."""
     kept: Kept | None = None
-    """What a later load without a configuration takes over."""
+    """What a later load without a configuration reuses."""
 
 
 class Kept(NamedTuple):
-    """The configuration that came with a load call, valid until the model's files change: `looks` is their digest."""
+    """The configuration of a load call, valid until the model's files change: `looks` is their digest."""
 
     given: Given
     looks: str
@@ -98,10 +96,9 @@ class Catalog:
         terms: Terms = NOTHING,
         gpus: Collection[int] = (),
     ) -> None:
-        """`settings` go to the workers; `cores` are divided among them. `generations` keeps the files of versions as
-        they are read; None: workers read the repositories. `resources`: what the rate limiter was given; None: there is
-        none. `terms`: of the processes of models that say nothing else. `gpus`: the numbers of those that models may
-        use."""
+        """`settings` are passed to workers; `cores` are divided among them. `generations` keeps files of versions as
+        they were read; None: workers read the repositories. `resources`: those of the rate limiter; None: it is off.
+        `terms`: defaults for workers' processes. `gpus`: the numbers of GPUs that models may use."""
         self._cores = cores
         self._gpus = gpus
         self._terms = terms
@@ -114,13 +111,13 @@ class Catalog:
         self._numbers = count(1)
         self._sources: dict[int, Source] = {}
         self._latest: dict[tuple[str, int], int] = {}
-        """Model and version -> the source that it was last to be made of."""
+        """(model, version) -> the source that it was last deployed with."""
         self._previous: dict[str, tuple[int, ...]] = {}
         """Model -> the sources that were served before the last load."""
         self._rejected: dict[str, frozenset[int]] = {}
         """Model -> the sources that a rollback has replaced."""
         self.names: Collection[str] = ()
-        """The models in the repositories, when they were last looked at."""
+        """The models in the repositories, as last listed."""
 
     # ------------------------------------------------------------------------------------ reading, in a thread
 
@@ -128,14 +125,14 @@ class Catalog:
         return model_names(self._repositories)
 
     def names_now(self) -> Collection[str]:
-        """The names on disk; those of the last look, while a repository cannot be read."""
+        """The models on disk, or those last listed if a repository cannot be read."""
         try:
             return self.names_on_disk()
         except (ServeError, OSError):
             return self.names
 
     def read(self, name: str, given: Given | None = None, kept: Kept | None = None) -> Reading:
-        """The model of that name, or what was given in its place. Errors are those of `find_model`."""
+        """The model of that name, or what a load call gave in its place. Raises the errors of `find_model`."""
         if given is not None and given.folder is not None:
             return self.read_folder(given.folder, given)
         folder = find_model(self._repositories, name)
@@ -145,7 +142,7 @@ class Catalog:
         return self.read_folder(folder, given)
 
     def read_folder(self, folder: Path, given: Given | None = None) -> Reading:
-        """What is read twice with nothing changed between is consistent; what changes all the time is seen as it is."""
+        """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts."""
         override = given.config if given is not None else None
         generation: Generation | None = None
         if given is not None and given.folder is not None and self._generations is not None:
@@ -192,10 +189,10 @@ class Catalog:
         text = f"model appears in two or more repositories: '{name}' is in {len(folders)} of them; keep one"
         return Reading(Found(name, folders[0], None, (), (text,), ()))
 
-    # ------------------------------------------------------------------------------------ deploying
+    # ------------------------------------------------------------------------------------ deployment
 
     def adopt(self, reading: Reading, operation: int = 0) -> list[Event]:
-        """What the core is to be told. Of a model that cannot be served: why, for who asks for it."""
+        """Events for the core: a Deploy, or Refuse with the reason if the model cannot be served."""
         found = reading.found
         reason = self._why_not(found)
         if found.config is None or reason:
@@ -216,8 +213,8 @@ class Catalog:
         return lacking(compile_instances(found.config, self._cores), self._resources)
 
     def failed_load(self, found: Found) -> str:
-        """The error of a load of this; "" if it can be served. Triton's words, which tell a bad configuration from
-        versions that cannot be loaded."""
+        """The error of a load of this model; "" if it can be served. Has Triton's wording, which distinguishes a bad
+        configuration from versions that cannot be loaded."""
         reason = self._why_not(found)
         if not reason:
             return ""
@@ -244,21 +241,21 @@ class Catalog:
         self._latest.update({(model, target.number): target.source for target in targets})
 
     def loaded(self) -> list[Loaded]:
-        """What is made of files of the repository."""
+        """Versions made of files in the repository."""
         return [
             Loaded(source.number, source.origin, source.version, source.digest, source.configuration)
             for source in self._sources.values()
             if source.digest and (source.generation is None or source.generation.folder != source.origin)
         ]
 
-    # ------------------------------------------------------------------------------------ going back
+    # ------------------------------------------------------------------------------------ rollback
 
     def replaced(self, model: str, sources: Iterable[int]) -> None:
-        """A load has succeeded; these sources were served before. They are kept until the next one."""
+        """A load has succeeded: keeps the sources that were served before, until the next load."""
         self._previous[model] = tuple(source for source in sources if source in self._sources)
 
     def previous(self, model: str, operation: int, served: Iterable[int]) -> Deploy:
-        """What was served before the last load. `served`: the sources that it takes the place of."""
+        """A Deploy of what was served before the last load. `served`: the sources that it replaces."""
         sources = self._previous.get(model)
         if not sources:
             raise NotFound(f"failed to load '{model}': it has no previous generation")
@@ -268,7 +265,7 @@ class Catalog:
         return Deploy(model, tuple(targets), operation)
 
     def is_rejected(self, reading: Reading) -> bool:
-        """Whether this is what a rollback has replaced."""
+        """Whether a rollback has replaced what was read."""
         rejected, found = self._rejected.get(reading.found.name), reading.found
         if not rejected or found.config is None:
             return False
@@ -281,7 +278,7 @@ class Catalog:
         if source is None:
             return "it has been replaced meanwhile"
         members: dict[str, Member] = {}
-        for version in sorted(versions, key=lambda version: version.number):  # the latest counts
+        for version in sorted(versions, key=lambda version: version.number):  # the latest version counts
             made = self._sources.get(version.source)
             if made is not None and made.completed is not None:
                 others = members[version.model].versions if version.model in members else ()
@@ -290,7 +287,7 @@ class Catalog:
         return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
 
     def warnings(self, reading: Reading) -> list[tuple[str, str]]:
-        """What its owner should know, though it may be served, and what to do about it ("" where the text says it)."""
+        """Findings for the model's owner, and hints what to do ("" if the finding says so)."""
         found = [(finding.relative, finding.hint) for finding in reading.findings]
         config = reading.found.config
         policies = unknown_policies(config, self._cores) if config is not None else ()
@@ -298,7 +295,7 @@ class Catalog:
         return found + [(text.format(name), "") for name in policies]
 
     def _source(self, reading: Reading, version: int) -> int:
-        """The number of what the version is made of: the same as before, if that has not changed."""
+        """The number of the version's source: an existing one if nothing has changed, otherwise a new one."""
         found, given = reading.found, reading.override
         assert found.config is not None
         assert found.given is not None
@@ -325,7 +322,7 @@ class Catalog:
         return number
 
     def _known(self, model: str, version: int, mark: object) -> Source | None:
-        """The source that is made of this already: the last one, or one that goes on because the last one failed."""
+        """The latest source with this mark: the last one, or one that is still served because the last load failed."""
         same = [
             source
             for source in self._sources.values()
@@ -334,23 +331,23 @@ class Catalog:
         return same[-1] if same else None
 
     def prune(self, live: Collection[int]) -> None:
-        """Forgets sources that nothing is made of any more, and with them their files."""
+        """Drops unused sources, and with them their files."""
         wanted = {*self._latest.values(), *live, *chain.from_iterable(self._previous.values())}
         for number in [number for number in self._sources if number not in wanted]:
             del self._sources[number]
 
     def is_override(self, number: int) -> bool:
-        """A load call brought it, or its configuration."""
+        """Whether its files or its configuration came with a load call."""
         source = self._sources.get(number)
         return source is not None and source.kind == "override"
 
     def kept_of(self, sources: Iterable[int]) -> Kept | None:
-        """What a load without a configuration keeps of these sources, all of them versions of one model."""
+        """What a load without a configuration reuses of these sources, which are versions of one model."""
         found = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]
         return found[0] if found and found.count(found[0]) == len(found) else None
 
     def forget(self, model: str) -> None:
-        """It is not served any more: when it is loaded again, it is read anew."""
+        """The model is not served any more: a later load reads it again."""
         for key in [key for key in self._latest if key[0] == model]:
             del self._latest[key]
         self._previous.pop(model, None)
@@ -362,7 +359,7 @@ class Catalog:
     # ------------------------------------------------------------------------------------ workers
 
     def load_order(self, spawn: Spawn) -> tuple[Load, int]:
-        """The Load for a new worker, and the descriptor that goes with it, which the caller closes."""
+        """The Load for a new worker, and its descriptor, which the caller closes."""
         source = self._sources[spawn.source]
         settings = self._settings
         if source.generation is not None and source.generation.pins:
@@ -376,7 +373,7 @@ class Catalog:
         return terms_of(source.config, _folder_of(source), self._terms)
 
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
-        """Takes what a worker has completed the configuration to. Also what its owner may not have expected."""
+        """Stores the configuration as completed by a worker. Also returns changes that the owner may not expect."""
         source = self._sources[number]
         config = verify(decode_config(data), backends=self._backends, gpus=self._gpus)
         if config.name != source.model:
@@ -386,7 +383,7 @@ class Catalog:
         source.completed = config
         return policy, [] if said else surprises(source.given, config)
 
-    # ------------------------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------------------------ queries
 
     def config(self, number: int) -> ModelConfig:
         source = self._sources.get(number)
@@ -395,7 +392,7 @@ class Catalog:
         return source.completed
 
     def origins(self, number: int) -> tuple[dict[str, str], str]:
-        """Where each value of the configuration comes from, and all of it as text that says so."""
+        """Where each value of the configuration comes from, and the whole as annotated text."""
         final = self.config(number)
         source = self._sources[number]
         found = origins(source.given, final, source.config, source.kind or "file")
@@ -410,7 +407,7 @@ def why_not(found: Found) -> str:
 
 
 def _mark(reading: Reading, version: int) -> object:
-    """Equal for readings of which the same would be made."""
+    """Equal for readings that would give the same version."""
     assert reading.found.config is not None
     content = replace(reading.found.config, instance_group=(), version_policy=None)
     digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
@@ -422,31 +419,31 @@ def _refused(found: Found, problem: str) -> Found:
 
 
 def _folder_of(source: Source) -> Path:
-    """The model's directory, as its workers see it."""
+    """The model's directory as its workers see it."""
     return source.generation.folder if source.generation is not None else source.origin
 
 
 def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
-    """What a worker completed, with the parts that change in place as they are now."""
+    """The completed configuration with the current values of the parts that change in place."""
     return replace(completed, instance_group=config.instance_group, version_policy=config.version_policy)
 
 
 def _look(folder: Path) -> Snapshot | None:
     try:
         return take(folder)
-    except (OSError, InvalidRequest):  # the scan says what is wrong with it
+    except (OSError, InvalidRequest):  # the scan reports what is wrong
         return None
 
 
 def config_descriptor(config: ModelConfig) -> int:
-    """A memfd with the configuration: it may be larger than any message."""
+    """A memfd with the configuration, which may be larger than any message."""
     descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
     os.pwrite(descriptor, encode_config(config), 0)
     return descriptor
 
 
 def read_descriptor(descriptor: int, limit: int = 4 << 20) -> bytes:
-    """All of a memfd that a worker has sent, and closes it."""
+    """Reads a memfd that a worker has sent, and closes it."""
     try:
         return os.pread(descriptor, limit, 0)
     finally:

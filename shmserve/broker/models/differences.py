@@ -1,7 +1,7 @@
-"""Which loaded versions differ from what is in the repository by now.
+"""Which loaded versions differ from what is in the repository now.
 
-Files are compared by size, time and inode, in a thread of its own, as a disk may not answer: at most once in FRESH_S,
-at most FILES files at a time, and a caller waits for at most PATIENCE_S.
+Files are compared by size, time and inode, in a thread, as a disk may hang: at most once per FRESH_S and about FILES
+files at a time. A caller waits at most PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILES = 20_000
 
 
 class Loaded(NamedTuple):
-    """What a version was made of: digests of its files, and of the model's configurations ("": they do not count)."""
+    """What a version was made of: digests of its files, and of the model's configuration files ("": not compared)."""
 
     source: int
     folder: Path
@@ -39,15 +39,15 @@ class Differences:
         self._looking = False
         self._at = -FRESH_S
         self._next = 0
-        """Where the next look begins: one that had too many files ended before this."""
+        """Where the next comparison starts: the last one reached its limit of files before this."""
         self._waiting: list[Callable[[], None]] = []
 
     def __contains__(self, source: object) -> bool:
-        """As of the last look."""
+        """As of the last comparison."""
         return source in self._changed
 
     def look(self, then: Callable[[], None]) -> None:
-        """Calls `then` when it is known, or when the disk takes too long."""
+        """Calls `then` when a comparison has finished, or after PATIENCE_S."""
         if time.monotonic() - self._at < FRESH_S:
             then()
             return
@@ -82,7 +82,7 @@ class Differences:
 
 
 def compare(loaded: Iterable[Loaded], limit: int = FILES) -> dict[int, bool]:
-    """Source -> whether it differs; without those for which there were too many files. In a thread."""
+    """Source -> whether it differs; sources beyond the limit of files are missing. Runs in a thread."""
     found: dict[int, bool] = {}
     looks: dict[Path, Snapshot | None] = {}
     for entry in loaded:
@@ -101,5 +101,5 @@ def compare(loaded: Iterable[Loaded], limit: int = FILES) -> dict[int, bool]:
 def _take(folder: Path) -> Snapshot | None:
     try:
         return take(folder)
-    except (OSError, InvalidRequest):  # it is gone, or no model any more
+    except (OSError, InvalidRequest):  # the folder is gone, or not a model any more
         return None

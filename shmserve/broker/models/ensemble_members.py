@@ -1,6 +1,6 @@
-"""Models that were loaded only because an ensemble needs them: they come with it, and may go with it.
+"""Models that were loaded only because an ensemble needs them: loaded with it, and possibly unloaded with it.
 
-The rule of the file: a model that somebody has asked for by its name is nobody's companion.
+Invariant: a model that was loaded by its own name is not a companion of any ensemble.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from shmserve.repo.rules.ensemble_steps import steps_of
 class Companions:
     def __init__(self) -> None:
         self._loaded_for: dict[str, set[str]] = {}
-        """Model -> the ensembles that it was loaded for."""
+        """Model -> the ensembles for which it was loaded."""
         self._needs: dict[str, set[str]] = {}
-        """Ensemble -> the models that its steps name."""
+        """Ensemble -> the models of its steps."""
 
     def asked(self, reading: Reading) -> None:
-        """It is loaded by its own name."""
+        """The model is loaded by its own name."""
         self._loaded_for.pop(reading.found.name, None)
         self._note(reading)
 
     def brought(self, reading: Reading, ensemble: str) -> None:
-        """It is loaded as the ensemble needs it."""
+        """The model is loaded because the ensemble needs it."""
         self._loaded_for.setdefault(reading.found.name, set()).add(ensemble)
         self._note(reading)
 
     def needed(self, model: str, ensemble: str) -> None:
-        """It is served already. As a companion of another ensemble, it is one of this too."""
+        """The model is already served. If it is a companion of other ensembles, it becomes one of this ensemble too."""
         if model in self._loaded_for:
             self._loaded_for[model].add(ensemble)
 
@@ -40,7 +40,7 @@ class Companions:
             self._needs[reading.found.name] = {step.model_name for step in steps_of(reading.found.config)}
 
     def unloaded(self, model: str) -> list[str]:
-        """The model goes. Gives those that nobody needs any more, which may go with it."""
+        """The model is unloaded. Returns companions that no other ensemble needs, which may be unloaded too."""
         self._loaded_for.pop(model, None)
         alone = []
         for name in sorted(self._needs.pop(model, ())):
@@ -53,20 +53,20 @@ class Companions:
 
 
 class Together:
-    """Operations that are reported only when others are over too."""
+    """Operations that are reported only when others have finished too."""
 
     def __init__(self) -> None:
         self._others: dict[int, set[int]] = {}
-        """Operation -> those that it still waits for. Never empty."""
+        """Operation -> the unfinished operations it depends on. Never empty."""
         self._over: dict[int, Settled] = {}
-        """Operations that wait for nothing else any more."""
+        """Finished operations that still depend on others."""
 
     def add(self, operation: int, others: set[int]) -> None:
         if others:
             self._others[operation] = set(others)
 
     def over(self, effect: Settled) -> list[Settled]:
-        """Gives what can be reported now. A failure is reported at once."""
+        """Returns what can be reported now. A failure is reported at once."""
         found = []
         if effect.operation in self._others and not effect.code:
             self._over[effect.operation] = effect
@@ -84,8 +84,8 @@ class Together:
 
 
 def needs(reading: Reading, read: Callable[[str], Reading]) -> Iterator[tuple[str, Reading]]:
-    """The models of an ensemble's steps, and of the ensembles among those: each with the ensemble that names it. What
-    cannot be read is left out: the ensemble says itself what it lacks."""
+    """The models of an ensemble's steps, recursively, each with the ensemble that names it. Leaves out models that
+    cannot be read: the ensemble itself reports what is missing."""
     seen = {reading.found.name}
     todo = [reading]
     while todo:

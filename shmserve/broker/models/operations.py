@@ -1,7 +1,7 @@
-"""Operations on models: asked for by clients or seen on disk, read in a thread, decided in the core, answered.
+"""Operations on models: requested by clients or caused by changes on disk, read in a thread, decided in the core.
 
-The rule of the file: the loop never waits for a disk. One thread reads, one model after another, so that what was asked
-first is deployed first.
+Invariant: the loop never waits for a disk. One thread reads one model after another, so that loads are deployed in the
+order of their requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPERATIONS = frozenset({"load", "unload", "restart", "rollback"})
 ALWAYS = frozenset({"restart", "rollback"})
 """Allowed in every mode: they serve nothing that was not served before."""
 UPLOADS = 16
-"""Bodies that come at the same time, of all clients together."""
+"""Limit of bodies that are being received, of all clients."""
 CHUNK = FIELD_BYTES // 2
 
 REFUSED = "explicit model load / unload is not allowed if polling is enabled"
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class _Job(Struct):
-    """An operation that somebody waits for."""
+    """An operation whose result a client waits for."""
 
     peer: int
     ask: Ask
@@ -59,7 +59,7 @@ class _Job(Struct):
 
 
 class Operations:
-    """`put` tells the core an event, `send` a client a message. `place` is a directory for what load calls bring."""
+    """`put` passes an event to the core, `send` a message to a client. `place`: directory for files of load calls."""
 
     def __init__(
         self,
@@ -94,18 +94,18 @@ class Operations:
         self._names_running = False
         self._closed = False
         self.untidy = False
-        """Versions may have gone: `tidy` is to be called when the core has handled all events."""
+        """Versions may have ended: call `tidy` when the core has handled all events."""
         self._companions = Companions()
         self._together = Together()
         self.differences = Differences(loop, catalog.loaded)
 
-    # ------------------------------------------------------------------------------------ asked by clients
+    # ------------------------------------------------------------------------------------ requested by clients
 
     def asked(self, peer: int, ask: Ask) -> bool:
-        """Sees to an operation, or to a part of its body. False: it is none."""
+        """Handles an operation or a piece of its body. False: the query is not an operation."""
         begun = self._uploads.pop((peer, ask.request), None)
         if begun is None and ask.what not in OPERATIONS:
-            return not ask.what  # more of a body that was refused already
+            return not ask.what  # another piece of a refused body
         upload = None
         try:
             first, upload = begun or (ask, self._begin(ask.what))
@@ -121,7 +121,7 @@ class Operations:
         return True
 
     def _begin(self, what: str) -> Upload:
-        """Refused at the first piece, before hundreds of megabytes have come."""
+        """Checks the operation at its first piece, before hundreds of megabytes are received."""
         if what not in ALWAYS and not self.explicit:
             raise Unavailable(f"{REFUSED}; start the server with --model-control-mode explicit")
         if len(self._uploads) >= UPLOADS:
@@ -131,13 +131,13 @@ class Operations:
         return Upload(self._place, self._override_bytes)
 
     def cancelled(self, peer: int, request: int) -> None:
-        """The rest of this body will not come."""
+        """Drops the partly received body of a cancelled operation."""
         begun = self._uploads.pop((peer, request), None)
         if begun is not None:
             begun[1].close()
 
     def gone(self, peer: int) -> None:
-        """A client has gone. What it had asked for completely is done all the same."""
+        """Drops partly received bodies of a disconnected client. Its complete operations continue."""
         for key in [key for key in self._uploads if key[0] == peer]:
             self._uploads.pop(key)[1].close()
 
@@ -159,7 +159,7 @@ class Operations:
             self._in_thread(lambda: None, lambda _: self._roll_back(job), job)
             return
         options: UnloadBody = decode_body(body, UnloadBody)
-        # By way of the thread, behind the loads that were asked for before.
+        # Through the thread, so that it comes after earlier loads.
         self._in_thread(lambda: None, lambda _: self._unload(job, options), job)
 
     def _unload(self, job: _Job, options: UnloadBody) -> None:
@@ -188,7 +188,7 @@ class Operations:
         self._send(job.peer, Fail(job.ask.request, "DEADLINE_EXCEEDED", text))
 
     def _roll_back(self, job: _Job) -> None:
-        """To what was served before the last load."""
+        """Deploys what was served before the last load."""
         number = self._register(job)
         try:
             deploy = self._catalog.previous(job.ask.model, number, self._served(job.ask.model))
@@ -198,14 +198,14 @@ class Operations:
         self._put_deploy(deploy)
 
     def _put_deploy(self, deploy: events.Deploy) -> None:
-        """Remembers what it takes the place of."""
+        """Records which served sources it replaces."""
         served = self._served(deploy.model)
         if served and served != {target.source for target in deploy.targets}:
             self._replacing[deploy.operation] = (deploy.model, served)
         self._put(deploy)
 
     def _served(self, name: str) -> set[int]:
-        """The sources of what is served."""
+        """The sources of the model's READY versions."""
         model = self._core.state.models.get(name)
         versions = model.versions.values() if model is not None else ()
         return {version.source for version in versions if version.state is VersionState.READY}
@@ -216,7 +216,7 @@ class Operations:
         return number
 
     def _read(self, model: str, upload: Upload, kept: Kept | None) -> tuple[Reading, list[tuple[str, Reading]]]:
-        """The model, and what it needs if it is an ensemble."""
+        """The model and, if it is an ensemble, the models that it needs."""
         try:
             reading = self._catalog.read(model, upload.unpack(self._place, model), kept)
         finally:
@@ -224,8 +224,7 @@ class Operations:
         return reading, list(needs(reading, self._catalog.read))
 
     def _bring(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
-        """Models that ensembles need are served too. Those that are already go on as they are. Gives the operations
-        under way."""
+        """Deploys models that ensembles need and that are not served yet. Returns the operations in progress."""
         found: set[int] = set()
         for ensemble, reading in needed:
             model = self._core.state.models.get(reading.found.name)
@@ -239,7 +238,7 @@ class Operations:
         return found
 
     def _deploy(self, job: _Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
-        """What was read is to be served, and somebody waits for it."""
+        """Deploys what was read for a client's load, or reports why it cannot be served."""
         found = reading.found
         self._warn(reading)
         text = self._catalog.failed_load(found)
@@ -275,7 +274,7 @@ class Operations:
             say("warning", f"model '{reading.found.name}': {text}{more}", {"model": reading.found.name})
 
     def settled(self, effect: effects.Settled) -> None:
-        """The core says that an operation is over. The load of an ensemble is when those of its models are too."""
+        """Reports a finished operation. The load of an ensemble finishes only when those of its models have."""
         for over in self._together.over(effect):
             self._report(over)
 
@@ -304,8 +303,7 @@ class Operations:
             self._send(job.peer, Answer(job.ask.request, body[start : start + CHUNK], start + CHUNK < len(body)))
 
     def tidy(self) -> None:
-        """Forgets what no version is made of any more. Not while a Deploy waits to be handled: no version is made of
-        its sources yet."""
+        """Prunes sources that no version uses. Not while a Deploy is queued, as no version uses its sources yet."""
         self.untidy = False
         if self._closed:
             return
@@ -314,14 +312,14 @@ class Operations:
         self._catalog.prune(live)
 
     def discard(self, folder: Path) -> None:
-        """Removes a directory that nothing is made of any more. In any thread."""
-        with suppress(RuntimeError):  # the server stops, and removes all of them
+        """Removes a directory that is no longer used. May be called from any thread."""
+        with suppress(RuntimeError):  # the server stops and removes all of them
             self._reader.submit(shutil.rmtree, folder, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------ seen on disk
+    # ------------------------------------------------------------------------------------ changes on disk
 
     def begin(self, readings: Collection[Reading]) -> None:
-        """The first round: all that is to be served at start."""
+        """Deploys the models that are served from the start."""
         for reading in readings:
             self._companions.asked(reading)
             self._adopt(reading)
@@ -331,17 +329,17 @@ class Operations:
             self._bring([(ensemble, found) for ensemble, found in needed if found.found.name not in named])
 
     def _adopt(self, reading: Reading) -> set[int]:
-        """Gives the operations that it begins."""
+        """Deploys or refuses what was read; returns the operations that this begins."""
         self._warn(reading)
         adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
         refused = {event.reason for event in adopted if isinstance(event, events.Refuse)}
-        for reason in refused.difference(reading.found.missing.values()):  # of which _warn has told
+        for reason in refused.difference(reading.found.missing.values()):  # _warn has logged those
             say("error", f"model '{reading.found.name}' is not served: {reason}", {"model": reading.found.name})
         self._put_all(adopted)
         return {event.operation for event in adopted if isinstance(event, events.Deploy)}
 
     def poll(self, poll: Poll, every_s: float, first_s: float) -> None:
-        """From now on, look for changes."""
+        """Starts polling for changes."""
         self._poll, self._poll_s = poll, every_s
         self._poll_timer = self._loop.call_later(min(first_s, every_s), self._look)
 
@@ -349,7 +347,7 @@ class Operations:
         poll = self._poll
         assert poll is not None
         self._poll_timer = self._loop.call_later(self._poll_s, self._look)
-        if not self._looking:  # else the disk is slower than we are impatient
+        if not self._looking:  # otherwise the disk is slower than the polling interval
             self._looking = True
             self._in_thread(poll.look, self._changed, None)
 
@@ -370,10 +368,10 @@ class Operations:
             self._poll_timer.cancel()
             self._poll_timer = self._loop.call_later(changes.again_s, self._look)
 
-    # ------------------------------------------------------------------------------------ looked at when told to
+    # ------------------------------------------------------------------------------------ reread on request
 
     def reread(self, then: Callable[[], None]) -> None:
-        """The operator says that the repositories are to be looked at now. `then`: what is new is on its way."""
+        """Rereads the repositories now, for SIGHUP. Calls `then` when the changes have been passed to the core."""
         if self._poll is not None:
             self._in_thread(self._poll.look, self._changed, None)
         elif self._mode == "explicit":
@@ -381,10 +379,10 @@ class Operations:
             self._in_thread(lambda: self._read_again(served), lambda readings: self._renew(readings, None), None)
         else:
             self._in_thread(self._read_everything, lambda found: self._renew(*found), None)
-        self._in_thread(lambda: None, lambda _: then(), None)  # behind it in the same thread, whatever became of it
+        self._in_thread(lambda: None, lambda _: then(), None)  # after the above in the same thread, even if that failed
 
     def _is_of_disk(self, model: Model) -> bool:
-        """Something of it is to be served, and as the repository has it: what a load call brought stays as it is."""
+        """Whether the model is to be served from the repository, not from what a load call provided."""
         versions = (*model.versions.values(), *model.coming.values())
         served = [version.source for version in versions if version.reason != UNLOADED]
         return bool(model.reason or served) and not any(map(self._catalog.is_override, served))
@@ -406,7 +404,7 @@ class Operations:
             return [], None
 
     def _renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
-        """`names`: of all models that there are, if others are not to be served any more."""
+        """Deploys what was read. `names`: all models in the repositories, to unload the others; None: unload none."""
         for reading in readings:
             if not self._catalog.is_rejected(reading):
                 self._adopt(reading)
@@ -419,10 +417,11 @@ class Operations:
             self._catalog.names = names
         self.untidy = True
 
-    # ------------------------------------------------------------------------------------ the thread
+    # ------------------------------------------------------------------------------------ the reader thread
 
     def _in_thread(self, work: Callable[[], T], then: Callable[[T], None], job: _Job | None) -> None:
-        """`then` is called on the loop. What goes wrong is told to whoever waits."""
+        """Calls `then` on the loop with the result of `work`. Errors go to the job's client, or to the log without a
+        job."""
         self._reader.submit(work).add_done_callback(
             lambda future: self._loop.call_soon_threadsafe(self._back, future, then, job)
         )
@@ -457,15 +456,15 @@ class Operations:
         return self._mode == "explicit"
 
     def look_at_disk(self, then: Callable[[], None]) -> None:
-        """Looks which models there are, where only the disk knows, and which have changed; then calls `then`."""
+        """In explicit mode lists the models on disk; compares loaded versions with the disk; then calls `then`."""
         if self.explicit:
             self.names(lambda: self.differences.look(then))
         else:
             self.differences.look(then)
 
     def names(self, then: Callable[[], None]) -> None:
-        """Lists the models on disk, then calls `then`. One listing at a time, which serves all that asked before it
-        began: the thread is also the one that loads."""
+        """Lists the models on disk, then calls `then`. One listing at a time serves all callers that came before it
+        began, as the thread also reads models for loads."""
         self._name_waiters.append(then)
         if not self._names_running:
             self._list_names()

@@ -1,8 +1,8 @@
-"""What comes with a load call: a configuration, and files that stand in for the model's directory.
+"""Body of a load call: a configuration, and files that replace the model's directory.
 
-    {"config": {...}, "files": [["1/model.onnx", 5120]]}\n      then the bytes of the files, one after another
+    {"config": {...}, "files": [["1/model.onnx", 5120]]}\n      followed by the bytes of the files
 
-The rule of the file: files are written only below a new directory of ours, under names that cannot lead out of it.
+Invariant: files are written only below a new directory of the server, under names that cannot lead out of it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.rules.fields import BAD_STUB_NAME
 
 HEADER_BYTES = 2 << 20
-"""The line before the bytes: a configuration and the names of files."""
+"""Limit of the first line: a configuration and the names of files."""
 IN_MEMORY = 1 << 20
-"""A body larger than this is kept in a file until it is complete."""
+"""A larger body is spooled to a file until it is complete."""
 FILES = 4096
 LEVELS = 32
-"""Directories in a file's name."""
+"""Limit of path components in a file's name."""
 _COPY = 1 << 20
 _NAME = 1024
 _PART = 255
-"""The most bytes that file systems take for one name."""
+"""Limit of file systems for one path component, in bytes."""
 _WRONG = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What the decoder raises for bytes that are not what was expected."""
+"""Errors of the decoder for malformed input."""
 
 
 class UnloadBody(Struct, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class UnloadBody(Struct, forbid_unknown_fields=True):
     wait: bool = True
     force: bool = False
     timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """Seconds from its arrival until the caller is told what it waits for."""
+    """Seconds after its arrival until the caller gets an error that says what the unload waits for."""
 
 
 class RestartBody(Struct, forbid_unknown_fields=True):
@@ -53,7 +53,7 @@ class RestartBody(Struct, forbid_unknown_fields=True):
 
 
 class RollbackBody(Struct, forbid_unknown_fields=True):
-    """It has no options."""
+    """Has no options."""
 
 
 class Header(Struct, forbid_unknown_fields=True):
@@ -65,14 +65,14 @@ class Header(Struct, forbid_unknown_fields=True):
 
 
 class Given(NamedTuple):
-    """`folder`: the model's directory made of the files; None: the repository's."""
+    """`folder`: the model's directory made of the files; None: that of the repository."""
 
     config: Override
     folder: Path | None
 
 
 class Upload:
-    """A body that comes piece by piece. `close` it, whatever became of it."""
+    """A body that arrives in pieces. The caller must `close` it in any case."""
 
     def __init__(self, place: Path, limit: int) -> None:
         self._limit = limit
@@ -93,11 +93,11 @@ class Upload:
         return not self._size
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what a full disk did not take is not wanted any more
+        with contextlib.suppress(OSError):  # a full disk: the data is not needed any more
             self._file.close()
 
     def unpack(self, place: Path, model: str) -> Given | None:
-        """None: nothing was given. Files are written below a new directory in `place`. In a thread."""
+        """None if nothing was given. Writes files below a new directory in `place`. Runs in a thread."""
         if self.empty:
             return None
         try:
@@ -137,15 +137,15 @@ class Upload:
 
 
 _FROM_THE_MODEL = re.compile(r"/\d+/")
-"""Triton joins its temporary directory and the name as texts, so that clients write `file:/1/model.py` too."""
+"""Triton concatenates its temporary directory and the name, so clients write `file:/1/model.py` too."""
 
 
 def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:
-    """Both the model's name and those of the files become paths."""
+    """File name -> size. Checks the names of the model and the files, as they become paths."""
     if not MODEL_NAME.fullmatch(model):
         text = "model name must not contain path traversal characters"
         if MODEL_NAME.fullmatch(model.replace("\\", "")):
-            text = BAD_STUB_NAME  # of Triton's rule for Python models, the only character that no model may have here
+            text = BAD_STUB_NAME  # Triton's text for Python models; here no model may have a backslash
         raise InvalidRequest(f"{text}; found '{shown(model)}', expected {NAME_RULE}")
     sizes: dict[str, int] = {}
     folders: set[str] = set()
@@ -184,7 +184,7 @@ def _disk(error: OSError) -> Unavailable:
 
 
 def decode_body(body: bytes, kind: Any) -> Any:
-    """The JSON of an operation that has no files."""
+    """Decodes the JSON body of an operation without files."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except _WRONG as error:

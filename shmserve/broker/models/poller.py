@@ -1,7 +1,7 @@
-"""Looking for changes in the repositories. The rule of the file: a model is read only when it has been left alone for
-long enough, and was the same before and after it was read; what is half copied waits for the next look.
+"""Polls the repositories for changes.
 
-Runs in a thread; what it knows is touched by that thread alone.
+Invariant: a model is deployed only if it has not changed for `settle_s`, nor while it was read. A model that is being
+copied waits for the next poll. Everything runs in the reader thread, which alone accesses a Poll's state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shmserve.repo.storage.snapshot import Snapshot, take
 
 
 class Changes(NamedTuple):
-    """What has to be deployed, what has gone, what went wrong; `again_s` until the next look makes sense."""
+    """What to deploy, which models are gone, and errors. `again_s`: seconds until the next poll makes sense."""
 
     readings: list[Reading]
     gone: list[str]
@@ -46,14 +46,14 @@ class Poll:
         self._wall = wall
         self._clock = clock
         self._known: dict[str, str] = {}
-        """Model -> what it looked like when it was read."""
+        """Model -> digest of its files when it was read."""
         self._unsettled: dict[str, _Unsettled] = {}
         self._trouble = ""
 
     def look(self) -> Changes:
         try:
             found = self._catalog.names_on_disk()
-        except ServeError as error:  # the repository itself cannot be read, now
+        except ServeError as error:  # the repository itself cannot be read now
             troubles = [] if error.message == self._trouble else [error.message]
             self._trouble = error.message
             return Changes([], [], list(self._known), troubles, float("inf"))
@@ -77,10 +77,10 @@ class Poll:
         try:
             snapshot = take(folders[0])
             digest, newest = snapshot.digest(), snapshot.newest
-        except (FileNotFoundError, NotADirectoryError):  # it is just coming or going
+        except (FileNotFoundError, NotADirectoryError):  # it is being created or removed
             self._unsettled[name] = _Unsettled("", self._clock())
             return None
-        except (OSError, ServeError) as error:  # who reads it will say what is wrong
+        except (OSError, ServeError) as error:  # reading it reports the error
             digest, newest = f"cannot be read: {error}", -1
         if self._known.get(name) == digest:
             self._unsettled.pop(name, None)
@@ -101,7 +101,8 @@ class Poll:
         return reading
 
     def _is_still(self, name: str, digest: str, newest: int) -> bool:
-        """By the time of its last change; where clocks differ, as on a network's disk, by looking twice."""
+        """By the time of the last change; if clocks differ, as with network disks, by an unchanged digest for
+        `settle_s`."""
         if 0 <= newest <= (self._wall() - self._settle_s) * 1e9:
             return True
         seen = self._unsettled.get(name)
