@@ -1,5 +1,5 @@
-"""What runs in the callers' processes: the Python clients and the command line.
+"""The client side: the Python clients and the command line, which run in the callers' processes.
 
-`client` (threads) and `async_client` (asyncio) make requests of calls and hand them to a link of `transport`, which
-has the session. Answers settle a `future`, or a stream of `streams`. `cli` is the command `shmserve`.
+`client` (threads) and `async_client` (asyncio) turn calls into requests and pass them to a link of `transport`, which
+owns the session. Answers settle a `future`, or a stream of `streams`. `cli` is the command `shmserve`.
 """

@@ -1,7 +1,7 @@
-"""The client for asyncio, on its own loop or on uvloop. The rule of the file: everything happens in the loop's thread;
-the link is watched by the loop, and no task of ours exists but while connecting.
+"""The client for asyncio, on its default loop or on uvloop. Requests of one loop iteration are sent in one packet.
 
-Requests of one turn of the loop go together in one packet.
+Invariant: everything runs in the loop's thread. The loop watches the link's descriptors; the client has a task of its
+own only while it connects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class _Ticket(Ticket):
 
     def __init__(self, future: asyncio.Future[Any]) -> None:
         self.future: asyncio.Future[Any] | None = future
-        """Until it is done: the future knows its ticket, and results must not wait for the collector."""
+        """None once done: the future refers to its ticket, and results must be freed without waiting for the garbage
+        collector.
+        """
 
     def settle(self, answer: Any) -> None:
         future, self.future = self.future, None
@@ -53,7 +55,7 @@ class _Ticket(Ticket):
 
 
 class AsyncFuture(asyncio.Future[Any]):
-    """What `AsyncClient.submit` returns. Cancelling it, or the task that awaits it, takes the request back."""
+    """What `AsyncClient.submit` returns. Cancelling it, or the task that awaits it, cancels the request."""
 
     _link: LoopLink
     _ticket: Ticket
@@ -65,7 +67,7 @@ class AsyncFuture(asyncio.Future[Any]):
 
 
 class AsyncClient:
-    """Like `Client`, with the same arguments, for coroutines. Its futures belong to the loop of the first call."""
+    """Like `Client`, with the same arguments, for coroutines. A client belongs to the event loop of its first call."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class AsyncClient:
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Result:
-        """Runs the model once and gives its outputs by name; the arguments are those of `Client.infer`."""
+        """Run the model once and return its outputs by name; the arguments are those of `Client.infer`."""
         future = self.submit(
             model, inputs, outputs=outputs, version=version, timeout=timeout, priority=priority, sequence=sequence,
             sequence_start=sequence_start, sequence_end=sequence_end, parameters=parameters, request_id=request_id,
@@ -128,7 +130,7 @@ class AsyncClient:
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> AsyncFuture:
-        """Like `infer`, but gives an awaitable future at once. Must be called in a running loop."""
+        """Like `infer`, but return an awaitable future immediately. Must be called in a running loop."""
         link = self._link
         future, ticket = self._question()
         if timeout is None:
@@ -156,7 +158,7 @@ class AsyncClient:
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> AsyncStream:
-        """Like `Client.stream`, to be iterated over with `async for`. Must be called in a running loop."""
+        """Like `Client.stream`, for `async for`. Must be called in a running loop."""
         link = self._link
         link.bind()
         flow = AsyncFlow(window)
@@ -186,8 +188,9 @@ class AsyncClient:
     def empty(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32", *, device: str | int | None = None
     ) -> np.ndarray[Any, Any] | DeviceArray:
-        """An array in shared memory, not initialised: as an input it is not copied, nor are slices of it. `device`:
-        "cuda:0" or another GPU, in whose memory it is then."""
+        """An uninitialised array in shared memory. As an input it is not copied, nor are its slices. `device`: allocate
+        it in the memory of a GPU, e.g. "cuda:0".
+        """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
             raise InvalidRequest(f"shape {list(sizes)} has a negative dim")
@@ -195,7 +198,7 @@ class AsyncClient:
         return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
 
     def flush(self) -> None:
-        """Sends what is still to be sent, and gives back the memory of results that were dropped."""
+        """Send buffered requests, and release the memory of results that were dropped."""
         self._link.flush()
 
     # ------------------------------------------------------------------------------------ questions
@@ -219,22 +222,25 @@ class AsyncClient:
         return await future
 
     async def live(self) -> bool:
-        """Whether a server is there and not about to stop."""
+        """Whether a server is running and not shutting down."""
         try:
             return bool((await self._ask("live"))["live"])
         except ConnectionLost:
             return False
 
     async def ready(self, model: str | None = None, version: int | str | None = None) -> bool:
-        """Whether the server, or this model, can take requests. No server: False. An unknown model: NotFound."""
+        """Whether the server, or this model, can take requests. False if there is no server; raises NotFound for an
+        unknown model.
+        """
         try:
             return bool((await self._ask("ready", model or "", version))["ready"])
         except ConnectionLost:
             return False
 
     async def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
-        """Returns when the server, or this model, can take requests; DeadlineExceeded after `timeout` seconds,
-        Unavailable as soon as it is certain that it will not, as loading has failed."""
+        """Wait until the server, or this model, can take requests. Raises DeadlineExceeded after `timeout` seconds, or
+        Unavailable as soon as loading has failed and waiting cannot help.
+        """
         end = None if timeout is None else monotonic() + timeout
         last: ServeError | None = None
         pause = POLL_S
@@ -273,7 +279,7 @@ class AsyncClient:
         return found
 
     async def metadata(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
-        """Inputs and outputs of a model; without a name, of the server: its name, version and extensions."""
+        """Inputs and outputs of a model; without a model, the server's name, version and extensions."""
         found: dict[str, Any] = await self._ask("metadata", model or "", version)
         return found
 
@@ -283,18 +289,19 @@ class AsyncClient:
         return found
 
     async def origins(self, model: str, version: int | str | None = None) -> dict[str, Any]:
-        """The configuration ("config"), where each value is from ("origins": path -> file, override, model or default),
-        and both as config.pbtxt with comments ("text")."""
+        """The configuration ("config"), the source of each value ("origins": path -> file, override, model or default),
+        and both as config.pbtxt with comments ("text").
+        """
         found: dict[str, Any] = await self._ask("origins", model, version)
         return found
 
     async def statistics(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
-        """Counts and times of one model or of all, as Triton gives them: {"model_stats": [...]}."""
+        """Counts and times of one model or of all, in Triton's format: {"model_stats": [...]}."""
         found: dict[str, Any] = await self._ask("statistics", model or "", version)
         return found
 
     async def metrics(self) -> str:
-        """All that the server counts, in the text form of Prometheus."""
+        """All metrics of the server, in the Prometheus text format."""
         found: str = await self._ask("metrics")
         return found
 
@@ -309,11 +316,11 @@ class AsyncClient:
         previous: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Loads a model, or what has changed of one that is served, and returns when it is READY.
+        """Load a model, or apply the changes to a loaded one; returns when it is READY.
 
-        `config` (a mapping, or its JSON) takes the place of the file's. With `files` (names such as "1/model.onnx", and
-        bytes or paths) the model is not looked for in the repository at all. `previous` goes back to what was
-        served before the last load, in every mode. Without `timeout` it takes its time.
+        `config` (a mapping, or its JSON) replaces the configuration file. With `files` (names such as "1/model.onnx"
+        mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to what was
+        served before the last load, in every control mode. Without `timeout` there is no time limit.
         """
         operation, body = loading(config, files, previous)
         found: dict[str, Any] = await self._operate(operation, model, None, timeout, body)
@@ -328,11 +335,11 @@ class AsyncClient:
         force: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Ends a model; what it was asked before is answered first. Without `wait` it returns at once.
+        """Unload a model; earlier requests are answered first. Without `wait`, return immediately.
 
-        `unload_dependents`: also the models that were loaded only because this ensemble needs them. `force`: what it
-        was asked before fails, and its processes are killed. DeadlineExceeded says what is waited for; the model goes
-        on unloading.
+        `unload_dependents`: also unload the models that were loaded only because this ensemble needs them. `force`:
+        fail earlier requests, and kill the model's processes. DeadlineExceeded says what is still pending; the model
+        keeps unloading.
         """
         body = of_unload(unload_dependents, wait, force, timeout)
         longer = None if timeout is None else timeout + ANSWER_S
@@ -347,7 +354,7 @@ class AsyncClient:
         instance: str | None = None,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """New processes for a model, or for one version or one instance of it; returns when they serve."""
+        """Replace the processes of a model, or of one version or instance of it; returns when the new ones serve."""
         body = of_json({"instance": instance or ""})
         found: dict[str, Any] = await self._operate("restart", model, version, timeout, body)
         return found
@@ -355,7 +362,7 @@ class AsyncClient:
     # ------------------------------------------------------------------------------------ the end
 
     async def close(self) -> None:
-        """Ends the connection. What is unanswered is cancelled; results stay valid."""
+        """Close the connection. Unanswered requests are cancelled; results stay valid."""
         await self._link.close()
 
     async def __aenter__(self) -> AsyncClient:

@@ -1,6 +1,4 @@
-"""The client for ordinary code. The rule of the file: a request passes through few calls, and a lone `infer` through
-one thread.
-"""
+"""The client for threads. `infer` is the hot path: few calls deep, and in the caller's own thread."""
 
 from __future__ import annotations
 
@@ -31,15 +29,15 @@ Outputs = Iterable[str] | Mapping[str, np.ndarray[Any, Any] | DeviceArray | TopK
 
 
 class Client:
-    """A connection to a server. May be used by any number of threads; a forked child's connects for itself.
+    """A connection to a server. It is thread-safe; after a fork, the child opens a connection of its own.
 
     `url` is None for the server of this machine and user (or of `runtime_dir`), `unix:///path/lane.sock`,
-    `ipc:///path/broker.sock`, or `tcp://host:port`. The connection is made by the first call that needs it, and again
-    when it was lost: for `reconnect_timeout` seconds the server is given time to come back. `timeout` is the default
-    for all calls. `memory` is how large tensors travel over ipc: posix (named shared memory) or frames (copies).
-    `memory_bytes` bounds the shared memory that inputs and `empty` take. Over tcp `key_file` is the client's own
-    NAME.key from `shmserve keygen`, and `server_key` the public key of the server, or its file; where they are not
-    given, SHMSERVE_KEY_FILE and SHMSERVE_SERVER_KEY say which.
+    `ipc:///path/broker.sock`, or `tcp://host:port`. The first call that needs the connection opens it; a lost
+    connection is reopened, with retries for up to `reconnect_timeout` seconds. `timeout` is the default for `infer`,
+    `submit`, `stream` and queries, in seconds. `memory` selects how large tensors are passed over ipc: posix (named
+    shared memory) or frames (copies). `memory_bytes` limits the shared memory for inputs and `empty`. Over tcp,
+    `key_file` is the client's own NAME.key from `shmserve keygen`, and `server_key` the public key of the server, or
+    its file; their defaults are SHMSERVE_KEY_FILE and SHMSERVE_SERVER_KEY.
     """
 
     def __init__(
@@ -80,11 +78,11 @@ class Client:
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Result:
-        """Runs the model once and gives its outputs by name.
+        """Run the model once and return its outputs by name.
 
-        `outputs` is a list of names, or a mapping of names to arrays that they shall be written to (best those of
-        `empty`). Arrays may be on a GPU: those of `empty`, CuPy's, PyTorch's. `timeout` is in seconds, from call to
-        answer. `parameters={"timeout": us}` is the time in the queue.
+        `outputs` is a list of names, or a mapping of names to arrays to write them into (preferably from `empty`).
+        Arrays may be on a GPU: from `empty`, CuPy or PyTorch. `timeout` is in seconds, from call to answer.
+        `parameters={"timeout": us}` limits the time in the queue, in microseconds.
         """
         link = self._link
         future = Future(link)
@@ -114,10 +112,11 @@ class Client:
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Future:
-        """Like `infer`, but gives a future at once.
+        """Like `infer`, but return a future immediately.
 
-        The request is sent at once, too, except in the loop that collects a result and submits the next request while
-        more results are here already: then up to 32 requests go together, at the latest with the next call that waits.
+        The request is also sent immediately, with one exception: in a loop that collects a result and submits the next
+        request while more results have already arrived, up to 32 requests are sent together, at the latest by the next
+        call that waits.
         """
         link = self._link
         future = Future(link)
@@ -162,10 +161,10 @@ class Client:
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Stream:
-        """Runs the model once and iterates over its answers as they come; a model with one answer has one here, too.
+        """Run the model once and iterate over its answers as they arrive. Also works for a model with a single answer.
 
-        At most `window` answers are on their way or wait here: a model that is faster than its reader waits for it.
-        `timeout` is for all of them together. To leave the loop early ends the request.
+        At most `window` answers are in flight or buffered here: a model that is faster than its reader is held back.
+        `timeout` covers all answers together. Leaving the loop early cancels the request.
         """
         link = self._link
         flow = Flow(link, window)
@@ -188,8 +187,9 @@ class Client:
     def empty(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32", *, device: str | int | None = None
     ) -> np.ndarray[Any, Any] | DeviceArray:
-        """An array in shared memory, not initialised: as an input it is not copied, nor are slices of it. `device`:
-        "cuda:0" or another GPU, in whose memory it is then."""
+        """An uninitialised array in shared memory. As an input it is not copied, nor are its slices. `device`: allocate
+        it in the memory of a GPU, e.g. "cuda:0".
+        """
         link = self._link
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
@@ -199,7 +199,7 @@ class Client:
             return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
 
     def flush(self) -> None:
-        """Sends what is still to be sent, and gives back the memory of results that were dropped."""
+        """Send buffered requests, and release the memory of results that were dropped."""
         self._link.flush()
 
     # ------------------------------------------------------------------------------------ questions
@@ -215,7 +215,7 @@ class Client:
         return future.result()
 
     def _operate(self, what: str, model: str, version: int | str | None, timeout: float | None, body: Body) -> Any:
-        """A question that changes something. Who is interrupted while it is sent takes it back."""
+        """Run an operation. An interrupt (KeyboardInterrupt, SystemExit) cancels it."""
         link = self._link
         future = Future(link)
         with link.lock:
@@ -229,24 +229,26 @@ class Client:
             raise
 
     def live(self) -> bool:
-        """Whether a server is there and not about to stop."""
+        """Whether a server is running and not shutting down."""
         try:
             return bool(self._ask("live")["live"])
         except ConnectionLost:
             return False
 
     def ready(self, model: str | None = None, version: int | str | None = None) -> bool:
-        """Whether the server, or this model, can take requests. No server: False. An unknown model: NotFound."""
+        """Whether the server, or this model, can take requests. False if there is no server; raises NotFound for an
+        unknown model.
+        """
         try:
             return bool(self._ask("ready", model or "", version)["ready"])
         except ConnectionLost:
             return False
 
     def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
-        """Returns when the server, or this model, can take requests; DeadlineExceeded after `timeout` seconds,
-        Unavailable as soon as it is certain that it will not, as loading has failed.
+        """Wait until the server, or this model, can take requests. Raises DeadlineExceeded after `timeout` seconds, or
+        Unavailable as soon as loading has failed and waiting cannot help.
 
-        A server that is not there yet is waited for, and so is a model that it does not know yet.
+        Also waits for a server that is not running yet, and for a model that it does not have yet.
         """
         end = None if timeout is None else monotonic() + timeout
         last: ServeError | None = None
@@ -270,7 +272,7 @@ class Client:
             pause = min(pause * 1.5, 10 * POLL_S)
 
     def _index(self) -> list[dict[str, Any]]:
-        """For an error text: what the server says of its models, if it says anything."""
+        """The models' states for an error text; empty if the server does not answer."""
         try:
             found: list[dict[str, Any]] = self._ask("models", timeout=1.0)
         except ServeError:
@@ -287,7 +289,7 @@ class Client:
         return found
 
     def metadata(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
-        """Inputs and outputs of a model; without a name, of the server: its name, version and extensions."""
+        """Inputs and outputs of a model; without a model, the server's name, version and extensions."""
         found: dict[str, Any] = self._ask("metadata", model or "", version)
         return found
 
@@ -297,18 +299,19 @@ class Client:
         return found
 
     def origins(self, model: str, version: int | str | None = None) -> dict[str, Any]:
-        """The configuration ("config"), where each value is from ("origins": path -> file, override, model or default),
-        and both as config.pbtxt with comments ("text")."""
+        """The configuration ("config"), the source of each value ("origins": path -> file, override, model or default),
+        and both as config.pbtxt with comments ("text").
+        """
         found: dict[str, Any] = self._ask("origins", model, version)
         return found
 
     def statistics(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
-        """Counts and times of one model or of all, as Triton gives them: {"model_stats": [...]}."""
+        """Counts and times of one model or of all, in Triton's format: {"model_stats": [...]}."""
         found: dict[str, Any] = self._ask("statistics", model or "", version)
         return found
 
     def metrics(self) -> str:
-        """All that the server counts, in the text form of Prometheus."""
+        """All metrics of the server, in the Prometheus text format."""
         found: str = self._ask("metrics")
         return found
 
@@ -323,11 +326,11 @@ class Client:
         previous: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Loads a model, or what has changed of one that is served, and returns when it is READY.
+        """Load a model, or apply the changes to a loaded one; returns when it is READY.
 
-        `config` (a mapping, or its JSON) takes the place of the file's. With `files` (names such as "1/model.onnx", and
-        bytes or paths) the model is not looked for in the repository at all. `previous` goes back to what was
-        served before the last load, in every mode. Without `timeout` it takes its time.
+        `config` (a mapping, or its JSON) replaces the configuration file. With `files` (names such as "1/model.onnx"
+        mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to what was
+        served before the last load, in every control mode. Without `timeout` there is no time limit.
         """
         operation, body = loading(config, files, previous)
         found: dict[str, Any] = self._operate(operation, model, None, timeout, body)
@@ -342,11 +345,11 @@ class Client:
         force: bool = False,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Ends a model; what it was asked before is answered first. Without `wait` it returns at once.
+        """Unload a model; earlier requests are answered first. Without `wait`, return immediately.
 
-        `unload_dependents`: also the models that were loaded only because this ensemble needs them. `force`: what it
-        was asked before fails, and its processes are killed. DeadlineExceeded says what is waited for; the model goes
-        on unloading.
+        `unload_dependents`: also unload the models that were loaded only because this ensemble needs them. `force`:
+        fail earlier requests, and kill the model's processes. DeadlineExceeded says what is still pending; the model
+        keeps unloading.
         """
         body = of_unload(unload_dependents, wait, force, timeout)
         longer = None if timeout is None else timeout + ANSWER_S
@@ -361,7 +364,7 @@ class Client:
         instance: str | None = None,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """New processes for a model, or for one version or one instance of it; returns when they serve."""
+        """Replace the processes of a model, or of one version or instance of it; returns when the new ones serve."""
         body = of_json({"instance": instance or ""})
         found: dict[str, Any] = self._operate("restart", model, version, timeout, body)
         return found
@@ -369,7 +372,7 @@ class Client:
     # ------------------------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Ends the connection. What is unanswered is cancelled; results stay valid."""
+        """Close the connection. Unanswered requests are cancelled; results stay valid."""
         self._link.close()
 
     def __enter__(self) -> Client:
@@ -383,5 +386,5 @@ class Client:
 
 
 def default_name() -> str:
-    """What the server calls this client in its log."""
+    """The client's default name in the server's log."""
     return os.path.basename(sys.argv[0] or "python")[:100]

@@ -1,7 +1,7 @@
-"""What `submit` returns. The rule of the file: a future costs nothing that its user does not ask for: no lock, no list
-of callbacks and no condition of its own.
+"""What `submit` returns: a concurrent.futures.Future, as far as wait(), as_completed() and asyncio.wrap_future() use
+one.
 
-It is a concurrent.futures.Future in all that wait(), as_completed() and asyncio.wrap_future() use of one.
+Locks, callback lists and conditions are only created on demand, so a plain future stays cheap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FINISHED = "FINISHED"
 
 
 class AnswerReader(Protocol):
-    """What a future needs of the connection over which its answer comes (`transport.shared_reader`)."""
+    """The interface of the link that delivers the answer (`transport.shared_reader`)."""
 
     uncollected: int
     collecting: bool
@@ -48,22 +48,24 @@ class AnswerReader(Protocol):
 
 
 class Watch:
-    """Who wants to be told, beside those who ask for the result."""
+    """What to notify when a future is done: callbacks and waiting threads."""
 
     __slots__ = ("callbacks", "counted", "gates", "waiters")
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[Any], object]] = []
         self.counted = False
-        """A reading thread is needed for it."""
+        """Whether it counts as a reason to keep the reader thread running."""
         self.gates: list[Any] = []
-        """Locks on which threads wait for the result while another reads."""
+        """Locks of threads that wait for the result while another thread reads."""
         self.waiters: list[Any] = []
-        """Those of concurrent.futures.wait() and as_completed()."""
+        """Waiters of concurrent.futures.wait() and as_completed()."""
 
 
 class Future(Ticket, concurrent.futures.Future[Any]):
-    """The result of a request: `result()` gives it. Dropping a future does not cancel the request; `cancel()` does."""
+    """The result of a request, returned by `result()`. Dropping a future does not cancel its request; use
+    `cancel()`.
+    """
 
     _state = PENDING
     _result = None
@@ -91,7 +93,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     # ------------------------------------------------------------------------------------ for the user
 
     def result(self, timeout: float | None = None) -> Any:
-        """The result, when it is there. TimeoutError after `timeout` seconds: the request goes on."""
+        """Wait for the result. TimeoutError after `timeout` seconds; the request stays active."""
         if self._state is not FINISHED:
             self._wait(timeout)
         answer = self._answer
@@ -107,7 +109,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
             try:
                 raise self._exception
             finally:
-                del self  # else the traceback and this future would keep each other
+                del self  # otherwise the traceback and this future would keep each other alive
         return answer
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -122,7 +124,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
             raise concurrent.futures.CancelledError
 
     def done(self) -> bool:
-        """Whether the answer is here. Sends what is still to be sent, and takes in what has come."""
+        """Whether the answer has arrived. Sends buffered requests and reads pending packets without blocking."""
         if self._state is PENDING:
             self._reader.look(self)
         return self._state is not PENDING
@@ -134,7 +136,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         return self._state is CANCELLED
 
     def cancel(self) -> bool:
-        """Takes the request back: the server drops it if it still waits. False: the answer is here already."""
+        """Cancel the request: the server drops it if it is still queued. False: the answer has already arrived."""
         if self._state is PENDING:
             self._reader.cancel(self)
         return self._state is CANCELLED
@@ -145,7 +147,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
             self._reader.tell(self)
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Calls `fn(self)` when the answer is here, in the thread that reads it; from now on there is one."""
+        """Call `fn(self)` when the answer arrives, in the thread that reads it. Starts the reader thread if needed."""
         reader = self._reader
         with reader.lock:
             if self._state is PENDING:
@@ -155,7 +157,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         self._call(fn)
 
     def call_back(self) -> None:
-        """Outside of any lock."""
+        """Run the callbacks. Must be called without the lock."""
         watch = self._watch
         while watch is not None and watch.callbacks:
             self._call(watch.callbacks.pop(0))
@@ -167,7 +169,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
             log.exception("a callback of a future failed: %r", fn)
 
     def watch(self) -> Watch:
-        """With the lock."""
+        """Must be called with the lock held."""
         watch = self._watch
         if watch is None:
             watch = self._watch = Watch()
@@ -180,12 +182,12 @@ class Future(Ticket, concurrent.futures.Future[Any]):
 
     @property
     def _condition(self) -> Any:  # type: ignore[override]
-        """One for all futures of a client."""
+        """Shared by all futures of a client."""
         return self._reader.condition
 
     @property
     def _waiters(self) -> list[Any]:  # type: ignore[override]
-        """Somebody is about to wait without asking us: a thread must read from now on."""
+        """concurrent.futures is about to wait without calling this class: ensure that a thread reads."""
         with self._reader.lock:
             waiters = self.watch().waiters
             if self._state is PENDING:

@@ -1,5 +1,6 @@
-"""What `stream` returns: an iterator over the answers of one request, for threads or for asyncio. The rule of the file:
-an iterator that is closed, or dropped, cancels its request.
+"""What `stream` returns: an iterator over the answers of one request, for threads or for asyncio.
+
+Invariant: closing or dropping an iterator cancels its request.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shmserve.session import Result, StreamTicket
 
 
 class Flow(StreamTicket, Future):
-    """For its link it is a future, which is finished while there is something to hand out, or nothing more comes."""
+    """A stream as a future of its link: finished while a part can be handed out, or once the stream has ended."""
 
     def __init__(self, link: SharedLink, window: int) -> None:
         StreamTicket.__init__(self, window)
@@ -27,7 +28,7 @@ class Flow(StreamTicket, Future):
 
 
 class Stream:
-    """The answers to one request, as they come. `close` it, or leave its `with` block, to have no more of them."""
+    """The answers to one request, as they arrive. `close`, or the end of its `with` block, cancels the request."""
 
     def __init__(self, link: SharedLink, flow: Flow) -> None:
         self._link = link
@@ -52,7 +53,7 @@ class Stream:
             link.wait(flow, None)
 
     def close(self) -> None:
-        """Takes the request back. What has come and was not handed out is dropped."""
+        """Cancel the request. Answers that were not handed out are dropped."""
         self._link.give_up(self._flow)
 
     def __enter__(self) -> Stream:
@@ -86,7 +87,9 @@ class AsyncFlow(StreamTicket):
 
 
 class AsyncStream:
-    """The answers to one request, as they come. `aclose` it, or leave its `async with` block, to have no more."""
+    """The answers to one request, as they arrive. `aclose`, or the end of its `async with` block, cancels the
+    request.
+    """
 
     def __init__(self, link: LoopLink, flow: AsyncFlow) -> None:
         self._link = link
@@ -110,7 +113,7 @@ class AsyncStream:
         return part
 
     async def aclose(self) -> None:
-        """Takes the request back. What has come and was not handed out is dropped."""
+        """Cancel the request. Answers that were not handed out are dropped."""
         flow = self._flow
         if not flow.ended:
             self._link.cancel(flow)

@@ -1,4 +1,4 @@
-"""What wait_ready has in common in both clients: how long to pause, what to bear, what to say at last."""
+"""Shared parts of `wait_ready` of both clients: polling, retryable errors, error texts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from shmserve.errors import ConnectionLost, DeadlineExceeded, NotFound, ServeError, Unavailable
 
 POLL_S = 0.05
-"""Between two questions; half as long again each time, up to ten times this."""
+"""Initial polling interval; grows by half each time, up to ten times this."""
 
 
 def pause_after(error: ServeError, model: str | None, last: ServeError | None) -> ServeError:
-    """The error to report if it was the last attempt. Raises it if waiting does not help. An attempt for which no time
-    was left says nothing new."""
+    """The error to report if this was the last attempt; raises it if waiting cannot help. An attempt that merely ran
+    out of time does not replace the previous error.
+    """
     if isinstance(error, DeadlineExceeded):
         return last or error
     if isinstance(error, (ConnectionLost, Unavailable)) or (model and isinstance(error, NotFound)):
@@ -24,7 +25,7 @@ def pause_after(error: ServeError, model: str | None, last: ServeError | None) -
 def not_ready(
     url: str, model: str | None, timeout: float, last: ServeError | None, index: list[dict[str, Any]]
 ) -> DeadlineExceeded:
-    """Says what was waited for and what stands in the way."""
+    """The error for an expired wait, with the reasons."""
     what = f"model '{model}'" if model else "the server"
     if last is not None and not isinstance(last, DeadlineExceeded):
         return DeadlineExceeded(f"{what} at {url} is not ready after {timeout:g} s: {last}")
@@ -34,14 +35,14 @@ def not_ready(
 
 
 def will_not_be(url: str, model: str | None, index: list[dict[str, Any]]) -> Unavailable:
-    """Waiting does not help: nothing is being loaded, and something has failed."""
+    """The error if waiting cannot help: nothing is being loaded, and a model has failed."""
     what = f"model '{model}'" if model else "the server"
     reasons = "; ".join(why_not_ready(model, index)) or "what was to be served could not be loaded"
     return Unavailable(f"{what} at {url} is not ready, and nothing is being loaded: {reasons}")
 
 
 def failed_changes(model: str | None, index: list[dict[str, Any]]) -> list[str]:
-    """A text for each model that is served as before because its last change has failed."""
+    """A text for each model that still serves its previous state because its last change failed."""
     found: dict[str, str] = {}
     for entry in index:
         failed = entry.get("last_failed_change")
@@ -52,7 +53,7 @@ def failed_changes(model: str | None, index: list[dict[str, Any]]) -> list[str]:
 
 
 def degraded(model: str | None, index: list[dict[str, Any]]) -> list[str]:
-    """A text for each version that is served by some of its instances only."""
+    """A text for each version that serves with only some of its instances."""
     return [
         f"{entry['name']} {entry['version']} is {entry['reason']}"
         for entry in index
@@ -66,7 +67,7 @@ def failed_change(failed: dict[str, Any]) -> str:
 
 
 def why_not_ready(model: str | None, index: list[dict[str, Any]]) -> list[str]:
-    """A text for each version that stands in the way. That a model is not loaded matters only to who names it."""
+    """A text for each version that is not ready. Models that are not loaded are only listed if asked for by name."""
     reasons = []
     for entry in index:
         if entry["name"] == model or (not model and entry["state"]):

@@ -1,6 +1,6 @@
 """The command `shmserve`.
 
-`main` runs a command and maps errors to exit codes; `parser` knows every argument. A command's own module, in
-`commands`, is imported when it runs, so `--help` is quick. `inputs`, `output` and `tables` read and print tensors.
-`temporary_server` starts a server for the time of one command.
+`main` runs a command and maps errors to exit codes; `parser` defines all arguments. A command's module, in `commands`,
+is imported only when it runs, so that `--help` is fast. `inputs`, `output` and `tables` of `shmserve.terminal` read and
+print tensors. `temporary_server` starts a server for the duration of one command.
 """

@@ -1,7 +1,7 @@
-"""The command `shmserve`: how it begins and how it ends.
+"""The entry point of the command `shmserve`.
 
-Exit codes: 0 done, 1 failed, 2 used wrongly, 130 interrupted. The rule of the file: nothing is imported that `--help`
-does not need; what is understood is in parser.py, and what a command does in commands_*.py and demo.py.
+Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted. Invariant: only what `--help` needs is imported here.
+Arguments are defined in parser.py, commands are implemented in commands/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main", "parser"]
 
 
 def _serve(options: Sequence[str]) -> int:
-    """This process becomes the broker."""
+    """Replace this process by the broker."""
     os.execv(sys.executable, [*python(), "-m", "shmserve.broker.main", *options])
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(args, str(error), 2)
     except (Failed, ServeError) as error:
         return _end(args, next_step(error, args), 1)
-    except BrokenPipeError:  # who reads our output has had enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

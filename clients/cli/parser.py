@@ -1,6 +1,6 @@
-"""What the command `shmserve` understands: its commands, their options and their help.
+"""The argument parser of `shmserve`: commands, options and help.
 
-The rule of the file: nothing is imported that `--help` does not need; a command's own module is imported when it runs.
+Invariant: only what `--help` needs is imported here; a command's module is imported when it runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands but serve, whose arguments the broker understands."""
+    """The parser of all commands except serve, whose arguments the broker parses."""
     found = _Parser(prog="shmserve", description=ABOUT, epilog=EPILOG)
     found.add_argument("--version", action="store_true", dest="show_version", help="the same as `shmserve version`")
     commands = found.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _later(module: str, name: str) -> Run:
-    """A function of a module that is imported when it is called."""
+    """A function whose module is imported when it is called."""
 
     def run(args: argparse.Namespace) -> int:
         code: int = getattr(importlib.import_module(f"shmserve.clients.cli.commands.{module}"), name)(args)
@@ -74,7 +74,9 @@ def _later(module: str, name: str) -> Run:
 def _made(
     commands: Any, name: str, run: Run, about: str, epilog: str, codes: tuple[str, str]
 ) -> argparse.ArgumentParser:
-    """`about` is one sentence, without its capital and its full stop. `codes`: what 0 and 1 mean."""
+    """Add a command. `about` is one sentence, without its capital letter and full stop. `codes`: meanings of exit codes
+    0 and 1.
+    """
     made: argparse.ArgumentParser = commands.add_parser(
         name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"{CODES.format(*codes)}{epilog}"
     )
@@ -91,7 +93,7 @@ def _command(
     codes: tuple[str, str] = ("done", "failed"),
     keys: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command that asks a server. `keys`: also one over tcp."""
+    """Add a command that connects to a server. `keys`: also over tcp."""
     made = _made(commands, name, run, about, f"{WHERE}\nexamples:\n{examples}", codes)
     where = made.add_mutually_exclusive_group()
     where.add_argument(
@@ -254,7 +256,7 @@ def _add_infer(commands: Any) -> None:
 
 
 def _feeding(made: argparse.ArgumentParser) -> None:
-    """What a model gets, how often, and where its answer goes."""
+    """Arguments for inputs, repetition and outputs."""
     add = made.add_argument
     add("file", metavar="FILE", nargs="?", help='JSON file: {"inputs": {"NAME": [[1, 2, 3]]}}; - reads standard input')
     add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],

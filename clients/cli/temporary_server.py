@@ -1,6 +1,6 @@
-"""A server for one command: started on sockets of its own, watched while it loads, and gone with the command.
+"""A server for one command: it has its own sockets, is watched while it loads, and ends with the command.
 
-The rule of the file: nothing outlives the `with` block, however it is left, short of SIGKILL.
+Invariant: nothing outlives the `with` block, unless this process is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 STOP_S = 30.0
 CONNECT_S = 1.0
 LONGEST = 60
-"""Bytes: the path of a socket may have 107. Where temporary files have a longer place, ours do not go there."""
+"""Longest path of the temporary folder, in bytes: a socket path may have 107. If the default folder's path is longer,
+/tmp is used.
+"""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _KEPT = ("SHMSERVE_BACKEND_CONFIG", "SHMSERVE_HOST_POLICY", "SHMSERVE_DISABLE_AUTO_COMPLETE_CONFIG")
-"""Settings that a model may need to load. The others are of another server: its log file, its sockets."""
+"""Settings that a model may need to load. All others belong to another server, e.g. its log file and sockets."""
 _OF_SERVER = ("SHMSERVE_MODEL_REPOSITORY", "SHMSERVE_MODEL_CONTROL_MODE", "SHMSERVE_MODEL_CONFIG_NAME")
 _FOR_MODELS = "SHMSERVE_MODEL_"
 
 
 class TemporaryServer:
-    """A server of the repositories. `options` are those of `shmserve serve`."""
+    """A server for the repositories. `options` are those of `shmserve serve`."""
 
     def __init__(self, repositories: Sequence[Path], options: Sequence[str] = ()) -> None:
         self._repositories = repositories
@@ -67,7 +69,7 @@ class TemporaryServer:
         return Client(runtime_dir=self._runtime_dir, timeout=timeout, reconnect_timeout=CONNECT_S)
 
     def ready(self, seconds: float) -> bool:
-        """Waits so long for the end of the first round of loading. Unavailable if the server has ended instead."""
+        """Wait up to `seconds` for the first round of loading to end. Raises Unavailable if the server has exited."""
         if not self._ready and select.select([self._reader], [], [], seconds)[0]:
             if os.read(self._reader, 16) != b"READY\n":
                 code = self._process.wait(STOP_S)
@@ -105,7 +107,7 @@ class TemporaryServer:
                     stderr=log,
                     pass_fds=[writer],
                     env=_environment(),
-                    start_new_session=True,  # a terminal's Ctrl-C is for us, and we stop it
+                    start_new_session=True,  # Ctrl-C is handled by this process, which stops the server
                 )
         except BaseException:
             os.close(self._reader)
@@ -117,7 +119,7 @@ class TemporaryServer:
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
-        except BaseException as error:  # also a second Ctrl-C: whoever is in a hurry leaves nothing behind either
+        except BaseException as error:  # also on a second Ctrl-C, so that nothing is left behind
             workers = _children(self._process.pid)
             self._process.kill()
             self._process.wait()
@@ -128,7 +130,7 @@ class TemporaryServer:
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """In this block SIGTERM and SIGHUP end the program as Ctrl-C does: through every `finally`."""
+    """Within this block SIGTERM and SIGHUP end the program like Ctrl-C, through every `finally`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -154,7 +156,7 @@ def _environment() -> dict[str, str]:
 
 
 def _children(pid: int) -> list[int]:
-    """Descriptors of the processes that a process has started."""
+    """pidfds of a process's children."""
     try:
         pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except FileNotFoundError:

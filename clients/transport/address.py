@@ -20,14 +20,14 @@ from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.protocol.messages import FRAME_BYTES
 
 SERVER_KEY, KEY_FILE = "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE"
-"""In the environment: what is meant where server_key and key_file are not given."""
+"""Environment variables: the defaults of server_key and key_file."""
 TCP_FRAME_BYTES = 64 << 20
-"""Of frames that go to a gateway: nobody waits while it takes them in."""
+"""Limit for frames sent to a gateway, where receiving a large message does not block other clients."""
 FIRST_STEP = "start one with `shmserve serve --model-repository DIR`"
 
 
 class Address(Struct, frozen=True):
-    """Where a server is. `memory`: how large tensors travel: memfd, posix or frames. `keys`: of tcp alone."""
+    """A server's address. `memory`: how large tensors are passed: memfd, posix or frames. `keys`: only for tcp."""
 
     url: str
     kind: str
@@ -37,7 +37,7 @@ class Address(Struct, frozen=True):
 
     @property
     def frame_bytes(self) -> int:
-        """The most bytes of frames that a message may carry, as far as is known before the server has said it."""
+        """Most bytes of frames per message, until the server has sent its own limit."""
         return TCP_FRAME_BYTES if self.kind == "tcp" else FRAME_BYTES
 
 
@@ -51,7 +51,7 @@ def address_of(
     server_key: str | os.PathLike[str] | None = None,
     key_file: str | os.PathLike[str] | None = None,
 ) -> Address:
-    """InvalidRequest where the url, the memory asked for, or the keys cannot be."""
+    """Raises InvalidRequest if the url, the memory kind or the keys are invalid."""
     if url is None:
         folder = Path(runtime_dir) if runtime_dir is not None else paths.client_runtime_dir()
         url = f"unix://{folder / paths.LANE}"

@@ -1,4 +1,4 @@
-"""A session and its link on an event loop. The rule of the file: nothing waits here but the loop itself."""
+"""A session and its link on an event loop. Invariant: nothing here blocks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
 from shmserve.session import Incoming, Packet, Session, Ticket
 
 BURST = 32
-"""Packets read before other things on the loop have their turn."""
+"""Most packets read before other callbacks of the loop run."""
 RETRY_S = 0.002
-"""ZeroMQ does not tell reliably when there is room again, so it is tried again after this."""
+"""Retry interval for a full link: ZeroMQ does not reliably signal that there is room again."""
 
 monotonic = time.monotonic
 
@@ -33,7 +33,7 @@ class LoopLink:
         _all.add(self)
 
     def _start(self) -> None:
-        """Also for a forked child: nothing of the parent is used or given back there."""
+        """Also called in a forked child, where nothing of the parent may be used or released."""
         self.session = self.make_session()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: ServerLink | None = None
@@ -57,7 +57,7 @@ class LoopLink:
         )
 
     def bind(self) -> asyncio.AbstractEventLoop:
-        """The running loop. A client whose loop has been closed may go on in another."""
+        """Bind the client to the running loop. If its previous loop was closed, it moves to the new one."""
         if self.closed:
             raise Unavailable("the client is closed")
         loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class LoopLink:
     # ------------------------------------------------------------------------------------ out
 
     def send_soon(self, with_deadline: bool = False) -> None:
-        """Once in this turn of the loop, for all that is said in it."""
+        """Schedule one send for all requests of this loop iteration."""
         loop = self._loop
         if loop is None:
             return
@@ -99,7 +99,7 @@ class LoopLink:
         if self._link is None:
             if self._connecting is None and self._loop is not None:
                 self._connecting = self._loop.create_task(self._connect())
-            return  # everything unanswered is sent then
+            return  # all unanswered requests are sent once connected
         self._unsent += self.session.take()
         self._push()
 
@@ -114,7 +114,7 @@ class LoopLink:
             self._lose(error)
             return
         if self.address.kind != "unix":
-            loop.call_soon(self._readable)  # sending may have swallowed the signal that something came
+            loop.call_soon(self._readable)  # sending may have consumed the signal for incoming packets
         if bool(self._unsent) != self._writing:
             self._writing = bool(self._unsent)
             if self.address.kind != "unix":
@@ -183,7 +183,7 @@ class LoopLink:
             return
         self._unwatch(link)
         ours = not isinstance(error, ConnectionLost)
-        if ours:  # over ZeroMQ the server would not notice
+        if ours:  # over ZeroMQ the server would not detect it
             with contextlib.suppress(ConnectionLost):
                 link.send(self.session.bye())
         link.close(linger=ours)
@@ -250,7 +250,7 @@ class LoopLink:
         readable = asyncio.Event()
         watched = link.descriptors()
         try:
-            with contextlib.suppress(ConnectionLost):  # one that lets nobody in has said why: read that
+            with contextlib.suppress(ConnectionLost):  # a server that refuses connections has sent the reason: read it
                 link.send(self.session.hello(os.getpid(), self._name))
             alarm = loop.call_later(max(0.0, limit - monotonic()) + 0.001, readable.set)
             for descriptor in watched:
@@ -291,9 +291,9 @@ class LoopLink:
                 if not self._unsent:
                     for packet in [*self.session.take(), self.session.bye()]:
                         if not link.send(packet):
-                            break  # the end of the link says as much
+                            break  # closing the link implies Bye
             except ConnectionLost:
-                pass  # it has ended first
+                pass  # already disconnected
             self._unwatch(link)
             link.close(linger=True)
         self.session.fail_all(Cancelled(CLOSED))
@@ -326,7 +326,9 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def flusher(link: weakref.ref[LoopLink]) -> Any:
-    """Gives much dropped memory back soon. Called within the collector, in any thread."""
+    """An `on_full` callback, which schedules the return of dropped memory. It runs inside the garbage collector, in any
+    thread.
+    """
 
     def flush() -> None:
         found = link()

@@ -1,9 +1,10 @@
-"""CURVE keys as files: what `shmserve keygen` writes, and what clients and the gateway read. The rule of the file: a
-secret is in one file that nobody but its owner can read, and in no text that is shown.
+"""CURVE key files, written by `shmserve keygen` and read by clients and the gateway.
 
-    NAME.key    public-key = ...        secret, for whoever is NAME
+    NAME.key    public-key = ...        secret, for NAME only
                 secret-key = ...
-    NAME.pub    PUBLIC-KEY ROLE,ROLE NAME       for the others; of a client it is a line of the gateway's --zmq-keys
+    NAME.pub    PUBLIC-KEY ROLE,ROLE NAME       for its peers; a client's is a line of the gateway's --zmq-keys
+
+Invariant: a secret key is stored in one file that only its owner can read, and is never part of a message or repr.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest, Unsupported
 
 KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-"""A public or secret key, as it is written (Z85)."""
+"""A public or secret key in its text form (Z85)."""
 FILE_BYTES = 1 << 20
 _LINE = re.compile(r"(public|secret)-key\s*=\s*\"?([^\s\"]+)\"?")
 COMMENT = "# "
-"""A key may begin with #, but has no space in it."""
+"""The space matters: a key may begin with #, but contains no space."""
 
 
 class Pair(Struct, frozen=True):
@@ -34,14 +35,14 @@ class Pair(Struct, frozen=True):
 
 
 class Keys(Struct, frozen=True):
-    """What a client needs to reach a door on tcp: its own pair, and the public key that the server must have."""
+    """What a client needs for a tcp endpoint: its own key pair, and the server's expected public key."""
 
     server: str
     own: Pair
 
 
 def read(path: str | os.PathLike[str], secret: bool = False) -> str:
-    """The text of a file of keys. `secret`: nobody but its owner may be able to read it; else, to write it."""
+    """The text of a key file. It must not be writable by other users or, if `secret`, readable by them."""
     shown = os.fspath(path)
     try:
         with open(path, "rb") as file:
@@ -62,7 +63,7 @@ def read(path: str | os.PathLike[str], secret: bool = False) -> str:
 
 
 def read_pair(path: str | os.PathLike[str]) -> Pair:
-    """InvalidRequest where it is none. Also one that zmq.auth has written."""
+    """Read a key pair, also one written by zmq.auth. Raises InvalidRequest if the file is not a pair."""
     found: dict[str, str] = {}
     for line in read(path, secret=True).splitlines():
         match = _LINE.fullmatch(line.strip())
@@ -82,7 +83,7 @@ def read_pair(path: str | os.PathLike[str]) -> Pair:
 
 
 def read_public(given: str | os.PathLike[str]) -> str:
-    """A public key, which is given itself or as the file that begins with it."""
+    """A public key, given as text or as a file that begins with it."""
     text = os.fspath(given)
     if KEY.fullmatch(text):
         return text
@@ -96,7 +97,7 @@ def read_public(given: str | os.PathLike[str]) -> str:
 
 
 def check_curve() -> None:
-    """Unsupported where there is nothing that could use keys."""
+    """Raises Unsupported if libzmq has no CURVE."""
     import zmq
 
     if not zmq.has("curve"):
@@ -104,18 +105,18 @@ def check_curve() -> None:
 
 
 def make_pair() -> Pair:
-    """A new one."""
+    """A new key pair."""
     import zmq
 
     check_curve()
     while True:
         public, secret = (key.decode() for key in zmq.curve_keypair())
-        if public[0].isalnum():  # else it looks like an option, or a comment
+        if public[0].isalnum():  # otherwise it looks like an option or a comment
             return Pair(public, secret)
 
 
 def write_pair(folder: Path, name: str, pair: Pair, roles: str) -> tuple[Path, Path]:
-    """NAME.key and NAME.pub; neither may be there already (FileExistsError)."""
+    """Write NAME.key and NAME.pub. Raises FileExistsError if either exists."""
     key, public = folder / f"{name}.key", folder / f"{name}.pub"
     if public.exists():
         raise FileExistsError(17, "File exists", str(public))

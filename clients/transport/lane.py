@@ -1,7 +1,7 @@
-"""The unix lane: a SEQPACKET socket. The rule of the file: one system call a packet where it can be.
+"""The unix lane: a SEQPACKET socket, with one system call per packet where possible.
 
-Waiting with a limit costs a second call per packet if it is done by poll, so the limit is set once as the socket's own
-(SO_RCVTIMEO) and kept while it serves: `receive` may return earlier than asked, never much later.
+Waiting with a timeout by poll costs a second system call per packet. So the timeout is set on the socket (SO_RCVTIMEO)
+and kept as long as it fits: `receive` may return earlier than requested, but never much later.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Lane:
         return True
 
     def in_use(self) -> bool:
-        return False  # a system call is not interrupted by the collector
+        return False  # the garbage collector does not interrupt a system call
 
     def wait_writable(self, wait: float | None) -> None:
         self._poll(select.POLLOUT, wait)
@@ -104,7 +104,7 @@ class Lane:
             size, ancillary, got, _ = self._recvmsg_into(self._buffers, ANCILLARY_BYTES, flags)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # told once, ahead of what the server still said before it ended
+        except ConnectionResetError:  # reported once, before the packets that the server sent last
             return self.receive(wait, to_send, wakeable)
         except OSError as error:
             raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error
@@ -134,7 +134,7 @@ class Lane:
         try:
             os.eventfd_read(self._wakeup)
         except BlockingIOError:
-            return  # nobody called
+            return  # `wake` was not called
 
     def wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
@@ -148,7 +148,7 @@ class Lane:
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it has ended already
+            return  # already disconnected
 
     def close(self, linger: bool = False) -> None:
         self._sock.close()

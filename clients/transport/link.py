@@ -1,4 +1,4 @@
-"""A link to a server, as both clients use one: it moves packets, and does not know what is in them."""
+"""The interface of links to a server. A link moves packets and does not interpret them."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from shmserve.session import Incoming, Packet
 
 CLOSED = "the client was closed before the answer came"
 PAUSE_S = 0.01
-"""Before a lost connection is made again; doubled after each failure, up to PAUSE_MOST_S."""
+"""Delay before the first reconnect; doubled after each failure, up to PAUSE_MOST_S."""
 PAUSE_MOST_S = 0.25
 
 
 class ServerLink(Protocol):
-    """Any thread may send; one at a time may receive."""
+    """Any thread may send; only one thread at a time may receive."""
 
     def send(self, packet: Packet) -> bool:
-        """False: not now, the link is full. ConnectionLost when it has ended."""
+        """False if the link is full. Raises ConnectionLost when it has ended."""
 
     def receive(self, wait: float | None, to_send: bool = False, wakeable: bool = False) -> Incoming | None:
-        """The next packet. None: nothing came within about `wait` seconds (None: no limit), or there is room again
-        for what is `to_send`, or, if `wakeable`, `wake` was called. ConnectionLost when the link has ended."""
+        """The next packet. None if nothing came within about `wait` seconds (None: no limit), if there is room again
+        for a packet `to_send`, or, if `wakeable`, if `wake` was called. Raises ConnectionLost when the link has ended.
+        """
 
     def in_use(self) -> bool:
-        """A thread is in the midst of it, and that may be this one: the collector runs anywhere. It must not send."""
+        """Whether a thread is inside a call of this link. That may be the current thread, as the garbage collector runs
+        anywhere; code that runs in the collector must then not send.
+        """
 
     def wait_writable(self, wait: float | None) -> None:
-        """Returns when there may be room again, or the time is over."""
+        """Returns when there may be room again, or after `wait` seconds."""
 
     def wake(self) -> None:
-        """Ends a `receive` of another thread that waits and is wakeable."""
+        """Wake up a wakeable `receive` that waits in another thread."""
 
     def descriptors(self) -> list[int]:
-        """What an event loop watches for reading. They tell that something may have come: read until there is none."""
+        """Descriptors that an event loop watches for reading. They are only hints: read until nothing is left."""
 
     def interrupt(self) -> None:
-        """Ends the link for a thread that waits in `receive`, before `close`."""
+        """End the link for a thread that waits in `receive`; called before `close`."""
 
     def close(self, linger: bool = False) -> None:
-        """`linger`: what was sent last shall still arrive."""
+        """`linger`: still deliver what was sent last."""
 
     def abandon(self) -> None:
-        """In a forked child: forgets the link without a word, as it is the parent's."""
+        """Forget the link in a forked child, without sending anything; it belongs to the parent."""
 
 
 def open_link(address: Address) -> ServerLink:
-    """ConnectionLost where nobody listens. Of ZeroMQ it cannot be said yet: `receive` will tell."""
+    """Raises ConnectionLost if there is no listener. Over ZeroMQ, only `receive` can detect that."""
     if address.kind == "unix":
         from shmserve.clients.transport.lane import Lane
 

@@ -1,10 +1,11 @@
-"""How threads share one link. The rule of the file: whoever waits reads for all, and nobody reads who need not.
+"""How threads share one link: a thread that waits for its own answer reads for all.
 
-One thread at a time is the leader: it receives, without the lock, and settles whatever came, with it. Other waiting
-threads are followers: each sleeps on a lock of its own, its gate, until its answer is here or it is its turn to lead.
-A thread of ours, the reader, exists only while somebody wants to be called back.
+One thread at a time is the leader: it receives without the lock, and settles all answers with it. Other waiting threads
+are followers: each sleeps on a lock of its own, its gate, until its answer has arrived or it becomes the leader. A
+separate reader thread runs only while futures have callbacks or other watchers.
 
-All methods named for what a user does take the lock themselves; those with a leading underscore are called with it.
+The methods that correspond to user calls take the lock themselves; those with a leading underscore are called with the
+lock held.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from shmserve.errors import Cancelled, ConnectionLost
 from shmserve.session import StreamTicket
 
 LINGER_S = 5.0
-"""So long the reader waits for more to do before it ends."""
+"""Idle time after which the reader thread ends."""
 
 
 class SharedLink(ThreadedLink):
     def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
         self.collecting = False
-        """A result was asked for since the last submit."""
+        """Whether a result was collected since the last submit."""
         self.after: list[Future] = []
-        """Settled futures with callbacks, which are called when the lock is free."""
+        """Settled futures whose callbacks are run once the lock is released."""
         super().__init__(address, name, reconnect_timeout, memory_bytes)
         _all.add(self)
 
@@ -41,7 +42,7 @@ class SharedLink(ThreadedLink):
         self.reader: threading.Thread | None = None
         self._reader_leads = False
         self._reader_gate: Any = None
-        """Where it sleeps while another thread leads."""
+        """The gate on which the reader thread sleeps while another thread leads."""
         self._parked: Any = None
         self._needing_reader = 0
 
@@ -51,7 +52,7 @@ class SharedLink(ThreadedLink):
     # ------------------------------------------------------------------------------------ waiting
 
     def wait(self, future: Future, timeout: float | None) -> bool:
-        """Until the future is settled, or cancelled. False: `timeout` seconds have passed."""
+        """Wait until the future is settled or cancelled. False after `timeout` seconds."""
         end = None if timeout is None else monotonic() + timeout
         lock = self.lock
         lock.acquire()
@@ -85,7 +86,9 @@ class SharedLink(ThreadedLink):
             self.send_now()  # the Cancel
 
     def _follow(self, future: Future | None, wait: float | None) -> None:
-        """Sleeps until the future is settled or nobody leads; the reader, which has none, until something is new."""
+        """Sleep until the future is settled or the leader stops. The reader thread, without a future, sleeps until
+        there is work.
+        """
         gate = threading.Lock()
         gate.acquire()
         if threading.current_thread() is self.reader:
@@ -106,7 +109,7 @@ class SharedLink(ThreadedLink):
             gate.release()
 
     def _leave(self) -> None:
-        """A call ends: another waiting thread leads, the lock is given back, callbacks are called."""
+        """End a call: pass leadership to a waiting thread, release the lock, run callbacks."""
         if self._gates and not self._leading:
             self._open(next(iter(self._gates)))
         self.lock.release()
@@ -114,7 +117,7 @@ class SharedLink(ThreadedLink):
             self.call_back()
 
     def call_back(self) -> None:
-        """Without the lock."""
+        """Run pending callbacks. Called without the lock."""
         while self.after:
             try:
                 future = self.after.pop()
@@ -123,7 +126,7 @@ class SharedLink(ThreadedLink):
             future.call_back()
 
     def tell(self, future: Future) -> None:
-        """With the lock: a watched future is settled, has failed or was cancelled."""
+        """Notify the watchers of a future that was settled, has failed or was cancelled. Called with the lock held."""
         watch = future.watch()
         for gate in watch.gates:
             self._open(gate)
@@ -143,7 +146,7 @@ class SharedLink(ThreadedLink):
     # ------------------------------------------------------------------------------------ what futures do
 
     def look(self, future: Future) -> None:
-        """Sends what is to be sent, and takes in what has come."""
+        """Send buffered requests and read pending packets."""
         self.lock.acquire()
         try:
             if self.outbox.messages or self._link is None:
@@ -166,7 +169,7 @@ class SharedLink(ThreadedLink):
             self._leave()
 
     def give_up(self, flow: StreamTicket) -> None:
-        """Its user closes it."""
+        """Close a stream on behalf of its user."""
         self.lock.acquire()
         try:
             if not flow.ended and self.session.cancel(flow) and self._link is not None:
@@ -184,13 +187,13 @@ class SharedLink(ThreadedLink):
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """For who asks again and again; ends when the client is closed."""
+        """Sleep between polls; ends early when the client is closed."""
         self._closing.wait(seconds)
 
     # ------------------------------------------------------------------------------------ the reader
 
     def need_reader(self, future: Future) -> None:
-        """With the lock: somebody wants to be told of it without asking."""
+        """Ensure that the reader thread runs, to notify a future's watchers. Called with the lock held."""
         watch = future.watch()
         if watch.counted or self.closed:
             return
@@ -203,17 +206,17 @@ class SharedLink(ThreadedLink):
             self._parked.release()
             self._parked = None
         else:
-            self.nudge()  # what is in the outbox should go
+            self.nudge()  # flush the outbox
 
     def nudge(self) -> None:
-        """With the lock: a deadline was added that may be earlier than what the reader waits for."""
+        """Wake up the reader thread, as a new deadline may be earlier than its timeout. Called with the lock held."""
         if self._reader_leads and self._link is not None:
             self._link.wake()
         elif self._reader_gate is not None:
             self._open(self._reader_gate)
 
     def _read(self) -> None:
-        """The reader thread. It leads only while somebody wants to be told; then it waits a while for more."""
+        """The reader thread. It leads only while futures have watchers, and then stays parked for a while."""
         lock = self.lock
         lock.acquire()
         try:
@@ -246,7 +249,7 @@ class SharedLink(ThreadedLink):
             self._leave()
 
     def _park(self) -> bool:
-        """Lets others lead. False: nothing came up for a while."""
+        """Let other threads lead, and wait for work. False: there was none for LINGER_S seconds."""
         if self._gates and not self._leading:
             self._open(next(iter(self._gates)))
         gate = self._parked = threading.Lock()
@@ -262,7 +265,7 @@ class SharedLink(ThreadedLink):
     # ------------------------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """What is unanswered is cancelled. May be called again, and from any thread."""
+        """Cancel all unanswered requests and close the link. Idempotent, and callable from any thread."""
         self.lock.acquire()
         try:
             if self.closed:
@@ -272,9 +275,9 @@ class SharedLink(ThreadedLink):
                 try:
                     for packet in [*self.session.take(), self.session.bye()]:
                         if not link.send(packet):
-                            break  # the end of the link says as much
+                            break  # closing the link implies Bye
                 except ConnectionLost:
-                    pass  # it has ended first
+                    pass  # already disconnected
             self.closed = True
             self._closing.set()
             self.session.fail_all(Cancelled(CLOSED))
@@ -300,7 +303,7 @@ class SharedLink(ThreadedLink):
             reader.join()
 
     def forked(self) -> None:
-        """In the child. Its threads, its link and its memory are the parent's; it begins anew at the first call."""
+        """Reset in a forked child. Threads, link and memory belong to the parent; the first call reconnects."""
         link, session = self._link, self.session
         self.after = []
         self._start()
@@ -308,7 +311,7 @@ class SharedLink(ThreadedLink):
             link.abandon()
         for ticket in session.tickets.values():
             if isinstance(ticket, Future):
-                ticket._watch = None  # who waits for it is not in this process
+                ticket._watch = None  # its waiters are in the parent process
         session.fail_all(ConnectionLost("it was asked by the parent process, before the fork"))
         session.close()
 
@@ -330,7 +333,9 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _flusher(shared: weakref.ref[SharedLink]) -> Any:
-    """Gives much dropped memory back at once. Called within the collector: it does nothing where it would wait."""
+    """An `on_full` callback, which returns dropped memory at once. It runs inside the garbage collector, so it does
+    nothing rather than block.
+    """
 
     def flush() -> None:
         found = shared()
@@ -343,7 +348,7 @@ def _flusher(shared: weakref.ref[SharedLink]) -> Any:
                     if found._unsent or not link.send(packet):
                         found._unsent.append(packet)
         except ConnectionLost:
-            return  # the next call will see it as well, and has somebody to tell
+            return  # the next call detects it too, and can report it
         finally:
             found.lock.release()
 

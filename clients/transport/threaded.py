@@ -1,7 +1,7 @@
-"""The link of a client that several threads use, and what goes through it. The rule of the file: every method is called
-with the lock, and gives it up only while it waits for the kernel.
+"""A link that several threads use, and its session.
 
-One thread at a time is the leader: it connects or receives without the lock, while nobody else does.
+Invariant: every method is called with the lock held and releases it only while it waits for the kernel. One thread at a
+time is the leader: it connects or receives without the lock, and no other thread does meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shmserve.session import Incoming, Packet, Session, Ticket
 
 INTERRUPTED = ConnectionLost("reading was interrupted")
 READ_EVERY = 16
-"""After so many packets sent with nothing read, what has come is taken in: else the server would wait for us."""
+"""Number of packets sent without reading after which pending input is read: a full socket would block the server."""
 
 monotonic = time.monotonic
 
@@ -28,7 +28,7 @@ class ThreadedLink:
     def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
         self.address = address
         self.uncollected = 0
-        """About how many answers have come whose result nobody has asked for yet."""
+        """Approximate number of received answers whose results were not collected yet."""
         self.closed = False
         self._name = name
         self._reconnect_timeout = reconnect_timeout
@@ -36,7 +36,7 @@ class ThreadedLink:
         self._start()
 
     def _start(self) -> None:
-        """Also for a forked child: nothing of the parent is used or given back there."""
+        """Also called in a forked child, where nothing of the parent may be used or released."""
         self.lock = threading.RLock()
         address = self.address
         self.session = Session(
@@ -52,19 +52,19 @@ class ThreadedLink:
         self._closing = threading.Event()
 
     def _on_full(self) -> Any:
-        """What is called, maybe within the collector, when much memory of results was dropped."""
+        """The session's `on_full` callback, which may run inside the garbage collector."""
         return None
 
     # ------------------------------------------------------------------------------------ sending
 
     def send_now(self, ticket: Ticket | None = None) -> None:
-        """With the lock: everything in the outbox goes out. Waits for room, within the ticket's deadline."""
+        """Send everything in the outbox. Waits for room, up to the ticket's deadline. Called with the lock held."""
         if self.closed:
             self.session.fail_all(Cancelled("the client is closed"))
             raise Unavailable("the client is closed")
         if self._link is None:
             if self._leading:
-                return  # another thread is connecting; all that is unanswered will be sent then
+                return  # another thread is connecting, and all unanswered requests are sent after that
             self._connect(ticket.deadline if ticket is not None else None)
             if self._link is None:
                 return
@@ -91,7 +91,7 @@ class ThreadedLink:
             del self._unsent[0]
 
     def _push_all(self, ticket: Ticket | None) -> None:
-        """The link is full. What has come is read meanwhile: the server may be waiting for that."""
+        """Send while the link is full. Reads in between, since the server may be blocked on sending to us."""
         while self._unsent and self._link is not None and not self.closed:
             deadline = ticket.deadline if ticket is not None else None
             wait = None if deadline is None else deadline - monotonic()
@@ -115,7 +115,7 @@ class ThreadedLink:
     # ------------------------------------------------------------------------------------ reading
 
     def _lead(self, wait: float | None, wakeable: bool) -> None:
-        """Receives one packet for all. The lock is free meanwhile."""
+        """Receive one packet on behalf of all threads. The lock is released meanwhile."""
         link = self._link
         assert link is not None
         to_send = bool(self._unsent)
@@ -130,10 +130,10 @@ class ThreadedLink:
             self.lock.acquire()
             self._leading = False
             if link is not self._link:
-                link.close()  # it was given up meanwhile
+                link.close()  # the link was closed meanwhile
                 incoming = None
             elif isinstance(incoming, ServeError):
-                self._lose(incoming)  # also after KeyboardInterrupt, when a packet may have been read and lost
+                self._lose(incoming)  # also after KeyboardInterrupt: a packet may have been read and lost
         if incoming is not None and not isinstance(incoming, ServeError):
             self._take_in(incoming)
 
@@ -159,7 +159,7 @@ class ThreadedLink:
             self.send_now()
 
     def _read_what_is_there(self) -> None:
-        """Whatever can be had without waiting."""
+        """Read pending packets without waiting."""
         for _ in range(READ_EVERY):
             link = self._link
             if link is None or self._leading:
@@ -179,14 +179,15 @@ class ThreadedLink:
     # ------------------------------------------------------------------------------------ connections
 
     def _lose(self, error: ServeError) -> None:
-        """The link has ended, or is of no use. What can be sent again waits for the next one, but not if the server
-        itself ended the link and said why."""
+        """Drop a link that has ended or is unusable. Requests that can be resent are kept for the next link, unless the
+        server ended this one with a reason.
+        """
         link, self._link = self._link, None
         if link is None:
             return
         self._unsent.clear()
         ours = error is INTERRUPTED or not isinstance(error, ConnectionLost)
-        if ours:  # over ZeroMQ the server would not notice
+        if ours:  # over ZeroMQ the server would not detect it
             with contextlib.suppress(ConnectionLost):
                 link.send(self.session.bye())
         self.session.disconnected()
@@ -200,7 +201,7 @@ class ThreadedLink:
             self.session.fail_all(self.session.goodbye)
 
     def _connect(self, until: float | None) -> None:
-        """Makes a link, while others wait. Where it cannot, everything unanswered fails."""
+        """Open a link; other threads wait meanwhile. On failure all unanswered requests fail."""
         end = monotonic() + self._reconnect_timeout
         limit = end if until is None else min(end, until)
         tired = False
@@ -218,7 +219,7 @@ class ThreadedLink:
             self.lock.acquire()
             self._leading = False
             self._dialed = None
-            if found is None and (self.closed or not tired):  # else only who led waits no longer
+            if found is None and (self.closed or not tired):  # otherwise only the leader's own wait ends
                 self.session.fail_all(Cancelled(CLOSED) if self.closed else failure)
         if found is None:
             return
@@ -236,7 +237,7 @@ class ThreadedLink:
         self._was_connected = True
 
     def _dial(self, limit: float) -> tuple[ServerLink, Incoming]:
-        """A link, and the packet with its Welcome. A server that was there before is given time to come back."""
+        """A new link and its Welcome packet. Retries if a server was connected before, so that it can restart."""
         pause = PAUSE_S
         while True:
             try:
@@ -250,7 +251,7 @@ class ThreadedLink:
     def _greet(self, limit: float) -> tuple[ServerLink, Incoming]:
         link = self._dialed = open_link(self.address)
         try:
-            with contextlib.suppress(ConnectionLost):  # one that lets nobody in has said why: read that
+            with contextlib.suppress(ConnectionLost):  # a server that refuses connections has sent the reason: read it
                 link.send(self.session.hello(os.getpid(), self._name))
             incoming = link.receive(limit - monotonic())
             while incoming is None:

@@ -1,8 +1,8 @@
-"""A ZeroMQ link: a DEALER, over ipc, or over tcp with CURVE. The rule of the file: the socket is touched only under its
-guard, as libzmq's sockets belong to one thread at a time; waiting happens outside, on its descriptor.
+"""A ZeroMQ link: a DEALER socket over ipc, or over tcp with CURVE.
 
-libzmq reconnects by itself, behind one's back. The server's other end has then forgotten us, so the first loss of the
-connection, which the socket's monitor tells of, is the end of the link.
+Invariant: the socket is only used while holding its guard, as libzmq sockets are not thread-safe; waiting happens
+outside, on its descriptor. libzmq reconnects on its own, but the server has dropped the client's state by then, so the
+first disconnect that the socket's monitor reports ends the link.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shmserve.session import Incoming, Packet
 
 LINGER_MS = 500
 HEARTBEAT_MS = 2000
-"""Over tcp, a peer that vanishes without a word is noticed after three of these."""
+"""Over tcp, a peer that vanishes is detected after three of these."""
 QUEUE = 4096
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -34,7 +34,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 UNKNOWN_KEY = 400
-"""How ZAP says that somebody is not let in."""
+"""ZAP status code for an unknown key."""
 _EVENT = struct.Struct("=hi")
 
 
@@ -52,7 +52,7 @@ class ZmqLink:
         self._poll = select.poll()
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._told = True
-        """Its monitor may have something to say."""
+        """Whether the monitor socket may have events."""
         try:
             self._configure(self._socket)
             self._socket.connect(address.url)
@@ -64,7 +64,7 @@ class ZmqLink:
         self._poll.register(self._wakeup, select.POLLIN)
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
-        """Everything that must be set before connect."""
+        """Set all options, which must happen before connect."""
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, QUEUE)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -87,7 +87,7 @@ class ZmqLink:
                 zmq_frames.send(self._socket, (packet.data, *packet.frames))
             except zmq.Again:
                 return False
-            # Sending may have swallowed the signal that something came, so whoever waits for it is told.
+            # Sending may have consumed the edge-triggered signal for incoming packets, so wake up the receiver.
             if self._waiting and self._events() & zmq_frames.IN:
                 os.eventfd_write(self._wakeup, 1)
         return True
@@ -96,7 +96,7 @@ class ZmqLink:
         return self._guard.locked()
 
     def wait_writable(self, wait: float | None) -> None:
-        """libzmq's own threads make the room, and tell so on the same descriptor as everything else."""
+        """Wait for room. libzmq's threads signal it on the same descriptor as all other events."""
         poll = select.poll()
         with self._guard:
             if self._ended or self._events() & zmq_frames.OUT:
@@ -120,7 +120,7 @@ class ZmqLink:
                     if events & zmq_frames.OUT:
                         return None
                     if events & zmq_frames.IN:
-                        continue  # asking has swallowed the signal for it
+                        continue  # querying the events has consumed the signal for it
                 self._waiting = True
             left = None if end is None else end - time.monotonic()
             woken = False
@@ -144,7 +144,7 @@ class ZmqLink:
     def _take(self) -> list[Any] | None:
         if self._ended:
             raise ConnectionLost("the connection to the server ended")
-        if not zmq_frames.events(self._socket) & zmq_frames.IN:  # cheaper than to try
+        if not zmq_frames.events(self._socket) & zmq_frames.IN:  # cheaper than a failing receive
             return None
         return zmq_frames.receive(self._socket)
 
@@ -162,7 +162,7 @@ class ZmqLink:
                 raise self._refused(event, value)
 
     def _refused(self, event: int, value: int) -> ServeError:
-        """The handshake has failed. libzmq would try it again and again."""
+        """The error for a failed handshake, which libzmq would retry forever."""
         url, keys = self._address.url, self._address.keys
         if keys is None:
             return ConnectionLost(f"the server at {url} refused the connection")
@@ -206,9 +206,9 @@ class ZmqLink:
             self._context.term()
 
     def abandon(self) -> None:
-        """libzmq must not be called in a forked child at all, not even to close."""
+        """Keep the link: libzmq must not be called at all in a forked child, not even to close."""
         _of_parents.append(self)
 
 
 _of_parents: list[ZmqLink] = []
-"""Links that this process inherited by a fork; kept, so that nobody tries to end them."""
+"""Links inherited by a fork, kept alive so that they are not finalised."""

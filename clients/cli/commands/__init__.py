@@ -1,1 +1,1 @@
-"""One module for each command, or for commands that belong together; `base` is what they share."""
+"""One module per command, or per group of related commands; `base` has what they share."""

@@ -1,6 +1,6 @@
-"""What the commands share: how they fail, how they find the server, how they print JSON.
+"""Shared parts of the commands: connecting to the server, error texts, JSON output.
 
-The rule of the file: numpy and zmq are imported inside functions only, so that `shmserve --help` is quick.
+Invariant: numpy and zmq are only imported inside functions, so that `shmserve --help` is fast.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from shmserve.clients.client import Client
 
 ASK_S = 30.0
-"""Questions are answered at once, or the server is in trouble."""
+"""Timeout of queries, which a healthy server answers at once."""
 CONNECT_S = 5.0
 
 
 def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> Client:
-    """The client that --url and --runtime-dir ask for, else SHMSERVE_URL, else the default place."""
+    """The client for --url or --runtime-dir, else SHMSERVE_URL, else the default runtime directory."""
     from shmserve.clients.client import Client
 
     url = args.url
@@ -41,14 +41,14 @@ def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> Clie
 
 @contextmanager
 def connected(args: argparse.Namespace) -> Iterator[Client]:
-    """A client whose server is there; ConnectionLost where it is not."""
+    """A connected client. Raises ConnectionLost if there is no server."""
     with make_client(args) as client:
         client.metadata()
         yield client
 
 
 def next_step(error: Exception, args: argparse.Namespace) -> str:
-    """What failed, and what may help where it is known."""
+    """The error text, with a hint for the next step if there is one."""
     text = str(error).replace(" by url=", " by --url or --runtime-dir").replace(" by runtime_dir=", " by --runtime-dir")
     text = text.replace("server_key=", "--server-key").replace("key_file=", "--key-file")
     if text.startswith("Request for unknown model"):

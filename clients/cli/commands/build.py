@@ -1,6 +1,7 @@
-"""`shmserve build`: this process becomes one that makes a TensorRT plan of an ONNX model, on this machine's GPU.
+"""`shmserve build`: replaces this process by one that builds a TensorRT plan from an ONNX model, for this machine's
+GPU.
 
-The rule of the file: nothing of the model is looked at here; what is asked for goes on as one JSON document.
+Invariant: the model is not examined here; the arguments are passed on as one JSON document.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PASSED_ON = (
     "plugins",
     "json",
 )
-"""Arguments that are fields of the order; `shmserve.workers.backends.tensorrt.build` knows them by these names."""
+"""Arguments that are fields of the order; `shmserve.workers.backends.tensorrt.build` reads them by these names."""
 
 
 def build(args: argparse.Namespace) -> NoReturn:

@@ -1,6 +1,7 @@
-"""`shmserve check`: what is wrong in model repositories, before they are served; with --load, also by loading them.
+"""`shmserve check`: reports problems in model repositories before they are served; with --load, also by loading the
+models.
 
-The rule of the file: what is found comes from repo.check and from a real server; here it is only asked, and shown.
+Invariant: the findings come from repo.check and from a real server; this module only runs them and prints.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
 ASK_S = 10.0
 START_S = 60.0
 TICK_S = 0.2
-"""How often people see where loading is."""
+"""Refresh interval of the progress line."""
 LOG_LINES = 20
-"""So many of the last lines of a worker are shown."""
+"""Number of a worker's last log lines to show."""
 _OF_WORKER = re.compile(r"\S+ \S+ (?P<ours>ERROR)?[A-Z]* \[(?P<group>.+?)_\d+\] (?(ours)(?:  )?)(?P<text>.*)")
 _CLEAR = "\r\x1b[K"
 
 Entry = Mapping[str, Any]
-"""A version, as `models` tells it."""
+"""A version, as returned by `Client.models`."""
 
 
 def check(args: argparse.Namespace) -> int:
-    """0: no errors (with --strict: and no warnings), 1: some. What is wrong with the command line is Misuse."""
+    """Returns 0 if there are no errors (with --strict: nor warnings), else 1. Raises Misuse for wrong usage."""
     from shmserve.repo.check import as_json, check
 
     roots = [Path(root) for root in args.roots]
@@ -71,7 +72,7 @@ def _backends(args: argparse.Namespace) -> frozenset[str]:
 
 
 def _show(checked: Checked, quiet: bool, strict: bool) -> None:
-    """`quiet`: only what makes the check fail."""
+    """Print the findings. `quiet`: only those that make the check fail."""
     shown = ("error", "warning") if strict or not quiet else ("error",)
     for finding in checked.findings:
         _show_finding(finding, "", shown)
@@ -115,7 +116,9 @@ def _number(count: int, what: str) -> str:
 
 
 def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace) -> Checked:
-    """The same with what loading shows: each model that the server took on, and ensembles of what they have become."""
+    """Add the results of loading: failures of the server's models, and ensembles checked against completed
+    configurations.
+    """
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
     from shmserve.repo.check import check
 
@@ -140,13 +143,13 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
 
 
 def _await_load(server: TemporaryServer, client: Client, timeout: float | None, progress: _Progress) -> None:
-    """Until nothing is loading any more, or the time is over: it begins when the server answers."""
+    """Wait until no model is loading, or `timeout` has passed since the server first answered."""
     deadline = time.monotonic() + START_S
     up = False
     while not server.ready(max(0.0, min(TICK_S, deadline - time.monotonic()))):
         try:
             progress.show(client.models())
-        except ConnectionLost as error:  # it has not opened its sockets yet
+        except ConnectionLost as error:  # its sockets are not open yet
             if time.monotonic() >= deadline:
                 raise Failed(f"the temporary server did not start within {START_S:g} s") from error
             continue
@@ -158,7 +161,7 @@ def _await_load(server: TemporaryServer, client: Client, timeout: float | None, 
 
 
 def _completed(client: Client, index: Sequence[Entry]) -> dict[str, Any]:
-    """The configuration of each model that has been loaded, with what it has told of itself."""
+    """The configuration of each loaded model, as completed by its backend."""
     from shmserve.repo.config.schema import from_triton_json
 
     return {
@@ -193,7 +196,7 @@ def _failed(
 
     if entry["state"] == "READY" or not entry["state"]:
         return []
-    if not entry["version"] and not model.ok:  # refused for what stands here already
+    if not entry["version"] and not model.ok:  # refused for a problem that is already listed
         return []
     file = f"{model.name}/{entry['version']}".rstrip("/")
     hint = ""
@@ -202,14 +205,14 @@ def _failed(
     else:
         text = f"could not be loaded: {entry['reason'] or entry['state']}"
     lines = [line for instance in entry.get("instances", ()) for line in instance["last_words"]]
-    if not lines:  # no process has ended yet
+    if not lines:  # no process has exited yet
         lines = [line for group in model.groups for line in said.get(group, ())]
     last = tuple(lines[-LOG_LINES:])
     return [Finding(model.name, "error", model.repository, file, 0, 0, "", text, hint, last)]
 
 
 def _lines_of_workers(log: str) -> dict[str, list[str]]:
-    """What the instances of each group have printed."""
+    """What the instances of each group printed."""
     found: dict[str, list[str]] = {}
     for line in log.split("\n"):
         match = _OF_WORKER.fullmatch(line)
@@ -219,7 +222,7 @@ def _lines_of_workers(log: str) -> dict[str, list[str]]:
 
 
 class _Progress:
-    """Where loading is, on stderr: one line that changes on a terminal, else a line for each version at its end."""
+    """Progress of loading, on stderr: one updated line on a terminal, else a line per version when it has finished."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet

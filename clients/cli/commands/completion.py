@@ -1,7 +1,8 @@
-"""What the Tab key completes. The rule of the file: nothing is imported before a shell asks, and no server, or one that
-does not answer at once, is no error: then nothing is offered.
+"""Tab completion, by means of argcomplete.
 
-argcomplete speaks with the shells: it calls the command again with what was typed so far in its environment.
+argcomplete talks to the shell: it calls the command again with the typed line in the environment. Invariant:
+argcomplete is only imported when a shell asks for completions; if there is no server, or it does not answer in time,
+nothing is offered and no error is shown.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shmserve.terminal.errors import Failed, Misuse
 
 SHELLS = ("bash", "zsh", "fish")
 ANSWER_S = 2.0
-"""Nobody waits longer than this after a key."""
+"""Longest wait for the server after a keypress."""
 _ASKED = "_ARGCOMPLETE"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
@@ -37,17 +38,17 @@ def script(args: argparse.Namespace) -> int:
 
 
 def completes(action: argparse.Action, completer: Completer) -> None:
-    """What argcomplete looks for on an argument."""
+    """Attach the completer where argcomplete looks for it."""
     action.completer = completer  # type: ignore[attr-defined]
 
 
 def wanted() -> bool:
-    """Whether a shell has called, not a user."""
+    """Whether a shell calls for completions."""
     return _ASKED in os.environ
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answers the shell and ends the process."""
+    """Print the completions and exit."""
     try:
         import argcomplete
     except ImportError:
@@ -58,7 +59,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
-    """They are the broker's, which tells them in its help."""
+    """Add the options of `serve`, which are defined by the broker: read them from its help."""
     import subprocess
 
     command = [sys.executable, "-m", "shmserve.broker.main", "--help"]
@@ -70,11 +71,11 @@ def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
         serve.add_argument(option)
 
 
-# ---------------------------------------------------------------------------------------- what the server knows
+# ---------------------------------------------------------------------------------------- completers
 
 
 def models(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """Names of models that are not on the line yet."""
+    """Names of models that are not on the command line yet."""
     typed = getattr(parsed_args, "model", None) or []
     return sorted({entry["name"] for entry in _index(parsed_args)} - set(typed if isinstance(typed, list) else []))
 

@@ -1,6 +1,6 @@
-"""`shmserve demo`: the sample models at work, on inputs that mean something, checked where they can be.
+"""`shmserve demo`: runs the sample models on meaningful inputs and verifies results where possible.
 
-The rule of the file: it says what happened, with the numbers of this run.
+Every statement it prints is about this run, with measured numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Found = dict[str, Any]
-"""What a sample found, for --json."""
+"""A sample's results, for --json."""
 
 MANY = 2000
 IN_FLIGHT = 64
@@ -36,11 +36,11 @@ Over HTTP, on the port that the server has logged: `curl localhost:8000/v2/model
 
 
 class Wrong(Exception):
-    """The model has answered, but not what it should."""
+    """A model's answer is wrong."""
 
 
 def demo(args: argparse.Namespace) -> int:
-    """0: every sample that is served did its work, and at least one is served."""
+    """Returns 0 if at least one sample is served and all served samples succeeded."""
     found: dict[str, Found] = {}
     failed: list[str] = []
     say = _hush if args.json else _say
@@ -74,7 +74,7 @@ def _say(text: str) -> None:
 
 
 def _hush(text: str) -> None:
-    """With --json the numbers speak."""
+    """Print nothing: --json prints only the results."""
 
 
 def _absent(name: str, entry: Mapping[str, Any] | None) -> str:
@@ -88,7 +88,7 @@ def _absent(name: str, entry: Mapping[str, Any] | None) -> str:
 
 
 def _timed(client: Client, model: str, inputs: Mapping[str, Any]) -> tuple[Result, str]:
-    """The second of two requests: the first one also maps memory."""
+    """The result and duration of the second of two requests: the first one also maps memory."""
     client.infer(model, inputs)
     started = time.perf_counter()
     result = client.infer(model, inputs)
@@ -114,7 +114,7 @@ def add_sub(client: Client, say: Say) -> Found:
 
 
 def mlp(client: Client, say: Say) -> Found:
-    """A program that keeps many requests in flight."""
+    """Simulates a program that keeps many requests in flight."""
     rows = np.random.default_rng(7).standard_normal((IN_FLIGHT, 1, 64), np.float32)
     result, took = _timed(client, "mlp", {"x": rows[0]})
     alone = result["y"]
@@ -141,10 +141,10 @@ def _batches(client: Client, model: str) -> int:
 
 
 def cnn(client: Client, say: Say) -> Found:
-    """Pictures in shared memory: only handles of them travel."""
+    """Images in shared memory: only their handles are sent."""
     pictures = client.empty((PICTURES, 3, 64, 64))
     across = np.linspace(-1, 1, 64, dtype=np.float32)
-    for index, picture in enumerate(pictures):  # a bright disc that wanders from left to right
+    for index, picture in enumerate(pictures):  # a bright disc that moves from left to right
         middle = -0.8 + 1.6 * index / (PICTURES - 1)
         picture[:] = np.exp(-8 * (across[:, None] ** 2 + (across[None, :] - middle) ** 2))
     result, took = _timed(client, "cnn", {"image": pictures[:1]})

@@ -1,4 +1,4 @@
-"""`shmserve infer`: one request, or the same one again and again, and its answer for a person, a program or a file."""
+"""`shmserve infer`: sends a request, once or repeatedly, and prints the outputs or writes them to files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def infer(args: argparse.Namespace) -> int:
 
 
 def _stream(args: argparse.Namespace, client: Client, given: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
-    """Answers as they come: a table for each, or a JSON document on a line of its own."""
+    """Print answers as they arrive: a table for each, or a JSON document on a line of its own."""
     outputs = args.outputs.split(",") if args.outputs else None
     started = time.perf_counter()
     seconds: list[float] = []
@@ -75,7 +75,7 @@ def _largest(args: argparse.Namespace, client: Client) -> int:
 
 
 def _typed(given: inputs.Given, known: Mapping[str, inputs.Spec]) -> dict[str, Any]:
-    """The bits of BF16 say what they are; the dtype of every other array says it."""
+    """Wrap BF16 bits in Raw; the type of all other arrays follows from their dtype."""
     return {name: Raw("BF16", value) if known[name]["datatype"] == "BF16" else value for name, value in given.items()}
 
 

@@ -1,4 +1,4 @@
-"""`shmserve keygen`: keys for ZeroMQ over tcp. The rule of the file: what is there is never overwritten."""
+"""`shmserve keygen`: creates keys for ZeroMQ over tcp. Invariant: existing files are never overwritten."""
 
 from __future__ import annotations
 

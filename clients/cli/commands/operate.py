@@ -1,6 +1,6 @@
-"""The commands that change what is served: load, unload, restart. Several models go at the same time.
+"""The commands that change what is served: load, unload, restart. Several models are processed concurrently.
 
-The rule of the file: each model that fails is told with its reason, and the others are done all the same.
+Invariant: each failure is reported with its reason, and does not stop the other models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shmserve.clients.client import Client
 
 TOGETHER = 32
-"""Operations that wait for their answers at the same time; how many models load together is the server's to say."""
+"""Operations in flight at the same time; the server decides how many models load concurrently."""
 TICK_S = 0.1
 ASK_S = 1.0
 SPINNER = "|/-\\"
@@ -78,7 +78,7 @@ def restart(args: argparse.Namespace) -> int:
 
 
 def _config(name: str) -> dict[str, Any]:
-    """The JSON of a file, or of standard input."""
+    """A JSON object from a file or standard input."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text()
         found = json.loads(text)
@@ -103,7 +103,7 @@ def _file(text: str) -> tuple[str, Path]:
 
 
 def _each(args: argparse.Namespace, one: Operation, doing: str, told: Callable[[Mapping[str, Any]], str]) -> int:
-    """0 if none failed, else 1."""
+    """Run the operation on each model. Returns 0 if none failed, else 1."""
     with connected(args) as client:
         names = list(dict.fromkeys(args.model)) or sorted({entry["name"] for entry in client.models()})
         pool = ThreadPoolExecutor(TOGETHER, "shmserve-operation")
@@ -111,7 +111,7 @@ def _each(args: argparse.Namespace, one: Operation, doing: str, told: Callable[[
             futures = {name: pool.submit(one, client, name) for name in names}
             _watch(args, futures, doing)
         except BaseException:
-            client.close()  # whoever waits for an answer is told at once
+            client.close()  # wakes up all waiting threads at once
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -178,7 +178,7 @@ def _versions(found: Mapping[str, Any]) -> str:
 
 
 def _watch(args: argparse.Namespace, futures: Mapping[str, Future[Any]], doing: str) -> None:
-    """Until all are done. On a terminal a line tells how far they are, which is asked on a connection of its own."""
+    """Wait until all are done. On a terminal a line shows the progress, which is queried over a separate connection."""
     if not sys.stderr.isatty() or args.json:
         wait(futures.values())
         return
@@ -190,7 +190,7 @@ def _watch(args: argparse.Namespace, futures: Mapping[str, Future[Any]], doing: 
                     break
                 waiting = [name for name, future in futures.items() if not future.done()]
                 line = f"{turn} {doing} {_many(waiting)}, {time.monotonic() - started:.0f} s"
-                with contextlib.suppress(ServeError):  # the operation itself will tell what is wrong
+                with contextlib.suppress(ServeError):  # the operation itself reports what is wrong
                     line += progress(asking.models(), waiting)
                 width = shutil.get_terminal_size().columns - 1
                 print(_CLEAR + line[:width], end="", file=sys.stderr, flush=True)
@@ -203,18 +203,18 @@ def _many(names: Sequence[str]) -> str:
 
 
 def progress(index: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """How many processes of these models serve, of how many, where one can tell."""
+    """The number of ready and wanted instances of these models; empty if there are none."""
     ready, wanted = counts(instance for entry in index if entry["name"] in names for instance in instances_of(entry))
     return f": {ready} of {wanted} instances" if wanted else ""
 
 
 def instances_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Those that have not ended because they were to end."""
+    """The version's instances, without those that were stopped on purpose."""
     return [instance for instance in entry.get("instances") or () if instance["state"] != "stopped"]
 
 
 def counts(instances: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """How many are ready, and how many are meant to be."""
+    """The number of ready instances, and of those that should be."""
     found = list(instances)
     ready = sum(instance["state"] == "ready" and not instance.get("quarantined") for instance in found)
     return ready, sum(instance["state"] != "stopping" for instance in found)

@@ -1,7 +1,7 @@
-"""`shmserve run`: this process becomes one that has the model in it, in this terminal. `shmserve gateway`: it becomes a
-door to the network.
+"""`shmserve run`: replaces this process by one that runs the model in this terminal. `shmserve gateway`: runs a
+gateway.
 
-The rule of the file: nothing of the model is looked at here; what is asked for goes on as one JSON document.
+Invariant: the model is not examined here; the arguments are passed on as one JSON document.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PASSED_ON = (
     "model_config_name",
     "backend_directory",
 )
-"""Arguments that are fields of the order; `shmserve.workers.foreground.solo` knows them by these names."""
+"""Arguments that are fields of the order; `shmserve.workers.foreground.solo` reads them by these names."""
 
 
 def run(args: argparse.Namespace) -> NoReturn:
     order = {name: getattr(args, name) for name in PASSED_ON}
     given = {name: value for name, value in order.items() if value is not None}
     command = [*python(), "-m", "shmserve.workers.foreground.solo", json.dumps(given, default=os.fspath)]
-    # As in a server, an engine does not tell others what it runs, unless it was set up to.
+    # As in a server, disable the engine's telemetry unless the user has enabled it.
     environment = {"ORT_DISABLE_TELEMETRY": "1"} | os.environ
     try:
         os.execve(sys.executable, command, environment)

@@ -1,4 +1,4 @@
-"""The commands that ask and change nothing: models, stats, ready, config, version."""
+"""The read-only commands: models, stats, ready, config, version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shmserve.clients.client import Client
 
 US = 1000
-"""ns in it."""
+"""Nanoseconds in a microsecond."""
 
 
 def models(args: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def models(args: argparse.Namespace) -> int:
 
 
 def _chosen(names: Sequence[str], index: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that were named; all, if none was."""
+    """The named models; all if there are no names."""
     there = {entry["name"] for entry in index}
     for name in names:
         if name not in there:
@@ -52,7 +52,7 @@ def _chosen(names: Sequence[str], index: list[dict[str, Any]]) -> list[dict[str,
 
 
 def _watch(args: argparse.Namespace, client: Client) -> NoReturn:
-    """The same again and again in the same place, until Ctrl-C. What is no terminal gets one after the other."""
+    """Print the table repeatedly, in place on a terminal, until Ctrl-C; otherwise one table after another."""
     terminal = sys.stdout.isatty()
     while True:
         text = models_text(_chosen(args.model, client.models()), args.instances)
@@ -65,7 +65,7 @@ def _watch(args: argparse.Namespace, client: Client) -> NoReturn:
 
 
 CLEAR = "\x1b[H\x1b[2J"
-"""To the upper left corner, and nothing on the screen."""
+"""Clear the screen and move the cursor to the upper left corner."""
 
 
 def models_text(found: Sequence[Mapping[str, Any]], instances: bool) -> str:
@@ -85,7 +85,7 @@ INSTANCES = ["model", "version", "instance", "state", "in flight", "device", "pi
 
 
 def models_table(index: Sequence[Mapping[str, Any]]) -> str:
-    """Where a model has several versions the default one is marked."""
+    """The table of versions; the default version is marked if a model has several."""
     counts = Counter(entry["name"] for entry in index)
     rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
     made = table(MODELS, rows, right=[1, 3, 4, 5, 8, 9])
@@ -166,7 +166,7 @@ def _attempt(instance: Mapping[str, Any]) -> str:
 
 
 def last_words(index: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the processes of instances that do not serve now wrote before they ended."""
+    """The last output of the processes of instances that are not ready."""
     return [
         "\n".join([f"\n{entry['name']} version {entry['version']}, {instance['name']}, last output:", *words])
         for entry in index
@@ -176,7 +176,9 @@ def last_words(index: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def config(args: argparse.Namespace) -> int:
-    """For people with the origins; as JSON it is Triton's, so that what reads that can read this."""
+    """Print the configuration with origins as text; the JSON is in Triton's format, for compatibility with its
+    tools.
+    """
     if args.origins and not args.json:
         raise Misuse("--origins needs --json; without --json the origins are always shown")
     with connected(args) as client:
@@ -215,7 +217,7 @@ def stats(args: argparse.Namespace) -> int:
 
 
 def padding_text(entry: Mapping[str, Any]) -> str:
-    """What padding costs, and what was done to pad less."""
+    """The share of padding, and the number of batches cut to reduce it."""
     share = entry["padded_elements"] / entry["elements"]
     cut = entry.get("batch_reasons", {}).get("shape", 0)
     elements = f"{entry['elements']:,} elements (rows x padded length)"
@@ -223,7 +225,7 @@ def padding_text(entry: Mapping[str, Any]) -> str:
 
 
 def stats_row(entry: Mapping[str, Any]) -> list[str]:
-    """Requests are those answered, well or not; a mean batch is in rows; times are means over those answered well."""
+    """Requests include failed ones; the mean batch is in rows; times are means over successful requests."""
     times = entry["inference_stats"]
     good, failed, batches = times["success"]["count"], times["fail"]["count"], entry["execution_count"]
     compute = sum(times[part]["ns"] for part in ("compute_input", "compute_infer", "compute_output"))
@@ -264,7 +266,7 @@ def ready(args: argparse.Namespace) -> int:
 def _warnings(model: str | None, client: Client) -> list[str]:
     try:
         index = client.models()
-    except Denied:  # those who may only infer are not told
+    except Denied:  # the role infer does not include `models`
         return []
     return [*degraded(model, index), *failed_changes(model, index)]
 
@@ -276,7 +278,7 @@ def _not_ready(model: str | None, index: list[dict[str, Any]]) -> str:
 
 
 def version(args: argparse.Namespace) -> int:
-    """Asks the server only if one is named: without it, nothing but the standard library is loaded."""
+    """Asks the server only if one is named; otherwise the client is not imported."""
     found = {"shmserve": shmserve.__version__}
     if args.url is not None or args.runtime_dir is not None:
         with connected(args) as client:
