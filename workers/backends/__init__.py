@@ -1,8 +1,9 @@
-"""Backends: each runs models of one kind.
+"""Backends: each runs the models of one engine.
 
-`base` is the interface, `registry` finds a backend by its name. A package for each engine holds its backend; what
-several engines share (files of a model, parameters, GPU buffers) is beside them. Backends outside of this project
-import the names below.
+`base` is the interface and `registry` finds a backend by its name. A worker loads one backend, which reads the model
+file, and calls it once for each batch: a StackedBackend with one array per input, a SeparateBackend with the requests.
+Each large engine has a package, and code that engines share (model facts, parameters, GPU buffers) is beside them.
+Backends outside this project import the names below.
 """
 
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Context(Struct, frozen=True):
-    """What a backend is told of its instance. `folder` is the model's directory, `version_folder` the version's.
-    `threads`: how many its engine may use, where the configuration does not say; 0: as it likes."""
+    """The context of an instance. `folder` is the model's directory, `version_folder` the version's. `threads`: the
+    number of threads for the engine if the configuration does not set it; 0: the engine decides."""
 
     model: str
     version: int
@@ -35,7 +35,7 @@ class Context(Struct, frozen=True):
     threads: int = 0
 
     def setting(self, backend: str, key: str, default: str = "") -> str:
-        """A --backend-config value, also where it was given for all backends."""
+        """Returns a --backend-config value for this backend, or the value for all backends."""
         return self.settings.get(f"{backend},{key}", self.settings.get(f",{key}", default))
 
     @property
@@ -44,74 +44,75 @@ class Context(Struct, frozen=True):
 
 
 class Backend:
-    """One instance of one model version. `complete`, then `load`, then batches, then `close`: in one thread."""
+    """One instance of one model version. Calls `complete`, `load`, batches and `close` come in this order, in one
+    thread."""
 
     text = False
-    """Whether it wants elements of BYTES as str, and not as bytes."""
+    """Whether elements of BYTES inputs are str instead of bytes."""
     on_device = False
-    """Whether it reads pieces of inputs, and writes outputs that are `near`, on the GPU of its process."""
+    """Whether it reads input pieces and writes `near` outputs on the GPU of its process."""
     streams: Streams | None = None
-    """What its models send by themselves, where they can."""
+    """The response streams of its models, if they can send responses on their own."""
     strict = True
-    """Whether its outputs must be as the configuration says."""
+    """Whether outputs must match the configuration."""
     probes = False
-    """Whether its model says itself if it is ready: `probe` does so."""
+    """Whether the model reports its own readiness, through `probe`."""
     asks = False
-    """Whether its models can ask the server: `calls` and `listen` are set then."""
+    """Whether its models can make calls to the server: then `calls` and `listen` are set."""
     calls: Calls | None = None
-    """By which they ask, where there is a server."""
+    """Sends the calls of its models, if there is a server."""
     listen: Callable[[Streams], None] | None = None
-    """To be called with its streams before the model is loaded, so that it can ask then, too."""
+    """Called with the backend's streams before the model is loaded, so that it can make calls during loading."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
     @classmethod
     def chosen(cls, config: ModelConfig) -> type[Backend]:
-        """The class for a model of this configuration, where there are several."""
+        """Returns the class for a model of this configuration, for backends with several."""
         return cls
 
     def complete(self, config: ModelConfig) -> ModelConfig:
-        """The configuration with what the model says of itself added. Only called when that is allowed."""
+        """Returns the configuration, completed from the model file. Called only if auto-completion is enabled."""
         return config
 
     def fitted(self, config: ModelConfig) -> ModelConfig:
-        """The configuration as the engine needs it: callers see the same. Called before `load`."""
+        """Returns the configuration as the engine needs it; callers still see the original. Called before `load`."""
         return config
 
     def load(self, config: ModelConfig) -> None:
-        """Makes the model ready. What it raises is the reason why the model is not served."""
+        """Makes the model ready. An exception is reported as the reason why the model is not served."""
 
     def probe(self, tell: Callable[[bool], None]) -> None:
-        """Tells whether the model is ready, now or later, in any thread."""
+        """Calls `tell` with whether the model is ready, now or later, in any thread."""
 
     def close(self) -> None:
-        """The model is not needed any more. Called once, also when `load` failed half-way."""
+        """Releases the model. Called once, also after `load` failed."""
 
 
 class StackedBackend(Backend):
-    """Gets one array per input for a whole batch, and gives one array per output: `specs.model_inputs_of` and
-    `model_outputs_of` of the configuration say which."""
+    """Gets one array per input for a whole batch and returns one array per output, as listed by `specs.model_inputs_of`
+    and `model_outputs_of`."""
 
     fresh = False
-    """Whether arrays that it has `put` are never written again, so that they can be kept without a copy."""
+    """Whether arrays passed to `put` are never written again, so that they can be kept without a copy."""
 
     def execute(self, inputs: Group, outputs: Results) -> None:
-        """Reads `inputs`, says `inputs.computing()` when they are ready, and fills in every output that is `needed`.
+        """Reads `inputs`, calls `inputs.computing()` when they are ready, and fills in each output that is `needed`.
 
-        Inputs and outputs are known by their index in these lists. What it raises fails the whole batch.
+        Inputs and outputs are identified by their index in these lists. An exception fails the whole batch.
         """
         raise NotImplementedError
 
 
 class SeparateBackend(Backend):
-    """Gets the requests of a batch one by one, and answers each."""
+    """Gets the requests of a batch one by one and answers each."""
 
     def execute(self, requests: list[Request]) -> list[Answer | None]:
-        """One answer for each request, in their order; None where it comes another way, or later. What it raises fails
-        the whole batch."""
+        """Returns one answer for each request, in order; None if the answer is sent separately. An exception fails the
+        whole batch."""
         raise NotImplementedError
 
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
-        """`execute` has raised: the answer to each request, None for those that have had their last one."""
+        """Returns the answers after `execute` raised: None for requests whose last response was already sent."""
         return [answer] * len(requests)

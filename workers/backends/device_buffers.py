@@ -1,6 +1,8 @@
-"""Memory of a model on its GPU: buffers there, pinned ones here, and segments of callers that are pinned while they are
-mapped. The rule: nothing here is freed or written again before the stream that uses it has been waited for; that is up
-to whoever runs the batch, once for each.
+"""Buffers of a model for its GPU: device memory, pinned host memory, and segments of callers that are pinned while they
+are mapped.
+
+Invariant: nothing here is freed or overwritten before the stream that uses it was synchronized. The code that runs the
+batch synchronizes once per batch.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
 
 DIRECT_BYTES = 64 * 1024
-"""Pieces of this size and above go to the device from where they are; smaller ones are gathered first, as each copy has
-a price of its own."""
+"""Pieces of at least this size are copied to the device from where they are. Smaller ones are gathered first, because
+each copy has a fixed cost."""
 PINNED_BYTES = 256 * 1024 * 1024
 PINNED_KNOB = "pinned-memory-pool-byte-size"
 
@@ -40,7 +42,7 @@ def _on_device(piece: object) -> bool:
 
 
 class Staging:
-    """A host buffer that grows, pinned if `pinned`. Its content counts until the next `bytes`."""
+    """A growing host buffer, pinned if `pinned`. Its content is valid until the next call of `bytes`."""
 
     def __init__(self, cuda: Cuda, pinned: bool) -> None:
         self._cuda = cuda
@@ -49,7 +51,7 @@ class Staging:
         self._bytes: Array = np.empty(0, _BYTE)
 
     def bytes(self, size: int) -> Array:
-        """The first `size` bytes of the buffer."""
+        """Returns the first `size` bytes of the buffer."""
         if len(self._bytes) < size:
             self._grow(size)
         return self._bytes[:size]
@@ -70,18 +72,18 @@ class Staging:
 
 
 class Pinned:
-    """Mapped segments that are pinned for the device, least recently used first out. A segment that is unmapped is
-    unpinned before, whoever lets go of it last."""
+    """Mapped segments that are pinned for the device, with LRU eviction. A segment is unpinned before it is unmapped,
+    whatever code releases it last."""
 
     def __init__(self, cuda: Cuda, limit: int = PINNED_BYTES) -> None:
         self._cuda = cuda
         self._limit = limit
         self._sizes: OrderedDict[int, int] = OrderedDict()
-        """By address. 0: this one cannot be pinned, which is not tried again."""
+        """By address. 0: the segment cannot be pinned; do not try again."""
         self.used = 0
 
     def ensure(self, array: Array) -> None:
-        """Pins the segment that the array lies in, if it lies in one and there is room. It is copied either way."""
+        """Pins the segment that contains the array, if there is one and there is room. The copy works either way."""
         hold = hold_of(array)
         if hold is None:
             return
@@ -92,7 +94,7 @@ class Pinned:
         if pages.size > self._limit:
             return
         if self.used + pages.size > self._limit:
-            self._cuda.settle()  # what is let go may still be read for this very batch
+            self._cuda.settle()  # evicted segments may still be read for this batch
             while self.used + pages.size > self._limit:
                 self._evict()
         done = self._cuda.register(pages.address, pages.size, pages.writable)
@@ -119,11 +121,11 @@ class Pinned:
 
 
 class Feed:
-    """Brings inputs of requests to the device: the rows of each straight from where its caller has them."""
+    """Copies inputs of requests to the device, directly from where each caller wrote its rows."""
 
     def __init__(self, cuda: Cuda, pinned: Pinned, staged: bool, threshold: int, stream: int) -> None:
-        """`staged`: small pieces are gathered in pinned memory. `threshold` above 0: so many pieces, or more, are
-        gathered on the host whatever their size."""
+        """`staged`: small pieces are gathered in pinned memory. `threshold` above 0: this many pieces or more are
+        gathered on the host, whatever their size."""
         self._cuda = cuda
         self._pinned = pinned
         self._pin = staged
@@ -131,10 +133,10 @@ class Feed:
         self._stream = stream
         self._staging: dict[int, Staging] = {}
         self.direct = 0
-        """Bytes that were copied without a copy on the host before."""
+        """Bytes that were copied without a host copy first."""
 
     def already_there(self, group: Group, index: int) -> int:
-        """The address of an input that is on the device in one piece, and where engines want it; else 0."""
+        """Returns the address of an input that is one aligned piece on the device; else 0."""
         pieces: Any = group.pieces(index)
         if pieces is None or len(pieces) != 1 or not isinstance(pieces[0], DevicePiece):
             return 0
@@ -142,7 +144,7 @@ class Feed:
         return address if address % ALIGN == 0 and pieces[0].nbytes else 0
 
     def put(self, group: Group, index: int, dtype: Any, shape: tuple[int, ...], size: int, target: int) -> None:
-        """Has an input of all requests copied to `target`. Its sources must stay until the stream was waited for."""
+        """Copies an input of all requests to `target`. Its sources must stay valid until the stream is synchronized."""
         pieces = group.pieces(index)
         if pieces is None or (0 < self._threshold <= len(pieces) and not any(map(_on_device, pieces))):
             staged = self._staged(index).bytes(size)

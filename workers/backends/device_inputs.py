@@ -1,8 +1,8 @@
-"""Inputs that are on this process's GPU, for engines that have memory and streams of their own there: as one address
-for all requests of a batch.
+"""Inputs on this process's GPU for engines with their own GPU memory and streams: one address for all requests of a
+batch.
 
-The rule: what is handed on is complete, and stays as it is until the batch is over; what is on the host altogether is
-left to the engine.
+Invariant: an input passed to the engine is complete and does not change until the batch is over. Inputs that are
+entirely on the host are left to the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class There(NamedTuple):
 
 
 class DeviceInputs:
-    """Of one model. Its buffers are made when several requests are to be put together for the first time, and grow."""
+    """The device inputs of one model. Its buffers are created when requests must be concatenated, and grow."""
 
     def __init__(self) -> None:
         self._cuda: Cuda | None = None
@@ -36,7 +36,7 @@ class DeviceInputs:
         self._buffers: dict[int, tuple[int, int]] = {}
 
     def find(self, group: Group, index: int, spec: Spec) -> There | None:
-        """An input of all requests; None: none of it is on the GPU. Complete when this returns."""
+        """Returns an input of all requests, complete; None if no part of it is on the GPU."""
         pieces: Any = group.pieces(index)
         piece = next((piece for piece in pieces or () if isinstance(piece, DevicePiece)), None)
         shape = group.shape(index)

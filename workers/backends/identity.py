@@ -1,11 +1,11 @@
-"""Outputs are inputs: the reference that other backends are held against, and a stand-in for models in tests.
+"""A backend whose outputs are its inputs: a reference for other backends and a substitute for models in tests.
 
-The rule: every output is copied exactly once, from where the caller has the input to where it will read the output;
-and not at all between the steps of an ensemble.
+Invariant: each output is copied exactly once, from the caller's input to where the output will be read, and not at all
+between steps of an ensemble.
 
-Model parameters: `delay_us` or `execute_delay_ms` (each batch takes that long), `creation_delay_sec` (so does loading),
-`fail` (each batch fails with that text), `triggers` "1" (requests may carry the parameters fail, exit, crash, hang and
-delay_us, which do what they say).
+Model parameters: `delay_us` or `execute_delay_ms` (the duration of each batch), `creation_delay_sec` (the duration of
+loading), `fail` (each batch fails with this text), `triggers` "1" (requests may have the parameters fail, exit, crash,
+hang and delay_us, which take effect for the batch).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 class Identity(StackedBackend):
     def fitted(self, config: ModelConfig) -> ModelConfig:
-        """An output that repeats a ragged input has the shapes of that input, also without `batch_output`."""
+        """An output that repeats a ragged input gets that input's shapes, also without `batch_output`."""
         cut = {name for entry in config.batch_output for name in entry.target_name}
         ragged = []
         for index, output in enumerate(config.output):
@@ -74,7 +74,7 @@ class Identity(StackedBackend):
                 outputs.put(index, array)
 
     def _leave_out(self, inputs: Group, outputs: Results, index: int) -> None:
-        """The input is optional and not there. As in Triton, the output is zeros then, if its shape is known."""
+        """Handles an absent optional input. As in Triton, the output is zeros if its shape is fixed."""
         spec = self._specs[index]
         if spec.fixed and spec.item and not spec.flat:
             outputs.place(index, (inputs.rows, *spec.shape) if spec.batched else spec.shape)[...] = 0
@@ -112,7 +112,7 @@ def _number(parameters: dict[str, str], key: str) -> float:
 
 
 def _source(config: ModelConfig, index: int) -> int:
-    """The input that an output repeats: the one of its name, else the one at its place."""
+    """Returns the index of the input that an output repeats: the input of the same name, else at the same index."""
     output = config.output[index]
     names = [entry.name for entry in config.input]
     source = names.index(output.name) if output.name in names else index

@@ -1,6 +1,7 @@
-"""What a model file says of its tensors, held against what the configuration says.
+"""Checks the configuration against the tensors in a model file.
 
-The rule: what could give a wrong answer, or fail every request, fails the load, and the text has both sides.
+Invariant: a mismatch that could give a wrong result or fail every request fails the load, and the error shows both
+sides.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def unknown(facts: list[TensorFacts], known: Sequence[Spec], declared: Sequence[Spec]) -> list[TensorFacts]:
-    """Without those that callers neither give nor get, unless the configuration says that they do."""
+    """Removes tensors that callers neither send nor receive, unless the configuration declares them."""
     names = {spec.name for spec in known} - {spec.name for spec in declared}
     return [fact for fact in facts if fact.name not in names]
 
@@ -32,9 +33,9 @@ def match(
     flat: tuple[int, ...] | None = None,
     whose: str = "model",
 ) -> None:
-    """The configuration says of these tensors what the model says. `optional`: more of them, with values in the model,
-    whose shapes are those of the values. `batch`: the first dim of those that batch. `flat`: the shape of those that
-    come flat; None: it may be any."""
+    """Raises unless the configuration matches the model file for these tensors. `optional`: further tensors that have
+    default values in the model, whose shapes are those of the defaults. `batch`: the first dim of tensors with a
+    batch dimension. `flat`: the shape of flat tensors; None: any."""
     by_name = {fact.name: fact for fact in facts}
     optional_names = {fact.name: fact for fact in optional}
     failed = f"unable to load model '{model}'"
@@ -66,7 +67,7 @@ def match(
 
 
 def none_missing(model: str, specs: Sequence[Spec], facts: Sequence[TensorFacts]) -> None:
-    """The configuration has all the inputs that the model needs."""
+    """Raises unless the configuration has all inputs that the model needs."""
     given = {spec.name for spec in specs}
     missing = [fact.name for fact in facts if fact.name not in given]
     if missing:

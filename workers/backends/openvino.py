@@ -1,6 +1,6 @@
 """OpenVINO: `model.xml` with its weights in `model.bin`, and the other formats that the engine reads.
 
-The rule: the engine reads inputs where they are, and writes outputs whose shape is known to where they will be read.
+Invariant: the engine reads inputs in place, and writes outputs of known shape to where they will be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def _engine() -> Any:
-    """The engine, which tells its makers over the network that it was imported, where it finds what does that."""
+    """Imports the engine with its telemetry disabled, which would report the import over the network if installed."""
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
@@ -105,7 +105,7 @@ class OpenVino(StackedBackend):
     def execute(self, inputs: Group, outputs: Results) -> None:
         request = self._request
         rows = self._rows(inputs.rows)
-        kept: list[Any] = []  # what the engine is given by address has to stay until the run is over
+        kept: list[Any] = []  # the engine gets addresses: keep the arrays until the run is over
         for index, (place, element) in enumerate(self._given):
             array = inputs.array(index)
             assert array is not None
@@ -118,7 +118,7 @@ class OpenVino(StackedBackend):
             if not spec.fixed:
                 continue
             shape = (rows, *spec.shape) if spec.batched else spec.shape
-            # The engine goes on writing to where it has last been told to: it is told every time.
+            # The engine keeps writing to the last output tensor that was set, so set it for each run.
             if outputs.needed(index) and rows == inputs.rows:
                 target = outputs.place(index, shape)
             else:
@@ -148,7 +148,7 @@ class OpenVino(StackedBackend):
             outputs.put(index, placed[:rows])
 
     def _rows(self, rows: int) -> int:
-        """How many rows are run for so many."""
+        """Returns the number of rows to run for a batch of `rows`."""
         if self._batch < 0 or rows in (0, self._batch):
             return rows
         if not self._pads:
@@ -183,9 +183,9 @@ class OpenVino(StackedBackend):
         if not parameters.text("TARGET_DEVICE", "CPU").startswith("CPU"):
             found = {}
         else:
-            # Threads of several instances that are each pinned would be pinned to the same cores.
+            # With pinning, the threads of several instances would be pinned to the same cores.
             found["ENABLE_CPU_PINNING"] = "NO"
-            # What a model answers must not depend on whether this processor has the narrower type.
+            # Results must not depend on whether this CPU supports the narrower type.
             found["INFERENCE_PRECISION_HINT"] = "bf16" if parameters.flag("HINT_BF16", False) else "f32"
         compiling = parameters.whole("COMPILATION_NUM_THREADS", 0)
         if compiling:
@@ -204,18 +204,18 @@ class OpenVino(StackedBackend):
 
 
 def _names(port: Any) -> list[str]:
-    """What a tensor goes by: it may have several names, or none but its node's."""
+    """The names of a tensor, or of its node if it has none."""
     return sorted(port.get_names()) or [port.get_node().get_friendly_name()]
 
 
 def _places(specs: Sequence[Spec], ports: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Where the model has the tensors of the configuration, and their types."""
+    """Returns the index and element type of each configured tensor in the model."""
     places = {name: place for place, port in enumerate(ports) for name in _names(port)}
     return [(places[spec.name], ports[places[spec.name]].element_type) for spec in specs]
 
 
 def _match_inputs(model: str, specs: Sequence[Spec], ports: Sequence[Any]) -> None:
-    """All inputs of the model are given, and none can be left out."""
+    """Raises unless all inputs of the model are configured and none is optional."""
     failed = f"unable to load model '{model}'"
     given = {spec.name for spec in specs}
     missing = [_names(port)[0] for port in ports if not given & set(_names(port))]
@@ -237,8 +237,8 @@ def _match_inputs(model: str, specs: Sequence[Spec], ports: Sequence[Any]) -> No
 def _batch(
     config: ModelConfig, model: Any, inputs: Sequence[Spec], outputs: Sequence[Spec], parameters: Parameters
 ) -> tuple[int, bool]:
-    """The only number of rows that the model can run at once (-1: any), and whether smaller batches are padded to it.
-    A fixed number is made any where that works."""
+    """Returns the only number of rows that the model can run at once (-1: any), and whether smaller batches are padded
+    to it. Makes a fixed batch dimension dynamic where possible."""
     if config.max_batch_size == 0:
         return -1, False
     dims = {name: list(shape) for name, shape in _batched(model.inputs, inputs)}
@@ -251,7 +251,7 @@ def _batch(
             _reshape(config.name, model, {name: [-1, *shape[1:]] for name, shape in dims.items()})
             if all(shape[:1] == (-1,) for _, shape in _batched(model.outputs, outputs)):
                 return -1, False
-            # An operator inside has the number of rows in its own constants, as a Reshape often does.
+            # An operator inside has the number of rows in a constant, as a Reshape often does.
             _reshape(config.name, model, dims)
             pads = parameters.flag("ENABLE_BATCH_PADDING", True)
         except InvalidRequest as error:
@@ -267,7 +267,7 @@ def _batch(
 
 
 def _batched(ports: Sequence[Any], specs: Sequence[Spec]) -> list[tuple[str, tuple[int, ...]]]:
-    """Names of the tensors that batch in the configuration, and their shapes in the model."""
+    """The names of tensors with a batch dimension in the configuration, and their shapes in the model."""
     return [(spec.name, _shape(port)) for port in ports for spec in specs if spec.batched and spec.name in _names(port)]
 
 
@@ -318,7 +318,7 @@ def _padded(array: Array, rows: int) -> Array:
 
 
 def _writable(array: Array) -> Array:
-    """The engine does not write to inputs, and takes only arrays that it could write to."""
+    """Returns a writable alias of an array: the engine does not write to inputs, but only accepts writable arrays."""
     if array.flags.writeable and array.flags.c_contiguous:
         return _raw(array)
     array = np.ascontiguousarray(array)
@@ -330,5 +330,6 @@ def _writable(array: Array) -> Array:
 
 
 def _raw(array: Array) -> Array:
-    """Bytes: numpy's own types are not all known to the engine, which is told the type."""
+    """Returns the array as bytes: the engine does not support all numpy types, so the element type is passed
+    separately."""
     return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(array.shape, np.uint8)

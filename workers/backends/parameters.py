@@ -1,6 +1,6 @@
-"""Parameters of a configuration, read as what they stand for.
+"""Typed access to the parameters of a configuration.
 
-The rule: a value that cannot be meant is an error that names the parameter, what it is and what it could be.
+Invariant: an invalid value raises an error with the parameter, its value and the values that are allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Parameters:
     """The parameters of one model, for a backend."""
 
     def __init__(self, config: ModelConfig, defaults: Mapping[str, str] | None = None) -> None:
-        """`defaults`: values for those that the model does not give."""
+        """`defaults`: values of parameters that the model does not set."""
         self._model = config.name
         self._values = {**(defaults or {}), **{key: value.string_value for key, value in config.parameters.items()}}
 
@@ -37,7 +37,7 @@ class Parameters:
         raise self.wrong(key, "true or false")
 
     def whole(self, key: str, default: int) -> int:
-        """A whole number from 0 on."""
+        """Returns a whole number of at least 0."""
         text = self.text(key)
         if not text:
             return default

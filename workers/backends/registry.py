@@ -1,8 +1,8 @@
-"""Finds a backend by its name: one of ours, one of the backend directory, or one of an installed package.
+"""Finds a backend by its name: built in, in the backend directory, or in an installed package.
 
-A backend of the directory is a class in `<backend-directory>/<name>/backend.py`, or a `model.py` there. Packages bring
-backends by entry points of the group "shmserve.backends". A backend is imported only in the worker of a model that
-needs it.
+A backend in the directory is a class in `<backend-directory>/<name>/backend.py`, or a `model.py` there. Packages
+register backends as entry points of the group "shmserve.backends". A backend is imported only in workers of models that
+need it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """Where a backend is, and the extra of this package that brings its engine ("" for none)."""
+    """The location of a backend, and the extra of this package that installs its engine ("" for none)."""
 
     target: str
     extra: str
@@ -41,8 +41,8 @@ BACKENDS = {
 
 
 def find(name: str, directory: str = "") -> type[Backend]:
-    """The class of a backend, by the directory for others if it is not ours. A missing engine is an error that says how
-    to get it."""
+    """Returns the class of a backend, from the directory if it is not built in. The error for a missing engine names
+    the extra to install."""
     known = BACKENDS.get(name)
     if known is None:
         return from_directory(directory, name) or _from_entry_point(name, directory)
@@ -59,7 +59,7 @@ def find(name: str, directory: str = "") -> type[Backend]:
 
 
 def _from_entry_point(name: str, directory: str) -> type[Backend]:
-    from importlib.metadata import entry_points  # slow to import, and rarely needed
+    from importlib.metadata import entry_points  # slow to import and rarely needed
 
     points = entry_points(group=GROUP)
     for point in points:
@@ -74,7 +74,7 @@ def _from_entry_point(name: str, directory: str) -> type[Backend]:
 
 
 def from_directory(directory: str, name: str) -> type[Backend] | None:
-    """The backend of that name; None if the directory has none."""
+    """Returns the backend of this name in the directory, or None."""
     if name not in in_directory(directory):
         return None
     folder = Path(directory) / name
@@ -84,7 +84,7 @@ def from_directory(directory: str, name: str) -> type[Backend] | None:
 
 
 def backend_in(module: ModuleType, name: str) -> type[Backend]:
-    """The one class of a module that is a backend. Others may be there for it to derive from."""
+    """Returns the only backend class of a module. The module may also define base classes of it."""
     found = [
         value
         for value in vars(module).values()
@@ -103,7 +103,7 @@ def backend_in(module: ModuleType, name: str) -> type[Backend]:
 
 
 def _python_based(folder: Path) -> type[Backend]:
-    """The backend whose models are all run by one Python model."""
+    """Returns a backend that runs all its models with one Python model."""
     from shmserve.workers.backends.python.backend import Python
     from shmserve.workers.backends.python.model_file import ModelFile
 
@@ -125,7 +125,7 @@ def _python_based(folder: Path) -> type[Backend]:
 
 
 def _imported(path: Path, name: str) -> ModuleType:
-    """Modules beside the file can be imported by it."""
+    """Imports a file that can import the modules beside it."""
     _reach(path.parent)
     spec = importlib.util.spec_from_file_location(f"shmserve_backend_{name}", path)
     if spec is None or spec.loader is None:
@@ -137,6 +137,6 @@ def _imported(path: Path, name: str) -> ModuleType:
 
 
 def _reach(folder: Path) -> None:
-    """Modules of the folder can be imported."""
+    """Adds the folder to the module search path."""
     if os.fspath(folder) not in sys.path:
         sys.path.insert(0, os.fspath(folder))

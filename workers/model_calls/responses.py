@@ -91,7 +91,7 @@ class Streams:
 
     @property
     def shared(self) -> bool:
-        """Whether others may want the turn while the main thread waits for orders."""
+        """Whether other threads may need the turn while the main thread waits for orders."""
         return self.decoupled or self._bell >= 0 or threading.active_count() > 1
 
     def wait(self) -> None:

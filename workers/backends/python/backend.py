@@ -1,7 +1,7 @@
 """Models that are a `model.py` with a class TritonPythonModel.
 
-The rule: the model sees requests one by one, as its author was promised, and its arrays are views of the callers' own
-memory. What it raises or gets wrong fails requests, never the worker.
+Invariants: the model gets the requests of a batch one by one, as in Triton, and its arrays are views of the callers'
+memory. Exceptions and invalid results of a model fail requests, never the worker.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _CODES = (
     "ALREADY_EXISTS",
     "CANCELLED",
 )
-"""The wire codes of TritonError's, by number. INTERNAL would say that it is our fault; it is the model's."""
+"""Wire codes of TritonError codes, by number. INTERNAL maps to MODEL_FAILED, because the model failed, not
+the server."""
 SEND_WAITS = "send_waits"
-"""The parameter of a configuration that says whether senders, outside of coroutines, wait for slow callers."""
+"""The configuration parameter that decides whether senders outside coroutines wait for slow callers."""
 STACKED = "stacked"
-"""The one that says that the model gets a batch as one array for each input."""
+"""The configuration parameter that makes the model get a batch as one array for each input."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _NOT_ITERATIVE = Failure(
     InvalidRequest.code,
@@ -61,14 +62,14 @@ class Python(PythonModel, SeparateBackend):
     def chosen(cls, config: ModelConfig) -> type[Backend]:
         if not flag(config, STACKED, False):
             return cls
-        from shmserve.workers.backends.python.stacked import StackedPython  # few models want it
+        from shmserve.workers.backends.python.stacked import StackedPython  # few models need it
 
         return StackedPython
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._running: Sequence[Request] = ()
-        """The batch that the model has now."""
+        """The batch that the model is executing."""
 
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
         self._send_waits = flag(config, SEND_WAITS, True)
@@ -93,7 +94,7 @@ class Python(PythonModel, SeparateBackend):
                 return self._begun(requests, *self._begin(self._given(requests)))
             given = self._given(requests)
             responses = self._execute(given)
-            if responses is None:  # all of them were, or will be, sent
+            if responses is None:  # all responses were sent, or will be
                 responses = [None] * len(requests)
             elif type(responses) is not list and not isinstance(responses, (list, tuple)):
                 raise ModelFailed(f"Expected a list in the execute return, found type '{type(responses)}'.")
@@ -110,7 +111,7 @@ class Python(PythonModel, SeparateBackend):
                     )
             if streams.open or None in responses:
                 left = list(given)
-                del given  # if the model has dropped a request, nobody has it
+                del given  # so that a request that the model dropped is finalized
                 return self._collected(left, list(responses))
             return [self._answer(response) for response in responses]
         finally:
@@ -133,7 +134,7 @@ class Python(PythonModel, SeparateBackend):
         return [streams.withdraw_sent(request.work.request) or answer for request in requests]
 
     def _collected(self, given: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Answer | None]:
-        """The answers of a batch in which some are not where they should be, but were, or will be, sent."""
+        """Returns the answers of a batch in which some responses were sent, or will be, instead of being returned."""
         found: list[Answer | None] = []
         while given:
             request, response = given.pop(0), responses.pop(0)
@@ -143,7 +144,7 @@ class Python(PythonModel, SeparateBackend):
                 found.append(self._again if again else self._answer(response))
                 continue
             stream: Stream = sender._stream
-            del request, sender  # if these are the last ones, nothing will be sent
+            del request, sender  # if these were the last references, no response can be sent
             if response is not None:
                 sent = self._streams.withdraw_sent(stream.work.request)
                 if sent is not None:
@@ -162,7 +163,7 @@ class Python(PythonModel, SeparateBackend):
     # ------------------------------------------------------------------------------------ decoupled
 
     def _begin(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[Stream], list[bool]]:
-        """Starts a batch whose requests the model answers when it likes; says which it wants to run again."""
+        """Starts a batch of a decoupled model; returns which requests it wants to run again."""
         host = self._streams
         streams = [host.begin(request._work) for request in given]
         for request, stream in zip(given, streams, strict=True):
@@ -184,7 +185,7 @@ class Python(PythonModel, SeparateBackend):
 
     def _begun(self, requests: list[Request], streams: list[Stream], again: list[bool]) -> list[Answer | None]:
         host = self._streams
-        if not host.connected:  # a sample, of which only matters whether it fails
+        if not host.connected:  # a warm-up sample: only its failure matters
             answers = [host.collect(stream) for stream in streams]
             return [answer if answer is not None and answer.error is not None else None for answer in answers]
         if True not in again:
@@ -208,7 +209,7 @@ class Python(PythonModel, SeparateBackend):
                 stream.together, stream.loop, stream.task = together, loop.loop, task
             task.add_done_callback(ended)
             if all(stream.cancelled for stream in together):
-                loop.loop.call_soon(task.cancel)  # when it has begun, so that it ends what it was to answer
+                loop.loop.call_soon(task.cancel)  # only after it has started, so that it can fail its streams
 
         def ended(task: asyncio.Task[None]) -> None:
             for stream in together:
@@ -217,7 +218,7 @@ class Python(PythonModel, SeparateBackend):
         loop.start(coroutine, started)
 
     async def _generate(self, request: pb_utils.InferenceRequest, stream: Stream) -> None:
-        """One request of a model that yields its responses."""
+        """Runs one request of a model that yields its responses."""
         try:
             async with aclosing(self._model.stream(request)) as responses:
                 async for response in responses:
@@ -230,7 +231,7 @@ class Python(PythonModel, SeparateBackend):
             self._streams.fail_all([stream], self._why(error))
 
     async def _follow(self, coroutine: Coroutine[Any, Any, Any], streams: list[Stream]) -> None:
-        """A batch of a model whose execute is a coroutine."""
+        """Runs a batch of a model whose execute is a coroutine."""
         try:
             self._check_nothing(await coroutine)
         except asyncio.CancelledError:
@@ -238,10 +239,10 @@ class Python(PythonModel, SeparateBackend):
         except Exception as error:
             self._streams.fail_all(streams, self._why(error))
 
-    # ------------------------------------------------------------------------------------ what the model asks
+    # ------------------------------------------------------------------------------------ requests and senders
 
     def sender(self, request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponseSender:
-        """Of a model with one response a request; the others have theirs."""
+        """Creates the sender of a request of a model that is not decoupled; other requests already have theirs."""
         work = request._work
         if not any(running.work is work for running in self._running):
             raise pb_utils.TritonModelException("the request was answered, its response sender is of no use")
@@ -266,12 +267,12 @@ class Python(PythonModel, SeparateBackend):
     def forget(self, stream: Stream) -> None:
         self._streams.forget(stream)
 
-    # ------------------------------------------------------------------------------------ what it has now
+    # ------------------------------------------------------------------------------------ running requests
 
     def _works(self) -> Sequence[Work]:
         streams = self._streams
         if not streams.connected:
-            return ()  # of a sample the server knows nothing
+            return ()  # the server does not know the requests of warm-up samples
         works = [running.work for running in self._running]
         return works + [stream.work for stream in list(streams.open.values())] if streams.decoupled else works
 
@@ -297,7 +298,8 @@ class Python(PythonModel, SeparateBackend):
         return Answer([(tensor._name, self._given_back(tensor)) for tensor in response._tensors], None, wanted)
 
     def _given_back(self, tensor: pb_utils.Tensor) -> Any:
-        """What a tensor holds: on a GPU, if it is there and of the right type. Nothing is converted there."""
+        """Returns the value of an output: the device piece if it is on a GPU and of the right type. No conversion
+        happens there."""
         name = tensor._name
         if isinstance(tensor, DeviceTensor) and self._integers.get(name, tensor.piece.dtype) == tensor.piece.dtype:
             return tensor.piece
@@ -317,7 +319,7 @@ class Python(PythonModel, SeparateBackend):
         return f"Failed to process the request(s) for model instance '{self._instance}', message: {what}"
 
     def _why(self, error: Exception) -> Failure:
-        """What callers are told when a coroutine fails; the operator gets the trace too."""
+        """Returns the error for callers when a coroutine failed; the log gets the traceback."""
         folder = str(self.context.folder)
         if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
             return Failure(error.code, public(str(error), folder))
@@ -327,7 +329,7 @@ class Python(PythonModel, SeparateBackend):
 
 
 def _is_mere_end(response: Any, flags: int) -> bool:
-    """The last response, which holds nothing."""
+    """Whether the response has the final flag and no content."""
     if not flags or not isinstance(response, pb_utils.InferenceResponse):
         return False
     return not (response._tensors or response._error or response._parameters)

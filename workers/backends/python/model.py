@@ -1,6 +1,7 @@
-"""What all python models have in common: the file, the instance made of its class, and whom it can ask.
+"""The common part of Python models: the file, the model instance, and calls to the server.
 
-The rule: while the model's code runs, nobody has the turn, so that it may ask the server and wait for the answer.
+Invariant: while the model's code runs, the main thread does not hold the turn, so that the model can make calls and
+wait for replies.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.pending import Pending
 
 PROBES = 1024
-"""The most questions that wait for an `is_ready` that hangs; the oldest ones, which nobody waits for, are dropped."""
+"""The most probes that wait for an `is_ready` that hangs; the oldest are dropped, as their callers have timed out."""
 
 
 class PythonModel(Backend):
@@ -88,7 +89,7 @@ class PythonModel(Backend):
         self._model = model
 
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
-        """Looks at the class and the configuration. Raises where they do not fit together."""
+        """Checks the class against the configuration. Raises if they do not match."""
 
     def close(self) -> None:
         pb_metrics.keep()
@@ -105,11 +106,11 @@ class PythonModel(Backend):
             if streams is not None:
                 streams.close()
 
-    # ------------------------------------------------------------------------------------ is it ready
+    # ------------------------------------------------------------------------------------ readiness
 
     def probe(self, tell: Callable[[bool], None]) -> None:
-        """In a thread of its own, so that it is answered while the model runs. The model is asked once at a time: what
-        it says answers all that asked meanwhile."""
+        """Calls `is_ready` in a separate thread, so that probes are answered while the model runs. Only one call runs
+        at a time; its result answers all probes that arrived meanwhile."""
         with self._probe_lock:
             self._probing.append(tell)
             if len(self._probing) > 1:
@@ -139,7 +140,7 @@ class PythonModel(Backend):
     # ------------------------------------------------------------------------------------ running
 
     def _execute(self, given: Any) -> Any:
-        """What the model makes of a batch, also where its `execute` is a coroutine."""
+        """Returns the result of the model's `execute`, which may be a coroutine."""
         self._streams.leave()
         try:
             found = self._model.execute(given)
@@ -150,7 +151,7 @@ class PythonModel(Backend):
             self._streams.enter()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What the coroutine returns. Meanwhile the answers to its calls are read."""
+        """Returns the result of the coroutine. Replies to its calls are read meanwhile."""
         future = self._loop().submit(coroutine)
         streams = self._streams
         if streams.listening:
@@ -164,8 +165,8 @@ class PythonModel(Backend):
         return self._coroutines
 
     def _as_declared(self, name: str, array: Array) -> Array:
-        """numpy makes integers 64 bits wide where a model does not say otherwise. If outputs must be as the
-        configuration says, integers become the type that it says where they fit."""
+        """Converts integers to the configured type if outputs are strict and the values fit: numpy's default integers
+        have 64 bits."""
         declared = self._integers.get(name)
         if declared is None or array.dtype == declared or array.dtype.kind not in "iu":
             return array
@@ -173,14 +174,14 @@ class PythonModel(Backend):
         return converted if (converted == array).all() else array
 
     def _works(self) -> Sequence[Work]:
-        """The requests that the model has now, as far as the server knows of them."""
+        """The requests that the model is executing, except those that the server does not know (warm-up)."""
         raise NotImplementedError
 
     def _is_held(self) -> bool:
-        """Whether the instance does nothing else before a call of this thread is answered."""
+        """Whether the instance is blocked until a call made by this thread is answered."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------------------ whom the model asks
+    # ------------------------------------------------------------------------------------ calls to the server
 
     def server(self) -> Calls:
         if self.calls is None or self.streams is None:
@@ -189,7 +190,7 @@ class PythonModel(Backend):
 
     def count(self, subject: Subject) -> memoryview[float]:
         if self.calls is None:
-            return memoryview(bytearray(8 * subject.count)).cast("d")  # without a server nobody reads them
+            return memoryview(bytearray(8 * subject.count)).cast("d")  # without a server the metrics are not read
         try:
             return self.server().count(subject)
         except ServeError as error:

@@ -1,6 +1,6 @@
-"""The file of a python model: found, imported, and what its author has put into it.
+"""The file of a Python model: finds and imports it, and reads its class.
 
-The rule: nothing is written where the file is, and no other model can be meant by its name.
+Invariants: nothing is written to the file's directory, and the module's name cannot collide with another module.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class ModelFile:
         return config.default_model_filename or "model.py"
 
     def _import(self, config: ModelConfig) -> ModuleType:
-        """Under a name of its own: a model may be called like any module. Its helpers are found beside it.
+        """Imports the file under a unique name, because a model may have the name of any module. Modules beside it can
+        be imported.
 
-        What is compiled is not kept: it would be written into the user's repository, also by what the model imports
-        when it runs."""
+        Bytecode is not written: it would end up in the user's repository, also for modules that the model imports
+        later.
+        """
         sys.dont_write_bytecode = True
-        sys.argv = [""]  # as in Triton: libraries that parse it must not find the worker's own arguments
+        sys.argv = [""]  # as in Triton: libraries that parse it must not see the worker's arguments
         folder = self.context.version_folder
         path = folder / self._file(config)
         if not path.is_file():
@@ -69,7 +71,7 @@ class ModelFile:
     def arguments(self, config: ModelConfig) -> dict[str, str]:
         kind, number = device_of(config, self.context.instance)
         if kind == "GPU" and os.environ.get(VISIBLE, "").startswith("GPU-"):
-            number = 0  # of all GPUs this process sees its own, and that is the first
+            number = 0  # this process sees only its own GPU, with number 0
         return {
             "model_config": json.dumps(as_triton_json(config)),
             "model_instance_kind": kind,
@@ -82,7 +84,7 @@ class ModelFile:
 
 
 def has_generator(kind: Any, model: str, decoupled: bool) -> bool:
-    """Whether the class answers request by request: `async def stream(self, request)`, which yields responses."""
+    """Whether the class answers request by request with `async def stream(self, request)`, which yields responses."""
     function = getattr(kind, "stream", None)
     if not inspect.isasyncgenfunction(function):
         return False

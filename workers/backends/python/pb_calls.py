@@ -1,7 +1,7 @@
-"""Models that call models: the requests that a model makes become calls, and their answers responses; and what a model
-may ask of the server itself.
+"""Calls between models: requests that a model creates become calls, and replies become responses. Also the functions of
+pb_utils that query the server.
 
-The rule: what the other model, or the server, has to say against a call is a response with an error; exceptions are for
+Invariant: an error of the called model or of the server is a response with an error; exceptions are raised only for
 calls that cannot be made.
 """
 
@@ -45,22 +45,22 @@ _NUMBERS = {
 """Wire code -> the code of a TritonError."""
 _PLAIN = Options()
 REPLAYED_BYTES = 1024 * 1024
-"""The most that the responses to a call may have together for a second loop over them."""
+"""The most bytes of all responses to a call that are kept for a second iteration."""
 
 
 class Responses:
-    """The answers to a call of a model that gives as many as it likes, for `for` and `async for`. Dropping it, or
-    `cancel`, ends the call. Once complete, it can be iterated over again, as in Triton."""
+    """The responses to a call of a decoupled model, for `for` and `async for`. Deleting it, or `cancel`, ends the call.
+    Once complete, it can be iterated over again, as in Triton."""
 
     def __init__(self, calls: Calls, pending: Pending, here: Callable[[], bool]) -> None:
         self._calls = calls
         self._pending = pending
         self._here = here
         self._taken: list[InferenceResponse] | None = []
-        """All so far; None if they are too large to be kept."""
+        """All responses so far; None if they are too large to keep."""
         self._size = 0
         self._at = -1
-        """Of the next one of `taken`. Negative until the call is complete."""
+        """The index of the next response in `_taken`. Negative until the call is complete."""
 
     def __iter__(self) -> Responses:
         if self._at >= 0 and self._taken is None:
@@ -132,7 +132,7 @@ class Responses:
 
 
 def begin(calls: Calls, request: InferenceRequest, decoupled: bool, held: bool, running: Sequence[Work]) -> Pending:
-    """Sends the call that a request of the model's own is."""
+    """Sends the call for a request that the model created."""
     flags = request._flags
     options: Options | None = replace(
         request._options,
@@ -159,8 +159,8 @@ def finish(calls: Calls, pending: Pending) -> InferenceResponse:
 
 
 async def begun_soon(calls: Calls, pending: Pending, here: Callable[[], bool]) -> Responses:
-    """Waits for the first response, as Triton does: a coroutine often takes the responses with a plain `for`, which
-    would keep the loop from running others while it waits."""
+    """Waits for the first response, as Triton does: a coroutine often iterates with a plain `for`, which would block
+    the event loop while it waits."""
     responses = Responses(calls, pending, here)
     try:
         await calls.wait_soon(pending, lambda: pending.ready, here())
@@ -189,8 +189,8 @@ def response_from(response: Response | None) -> InferenceResponse:
 
 
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
-    """Loads a model, and waits until it is ready. `config` is JSON; `files` are the contents of the version's files by
-    "file:1/model.onnx" and the like, and need a `config`."""
+    """Loads a model and waits until it is ready. `config` is JSON. `files` maps names such as "file:1/model.onnx" to
+    the contents of a version's files, and requires `config`."""
     if files and not config:
         raise TritonModelException(f"files of model '{model_name}' are given without a config")
     body = b""
@@ -204,7 +204,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Unloads a model. Does not wait for its end: a model may unload what it is itself a part of."""
+    """Unloads a model without waiting until it is unloaded, as a model may unload an ensemble that contains itself."""
     _ask("unload", model_name, body=json.dumps({"unload_dependents": unload_dependents, "wait": False}).encode())
 
 
@@ -218,7 +218,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 def _ask(
     what: str, model: str, version: int = 0, body: bytes = b"", unknown: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The answer; `unknown`: where the server knows of no such model."""
+    """Returns the server's reply; `unknown`: the result if the server has no such model."""
     calls = pb_requests.current().server()
     try:
         pending = calls.ask(what, model, version, body)

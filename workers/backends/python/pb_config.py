@@ -1,6 +1,6 @@
-"""The object that a python model's `auto_complete_config` fills in.
+"""The object that a Python model's `auto_complete_config` fills in.
 
-The rule: what the configuration file says stays; a model may add to it, and is told when it contradicts it.
+Invariant: values in the configuration file are not replaced; a model may add to them, and a conflict raises an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _OUTPUT_KEYS = ("name", "data_type", "dims")
 
 
 class ModelConfig:
-    """`model_config` is the plain form of a configuration, which the methods add to."""
+    """A model configuration that `auto_complete_config` completes through the methods."""
 
     def __init__(self, model_config: dict[str, Any]) -> None:
         self._model_config = model_config

@@ -1,7 +1,7 @@
-"""Metrics of python models: counted where the model runs, in memory that the server reads when it is asked.
+"""Metrics of Python models: counted where the model runs, in memory that the server reads when metrics are requested.
 
-The rule: counting costs no message. What several objects, or several instances, call by the same name, kind and labels
-is one metric.
+Invariants: counting sends no message. Objects with the same name, kind and labels, also of several instances, are one
+metric.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shmserve.workers.backends.python import pb_requests
 from shmserve.workers.backends.python.pb_tensor import TritonModelException
 
 _OURS = ("nv_", "shmserve_", "process_")
-"""Names that begin so are the server's."""
+"""Prefixes of metric names that are reserved for the server."""
 _KINDS = (COUNTER, GAUGE, HISTOGRAM)
 _lock = threading.Lock()
 
 
 class _Shared:
-    """What all objects of one metric share: its place, and how many they are."""
+    """The shared part of all objects of one metric: its memory and the number of objects."""
 
     __slots__ = ("numbers", "users")
 
@@ -33,21 +33,21 @@ class _Shared:
 
 
 class _Registry:
-    """Of this process."""
+    """The metrics of this process."""
 
     metrics: dict[Subject, _Shared] = {}
     families: dict[str, tuple[str, str]] = {}
-    """By name: kind and description, as first given."""
+    """By name: kind and description, from the first definition."""
     kept = False
 
 
 def keep() -> None:
-    """The model ends: what it has counted stays, though its objects go."""
+    """Called when the model ends: its counts remain although its objects are deleted."""
     _Registry.kept = True
 
 
 class Metric:
-    """One metric of a family. Made by `MetricFamily.Metric`."""
+    """One metric of a family. Create it with `MetricFamily.Metric`."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -86,7 +86,7 @@ class Metric:
             numbers[2 + bucket] += 1
 
     def value(self) -> float:
-        """What this instance of the model has counted, or set last."""
+        """Returns the value that this instance of the model has counted, or set last."""
         if self._subject.kind == HISTOGRAM:
             raise TritonModelException(f"histogram '{self._subject.name}' has no single value")
         found: float = self._shared.numbers[1]
@@ -103,7 +103,7 @@ class Metric:
 
 
 class MetricFamily:
-    """Metrics of one name, that differ in their labels."""
+    """Metrics with the same name and different labels."""
 
     COUNTER, GAUGE, HISTOGRAM = range(3)
 

@@ -1,6 +1,7 @@
-"""Requests and responses of python models: those that came, and those that a model makes.
+"""Requests and responses of Python models: those received, and those that a model creates.
 
-The rule: a request that came is looked at where it lies; nothing of it is made anew before the model asks for it.
+Invariant: a received request refers to the original message; derived objects are created only when the model asks for
+them.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 TRACE_PARENT, TRACE_STATE = "traceparent", "tracestate"
-"""The parameters of a request that carry the W3C context of its trace."""
+"""The request parameters with the W3C trace context."""
 PARAMETER_BYTES = 16 * 1024
-"""The most characters that the parameters of a response may have."""
+"""The most characters in the parameters of a response."""
 
 
 class TritonError:
-    """Why a request failed, for InferenceResponse."""
+    """The error of a failed request: a message and a code, for InferenceResponse."""
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
     __slots__ = ("_code", "_message")
@@ -57,7 +58,7 @@ class TritonError:
 
 
 class InferenceTrace:
-    """The trace that a request belongs to, as its caller has named it in the request's parameters."""
+    """The trace that a request belongs to, from the request's parameters."""
 
     __slots__ = ("_parameters",)
 
@@ -65,17 +66,17 @@ class InferenceTrace:
         self._parameters = parameters or {}
 
     def get_context(self) -> str | None:
-        """The W3C context as JSON; None where there is none."""
+        """Returns the W3C trace context as JSON, or None."""
         found = {name: self._parameters[name] for name in (TRACE_PARENT, TRACE_STATE) if name in self._parameters}
         return json.dumps(found) if found else None
 
 
 class InferenceRequest:
-    """A request that came, or one that a model makes for another model."""
+    """A request that the model received, or one that it creates to call another model."""
 
     __slots__ = ("_again", "_flags", "_host", "_inputs", "_model", "_names", "_options", "_sender", "_version", "_work")
 
-    # Set of requests that came, the last two only where they are needed.
+    # Set only for received requests; the last two only when needed.
     _host: Host
     _work: Work
     _sender: InferenceResponseSender
@@ -155,7 +156,7 @@ class InferenceRequest:
         return self._names
 
     def is_cancelled(self) -> bool:
-        """Whether its caller no longer waits: it cancelled the request, its timeout has passed, or it has gone."""
+        """Whether the caller no longer waits: it cancelled the request or disconnected, or the timeout has passed."""
         host = _host_of(self)
         if host is None:
             return False
@@ -163,13 +164,13 @@ class InferenceRequest:
         return host.is_cancelled(self._work.request, None if sender is None else sender._stream)
 
     def set_release_flags(self, flags: int) -> None:
-        """RESCHEDULE: the request is not answered now, but run again in a batch to come."""
+        """With RESCHEDULE, the request is not answered now but runs again in a later batch."""
         if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
             raise TritonModelException(f"{flags} is none of the flags TRITONSERVER_REQUEST_RELEASE_...")
         self._again = flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """For answers outside of what `execute` returns. Always the same one."""
+        """Returns the sender for responses outside the return value of `execute`. Each call returns the same object."""
         host = _host_of(self)
         if host is None:
             raise TritonModelException("a request that a model makes has no response sender")
@@ -177,11 +178,12 @@ class InferenceRequest:
         return host.sender(self) if found is None else found
 
     def exec(self, decoupled: bool = False) -> Any:
-        """Asks the other model, and waits: its response, or with `decoupled` an iterator of them, at once."""
+        """Calls the other model and waits for its response. With `decoupled`, returns an iterator of
+        responses at once."""
         return _asker(self).call(self, decoupled)
 
     async def async_exec(self, decoupled: bool = False) -> Any:
-        """The same for coroutines, of which several can wait at once."""
+        """`exec` for coroutines, several of which can wait at once."""
         return await _asker(self).call_soon(self, decoupled)
 
 
@@ -193,7 +195,7 @@ def _integer(value: Any, what: str) -> int:
 
 
 def _tensors(given: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
-    """The list's own copy. None among them raises what it does in Triton, where other types are a TypeError."""
+    """Returns a copy of the list. As in Triton, None raises TritonModelException and other types raise TypeError."""
     found = list(given)
     for tensor in found:
         if tensor is None:
@@ -226,7 +228,7 @@ def request_from(
     model: str,
     version: int,
 ) -> InferenceRequest:
-    """A request as the model sees it. Not by way of the constructor, which checks what has been checked."""
+    """Creates a received request without the constructor, whose checks were already done."""
     request = InferenceRequest.__new__(InferenceRequest)
     request._host = host
     request._work = work
@@ -249,14 +251,14 @@ def request_from(
 
 
 def mark_device_inputs(requests: Sequence[InferenceRequest]) -> None:
-    """Inputs of these requests that are pieces of device memory become tensors that say so."""
+    """Replaces inputs that are pieces of device memory with DeviceTensor objects."""
     for request in requests:
         for place, tensor in enumerate(request._inputs):
             piece: Any = tensor._array
             if not isinstance(piece, DevicePiece):
                 continue
             wire = next(given.dtype for given in request._work.inputs if given.name == tensor._name)
-            if wire == "BF16":  # which no library takes by its address
+            if wire == "BF16":  # no library accepts it by address
                 tensor._array = piece.host()
             else:
                 there = request._inputs[place] = DeviceTensor(tensor._name, piece, wire)
@@ -264,11 +266,11 @@ def mark_device_inputs(requests: Sequence[InferenceRequest]) -> None:
 
 
 class InvalidParameters(TritonModelException, InvalidRequest):
-    """Parameters of a response that cannot be sent."""
+    """The parameters of a response cannot be sent."""
 
 
 def check_parameters(parameters: Any) -> None:
-    """Raises InvalidParameters where the parameters of a response are not names with plain values."""
+    """Raises InvalidParameters unless the parameters of a response are names with plain values."""
     if not isinstance(parameters, dict):
         raise InvalidParameters(f"Expect dict, got {type(parameters)}")
     if len(parameters) > PARAMETERS:
@@ -287,7 +289,7 @@ def check_parameters(parameters: Any) -> None:
 
 
 class InferenceResponse:
-    """The answer to one request: its outputs, or why there are none."""
+    """The response to one request: output tensors or an error, and parameters."""
 
     __slots__ = ("_error", "_parameters", "_tensors")
 
@@ -330,8 +332,9 @@ class InferenceResponseSender:
         self._stream = stream
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> Awaitable[None]:
-        """Sends a response, with TRITONSERVER_RESPONSE_COMPLETE_FINAL as the last one; with the flag alone it only says
-        that there are no more. Waits until the caller wants to have it; a coroutine awaits what is returned instead."""
+        """Sends a response. TRITONSERVER_RESPONSE_COMPLETE_FINAL marks the last one; the flag without a response only
+        ends the responses. Blocks until the caller has room for the response; in a coroutine, await the returned
+        object instead."""
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
             raise TritonModelException(
                 f"Unable to send response. Unsupported flag value. It is {flags}, and neither 0 nor "
@@ -344,7 +347,7 @@ class InferenceResponseSender:
         return self._host.send(self._stream, response, flags)
 
     def is_cancelled(self) -> bool:
-        """Whether the caller no longer waits: what is sent is dropped, and the model may stop."""
+        """Whether the caller no longer waits: further responses are dropped, and the model may stop."""
         return self._host.is_cancelled(self._stream.work.request, self._stream)
 
     def __del__(self) -> None:
@@ -354,41 +357,41 @@ class InferenceResponseSender:
 
 
 class Asked(Protocol):
-    """Whom the model of this process asks, whatever it is given."""
+    """The interface to the server for requests that the model of this process creates."""
 
     def call(self, request: InferenceRequest, decoupled: bool) -> Any:
-        """Asks another model, and waits for the answer."""
+        """Calls another model and waits for its response."""
 
     def call_soon(self, request: InferenceRequest, decoupled: bool) -> Awaitable[Any]:
-        """The same for coroutines."""
+        """`call` for coroutines."""
 
     def server(self) -> Calls:
-        """By which the server is asked. Raises where there is none."""
+        """Returns the calls to the server. Raises if there is no server."""
 
     def count(self, subject: Subject) -> memoryview[float]:
-        """Numbers for what the model counts."""
+        """Returns the memory of a new metric."""
 
     def model_dir(self) -> str:
-        """The directory of the version."""
+        """Returns the directory of the version."""
 
     def forked(self) -> None:
-        """This is a process that the model has forked."""
+        """Called in a process that the model forked."""
 
 
 class Host(Protocol):
-    """Who has given it requests."""
+    """The backend that delivered a request."""
 
     def sender(self, request: InferenceRequest) -> InferenceResponseSender:
-        """The sender of a request that has none yet."""
+        """Creates the sender of a request."""
 
     def send(self, stream: Stream, response: InferenceResponse | None, flags: int) -> Awaitable[None]:
-        """Sends a response, the last one, or says that there are no more."""
+        """Sends a response, the last response, or the end of the responses."""
 
     def is_cancelled(self, request: int, stream: Stream | None) -> bool:
-        """Whether nobody waits for the request any more."""
+        """Whether the caller no longer waits for the request."""
 
     def forget(self, stream: Stream) -> None:
-        """Nobody has its sender any more. Called within the collector."""
+        """Called by finalizers when the sender of a stream is deleted."""
 
 
 class _Current:
@@ -396,7 +399,7 @@ class _Current:
 
 
 def bind(host: Asked) -> None:
-    """It runs the model of this process."""
+    """Registers the backend that runs the model of this process."""
     _Current.host = host
 
 

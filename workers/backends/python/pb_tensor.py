@@ -1,7 +1,7 @@
-"""Tensors of Python models: named numpy arrays, tensors on the GPU of the instance, and DLPack in and out.
+"""Tensors of Python models: named numpy arrays, tensors on the GPU of the instance, and DLPack import and export.
 
-A tensor never copies its source, unless a consumer could write to read-only memory. Only models that ask for it get
-inputs on the GPU; everything else is in host memory.
+Invariant: a tensor never copies its source, unless a consumer could write to read-only memory. Only models that request
+it get inputs on the GPU; everything else is in host memory.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ NUMBERS = {
 """Wire name -> the number of the data type in the configuration's enum."""
 NAMES = {number: name for name, number in NUMBERS.items()}
 _CPU, CUDA = 1, 2
-"""The types of devices in DLPack: host memory, and that of a GPU."""
+"""DLPack device types: host memory and CUDA."""
 _BF16 = dtypes.to_numpy("BF16")
 
-# In DLPack a capsule holds a struct that names its device, by type and number, here, and the type of its elements, by a
-# code in one byte, 12 bytes behind that.
+# A DLPack capsule holds a struct with the device type and number at this offset, followed 12 bytes later by the element
+# type code, one byte.
 _CAPSULES = ((b"dltensor", 8), (b"dltensor_versioned", 40))
 _TO_CODE = 12
 _CODE_UINT, _CODE_BFLOAT = 1, 4
@@ -50,11 +50,11 @@ ctypes.pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
 
 
 class TritonModelException(Exception):
-    """What the functions of this module raise."""
+    """Raised by the functions and classes of this module."""
 
 
 def text_of(value: Any, what: str = "name") -> str:
-    """Elements of string tensors are bytes, and models use them as names."""
+    """Converts to str. Elements of string tensors are bytes, and models use them as names."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
@@ -70,12 +70,12 @@ def _named(name: Any) -> str:
 
 
 class Tensor:
-    """A named numpy array. Arrays of inputs are read-only and, when large, lie in the caller's own memory."""
+    """A named numpy array. Input arrays are read-only; large ones are in the caller's memory."""
 
     __slots__ = ("_array", "_name", "_work")
 
     _work: Work
-    """The request that it came with. Only set of inputs."""
+    """The request that it belongs to. Set only for inputs."""
 
     def __init__(self, name: str, numpy_array: Array) -> None:
         if not isinstance(numpy_array, np.ndarray):
@@ -102,7 +102,8 @@ class Tensor:
         return self.__dlpack__()
 
     def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
-        """Older consumers cannot be told that memory is read-only, so they get a copy of what is."""
+        """Exports the tensor. Older consumers do not support read-only memory, so they get a copy of a
+        read-only array."""
         array = self._array
         if array.dtype.hasobject:
             raise TritonModelException(f"tensor '{self._name}' holds strings, which DLPack cannot describe")
@@ -122,8 +123,9 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """From anything with `__dlpack__`, or a capsule. It must be contiguous. What lies on a GPU stays there until
-        it is known where it is read; what cannot is copied to host memory, if its maker does that."""
+        """Creates a tensor from an object with `__dlpack__`, or a capsule. It must be contiguous. GPU memory stays on
+        the GPU until it is known where it is read; if it cannot be used there, it is copied to the host, if its
+        library supports that."""
         name = _named(name)
         try:
             source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
@@ -142,7 +144,7 @@ class Tensor:
 
 
 class DeviceTensor(Tensor):
-    """A tensor in memory of its sender, which the model must not write, or in the model's own."""
+    """A tensor on the GPU: in the sender's memory, which the model must not write to, or in the model's own."""
 
     __slots__ = ("_host", "_wire", "piece")
 
@@ -154,7 +156,7 @@ class DeviceTensor(Tensor):
 
     @property
     def _array(self) -> Array:  # type: ignore[override]
-        """On the host, for who does not take it there."""
+        """A copy on the host, for code that cannot use device memory."""
         if self._host is None:
             self._host = self.piece.host()
         return self._host
@@ -183,12 +185,12 @@ class DeviceTensor(Tensor):
 
 
 class OwnPiece(DevicePiece):
-    """What the model has made there. It lives as long as this, and is complete."""
+    """Device memory that the model allocated. It is complete, and this object keeps it alive."""
 
     __slots__ = ("_made",)
 
     def __init__(self, made: Any) -> None:
-        """`made`: an array of cupy's over it."""
+        """`made`: a cupy array over the memory."""
         self._made = made
         self.address = made.__cuda_array_interface__["data"][0]
         self.dtype = made.dtype
@@ -201,16 +203,16 @@ class OwnPiece(DevicePiece):
 
 
 def _on_gpu(name: str, source: Any) -> DeviceTensor | None:
-    """What DLPack says is on the process's GPU. None: it cannot be used there."""
+    """Returns a tensor for a DLPack source on the process's GPU; None if it cannot be used there."""
     if source.__dlpack_device__()[1] != 0:
         return None
     try:
         cupy = importlib.import_module("cupy")
         made = cupy.from_dlpack(source)
-    except (ImportError, BufferError, RuntimeError, TypeError, ValueError):  # its own library may copy it to the host
+    except (ImportError, BufferError, RuntimeError, TypeError, ValueError):  # the library may copy it to the host
         return None
     check_contiguous(name, made)
-    cupy.cuda.runtime.deviceSynchronize()  # a capsule does not say in which stream it is written
+    cupy.cuda.runtime.deviceSynchronize()  # a capsule does not name the stream that writes it
     return DeviceTensor(name, OwnPiece(made), dtypes.from_numpy(made.dtype))
 
 
@@ -220,7 +222,7 @@ def check_contiguous(name: str, array: Any) -> None:
 
 
 class _Capsule:
-    """What libraries want around a bare DLPack capsule."""
+    """Wraps a bare DLPack capsule in the protocol that libraries expect."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -234,7 +236,7 @@ class _Capsule:
 
 
 def _capsule_of(source: Any) -> Any:
-    """One that can say that it is read-only, if its maker knows of that."""
+    """Returns a capsule that can be marked read-only, if its library supports that."""
     try:
         return source.__dlpack__(max_version=(1, 0))
     except TypeError:
@@ -242,7 +244,7 @@ def _capsule_of(source: Any) -> Any:
 
 
 def _from_capsule(capsule: Any) -> Array:
-    """numpy does not know bfloat16: it is shown integers of that size."""
+    """Imports a capsule. numpy does not support bfloat16, so it is shown as an integer of the same size."""
     code = _code_of(capsule)
     brain = code.value == _CODE_BFLOAT
     if brain:
@@ -268,7 +270,7 @@ def _device_at(capsule: Any) -> int:
 
 
 def _to_host(name: str, source: Any, device: tuple[int, int]) -> Any:
-    """By what PyTorch (`cpu`) or CuPy (`get`) call it."""
+    """Copies to the host with the method of PyTorch (`cpu`) or CuPy (`get`)."""
     for method in ("cpu", "get"):
         function = getattr(source, method, None)
         if callable(function):
@@ -280,7 +282,7 @@ def _to_host(name: str, source: Any, device: tuple[int, int]) -> Any:
 
 
 class PreferredMemory:
-    """Where a model would like the outputs of a call to be. They are in host memory, which is what most want."""
+    """The model's preferred memory for the outputs of a call. It has no effect: outputs are in host memory."""
 
     __slots__ = ("device_id", "kind")
 

@@ -1,6 +1,6 @@
-"""What python models import as `triton_python_backend_utils`: tensors, requests, responses, errors, helpers.
+"""The module `triton_python_backend_utils` of Python models: tensors, requests, responses, errors, helpers.
 
-The rule: names and behaviour are those that models were written against.
+Invariant: names and behaviour are those of Triton's module.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ __all__ = [
 
 
 class Level(Enum):
-    """The values are the levels in the server's log."""
+    """Log levels; the values are those of the server's log."""
 
     INFO = "info"
     WARNING = "warning"
@@ -89,7 +89,7 @@ class Level(Enum):
 
 
 class Logger:
-    """Lines on the worker's stderr, which the server takes into its log."""
+    """Writes to the worker's stderr, which the server adds to its log."""
 
     LogLevel = Level
     INFO, WARNING, ERROR, VERBOSE = Level
@@ -121,7 +121,7 @@ class Logger:
 
 
 def get_model_dir() -> str:
-    """The directory of this version of the model, with its file."""
+    """Returns the directory of this version of the model, which contains its file."""
     return pb_requests.current().model_dir()
 
 
@@ -156,7 +156,7 @@ def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bo
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """The numpy type for TYPE_FP32 and the like."""
+    """Returns the numpy type for a name such as TYPE_FP32."""
     name = dtypes.FROM_CONFIG.get(triton_type_string)
     if name is None:
         raise TritonModelException(f"'{triton_type_string}' is no data type of a configuration")
@@ -164,7 +164,7 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """The numpy type for the number of a data type, as `Tensor.triton_dtype` gives it."""
+    """Returns the numpy type for the number of a data type, as returned by `Tensor.triton_dtype`."""
     name = NAMES.get(data_type)
     if name is None:
         raise TritonModelException(f"{data_type} is not the number of a data type")
@@ -179,7 +179,7 @@ def numpy_to_triton_type(data_type: Any) -> int:
 
 
 def serialize_byte_tensor(input_tensor: Array) -> bytes | None:
-    """A tensor of strings as bytes: for each element its length, 4 bytes little-endian, and its bytes."""
+    """Encodes a tensor of strings: for each element its length, 4 bytes little-endian, and its bytes."""
     if input_tensor.size == 0:
         return None
     try:
@@ -189,7 +189,7 @@ def serialize_byte_tensor(input_tensor: Array) -> bytes | None:
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """The inverse of serialize_byte_tensor, as one dimension."""
+    """The inverse of serialize_byte_tensor; the result has one dimension."""
     data = bytes(encoded_tensor)
     count = at = 0
     while at < len(data):

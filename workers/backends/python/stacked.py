@@ -1,8 +1,8 @@
-"""Python models that get a whole batch at once: `execute` is given an array for each input, and gives one for each
-output.
+"""Python models that get a whole batch at once: `execute` gets a dict with an array for each input and returns one with
+an array for each output.
 
-The rule: a batch of one request is a view of its caller's own memory, a batch of many is put together once; what the
-model gives is copied to where it will be read, once.
+Invariant: a batch of one request is a view of the caller's memory, and a larger batch is gathered with one copy. The
+model's outputs are copied once, to where they will be read.
 """
 
 from __future__ import annotations
