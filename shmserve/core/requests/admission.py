@@ -1,6 +1,6 @@
-"""What clients say: they come, announce memory, ask, cancel, give back, and go.
+"""Clients' messages: connect, announce memory, infer, query, cancel, return handles, disconnect.
 
-Invariant: every action is checked here against shmserve.protocol.roles, whatever endpoint it came through.
+Invariant: every action is checked here against shmserve.protocol.roles, whichever endpoint it came through.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from shmserve.protocol.messages import (
 )
 
 _PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
-"""How large outputs can come back, by the kind of link."""
+"""How large outputs can be returned, by kind of link."""
 
 _DEVICE_NAME = re.compile(rf"{DEVICE}[A-Za-z0-9+/]{{107}}=")
-"""64 bytes that a device's memory was exported as, and the 16 of the device's uuid, in base64."""
+"""base64 of the 64 bytes of a device memory export and the 16 bytes of the device's UUID."""
 _SEGMENT_NAME = re.compile(rf"/[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_LENGTH - 2}}}")
 _INFER = roles.INFER
 _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
@@ -91,7 +91,7 @@ class Admission:
         self._busy = self._crowd.busy
         self._heavy = self._crowd.heavy
         self._told: dict[str, int] = {}
-        """When the operator was last told of a user's clients."""
+        """User -> time of the last log entry about its clients."""
 
     # ------------------------------------------------------------------------------------ coming and going
 
@@ -141,7 +141,7 @@ class Admission:
             self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
 
     def closed(self, peer: int, event: Closed, now: int) -> None:
-        """The client has gone, in one call: its requests, its holds, its segments."""
+        """Releases everything of a disconnected client: requests, holds and segments."""
         self.questions.gone(event.peer)
         client = self._state.clients.pop(event.peer, None)
         if client is None:
@@ -152,21 +152,21 @@ class Admission:
         self._state.ledger.client_died(client)
 
     def give_up_all(self, client: Client, now: int) -> None:
-        """Nobody waits any more for what it has asked."""
+        """Cancels all requests of a client that has disconnected."""
         requests = self._state.requests
         for request in [requests[number] for number in client.requests.values()]:
             if request.state in (RequestState.QUEUED, RequestState.CHAINED):
                 self._ends.fail_early(request, "CANCELLED", "its client has gone", now)
             elif request.state in (RequestState.SENT, RequestState.OPEN):
                 self._ends.linger(request)
-            elif request.state is RequestState.DONE:  # else it has just had its turn, as others made way
+            elif request.state is RequestState.DONE:  # else it was just delivered, as earlier ones were dropped
                 self._ends.drop_done(request)
 
     def bye(self, peer: int, message: Bye, now: int) -> None:
         self._state.effects.append(Close(peer))
 
     def _goodbye(self, client: Client, error: ServeError) -> None:
-        """It is sent away, and what it still says is not heard."""
+        """Disconnect the client and ignore further input."""
         if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
             self._crowd.expelled(client, self._state.now)
         client.leaving = True
@@ -177,19 +177,19 @@ class Admission:
         self._state.effects.append(Close(client.number))
 
     def part_with(self, peer: int, error: ServeError) -> None:
-        """For no mistake of its own."""
+        """Disconnects the client because of an error that is not its own."""
         client = self._state.clients.get(peer)
         if client is not None and not client.leaving:
             self._goodbye(client, error)
 
     def _refuse(self, client: Client, number: int, error: ServeError, now: int) -> None:
-        """The answer to a request, or to what is none (0), that is not taken."""
+        """Rejects a request, or a message that is none (0)."""
         self._state.send(client.number, Fail(number, error.code, error.message))
-        if not isinstance(error, Unavailable):  # which is not its own mistake
+        if not isinstance(error, Unavailable):  # which is not the client's error
             self._fine(client, now)
 
     def _fine(self, client: Client, now: int) -> None:
-        """One more mistake. Too many in a short time, and it has to go."""
+        """Counts a protocol error. Disconnects the client if there are too many in a short time."""
         text = self._crowd.fine(client, now)
         if text and not client.leaving:
             self._crowd.expelled(client, now)
@@ -198,24 +198,24 @@ class Admission:
     def garbled(self, peer: int, event: Garbled, now: int) -> None:
         client = self._state.clients.get(peer)
         if client is not None and not client.leaving:
-            # One in flight is answered by what becomes of it, not by this.
+            # A request in flight gets its own response instead of this error.
             number = 0 if event.request in client.requests else event.request
             self._state.send(peer, Fail(number, event.code, event.text))
             self._fine(client, now)
 
     def _greeted(self, peer: int) -> Client | None:
-        """The client, if it has said Hello. Otherwise it is told, and its link ends."""
+        """The client, if it has sent Hello. Otherwise it is disconnected with an error."""
         client = self._state.clients.get(peer)
         if client is None or client.leaving:
             return None
         if not client.outputs:
-            # Also one that has not noticed that this is another server than the one it had greeted.
+            # This includes clients that have not noticed that the server was restarted.
             self._goodbye(client, ConnectionLost("the first message of a connection must be Hello"))
             return None
         return client
 
     def _check_role(self, client: Client, action: str) -> None:
-        """Raises, and tells the operator, once for each connection."""
+        """Raises if the role is missing, and logs it once per connection."""
         if roles.allows(action, client.roles):
             return
         error = roles.refusal(action, client.roles)
@@ -225,7 +225,8 @@ class Admission:
         raise error
 
     def _tell_operator(self, level: str, client: Client, text: str) -> None:
-        """At most once a second for each user: whoever connects again and again shall not fill the log."""
+        """Logs at most one entry per second and user, so that clients that reconnect all the time cannot fill the
+        log."""
         now, user = self._state.now, client.user
         if now - self._told.get(user, -SECOND) >= SECOND:
             self._told[user] = now
@@ -305,7 +306,7 @@ class Admission:
                 f"by their models, the limit (client_requests); try again later, and let the models look for "
                 f"cancellation"
             )
-        segments, pins = self._memory(client, message, blocks) if outside else _NOTHING  # from here nothing is refused
+        segments, pins = self._memory(client, message, blocks) if outside else _NOTHING  # no rejections after this
         special = streamed or bool(segments)
         own = state.next_number()
         request = Request(
@@ -333,7 +334,7 @@ class Admission:
     def _memory(
         self, client: Client, message: Infer, blocks: tuple[Handle, ...]
     ) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
-        """The segments that a worker must have mapped for this request, and the holds that it pins."""
+        """Returns the segments that a worker must map for this request, and the holds that it pins."""
         segments: list[int] = []
         places = []
         ledger = self._state.ledger
@@ -374,7 +375,7 @@ class Admission:
         if client is None:
             return
         request = self._state.request_of(client, message.request)
-        if request is None:  # it has been answered, and the two have crossed; or it is no request but an operation
+        if request is None:  # already answered (the messages crossed), or an operation instead of a request
             self._state.effects.append(Query(peer, message))
         else:
             self._ends.fail_early(request, "CANCELLED", "the request was cancelled by its caller", now)
@@ -385,7 +386,7 @@ class Admission:
         self._state.ledger.announce(0, event.announcement, INTERNAL)
 
     def more(self, peer: int, message: More, now: int) -> None:
-        """Of a request that has been answered meanwhile nothing more comes."""
+        """Extends the response window. Does nothing if the request has been answered meanwhile."""
         client = self._greeted(peer)
         request = self._state.request_of(client, message.request) if client is not None else None
         if request is not None and request.options is not None and request.options.window:
@@ -413,7 +414,7 @@ class Admission:
             self._goodbye(client, error)
 
     def _drop_segment(self, peer: int, number: int) -> None:
-        """It was not taken, but its descriptor may have been."""
+        """Closes the descriptor of a segment that was not accepted."""
         if number >> OWNER_SHIFT == peer and number not in self._state.ledger.segments:
             self._state.effects.append(Forget(number))
 
@@ -421,20 +422,20 @@ class Admission:
         self._state.ledger.withdraw(0, event.segment)
 
     def _check_device_segment(self, client: Client, message: Map) -> None:
-        """The name says all that a worker needs to open it, so nothing may come by it that is something else."""
+        """Workers open device memory by this name alone, so it must have exactly the expected form."""
         if client.plane != "lane":
             raise InvalidRequest("memory on a GPU is announced over the lane only")
         if not _DEVICE_NAME.fullmatch(message.name or "") or not message.size:
             raise InvalidRequest("the name of a segment on a GPU does not say what was exported")
 
     def _check_segment_name(self, client: Client, name: str) -> None:
-        """A client must not have a worker open the server's own memory for it, nor another client's."""
+        """A client must not make a worker open memory of the server or of another client."""
         if not _SEGMENT_NAME.fullmatch(name):
             raise InvalidRequest(
                 f"the name of a segment is a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -; this one is not"
             )
         for segment in self._state.ledger.segments.values():
-            # The same again from one of the same user is a client that has come back before its old link was missed.
+            # The same name from the same user is a client that reconnected before its old connection was found dead.
             if segment.announcement.name == name and (
                 segment.owner >= WORKERS_FROM or segment.audience != client.audience
             ):
@@ -467,7 +468,7 @@ class Admission:
         if client is None:
             return
         try:
-            if message.what:  # otherwise it continues a body, which goes on only where its beginning was allowed
+            if message.what:  # else it continues the body of an operation that was allowed
                 if message.what not in roles.QUESTIONS:
                     raise roles.unknown(message.what)
                 self._check_role(client, message.what)
@@ -480,4 +481,4 @@ class Admission:
             self._state.send(peer, Pong(message.number))
 
     def pong(self, peer: int, message: Pong, now: int) -> None:
-        """Hearing from a peer at all is what it was pinged for; the shell has noted that."""
+        """Nothing to do: a message of any kind proves that the peer is alive, and the shell has recorded it."""

@@ -1,13 +1,12 @@
-"""Answers that are kept: who asks a model the same again gets the same, without anything being run.
+"""The response cache: identical requests get a stored response, without running the model.
 
-The key is all that an answer depends on, in full, so that two different requests are never taken for one. The bytes of
-inputs in shared memory are copied once into the broker's own memory, and the copy is what is compared and what the
-model reads: their owner may write to his own as he likes, and no answer is kept for an input that the model has not
-seen.
+The key contains everything that a response depends on, in full, so different requests never collide. Inputs in shared
+memory are copied once into the broker's own memory; this copy is compared and also read by the model. So the owner may
+overwrite its memory at any time, and no response is stored for an input that the model has not seen.
 
-Outputs are copied into the broker's memory as well and given out as handles, so that no worker's memory is bound by
-what is kept; those too large to be copied while everybody waits stay where their worker put them. Answers are for the
-audience that they were made for, and for the generation of the model that made them.
+Outputs are copied into the broker's memory as well and returned as handles, so that cached responses do not occupy
+workers' arenas; outputs that would block the broker too long stay where the worker wrote them. A response is valid for
+the audience and the model generation that it was made for.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map, Tensor, Value
 Key = tuple[Any, ...]
 _double = struct.Struct("<d").pack
 OVERHEAD = 512
-"""Bytes that an entry takes beside its tensors, about."""
+"""Approximate size of an entry besides its tensors."""
 COPIED_BYTES = 1 << 20
-"""Of the inputs, and of the outputs, of one request: everybody waits while they are copied and compared."""
+"""Limit for the inputs, and for the outputs, of one request: the broker blocks while it copies and compares them."""
 
 
 class Placed(Struct):
-    """Where something was put. `announcement`: of the segment, if it is new."""
+    """Where a copy was placed. `announcement`: of its segment, if that is new."""
 
     handle: Handle
     announcement: Map | None = None
 
 
 class Copies(Protocol):
-    """How the broker reads shared memory, and keeps a copy of it."""
+    """How the broker reads shared memory and stores copies."""
 
     def read(self, parts: Sequence[Handle]) -> bytes | None:
-        """What lies there. None: it is no memory of the host that can be read by its descriptor."""
+        """The bytes in these places. None: not host memory, or not readable by its descriptor."""
 
     def place(self, data: bytes, audience: str) -> Placed | None:
-        """Puts it where that audience may read it. None: there is no room, or no way."""
+        """Stores the bytes where the audience can read them. None: no space, or not possible."""
 
 
 class Entry(Struct, eq=False):
@@ -57,14 +56,14 @@ class Entry(Struct, eq=False):
 
 
 class Cache:
-    """`limit` bytes; what was used longest ago goes first. 0: nothing is kept."""
+    """An LRU cache of `limit` bytes. 0: disabled."""
 
     def __init__(self, limit: int, ledger: Ledger) -> None:
         self.limit = limit
         self.copies: Copies | None = None
-        """Without it nothing but what comes inside of messages is compared, and outputs stay where they are."""
+        """Without it, only inputs inside messages are compared, and outputs stay where they are."""
         self.clock: Callable[[], int] = _no_time
-        """In ns. For statistics only: the turn's `now` stands still while answers are looked up and copied."""
+        """In ns, for statistics only: the turn's `now` does not advance during lookups and copies."""
         self.bytes = self.hits = self.misses = self.evictions = 0
         self._ledger = ledger
         self._entries: OrderedDict[Key, Entry] = OrderedDict()
@@ -73,10 +72,10 @@ class Cache:
         return len(self._entries)
 
     def key(self, request: Request) -> Key | None:
-        """All that the answer depends on; None for a request whose answer cannot be kept."""
+        """Everything that the response depends on; None if it cannot be cached."""
         outputs, options = request.outputs, request.options
         if options is not None and options.sequence and request.version.graph is not None:
-            return None  # its steps may keep states, and the answer names the sequence
+            return None  # its steps may keep state, and the response contains the sequence
         if outputs is not None and any(wanted.place is not None for wanted in outputs):
             return None
         found, size = [], 0
@@ -102,7 +101,8 @@ class Cache:
         return self.copies.read(parts)
 
     def hold_still(self, key: Key, request: Request) -> bool:
-        """Lets the model read what was compared, where somebody else could still write to it. False: it cannot be."""
+        """Lets the model read the compared copy of inputs that their owner could still overwrite. False: not
+        possible."""
         bytes_of = {name: data for name, _, _, data in key[2]}
         inputs: list[Tensor] = []
         placed: list[Handle] = []
@@ -142,7 +142,7 @@ class Cache:
         return entry
 
     def add(self, key: Key, outputs: tuple[Tensor, ...], parameters: dict[str, Value] | None, own: int) -> None:
-        """`own`: the client, whose memory is not kept."""
+        """`own`: the client, whose own memory is not cached."""
         if key in self._entries:
             return
         handles: list[Handle] = []
@@ -170,7 +170,7 @@ class Cache:
     def _moved(
         self, outputs: tuple[Tensor, ...], handles: list[Handle], audience: str
     ) -> tuple[tuple[Tensor, ...], list[Handle]]:
-        """Copies of them in the broker's memory; where that cannot be, they themselves."""
+        """Copies of the outputs in the broker's memory, or the originals if that is not possible."""
         assert self.copies is not None
         moved: list[Tensor] = []
         placed: list[Handle] = []
@@ -188,7 +188,7 @@ class Cache:
         return tuple(moved), placed
 
     def purge(self, version: Version) -> None:
-        """It answers no more, or would answer otherwise."""
+        """Removes the entries of a version whose responses are no longer valid."""
         for key in [key for key, entry in self._entries.items() if entry.version is version]:
             self._let_go(self._entries.pop(key))
 
@@ -202,7 +202,8 @@ class Cache:
 
 
 def _exact(value: Value) -> Value | bytes:
-    """Equal only where a model sees no difference: 1, 1.0 and True differ by type, 0.0 and -0.0 by their bits."""
+    """Makes values equal only if a model cannot tell them apart: 1, 1.0 and True differ by type, 0.0 and -0.0 by their
+    bits."""
     return _double(value) if isinstance(value, float) else value
 
 

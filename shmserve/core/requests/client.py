@@ -1,4 +1,4 @@
-"""What the core knows of a client, and of a worker that is one as its model calls others."""
+"""The core's record of a client, and of a worker that is a client because its model calls others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from shmserve.protocol.messages import OWNER_SHIFT, Handle
 
 
 class Client(Struct, eq=False):
-    """`outputs` is how it takes large answers: memfd, posix or frames; empty until it has said Hello.
+    """`outputs` is how it receives large outputs: memfd, posix or frames; empty until it has sent Hello.
 
-    Answers are placed for its `audience`: whoever shares it may map them. `roles` are bits of access.ROLES; it has them
-    from its Hello on, and until it is sent away (`leaving`). Its connection counts for its `user`.
+    Outputs are placed for its `audience`, which is everyone who may map them. `roles` are bits of
+    shmserve.protocol.roles, set from Hello until it is disconnected (`leaving`). Its connection counts for its `user`.
     """
 
     number: int
@@ -20,11 +20,11 @@ class Client(Struct, eq=False):
     outputs: str = ""
     name: str = ""
     requests: dict[int, int] = {}
-    """Its number of each request in flight -> ours."""
+    """Client-side number of each request in flight -> the broker's number."""
     steps: int = 0
     """Requests of steps of its ensembles."""
     bytes: int = 0
-    """Inside the messages of its requests in flight, those of steps included."""
+    """Bytes inside the messages of its requests in flight, including steps."""
     segments: set[int] = set()
     mapped: set[int] = set()
     holds: set[tuple[int, int]] = set()
@@ -37,21 +37,21 @@ class Client(Struct, eq=False):
     leaving: bool = False
     denied: bool = False
     fined_until: int = 0
-    """Where its mistakes stand against client_errors: each moves it on by its share of a second."""
+    """Position of its protocol errors against client_errors: each one advances it by 1 s / client_errors."""
 
     def has_placed(self, handle: Handle) -> bool:
-        """Of what it is answered with: is this in memory of its own, where it wanted it? Then it is no hold."""
+        """Is this output in the client's own memory, where it asked for it? Such outputs are not holds."""
         return handle.segment >> OWNER_SHIFT == self.number
 
 
 class Caller(Client, eq=False):
-    """A worker that calls other models, by the number of its process. It can have nothing placed, so it holds all that
-    it is answered with, also what its own process has made for it."""
+    """A worker that calls other models, numbered by its process. Its outputs cannot be placed by the caller, so it
+    holds all of them, even those that its own process has written."""
 
     waits_for: int = 0
-    """Calls that the instance waits for, and does nothing meanwhile."""
+    """Calls that block the instance."""
     since: int = 0
-    """When it began to."""
+    """When it was blocked."""
 
     def has_placed(self, handle: Handle) -> bool:
         return False

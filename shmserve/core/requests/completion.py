@@ -1,6 +1,6 @@
-"""How requests end: answered, in their turn or early, and with everything that they used given back.
+"""Completion of requests: the response is sent, in order or early, and everything the request used is released.
 
-The rule of the file: whoever has asked (a client, or the run of an ensemble) is told exactly once.
+Invariant: the requester (a client, or the run of an ensemble) gets exactly one final response.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Ends:
         self._state = state
 
     def answer(self, request: Request, message: Reply | Fail) -> None:
-        """The answer to one that no worker has any more: now or, with preserve_ordering, in its turn."""
+        """Answers a request that no worker has any more: now or, with preserve_ordering, in order."""
         order = request.version.order
         if order is None:
             self.deliver(request, message)
@@ -53,7 +53,7 @@ class Ends:
     def part(
         self, request: Request, outputs: tuple[Tensor, ...], parameters: dict[str, Value] | None, last: bool
     ) -> None:
-        """One of its answers. After the last one it is to be finished."""
+        """Sends one of several responses. The caller finishes the request after the last one."""
         if outputs:
             self._made(request, outputs)
         request.parts += 1
@@ -61,7 +61,7 @@ class Ends:
         self.copied_out(request, outputs)
 
     def _made(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
-        """A response, for those who look at single ones."""
+        """Records a response for traces and first response times."""
         if self._state.traces.open:
             self._state.traces.made(request, outputs)
         first = request.version.statistics.first
@@ -69,18 +69,18 @@ class Ends:
             first.add(self._state.now - request.arrived)
 
     def copied_out(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
-        """In frames a client is sent copies of what it is told: it holds nothing."""
+        """A client with frames receives copies of the outputs, so it holds nothing."""
         client = request.client
         if not request.step_of and client.outputs == "frames" and not client.gone:
             self.take_back(client, outputs)
 
     def finish(self, request: Request, code: str) -> None:
-        """It has had its (last) answer."""
+        """Ends a request after its (last) response."""
         self._trace(request, code)
         self.end(request)
 
     def tell(self, request: Request, message: Reply | Part | Fail | FailHeld) -> None:
-        """Whoever has asked."""
+        """Sends the message to the requester."""
         if request.step_of:
             assert not isinstance(message, FailHeld)
             runs = self._state.runs
@@ -94,12 +94,12 @@ class Ends:
             self._state.send(request.client.number, message)
 
     def tell_failed(self, request: Request, code: str, text: str) -> None:
-        """Now, though a worker may still read its inputs."""
+        """Sends the error now, although a worker may still read the inputs."""
         held = request.on_loan and not request.step_of
         self.tell(request, (FailHeld if held else Fail)(request.client_number, code, text))
 
     def _trace(self, request: Request, code: str) -> None:
-        """Of a request that is answered now, if it is traced."""
+        """Ends the trace of a request that is answered now, if there is one."""
         state = self._state
         if state.traces.open:
             told = state.traces.answered(request, code, state.now)
@@ -107,17 +107,18 @@ class Ends:
                 state.effects.append(told)
 
     def take_back(self, client: Client, outputs: Iterable[Tensor]) -> None:
-        """Gives what the client was given, or was to be given, back to the worker."""
+        """Returns outputs that the client was given, or should have been given, to the worker."""
         for handle in _of_others(client, handles_of(outputs)):
             self._state.ledger.take_back(client, handle)
 
     def drop(self, client: Client, handles: Iterable[Handle]) -> None:
-        """What a run was given for this client, and nobody will read any more."""
+        """Unpins outputs that a run kept for this client and that will not be read any more."""
         for handle in _of_others(client, handles):
             self._state.ledger.unpin(handle)
 
     def answer_in_order(self, version: Version) -> None:
-        """Whoever is first may be answered; one that has been answered early makes way."""
+        """Delivers responses from the head of the order, as far as they are complete; removes requests answered
+        early."""
         order = version.order
         while order and order[0].state in (_DONE, _LINGERING, _ENDED):
             request = order.popleft()
@@ -131,7 +132,7 @@ class Ends:
             version.order_swept = max(ORDER, 2 * len(left))
 
     def drop_done(self, request: Request) -> None:
-        """Its turn had not come, and nobody wants the answer any more."""
+        """Drops a complete response that was waiting for its turn and has lost its client."""
         self._drop_reply(request)
         self.end(request)
 
@@ -144,7 +145,7 @@ class Ends:
             self.take_back(request.client, request.reply.outputs)
 
     def end(self, request: Request) -> None:
-        """Over: nothing of it stays here."""
+        """Removes the request from all tables."""
         state = request.state
         if request.step_of:
             run = self._state.runs[request.step_of]
@@ -152,7 +153,7 @@ class Ends:
             request.client.steps -= 1
             request.client.bytes -= request.inline
             self._state.stirred[run] = None
-        elif state is not _LINGERING:  # a lingering one has left already; its number may be in use again
+        elif state is not _LINGERING:  # a lingering request has left already, and its number may be in use again
             self.leaves(request)
         request.move(_ENDED)
         del self._state.requests[request.number]
@@ -163,21 +164,21 @@ class Ends:
         if request.sequence is not None:
             request.sequence.left(request)
             self._state.dirty[request.version] = None
-        if self._state.traces.open:  # nobody was left to answer
+        if self._state.traces.open:  # its client has disconnected
             self._state.traces.open.pop(request.number, None)
         if state is not _DONE:
             self._let_go(request)
 
     def leaves(self, request: Request) -> None:
-        """Its client waits for it no more."""
+        """The client does not wait for it any more."""
         request.client.requests.pop(request.client_number, None)
-        if not request.step_of:  # a step counts until its end
+        if not request.step_of:  # a step counts until it ends
             request.client.bytes -= request.inline
         if request.held:
             self._state.answered_calls.append(request)
 
     def _let_go(self, request: Request) -> None:
-        """The memory that it used."""
+        """Releases the memory that it used."""
         state = self._state
         for handle in request.pins:
             state.ledger.unpin(handle)
@@ -187,7 +188,7 @@ class Ends:
             state.effects.append(Free(request.blocks))
 
     def end_failed(self, request: Request, code: str, text: str, now: int) -> None:
-        """The answer is an error, in its turn, and no worker has the request any more."""
+        """Fails a request that no worker has any more; the error is delivered in order."""
         if request.state is _LINGERING:
             self.released(request)
             return
@@ -195,7 +196,7 @@ class Ends:
         self.answer(request, Fail(request.client_number, code, text))
 
     def end_early(self, request: Request, code: str, text: str, now: int) -> None:
-        """The answer is an error, at once: it does not wait for its turn. The queue has let the request go already."""
+        """Fails a request at once, without waiting for its turn. It has already been removed from the queue."""
         version = request.version
         version.statistics.failed_as(code, now - request.arrived)
         self.tell(request, Fail(request.client_number, code, text))
@@ -204,14 +205,14 @@ class Ends:
             self.answer_in_order(version)
 
     def fail_early(self, request: Request, code: str, text: str, now: int) -> None:
-        """The answer is an error, now, wherever the request is. A worker that could still drop it is told to."""
+        """Fails a request at once, whatever its state. A worker that could still drop it is notified."""
         version = request.version
         if request.state is _QUEUED:
             version.drop(request)
             self.end_early(request, code, text, now)
             self._state.dirty[version] = None
             return
-        if request.state is _DONE:  # and has been counted
+        if request.state is _DONE:  # already counted
             self.tell(request, Fail(request.client_number, code, text))
             self._drop_reply(request)
             self.finish(request, code)
@@ -227,7 +228,7 @@ class Ends:
         self.linger(request)
 
     def linger(self, request: Request) -> None:
-        """Answered (or nobody left to answer) while a worker has it."""
+        """The request has been answered (or has lost its client) while a worker has it."""
         request.move(_LINGERING)
         if is_stream(request):
             self._state.abandoned[request.client.user] += 1
@@ -239,7 +240,7 @@ class Ends:
         if not request.step_of:
             self.leaves(request)
         instance = request.instance
-        if instance is not None:  # which takes it out if it waits, and tells the model if that can still stop
+        if instance is not None:  # the worker drops it if it has not started, else notifies the model
             self._state.send(instance.peer, Withdraw((request.number,)))
         if request.version.order is not None:
             self.answer_in_order(request.version)
@@ -250,14 +251,14 @@ class Ends:
         self.end(request)
 
     def give(self, client: Client, handles: Iterable[Handle]) -> None:
-        """The client holds these from now on."""
+        """Gives holds on these handles to the client."""
         for handle in handles:
             if client.outputs != "frames":
                 self._state.ledger.show(handle.segment, client.number)
             self._state.ledger.give(client, handle)
 
     def pass_on(self, request: Request, handles: Iterable[Handle]) -> None:
-        """What the answer to an ensemble's request refers to is held by whoever gets it: its caller, or another run."""
+        """Gives the outputs of an ensemble to its requester: a client, or another run."""
         client = request.client
         made = _of_others(client, handles)
         if request.step_of:
@@ -268,10 +269,10 @@ class Ends:
 
 
 def is_stream(request: Request) -> bool:
-    """Only the model says when it ends, which may be long after its caller has lost interest."""
+    """Does only the model decide when it ends? That may be long after its caller has left."""
     return request.version.decoupled and request.version.graph is None
 
 
 def _of_others(client: Client, handles: Iterable[Handle]) -> list[Handle]:
-    """Its own memory is no matter of the ledger's."""
+    """Removes handles to the client's own memory, which the ledger does not track."""
     return [handle for handle in handles if not client.has_placed(handle)]

@@ -1,6 +1,6 @@
-"""The way into a model, for requests of clients and of ensembles' steps alike: found good already, they are queued.
+"""Queues validated requests of clients and of ensemble steps.
 
-The rule of the file: `level` may refuse, before there is a request; `put` may not.
+Invariant: only `level`, which runs before the request exists, may reject it; `put` may not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shmserve.errors import Unavailable, Unsupported
 from shmserve.protocol.messages import Options, Reply
 
 SHORTEST_WAIT_NS = 20_000
-"""A turn takes at least as long. A request that may not wait that long expires even if an instance is idle."""
+"""A turn takes at least this long. A shorter queue timeout expires even if an instance is idle."""
 
 
 class Intake:
@@ -29,8 +29,8 @@ class Intake:
         self._crowd = crowd
 
     def level(self, client: Client, version: Version, number: int, options: Options | None, rows: int, now: int) -> int:
-        """The priority level, if the request may come in and there is room in its queue. `number`: the version as its
-        caller names it, 0 for the default one."""
+        """The priority level. Raises if the request is not acceptable or its queue is full. `number`: the version that
+        the caller named, 0 for the default one."""
         if version.places is not None:
             self.sequencer.check(client, version, number, options, rows)
             return 0
@@ -41,7 +41,7 @@ class Intake:
         level = queue.level(number)
         limit = level.policy.max_size
         if limit and len(level) >= limit:
-            self._dispatcher.dispatch(version, now)  # what came before it in this turn may have its place elsewhere
+            self._dispatcher.dispatch(version, now)  # earlier requests of this turn may leave the queue
         if limit and len(level) >= limit:
             raise Unavailable(
                 f"Exceeds maximum queue size: {limit} requests wait for model '{version.model}'; "
@@ -50,7 +50,7 @@ class Intake:
         return number
 
     def check_step(self, client: Client, version: Version, inline: int, now: int) -> None:
-        """Raises if there is no room for one more request of a step of the client's."""
+        """Raises if the queue has no room for another request of a step for this client."""
         self._crowd.check_queue(client, version, inline, now)
 
     def put(self, version: Version, number: int, request: Request, now: int) -> None:
@@ -72,13 +72,13 @@ class Intake:
         self._state.dirty[version] = None
 
     def expire(self, request: Request, now: int) -> None:
-        """The queue timeout of a queued request has passed."""
+        """Handles the expired queue timeout of a queued request."""
         if request.version.queue.expire(request):
-            # Triton's clients compare the whole text, so it says no more.
+            # Triton's clients compare the whole text, so nothing is added.
             self._ends.end_early(request, "QUEUE_TIMEOUT", "Request timeout expired", now)
 
     def _cached(self, version: Version, request: Request, now: int) -> bool:
-        """True: the answer was known, and has been given. Otherwise it will be kept."""
+        """True: answered from the cache. Otherwise the response will be stored, if possible."""
         cache = self._state.cache
         began = cache.clock()
         key = cache.key(request)

@@ -1,11 +1,11 @@
-"""Questions (`Ask`) that wait for their turn: at most QUESTIONS of them in a turn, in the order of a FairQueue.
+"""Queries (`Ask`) that wait for their turn: at most QUESTIONS of them per turn, in the order of a FairQueue.
 
-A question may cost milliseconds (metrics, statistics of a thousand models), so it is queued here and not answered where
-it arrives; of the heavy ones only equal ones, which share the answer, are passed on in one turn. Operations bypass the
-queue: they need the role operate, and their bodies follow piece by piece.
+A query may take milliseconds (metrics, statistics of a thousand models), so it is queued instead of being answered on
+arrival. Heavy queries of one turn must be equal, so that they share the response. Operations bypass the queue: they
+need the role operate, and their bodies arrive in pieces.
 
-Invariant: a question counts until the shell reports `Answered`; a peer's questions are dropped with the peer. None is
-passed on while the peer has too much output to read.
+Invariant: a query counts until the shell reports `Answered`, and a peer's queries are dropped with the peer. No query
+is passed on while the peer has too much unread output.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shmserve.protocol import roles
 from shmserve.protocol.messages import Ask
 
 QUESTIONS = 4
-"""Questions that are passed to the shell in one turn, of all peers together."""
+"""Queries passed to the shell in one turn, of all peers together."""
 HEAVY = frozenset({"metrics", "statistics", "models", "config", "origins"})
-"""Their answers may be large, and take milliseconds to build."""
+"""Their responses may be large and take milliseconds to build."""
 
 
 class Questions:
@@ -31,19 +31,19 @@ class Questions:
         self._state = state
         self._limit = state.limits.client_questions
         self._unanswered: dict[int, set[int]] = {}
-        """Peer -> request numbers, queued or with the shell."""
+        """Peer -> request numbers, queued or passed to the shell."""
         self._queued: dict[int, deque[Ask]] = {}
         self._behind: set[int] = set()
         self._next: FairQueue[int] = FairQueue()
-        """Peers with queued questions that are not behind."""
+        """Peers with queued queries that are not behind."""
 
     @property
     def waiting(self) -> bool:
-        """Another turn is due at once."""
+        """Another turn is due immediately."""
         return bool(self._next)
 
     def put(self, peer: int, ask: Ask) -> None:
-        """Raises if the peer may not ask this now. `what` is empty in the later pieces of an operation's body."""
+        """Raises if the peer may not send this query now. `what` is empty in later pieces of an operation's body."""
         if not ask.what or ask.what in roles.OPERATIONS:
             self._state.effects.append(Query(peer, ask))
             return
@@ -60,7 +60,7 @@ class Questions:
                 f"first"
             )
         mine.add(ask.request)
-        ask.body = b""  # no question has one; its bytes must not wait with it
+        ask.body = b""  # no query has a body; do not keep its bytes queued
         queue = self._queued.get(peer)
         if queue is not None:
             queue.append(ask)
@@ -92,7 +92,7 @@ class Questions:
         self._behind.discard(peer)
 
     def pass_on(self) -> None:
-        """Once per turn."""
+        """Passes queries to the shell, once per turn."""
         built: tuple[str, str, int] | None = None
         for _ in range(QUESTIONS):
             if not self._next:
@@ -121,7 +121,7 @@ class Questions:
             self._next.remove(self._user(peer), peer)
 
     def _user(self, peer: int) -> str:
-        """Each worker counts as a user."""
+        """Each worker counts as a user of its own."""
         client = self._state.clients.get(peer)
         return client.user if client is not None else str(peer)
 

@@ -1,7 +1,7 @@
-"""Limits that many clients reach together, and those of one client that need a count.
+"""Quotas shared by all clients, and those of a single client that need a counter.
 
-The rule of the file: what is full is closed only to those who have at least their equal share of it, so that a client
-that asks for little is served while another floods. A total can so be exceeded, at most twofold.
+Invariant: when a total is exhausted, only clients that have at least their equal share are rejected, so a client that
+needs little is served while another one floods the server. A total can therefore be exceeded, at most twofold.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from shmserve.protocol.roles import OPERATE
 SECOND = 1_000_000_000
 EXPELLED_NS = SECOND // 4
 EXPULSIONS = 4
-"""So many clients of a user may be sent away at once, and one each EXPELLED_NS, before the next ones must wait."""
+"""Token bucket for disconnects of a user's clients: a burst of EXPULSIONS, refilled by one per EXPELLED_NS. Beyond it
+new connections are delayed."""
 LONGEST_NS = 2 * SECOND
-"""What the next one waits at the most."""
+"""Longest delay of a new connection."""
 
 
 class Crowd:
-    """`busy` and `heavy`: below so many requests in flight, and so many bytes held by a client, nothing here can be
-    full, so the way of each request is a comparison with these."""
+    """`busy` and `heavy`: with fewer requests in flight, and fewer bytes held by the client, no quota can be exhausted,
+    so the fast path of a request only compares with these."""
 
     def __init__(self, state: State) -> None:
         limits = state.limits
@@ -55,7 +56,8 @@ class Crowd:
             self._state.effects.append(Pause(client.number, heard_from))
 
     def expelled(self, client: Client, now: int) -> None:
-        """It is sent away for what it did. Whoever comes next in its user's name waits, or it would come at once."""
+        """Counts a disconnect for misbehaviour. Further connections of this user are delayed, or it could reconnect at
+        once."""
         until = max(self._expelled.get(client.user, 0), now) + EXPELLED_NS
         if self._fine and until - now <= EXPULSIONS * EXPELLED_NS + LONGEST_NS:
             self._expelled[client.user] = until
@@ -83,7 +85,7 @@ class Crowd:
     # ------------------------------------------------------------------------------------ requests
 
     def check_queue(self, client: Client, version: Version, inline: int, now: int) -> None:
-        """Raises if the client may not have one more request in flight, with so many bytes inside its message."""
+        """Raises if the client may not have another request in flight with this many bytes inside its message."""
         total = len(self._state.requests)
         if total < self.busy:
             return
@@ -105,7 +107,7 @@ class Crowd:
                     f"{waiting} bytes wait for model '{version.model}', the limit is {limits.model_queue_bytes} "
                     f"(model_queue_bytes); {_retry('answers have come')}, or send less inside messages"
                 )
-        if self._counted_at != now:  # once in a turn; within it, what came is added
+        if self._counted_at != now:  # once per turn; requests of the turn are added
             self._counted_at = now
             self._queued = sum(client.bytes for client in self._state.clients.values())
         self._queued += inline
@@ -116,7 +118,7 @@ class Crowd:
             )
 
     def held(self, client: Client) -> str:
-        """Why the client holds too many bytes of answers; empty if it does not."""
+        """Why the client holds too many bytes of outputs; empty if it does not."""
         limits, mine, total = self._limits, client.held_bytes, self._state.ledger.held_bytes
         if mine > limits.client_held_bytes:
             limit = f"the limit of {limits.client_held_bytes} (client_held_bytes)"
@@ -134,7 +136,7 @@ class Crowd:
     # ------------------------------------------------------------------------------------ mistakes
 
     def fine(self, client: Client, now: int) -> str:
-        """Counts a mistake. Not empty: it was one too many, and why."""
+        """Counts a protocol error. Returns the reason if the client exceeds the limit, else ""."""
         rate = self._limits.client_errors
         if not rate:
             return ""

@@ -1,7 +1,9 @@
-"""Requests that are answered many times: parts as the model makes them, while its batch runs or long after.
+"""Requests with several responses: parts are sent as the model produces them, while its batch runs or later.
 
-A request leaves its batch for `Instance.streams` (OPEN) when the batch is done and its last answer has not come.
-The rule of the file: the last answer ends a request, wherever it is; what comes after it is a worker gone wrong.
+A request moves from its batch to `Instance.streams` (OPEN) if the batch is done before its last response.
+
+Invariant: the last response ends the request, whatever its state; a response after that is a protocol error of the
+worker.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LI
 
 
 MOST = 2**63 - 1
-"""The largest number that a message can carry."""
+"""The largest number that a message can contain."""
 
 
 class Streams:
@@ -75,7 +77,7 @@ class Streams:
                 "fail" if row.error is not None else "success" if row.outputs or row.parameters else "empty_response"
             )
         elif row.more:
-            return  # sent before the worker knew
+            return  # sent before the worker knew of the cancellation
         else:
             outcome = "cancel"
         version.statistics.responded(request.parts, outcome, row.times)
@@ -85,7 +87,7 @@ class Streams:
             batch.left -= 1
 
     def batch_done(self, version: Version, instance: Instance, batch: Batch, taken: int) -> None:
-        """What has not had its last answer goes on outside of the batch."""
+        """Requests of the batch without a last response continue outside of it."""
         for request in batch.requests():
             if request.state is _SENT:
                 request.move(_OPEN)
@@ -95,7 +97,7 @@ class Streams:
             instance.streams[request.number] = request
 
     def lost(self, version: Version, instance: Instance, reason: str, now: int) -> None:
-        """Its worker has ended."""
+        """Fails the open streams of a worker that has ended."""
         for request in list(instance.streams.values()):
             count = f"{request.parts} answer{'' if request.parts == 1 else 's'}"
             text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
@@ -103,7 +105,8 @@ class Streams:
         instance.streams.clear()
 
     def more(self, request: Request, count: int) -> None:
-        """Its caller can take so many more. Noted in the request, too: should its worker die, another may have it."""
+        """The caller accepts this many more responses. The request keeps the total, in case another worker has to run
+        it."""
         run = self._state.runs.get(request.number)
         if run is not None:
             run.room += count
@@ -115,4 +118,4 @@ class Streams:
         if instance is not None and request.state in (_SENT, _OPEN):
             self._state.send(instance.peer, More(request.number, count))
         window = min(options.window + count, MOST)
-        request.options = replace(options, window=window)  # what is on its way stays as it is
+        request.options = replace(options, window=window)  # messages already sent keep theirs

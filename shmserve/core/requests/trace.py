@@ -1,8 +1,7 @@
-"""What happens to single requests: to those whose callers asked, by the parameter `trace_id`, one record in the log
-each; and to samples of all, as operators want them.
+"""Traces of single requests: a log entry for each request whose caller sets the parameter `trace_id`, and samples of
+all requests as configured by the operator.
 
-The rule of the file: a request that is not traced pays for nothing here; the core asks only whether `open` is empty,
-and whether `samples` is.
+Invariant: requests without a trace cost nothing here; the core only checks whether `open` and `samples` are empty.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from shmserve.protocol.messages import Tensor
 PARAMETER = "trace_id"
 ID_LENGTH = 128
 PER_SECOND = 100
-"""More are not traced: whoever may ask for inference must not be able to fill the disk of the log."""
+"""Limit of traces by `trace_id`: clients with the role infer must not be able to fill the disk with logs."""
 
 _SECOND = 1_000_000_000
 
 
 class Sample(Struct):
-    """Each `rate`-th request is traced, `left` more of them; below 0: without an end."""
+    """Traces every `rate`-th request, `left` more of them; negative: unlimited."""
 
     rate: int
     left: int = -1
@@ -45,8 +44,8 @@ class Sample(Struct):
 
 
 class _Open(Struct):
-    """A request that is traced. `id`: its trace_id, or "". `sample`: that it is one of. `model`: whose settings count.
-    `number`, `parent`: of the trace, and of the one of the request for which this one was made."""
+    """A traced request. `id`: its trace_id, or "". `sample`: the sample it belongs to. `model`: the model whose
+    settings apply. `number`, `parent`: of its trace, and of the trace of the request for which this one was made."""
 
     id: str
     sample: Sample | None
@@ -59,30 +58,30 @@ class _Open(Struct):
 class Traces:
     def __init__(self) -> None:
         self.open: dict[int, _Open] = {}
-        """Number of a request that is not answered yet -> why it is traced."""
+        """Number of an unanswered request -> its trace."""
         self.samples: dict[str, Sample] = {}
-        """Model -> its sample; "" is for all that have none of their own. Empty: nothing is sampled."""
+        """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
         self._until = 0
         self._left = 0
         self._numbers = 0
 
     def sample(self, request: Request) -> None:
-        """The request has arrived, and there are samples."""
+        """Called for each request that arrives while there are samples."""
         found = self.samples.get(request.version.model) or self.samples.get("")
         if found is not None and found.takes():
             self._numbers += 1
             self.open[request.number] = _Open("", found, request.version.model, self._numbers)
 
     def child(self, request: Request, parent: Request) -> None:
-        """The request is a step of `parent`, an ensemble, or a call that a model makes for it. If that one belongs to a
-        sample, so does this one, whatever the settings of its model."""
+        """`request` is a step of the ensemble `parent`, or a call that a model makes for it. If `parent` is sampled, so
+        is this request, whatever the settings of its model."""
         trace = self.open.get(parent.number)
         if trace is not None and trace.sample is not None:
             self._numbers += 1
             self.open[request.number] = _Open("", trace.sample, trace.model, self._numbers, trace.number)
 
     def begin(self, request: Request, now: int) -> Log | None:
-        """The request has arrived with the parameter. Gives what to log if it is one too many."""
+        """Called for a request with the parameter. Returns a log entry for the first request over the limit."""
         assert request.options is not None
         if now >= self._until:
             self._until, self._left = now + _SECOND, PER_SECOND
@@ -101,14 +100,14 @@ class Traces:
         return None
 
     def made(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
-        """An answer of it, which may have been asked for. Its caller can give the memory of an earlier part back at any
-        time: only what is in the message is kept of that."""
+        """Records a response if its tensors are wanted. The caller may return the memory of earlier parts at any time,
+        so only inline data of those is kept."""
         trace = self.open.get(request.number)
         if trace is not None and trace.sample is not None and trace.sample.tensors:
             trace.outputs = (*_inline(trace.outputs), *outputs)
 
     def answered(self, request: Request, code: str, now: int) -> Log | Traced | None:
-        """The request has been answered: well, with code "", or not. None: it is not traced."""
+        """Ends the trace; `code` is "" for a successful request. None: not traced."""
         trace = self.open.pop(request.number, None)
         if trace is None:
             return None
@@ -137,7 +136,7 @@ class Traces:
             number=trace.number, parent=trace.parent, model=trace.model,
         )  # fmt: skip
         if sample.tensors:
-            # One that waited for its turn has returned the memory that it used.
+            # A request that waited for its turn has released its memory.
             inputs = _inline(request.inputs) if request.state is RequestState.DONE else request.inputs
             found.tensors = inputs, trace.outputs
         return found
@@ -148,7 +147,7 @@ def _inline(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _at_worker(request: Request) -> dict[str, Any]:
-    """What is known of its batch. Times are known if it was answered when its batch was done."""
+    """The fields about its batch. Times are known only if it was answered when its batch was done."""
     instance, batch = request.instance, request.batch
     if instance is None or batch is None:
         return {}

@@ -1,6 +1,6 @@
-"""Is a request one that the model can take? Texts begin with the words that users of Triton know.
+"""Validates requests against a model. Error texts start with the wording that Triton's users know.
 
-What was found good is remembered by (name, dtype, shape), so that the usual request costs one look-up per input.
+Valid inputs are memoized by (name, dtype, shape), so a common request costs one lookup per input.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import FIELD_BYTES, Options, Tensor, Wanted, WantedOutputs
 
 _REMEMBERED = 4096
-"""Shapes remembered per model version; a model with more distinct shapes than this just looks again."""
+"""Memoized shapes per model version. Further shapes are checked again each time."""
 
 _MAX_BYTES = 1 << 46
-"""No tensor is larger: what a process can map. Dims whose product is more are refused before anyone multiplies."""
+"""Upper bound for tensors: the size of a process's address space. Larger products of dims are rejected before they are
+used."""
 
 
 class Good(NamedTuple):
-    """What is known of an input that has been looked at. `size` -1: elements differ in length (BYTES)."""
+    """The result for a valid input. `size` -1: unknown, elements vary in length (BYTES)."""
 
     bit: int
     rows: int
@@ -28,16 +29,16 @@ class Good(NamedTuple):
 
 
 Checked = tuple[int, object, int, bool, int]
-"""(rows, signature, inline bytes, has handles, length). Two requests with equal signatures may share a batch; what is
-padded is not part of the signature, but its length is given."""
+"""(rows, signature, inline bytes, has handles, length). Requests with equal signatures may share a batch; padded
+dimensions are not part of the signature, and their length is returned instead."""
 
 
 VALUE_BYTES = 9
-"""What a number takes at most."""
+"""The most that an encoded number takes."""
 
 
 def options_bytes(options: Options) -> int:
-    """About what they take inside the message. Raises if a parameter's value is over the limit of a field."""
+    """Their approximate size inside the message. Raises if a parameter's value exceeds the limit of a field."""
     total = len(options.id) + VALUE_BYTES
     if type(options.sequence) is str:
         total += len(options.sequence)
@@ -55,7 +56,7 @@ def options_bytes(options: Options) -> int:
 
 
 class Checker:
-    """Checks requests against one model version."""
+    """Validates requests against one model version."""
 
     def __init__(self, policy: ModelPolicy) -> None:
         self._policy = policy
@@ -78,7 +79,7 @@ class Checker:
         if outputs is not None:  # before the inputs, as in Triton
             self._check_outputs(outputs)
             outside = any(wanted.place is not None for wanted in outputs)
-        if len(inputs) < self._least:  # before what is wrong with one of them, as in Triton
+        if len(inputs) < self._least:  # before errors of single inputs, as in Triton
             self._missing(inputs)
         known = self._good
         for tensor in inputs:
@@ -111,8 +112,8 @@ class Checker:
         return rows, self._signature(inputs) if self.varies else None, inline, outside, 0
 
     def _signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """What must agree in a batch, in one order: which inputs there are, and the shapes, without the batch
-        dimension, of those that may not be ragged."""
+        """What must be equal within a batch, sorted: the names of the inputs, and the shapes without the batch
+        dimension of those that may not be ragged."""
         lead = 1 if self._policy.max_batch else 0
         ragged = self._ragged
         return tuple(sorted((t.name, () if t.name in ragged else t.shape[lead:]) for t in inputs))
@@ -125,7 +126,7 @@ class Checker:
         )
 
     def _length(self, inputs: tuple[Tensor, ...]) -> int:
-        """The one length of all padded inputs; 0 if the request has none of them."""
+        """The common length of all padded inputs; 0 if the request has none."""
         length, first = -1, ""
         for tensor in inputs:
             for axis in self._padded.get(tensor.name, ()):
@@ -143,7 +144,7 @@ class Checker:
     # ------------------------------------------------------------------------------------ one input
 
     def _look(self, tensor: Tensor) -> Good:
-        """The whole check of name, type and shape; remembered if good."""
+        """The full check of name, type and shape; memoized if valid."""
         policy, name, shape = self._policy, tensor.name, tensor.shape
         spec = self._specs.get(name)
         if spec is None:
@@ -210,7 +211,7 @@ class Checker:
         return sum(handle.size for handle in tensor.data)
 
     def _wrong_size(self, tensor: Tensor, size: int, expected: int) -> None:
-        """Not called for the usual request. BYTES come here always, as only their least size is known (expected -1)."""
+        """Not on the fast path, except for BYTES, of which only the minimum size is known (expected -1)."""
         if expected == -1:
             least = 4 * elements(tensor.shape)
             if size >= least and not (size and not least):
