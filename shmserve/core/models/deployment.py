@@ -1,7 +1,8 @@
-"""What operators want served: deployed beside what is served, swapped when it is READY, retired when it has finished.
+"""Deployment: new generations load next to those that serve, replace them when READY, and retire them when their work
+is finished.
 
-The rule of the file: a version that is served goes on until all that replaces it is READY. Nothing here waits; each
-operation is over when the last thing that it waits for has happened, and says so once.
+Invariant: a version that is served continues until all of its replacements are READY. Nothing here blocks; each
+operation completes when the last thing it waits for has happened, and is reported exactly once.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Operations:
         self.settle(model)
 
     def _aim(self, model: Model, operation: Operation, target: Target, fresh: bool, now: int) -> None:
-        """Makes the version come true: as it is, with other instances, or as a new generation."""
+        """Brings the version to its target: unchanged, with other instances, or as a new generation."""
         number = target.number
         coming, current = model.coming.get(number), model.versions.get(number)
         for version in (coming, current):
@@ -95,7 +96,7 @@ class Operations:
         self._state.loads.extend((version, instance) for instance in version.instances)
 
     def _fit(self, operation: Operation, version: Version, specs: Iterable[InstanceSpec]) -> None:
-        """The instances that it has stay, as far as they are wanted."""
+        """Keeps the existing instances that are still wanted, adds missing ones, and marks the others as surplus."""
         left = [instance for instance in version.instances if not instance.over]
         for spec in specs:
             found = next((instance for instance in left if _alike(instance.spec, spec)), None)
@@ -151,7 +152,8 @@ class Operations:
         self.look_after(model)
 
     def restart(self, peer: int, event: Restart, now: int) -> None:
-        """Of whole versions: the same sources again. Of one instance: a new process, then the old one goes."""
+        """Whole versions are reloaded from the same sources. For a single instance, a new process replaces the old
+        one."""
         model = self._state.models.get(event.model)
         known = model.versions.values() if model is not None else ()
         served = [v for v in known if v.state in (_V.LOADING, _V.READY) or v.recovering]
@@ -193,7 +195,7 @@ class Operations:
         self.settle(model)
 
     def interrupt(self, model: Model) -> None:
-        """The server stops: nothing will be loaded any more."""
+        """The server stops: cancels all loading."""
         self._state.loads.clear()
         self._overtake(model, STOPPING)
         for number in list(model.coming):
@@ -204,7 +206,7 @@ class Operations:
         if operation is None:
             return
         for version, instance in operation.added:
-            if instance.replaces is not None:  # only a commit takes the other one away
+            if instance.replaces is not None:  # the other instance is only removed by a commit
                 self.stop(version, instance)
         for number in operation.numbers:
             self._tell(number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
@@ -212,7 +214,7 @@ class Operations:
     # ------------------------------------------------------------------------------------ loading, in turn
 
     def start_waiting(self) -> None:
-        """Starts as many of those that wait to load as the limit allows."""
+        """Starts queued instances, as many as the limit of concurrent loads allows."""
         state = self._state
         while state.loads and len(state.loading) < state.limits.loading:
             version, instance = state.loads.popleft()
@@ -232,7 +234,7 @@ class Operations:
         self._state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec))
 
     def load_over(self, instance: Instance) -> None:
-        """It does not load any more, well or not: the next one may."""
+        """The instance has stopped loading, successfully or not: starts the next one."""
         if instance in self._state.loading:
             del self._state.loading[instance]
             self.start_waiting()
@@ -240,14 +242,14 @@ class Operations:
     # ------------------------------------------------------------------------------------ how it ends
 
     def has_loaded(self, version: Version, instance: Instance) -> None:
-        """The instance is READY, and perhaps with it the version."""
+        """The instance is READY, and perhaps the version with it."""
         operation = self._state.models[version.model].operation
         if operation is not None:
             operation.starting.pop(instance, None)
         self.is_ready(version)
 
     def is_ready(self, version: Version) -> None:
-        """If it is: perhaps nothing else is waited for."""
+        """Called when the version may have become READY: settles the operation if it was the last one missing."""
         operation = self._state.models[version.model].operation
         if operation is not None:
             if version.state is _V.READY:
@@ -255,7 +257,7 @@ class Operations:
             self.settle(self._state.models[version.model])
 
     def has_failed(self, version: Version, reason: str, instance: Instance | None = None) -> None:
-        """The version, or only this new instance of one that is served, will not be."""
+        """The version failed to load, or only this new instance of a version that is served."""
         model = self._state.models[version.model]
         operation = model.operation
         if operation is None:
@@ -268,14 +270,14 @@ class Operations:
             return
         operation.failures.append(f"version {version.number} is at UNAVAILABLE state: {reason}")
         operation.traceback = operation.traceback or version.take_traceback()
-        for number, coming in list(model.coming.items()):  # none of them will take over: why load them?
+        for number, coming in list(model.coming.items()):  # none of them will take over, so stop loading them
             del model.coming[number]
             operation.loading.pop(coming, None)
             self._abandon(model, coming)
         self.settle(model)
 
     def settle(self, model: Model) -> None:
-        """Ends the operation when it waits for nothing any more."""
+        """Completes the operation if nothing is left to wait for."""
         operation = model.operation
         if operation is None or operation.loading or operation.starting:
             return
@@ -327,13 +329,14 @@ class Operations:
     # ------------------------------------------------------------------------------------ leaving
 
     def _abandon(self, model: Model, version: Version) -> None:
-        """It is not wanted any more, and another stands, or will stand, for its number."""
+        """Retires a version that is replaced, now or later, by another one of the same number."""
         if version not in model.leaving and not version.gone:
             model.leaving.append(version)
         self.retire(version)
 
     def retire(self, version: Version) -> None:
-        """No new requests; what it has is finished, then its processes end. One that only loads ends at once."""
+        """Retires a version: it gets no new requests, finishes its work, and then its processes end. One that is still
+        loading ends immediately."""
         loading = version.state is _V.LOADING
         self._state.cache.purge(version)
         if version in self._state.ensembles:
@@ -350,7 +353,8 @@ class Operations:
                 self.stop(version, instance)
 
     def stop(self, version: Version, instance: Instance) -> None:
-        """This instance gets no more requests. It finishes what it has; while it loads there is nothing to finish."""
+        """Stops an instance: it gets no more requests and finishes its work. One that is loading has nothing to
+        finish."""
         state = self._state
         state.doubt = True
         if instance.state in (_I.WAITING, _I.BACKOFF):
@@ -367,7 +371,7 @@ class Operations:
                 version.idle.remove(instance)
             instance.move(_I.STOPPING)
             state.send(instance.peer, Stop())
-            if instance.due:  # it has been restarted, and has stayed for its sequences or streams
+            if instance.due:  # it was restarted, and stayed for its sequences or streams
                 instance.due = state.now + state.limits.exit_ns
                 state.set_timer(instance.due, Timer.OVERDUE, instance)
         elif instance.state is _I.STARTING:
@@ -379,8 +383,8 @@ class Operations:
         self.settle_lost(version)
 
     def settle_lost(self, version: Version) -> bool:
-        """A version is READY while an instance is alive. True: it was the last one, and those that are lost are
-        restarted now and then. What waits is answered when the version is dispatched."""
+        """Updates the state of a version with lost instances: it is READY only while one is alive. True: the last one
+        is lost. Lost ones continue to be restarted with back-off. The dispatcher answers queued requests."""
         lost = [
             instance for instance in version.instances if instance.lost and not (instance.over or instance.spec.passive)
         ]
@@ -394,7 +398,8 @@ class Operations:
         return False
 
     def _let_finish(self, version: Version, instance: Instance) -> bool:
-        """An instance that leaves a version which goes on stays for its sequences, for a while, and for its streams."""
+        """An instance removed from a version that continues stays for its sequences (for a limited time) and its
+        streams."""
         state = self._state
         if version.state is not _V.READY or instance.leaving or not version.needs(instance):
             return False
@@ -409,7 +414,8 @@ class Operations:
         return True
 
     def leave(self, subject: Version | Instance | None) -> None:
-        """Its sequences have had their time. None: the server stops, and only those may go on that are under way."""
+        """The grace period for sequences is over. None: the server stops, and only sequences with requests in progress
+        continue."""
         if subject is None:
             for sequence in [sequence for sequence in self._state.sequences.values() if sequence.idle]:
                 sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} is over: the server is stopping")
@@ -426,13 +432,14 @@ class Operations:
             self._state.dirty[version] = None
 
     def remove_stopped(self, version: Version, instance: Instance) -> None:
-        """One that was taken out of a version that goes on leaves no trace."""
+        """Removes an instance from a version that continues."""
         goes_on = version.state in (_V.LOADING, _V.READY) or version.recovering
         if goes_on and any(not other.over for other in version.instances):
             version.instances.remove(instance)
 
     def settle_leaving(self) -> None:
-        """At the end of a turn: stops those that have finished, and takes leave of those that have gone."""
+        """Stops versions and instances that have finished, and removes those whose processes have ended. Called once
+        per turn."""
         for instance, version in list(self._state.parting.items()):
             if not version.needs(instance):
                 self.stop(version, instance)
@@ -449,7 +456,7 @@ class Operations:
                 self.look_after(model)
 
     def look_after(self, model: Model) -> None:
-        """Some process of the model has ended, or something is to be unloaded."""
+        """Completes unloads and departures. Called when a process of the model has ended or an unload has started."""
         model.leaving = [version for version in model.leaving if not version.gone or version.state is _V.UNLOADING]
         for unloading in list(model.unloading):
             if all(version.gone and version.state is not _V.UNLOADING for version in unloading.versions):
@@ -463,7 +470,7 @@ class Operations:
 
 
 def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:
-    """How many threads an engine may use follows from how many instances there are: no reason to start it again."""
+    """Compares specs except for engine threads, which follow from the number of instances: no reason for a restart."""
     return replace(one, threads=0) == replace(other, threads=0)
 
 

@@ -1,8 +1,9 @@
-"""A restart: what the old process has not started moves to the new one, and the rest gets --exit-timeout-secs.
+"""Handover at a restart: requests that the old process has not started move to the new one; the rest has
+--exit-timeout-secs to finish.
 
-A worker reads its orders only between two batches. One that works therefore answers Withdraw before it starts what
-waits for it. One that hangs does not answer: after RECALL_NS its waiting requests are taken back all the same, and
-should it start them after that, it is killed.
+A worker reads its messages only between two batches. A working one therefore answers Withdraw before it starts its
+waiting batch. One that hangs does not: after RECALL_NS its waiting requests are taken back without an answer, and it is
+killed if it starts them later.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
 
 RECALL_NS = 1_000_000_000
-"""How long a worker has to say which requests it has not started: much longer than a message takes."""
+"""How long a worker has to report the requests that it has not started: much longer than a message takes."""
 
 _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
@@ -29,7 +30,7 @@ class Handover:
         self._recalls = recalls
 
     def settle(self, now: int) -> None:
-        """After the events of a turn: versions and instances that have been replaced, and models unloaded by force."""
+        """Processes, at the end of a turn, replaced versions and instances, and models unloaded by force."""
         state = self._state
         while state.replaced:
             version, instance, successor = state.replaced.pop()
@@ -44,10 +45,11 @@ class Handover:
     # ------------------------------------------------------------------------------------ restart
 
     def _replace(self, old: Version, new: Version, now: int) -> None:
-        """A generation has taken over. Requests for another interface stay where they were checked."""
+        """A new generation takes over. Queued requests stay with the version that validated them if the policies
+        differ, and always for sequences and ensembles."""
         if old.places is None and old.graph is None and old.policy == new.policy:
             old.successor = new
-            later = new.queue.take(new.queue.count)  # which have come in this turn, behind the change
+            later = new.queue.take(new.queue.count)  # requests of this turn, which queue behind the moved ones
             old.queue, new.queue = new.queue, old.queue
             moved = [*new.queue.in_order(), *old.suspects]
             for request in later:
@@ -56,7 +58,7 @@ class Handover:
             old.suspects.clear()
             for request in moved:
                 request.version = new
-                request.miss = None  # which names the generation
+                request.miss = None  # its key contains the generation
             self._split_order(old, new)
             self._state.dirty[new] = None
         for instance in old.instances:
@@ -64,7 +66,7 @@ class Handover:
                 self._limit(old, instance, now)
 
     def _split_order(self, old: Version, new: Version) -> None:
-        """With preserve_ordering: each generation answers its own requests in the order of their arrival."""
+        """With preserve_ordering, each generation answers its own requests in order of arrival."""
         if old.order is not None and new.order is not None:
             moved = [request for request in old.order if request.version is new]
             new.order = deque([*moved, *new.order])
@@ -79,7 +81,7 @@ class Handover:
             self._state.set_timer(now + RECALL_NS, Timer.RECALL, instance)
 
     def recall_over(self, version: Version, instance: Instance, now: int) -> None:
-        """What the worker has been asked for and has not given back belongs to the core from now on."""
+        """The recall has timed out: the core takes back the requests that the worker has not returned."""
         batch = instance.waiting
         if batch is None or not batch.recalled or instance.state is InstanceState.KILLED:
             return
@@ -90,7 +92,8 @@ class Handover:
         self._state.dirty[version] = None
 
     def overdue(self, version: Version, instance: Instance, now: int) -> None:
-        """The time is over for what ran when the instance was replaced. What it has begun since has as long again."""
+        """The grace period for the batch that ran when the instance was replaced is over. A batch started since gets
+        another one."""
         limit_ns = self._state.limits.exit_ns
         if not instance.peer or now < instance.due or instance.state is InstanceState.KILLED:
             return
@@ -112,7 +115,7 @@ class Handover:
     # ------------------------------------------------------------------------------------ unload by force
 
     def _end(self, version: Version, now: int) -> None:
-        """Everything that the version has fails, and its processes are killed."""
+        """Fails all requests of the version and kills its processes."""
         text = f"{version.label} was unloaded by force before it had answered this request"
         for request in list(self._state.requests.values()):
             chain = self._state.runs.get(request.number)

@@ -1,4 +1,4 @@
-"""Worker processes: loaded, lost, started again, drained. What is to run at all is decided in deployment.py."""
+"""Worker processes: loading, crashes, restarts, and the drain. deployment.py decides which ones should run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _I, _V = InstanceState, VersionState
 
 
 def pause_ns(deaths: int, second: int, most: int) -> int:
-    """Before what has ended so often in a row is started again: at once, then after `second`, doubled for each more."""
+    """Back-off before a restart after consecutive deaths: none after the first, then `second`, doubled each time up to
+    `most`."""
     return min(second << (deaths - 2), most) if deaths > 1 else 0
 
 
@@ -86,7 +87,8 @@ class Lifecycle:
         self._operations.has_loaded(version, instance)
 
     def _is_back(self, version: Version, instance: Instance) -> None:
-        """Its last restarts had failed. One in quarantine is back only when it has answered."""
+        """Logs that an instance whose restarts had failed has recovered. A quarantined one recovers only with a
+        completed batch."""
         if not instance.quarantined:
             ready, wanted = version.counts
             text = f"instance '{instance.spec.name}' of {version.label} serves again (READY {ready}/{wanted})"
@@ -94,13 +96,14 @@ class Lifecycle:
             self._state.log("info", text, **about)
 
     def load_failed(self, peer: int, message: LoadFailed, now: int) -> None:
-        """Its process ends now; what follows from that is decided then."""
+        """Stores the error; it is handled when the process has ended."""
         version, instance = self._state.instances[peer]
         instance.load_error = f"failed to load: {message.text}"
         version.traceback = message.trace
 
     def _failed_to_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
-        """One that never was READY. It is missed only by a version that loads, which was promised with all of them."""
+        """Handles the failed load of an instance that has never been READY. Only a version that is loading fails
+        because of it, as it needs all of its instances."""
         instance.reason = reason
         if version.state is not _V.LOADING:
             instance.move(_I.FAILED)
@@ -115,7 +118,7 @@ class Lifecycle:
             self._give_up(version, instance, reason)
 
     def _give_up(self, version: Version, instance: Instance, reason: str) -> None:
-        """The version, which loads, will not be served: it was promised with all its instances."""
+        """The version fails to load, because it needs all of its instances."""
         instance.reason = reason
         instance.move(_I.FAILED)
         self._state.models[version.model].loads.failed += 1
@@ -157,8 +160,8 @@ class Lifecycle:
         self._state.dirty[version] = None
 
     def _what_now(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
-        """Its process has ended: was that expected, is it the end of it, or shall there be another? `explained`: a
-        request that had cost another worker before is to blame."""
+        """Decides after the end of a process whether it was expected, final, or needs a restart. `explained`: the cause
+        is a request that has killed another worker before."""
         load_error = instance.load_error or event.loading_error
         if instance.state is _I.STARTING and not load_error:
             load_error = f"its worker process ended while loading: {event.reason}"
@@ -192,8 +195,8 @@ class Lifecycle:
             self._crashed(version, instance, event.reason, explained, now)
 
     def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> bool:
-        """What becomes of the requests that the worker had. True: the one that it ran alone had cost another worker
-        before, whose end is explained by it, too."""
+        """Retries or fails the requests of a dead worker. True: the request that it ran alone has killed another worker
+        before, so it explains both deaths."""
         running, waiting = instance.running, instance.waiting
         instance.running = instance.waiting = None
         self._dispatcher.stopped(instance)
@@ -210,7 +213,7 @@ class Lifecycle:
                 if first is not None:
                     explained, first.unexplained = first.unexplained, False
                 self._ends.end_failed(request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now)
-        for request in waiting.requests() if waiting is not None else ():  # it had not been begun
+        for request in waiting.requests() if waiting is not None else ():  # not started yet
             if request.state is RequestState.SENT:
                 self._take_back(request)
                 self._recalls.put_back(version, request)
@@ -228,14 +231,14 @@ class Lifecycle:
         return explained
 
     def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
-        """Who was to read them cannot, and who reads them now may read anything."""
+        """Fails requests with these tensors as inputs: queued ones cannot read them, running ones may read anything."""
         text = f"a tensor was on the GPU of instance '{instance.spec.name}', whose worker process has ended"
         for request in list(self._state.requests.values()):
             if request.state in (RequestState.QUEUED, RequestState.SENT) and not lost.isdisjoint(request.segments):
                 self._ends.fail_early(request, HandleLost.code, text, now)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
-        """It is the first worker that this one has cost, nobody has had a part of its answer, and no state was lost."""
+        """It has killed no other worker before, none of its responses was sent, and no sequence state was lost."""
         if request.state is not RequestState.SENT or request.suspect is not None:
             return False
         if request.sequence is not None or request.parts:
@@ -253,7 +256,8 @@ class Lifecycle:
         version.suspects.append(request)
 
     def _crashed(self, version: Version, instance: Instance, reason: str, explained: bool, now: int) -> None:
-        """Start it again: at once, then with growing pauses. After some crashes in a row it counts as broken."""
+        """Schedules a restart: immediately, then with increasing back-off. After the crash limit the instance counts as
+        broken."""
         self._count_restart(version, instance)
         if not explained:
             if not instance.crashes:
@@ -278,7 +282,7 @@ class Lifecycle:
             self._tell_restart(version, instance, "error", text + again)
 
     def _not_restarted(self, version: Version, instance: Instance, reason: str, now: int) -> None:
-        """It was READY before, and could not load this time."""
+        """An instance that was READY before could not load again."""
         self._count_restart(version, instance)
         instance.deaths += 1
         instance.lost = True
@@ -287,7 +291,7 @@ class Lifecycle:
         self._tell_restart(version, instance, "error", text)
 
     def _count_uptime(self, instance: Instance, now: int) -> None:
-        """What has been up for long before the batch with which it ended has not ended in a row."""
+        """Resets the crash counters if the instance had been up long enough before the batch during which it ended."""
         until = instance.running.began if instance.running is not None else now
         if instance.ready_since and until - instance.ready_since >= self._state.limits.backoff_max_ns:
             instance.deaths = instance.crashes = 0
@@ -303,7 +307,7 @@ class Lifecycle:
         self._back_off(instance, pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns), now)
 
     def _tell_restart(self, version: Version, instance: Instance, level: str, text: str) -> None:
-        """The one line in the log about this end, and what it means for the version."""
+        """Writes the log entry about this death and its effect on the version."""
         if self._operations.settle_lost(version):
             text += f"; {version.label} is UNAVAILABLE"
         pause = instance.retry_at - self._state.now
@@ -321,7 +325,7 @@ class Lifecycle:
             self._operations.spawn(version, instance)
 
     def late(self, instance: Instance, version: Version, now: int) -> None:
-        """A timer set when a process of this instance was started; it may be another one by now."""
+        """The load timer. The process may be a later one than that for which it was set."""
         limit = self._state.limits.load_ns
         if instance.state is _I.STARTING and instance.spawned + limit <= now:
             instance.load_error = f"it did not load within {limit / 1e9:g} s (--load-limit-secs)"
@@ -365,7 +369,7 @@ class Lifecycle:
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
 
     def drain_over(self, now: int) -> None:
-        """Patience is over: whoever has not been answered is told, whatever still runs is ended."""
+        """The grace period is over: fails all remaining requests and kills all workers."""
         for request in list(self._state.requests.values()):
             if request.state not in (RequestState.LINGERING, RequestState.ENDED):
                 text = "the server is stopping and did not finish this request in time (exit-timeout-secs)"
@@ -374,13 +378,13 @@ class Lifecycle:
             kill(self._state, version, instance, "it did not stop in time")
 
     def _no_more(self, version: Version, now: int) -> None:
-        """In a drain no worker is started again. Without one, what waits is answered now."""
+        """During a drain workers are not restarted: fails queued requests of a version that has none left."""
         if not any(instance.peer for instance in version.instances):
             text = f"{STOPPING}, and no worker of '{version.model}' is left to run this request"
             self._dispatcher.empty_queue(version, text, now)
 
     def settle_drain(self) -> None:
-        """At the end of each turn of a drain: stop the workers when the last request is done, then say so."""
+        """After each turn of a drain: stops the workers when the last request is done, then reports Drained."""
         state = self._state
         if not state.requests and not state.sequences:
             for peer, (version, instance) in state.instances.items():
@@ -394,7 +398,7 @@ class Lifecycle:
 
 
 def _about(version: Version, instance: Instance) -> dict[str, Any]:
-    """The fields of a record, with the model's traceback if it failed to load, else what the worker wrote last."""
+    """Log fields, with the model's traceback if it failed to load, else with the worker's last output."""
     found: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
     if version.traceback:
         more = {"traceback": version.take_traceback()}
@@ -404,8 +408,8 @@ def _about(version: Version, instance: Instance) -> dict[str, Any]:
 
 
 def _may_run_elsewhere(version: Version, instance: Instance) -> bool:
-    """Another instance can take a request that was alone when the worker of this one crashed. One that hung is not
-    retried: it would most likely block the other instance for the whole execution limit, too."""
+    """Can another instance run a request that was alone when its worker crashed? A request that hung is not retried: it
+    would most likely block the other instance for the whole execution limit, too."""
     return any(
         other.usable and not other.leaving and not other.quarantined
         for other in version.instances

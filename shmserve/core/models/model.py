@@ -1,4 +1,4 @@
-"""A model: its versions, and the operation that changes them."""
+"""Records of a model: its versions, and the operations that change them."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from shmserve.core.stats.statistics import Loads
 
 
 class Operation(Struct, eq=False):
-    """A Deploy or Restart under way: what it still waits for, and what goes when nothing of that is left."""
+    """A Deploy or Restart in progress: what it waits for, and what is removed when it completes."""
 
     numbers: list[int]
-    """Who is to be told; more than one if the same was asked again meanwhile."""
+    """Operations to report to; several if the same change was requested again meanwhile."""
     targets: tuple[Target, ...]
     beside: bool
-    """Something is served meanwhile."""
+    """The model is served meanwhile."""
     restart: bool = False
-    """What is served is replaced by itself, which takes its requests."""
+    """The served versions are replaced by new generations of the same source, which take over their requests."""
     loading: dict[Version, None] = {}
     starting: dict[Instance, Version] = {}
-    """Those added to versions that are served."""
+    """Instances being added to versions that are served."""
     added: list[tuple[Version, Instance]] = []
     surplus: list[tuple[Version, Instance]] = []
     dropped: list[int] = []
-    """Versions that are not to be served any more."""
+    """Versions that are no longer wanted."""
     failures: list[str] = []
     traceback: str = ""
-    """Of the model, for the log."""
+    """The model's traceback, for the log."""
 
 
 class FailedChange(Struct, frozen=True):
-    """A load or restart that has failed, or a state of the files that cannot be served, and when that was found."""
+    """A failed load or restart, or files that cannot be served, with the time of the failure."""
 
     reason: str
     at: int
 
 
 class Unloading(Struct, eq=False):
-    """An Unload under way."""
+    """An Unload in progress."""
 
     number: int
     versions: list[Version]
 
 
 class Departure(Struct, eq=False):
-    """Instances that a change has taken from versions that go on: it is over when their processes have ended. Those
-    that stay for sequences or streams are not waited for."""
+    """Instances removed from versions that continue: done when their processes have ended. Instances kept for sequences
+    or streams are not waited for."""
 
     numbers: list[int]
-    """The operations that are told then."""
+    """The operations to report to then."""
     instances: list[Instance]
 
 
 class Model(Struct, eq=False):
-    """All versions of one name that are or were known."""
+    """All versions of a name that exist or have existed."""
 
     name: str
     versions: dict[int, Version] = {}
-    """What each number stands for now."""
+    """Number -> the current generation."""
     coming: dict[int, Version] = {}
-    """Generations that will take over from those in `versions`."""
+    """Generations that will replace those in `versions`."""
     leaving: list[Version] = []
-    """Generations that were replaced and still have something to finish, or a process that has not ended."""
+    """Replaced generations that have work to finish, or a process that has not ended."""
     reason: str = ""
     failed: FailedChange | None = None
-    """The last change, if it has failed."""
+    """The last change, if it failed."""
     operation: Operation | None = None
     unloading: list[Unloading] = []
     departures: list[Departure] = []
@@ -80,7 +80,7 @@ class Model(Struct, eq=False):
 
     @property
     def is_served_meanwhile(self) -> bool:
-        """What loads now is loaded beside versions that are served."""
+        """Versions that are loading do so next to versions that are served."""
         return self.operation is not None and self.operation.beside
 
     def generations(self) -> list[Version]:

@@ -1,4 +1,4 @@
-"""Kills a worker process: its model hangs, it broke the protocol, or it is not wanted any more."""
+"""Kills worker processes: hangs, protocol errors, or no longer needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from shmserve.core.states import InstanceState
 
 
 def kill(state: State, version: Version, instance: Instance, reason: str) -> None:
-    """From now on the worker gets no messages and its messages are ignored. Its requests and memory end with it."""
+    """From now on the worker gets no messages and its messages are ignored. Its requests and memory are released when
+    the process has ended."""
     if instance.state is InstanceState.KILLED:
         return
     instance.move(InstanceState.KILLED)
@@ -22,5 +23,5 @@ def kill(state: State, version: Version, instance: Instance, reason: str) -> Non
 
 
 def kill_for_protocol_error(state: State, version: Version, instance: Instance, what: str) -> None:
-    """A worker that breaks the protocol may have corrupted its memory, too."""
+    """Kills the worker, because a protocol error may mean that its memory is corrupted."""
     kill(state, version, instance, f"it broke the protocol: unexpected {what}")
